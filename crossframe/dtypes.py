@@ -1,0 +1,40 @@
+"""Dtypes by name. The core speaks of dtypes as the strings that torch, numpy and JAX share ("float32", "bfloat16")."""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+
+from crossframe.errors import ParamError
+
+_EXTENSIONS = {"bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+_NATIVE = ("float64", "float32", "float16")
+FLOATING = (*_NATIVE, *_EXTENSIONS)
+
+
+@functools.cache
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of that name; ParamError if it is not a floating dtype that can be sharded."""
+    if name in _EXTENSIONS:
+        return np.dtype(_EXTENSIONS[name])
+    if name in _NATIVE:
+        return np.dtype(name)
+    raise ParamError(f"unknown dtype {name!r}: expected one of {', '.join(FLOATING)}")
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element.
+
+    >>> itemsize("float32"), itemsize("bfloat16")
+    (4, 2)
+    """
+    return numpy_dtype(name).itemsize
+
+
+def unit_roundoff(name: str) -> float:
+    """Half the distance from 1 to the next larger number: the largest relative error of one rounding.
+
+    >>> unit_roundoff("float64") == 2.0**-53
+    True
+    """
+    return float(ml_dtypes.finfo(numpy_dtype(name)).eps) / 2

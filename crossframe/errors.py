@@ -1,0 +1,49 @@
+"""The errors that a user can meet. Every message says what was expected, what came, where, and what to do."""
+
+
+class CrossframeError(ValueError):
+    """Base of every error that wrong input or wrong use raises here, in the core and in both backends."""
+
+
+class ParamError(CrossframeError):
+    """A parameter cannot be described or sharded: its name, shape or dtype."""
+
+
+class MeshError(CrossframeError):
+    """A mesh, a world size or a rank that does not exist."""
+
+
+class LayoutError(CrossframeError):
+    """A set of parameters that no layout can hold together, or a question that a layout cannot answer."""
+
+
+class UnitError(CrossframeError):
+    """Units that do not fit the module tree, or parameters that belong to two of them."""
+
+
+class PlanError(CrossframeError):
+    """A step that cannot be planned as asked."""
+
+
+class MappingError(CrossframeError):
+    """Names of two frameworks that do not correspond one to one."""
+
+
+class RecordingError(CrossframeError):
+    """A recording that is missing, cut off, damaged, or not what the caller asked for."""
+
+
+class UsageError(CrossframeError):
+    """Wrong use of a backend or of the command line."""
+
+
+class AgreementError(CrossframeError, RuntimeError):
+    """Ranks that were given different models, units or settings."""
+
+
+class StateError(CrossframeError, AssertionError, RuntimeError):
+    """A move that the lifecycle does not allow (R12, R18). Also an AssertionError, since torch's FSDP1 raises that."""
+
+
+class UnsupportedError(CrossframeError, NotImplementedError):
+    """A combination that is refused, as torch refuses it (R23)."""

@@ -1,0 +1,58 @@
+"""What the core knows of a parameter: its name, shape and dtype, never its values."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from crossframe.dtypes import itemsize
+from crossframe.errors import ParamError
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of a model.
+
+    Attributes:
+        name: canonical (torch) name, at its first occurrence in the module tree.
+        shape: sizes of the unsharded parameter.
+        dtype: dtype in which it is stored.
+        aliases: further names of the same parameter, where modules share it (R01).
+        requires_grad: whether it is trained.
+
+    Raises:
+        ParamError: an empty name, a size that is not a non-negative int, an unknown dtype, an alias given twice.
+
+    >>> ParamSpec("weight", (5, 3)).numel
+    15
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    aliases: tuple[str, ...] = ()
+    requires_grad: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ParamError(f"a parameter needs a name: expected a non-empty string, got {self.name!r}")
+        if not isinstance(self.shape, tuple) or not all(type(size) is int and size >= 0 for size in self.shape):
+            raise ParamError(f"parameter {self.name!r}: expected a tuple of sizes >= 0 as shape, got {self.shape!r}")
+        itemsize(self.dtype)
+        names = (self.name, *self.aliases)
+        if len(set(names)) != len(names):
+            raise ParamError(f"parameter {self.name!r}: the same name twice among its aliases {self.aliases!r}")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def check_unique_names(params: Iterable[ParamSpec]) -> None:
+    """Raise ParamError if two of these parameters share a name or an alias."""
+    owner: dict[str, str] = {}
+    for param in params:
+        for name in (param.name, *param.aliases):
+            if name in owner:
+                raise ParamError(f"the name {name!r} belongs to two parameters, {owner[name]!r} and {param.name!r}")
+            owner[name] = param.name

@@ -1,0 +1,113 @@
+"""Which parameter belongs to which unit (R01), by names alone.
+
+A backend lists its *slots*: every place (module, attribute) at which a parameter is registered, with an identity that tells
+which slots share one parameter. A parameter belongs to the nearest enclosing unit of its first slot.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from crossframe.errors import UnitError
+from crossframe.params import ParamSpec
+
+
+class Order(Enum):
+    """The order of parameters inside a unit: PRE_ORDER is FSDP1's, POST_ORDER FSDP2's (R01)."""
+
+    PRE_ORDER = "pre_order"
+    POST_ORDER = "post_order"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One registration of a parameter: in module `module` ("" for the root) under the attribute `attribute`."""
+
+    module: str
+    attribute: str
+    identity: Hashable
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = True
+
+    @property
+    def name(self) -> str:
+        """The full name of the parameter at this slot."""
+        return f"{self.module}.{self.attribute}" if self.module else self.attribute
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit: the name of its module and its parameters in order."""
+
+    name: str
+    params: tuple[ParamSpec, ...]
+
+
+def enclosing_unit(module: str, unit_names: frozenset[str]) -> str:
+    """The nearest unit at or above a module; the root "" is always one.
+
+    >>> enclosing_unit("blocks.1.mlp", frozenset({"", "blocks.1"}))
+    'blocks.1'
+    """
+    while module and module not in unit_names:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def post_order(modules: Sequence[str]) -> list[str]:
+    """Module names in depth-first post-order, given in pre-order.
+
+    >>> post_order(["", "a", "a.x", "b"])
+    ['a.x', 'a', 'b', '']
+    """
+    done: list[str] = []
+    open_modules: list[str] = []
+    for module in modules:
+        while open_modules and not _inside(module, open_modules[-1]):
+            done.append(open_modules.pop())
+        open_modules.append(module)
+    return done + open_modules[::-1]
+
+
+def _inside(module: str, ancestor: str) -> bool:
+    return not ancestor or module.startswith(ancestor + ".")
+
+
+def assign_units(
+    modules: Sequence[str], slots: Iterable[Slot], unit_names: Iterable[str], order: Order = Order.PRE_ORDER
+) -> tuple[UnitSpec, ...]:
+    """The units of a model, in module pre-order; units that own no parameter are left out.
+
+    Args:
+        modules: every module name in pre-order, "" first.
+        slots: every registration, in the order of `modules` and of registration inside a module.
+        unit_names: the modules that are units; the root is one whether named or not.
+
+    Raises:
+        UnitError: a unit that is no module, or a parameter shared between two units.
+    """
+    known = set(modules)
+    units = frozenset(unit_names) | {""}
+    if missing := sorted(units - known):
+        raise UnitError(f"units {missing} are not modules of this model: expected names among {sorted(known)[:8]} ...")
+    ranking = {name: i for i, name in enumerate(modules if order is Order.PRE_ORDER else post_order(modules))}
+    specs: dict[Hashable, ParamSpec] = {}
+    owners: dict[Hashable, str] = {}
+    for slot in sorted(slots, key=lambda slot: ranking[slot.module]):
+        owner = enclosing_unit(slot.module, units)
+        if slot.identity not in specs:
+            specs[slot.identity] = ParamSpec(slot.name, slot.shape, slot.dtype, requires_grad=slot.requires_grad)
+            owners[slot.identity] = owner
+            continue
+        first = specs[slot.identity]
+        if owner != owners[slot.identity]:
+            raise UnitError(
+                f"parameter {first.name!r} of unit {owners[slot.identity]!r} is shared with {slot.name!r} of unit "
+                f"{owner!r}: a parameter lives in one unit; make both modules part of one unit"
+            )
+        specs[slot.identity] = replace(first, aliases=(*first.aliases, slot.name))
+    owned: dict[str, list[ParamSpec]] = {name: [] for name in modules if name in units}
+    for identity, spec in specs.items():
+        owned[owners[identity]].append(spec)
+    return tuple(UnitSpec(name, tuple(params)) for name, params in owned.items() if params)
