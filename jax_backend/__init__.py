@@ -1,0 +1,33 @@
+"""FSDP for JAX over the layouts of crossframe: a step gathers sharded parameters and reduces gradients.
+
+The helpers for flax's nnx are in `jax_backend.nnx`, which alone imports flax.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ImportError("jax_backend needs JAX: pip install 'crossframe[jax]'") from None
+
+from jax_backend.mesh import make_mesh, per_rank
+from jax_backend.sharded import ShardedParams, pieces_of, shard, shards_of
+from jax_backend.trace import trace_of
+from jax_backend.transform import Result, value_and_grad
+from jax_backend.tree import ParamTree
+from jax_backend.unshard import unshard, writeback
+
+__all__ = [
+    "ParamTree",
+    "Result",
+    "ShardedParams",
+    "make_mesh",
+    "per_rank",
+    "pieces_of",
+    "shard",
+    "shards_of",
+    "trace_of",
+    "unshard",
+    "value_and_grad",
+    "writeback",
+]

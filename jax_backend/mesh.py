@@ -1,0 +1,87 @@
+"""The mesh of devices: the core's grid of ranks (R10) as a jax Mesh, and trees that hold one value a rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossframe.errors import UsageError
+from crossframe.mesh import MeshSpec
+
+SHARD_AXIS = "shard"
+
+
+def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh on which rank i is device i.
+
+    Args:
+        spec: the grid of ranks. Only replicate=1 is supported.
+        devices: the devices in rank order; the first `spec.world_size` are used. Default: `jax.devices()`.
+
+    Returns:
+        A mesh with the axis ("shard",) of Auto type. jax.make_mesh would make it Explicit, and arrays of that type
+        refuse the reshapes between flat shards and parameters.
+
+    Raises:
+        UsageError: replicate > 1, or fewer devices than ranks.
+    """
+    if spec.replicate != 1:
+        raise UsageError(
+            f"mesh axis 'replicate': expected size 1, got {spec.replicate}: hybrid sharding is not supported here; "
+            f"pass MeshSpec(shard={spec.world_size})"
+        )
+    devices = jax.devices() if devices is None else list(devices)
+    if len(devices) < spec.world_size:
+        raise UsageError(
+            f"mesh axis 'shard': expected at least {spec.world_size} devices, got {len(devices)}; for more CPU devices "
+            f"call jax.config.update('jax_num_cpu_devices', {spec.world_size}) before JAX is first used"
+        )
+    grid = np.array(devices[: spec.world_size], dtype=object)
+    return Mesh(grid, (SHARD_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raise UsageError unless this is a mesh as `make_mesh` makes it: the one axis "shard", of Auto type."""
+    if not isinstance(mesh, Mesh):
+        raise UsageError(f"expected a jax Mesh, got {type(mesh).__name__}; make one with jax_backend.make_mesh")
+    if mesh.axis_names != (SHARD_AXIS,) or mesh.axis_types != (AxisType.Auto,):
+        axes = ", ".join(f"{name!r} ({kind})" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
+        raise UsageError(
+            f"expected a mesh with the one axis 'shard' of type Auto, got {axes}; make it with jax_backend.make_mesh"
+        )
+
+
+def num_ranks(mesh: Mesh) -> int:
+    """Number of ranks along the shard axis."""
+    return mesh.shape[SHARD_AXIS]
+
+
+def per_rank(tree: Any, mesh: Mesh) -> Any:
+    """Give every rank its own copy of each leaf: what `value_and_grad` expects as state.
+
+    Typed PRNG keys are folded with the rank, so that ranks draw different numbers. Raw uint32 keys cannot be told from
+    counters and are copied as they are.
+
+    Args:
+        tree: a pytree of arrays of any shape and dtype.
+        mesh: the ranks.
+
+    Returns:
+        The same tree; a leaf of shape (...) becomes one of shape (num_ranks, ...), its leading axis sharded over ranks.
+    """
+    ranks = num_ranks(mesh)
+    sharding = NamedSharding(mesh, P(SHARD_AXIS))
+
+    def spread(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            keys = leaf.reshape(-1)
+            fold = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))
+            return jax.device_put(fold(keys, jnp.arange(ranks)).reshape(ranks, *leaf.shape), sharding)
+        return jax.device_put(jnp.broadcast_to(leaf, (ranks, *leaf.shape)), sharding)
+
+    return jax.tree.map(spread, tree)
