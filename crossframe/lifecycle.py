@@ -150,7 +150,9 @@ def _follow(state: UnitState, move: Move) -> UnitState | None:
         case Move.CONCEAL:
             return to(e=Exposure.SHARDED) if exposure == Exposure.FULL else None
         case Move.RESHARD:
-            return to(r=Residency.SHARD, f=Freshness.SAME) if sharded and residency != Residency.SHARD else None
+            # Summoned as well: where one rank alone sees the full parameters (R19), the others free theirs at once.
+            held = residency != Residency.SHARD and exposure != Exposure.FULL
+            return to(r=Residency.SHARD, f=Freshness.SAME) if held else None
         case Move.RESHARD_TO_GROUP:
             return to(r=Residency.K_GROUP) if sharded and full and not freshness else None
         case Move.BEGIN_FORWARD:

@@ -104,6 +104,11 @@ class FlatLayout:
         """Elements of the buffer that an all-gather fills: world_size * padded_shard_numel."""
         return self.padded_shard_numel * self.world_size
 
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements of the buffer that holds the unsharded parameters: the gathered one itself."""
+        return self.gathered_numel
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Which elements of the flat parameter the rank holds; empty past the last chunk (R04)."""
         check_rank(rank, self.world_size)

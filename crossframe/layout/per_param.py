@@ -4,10 +4,14 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from crossframe.dtypes import itemsize
 from crossframe.errors import LayoutError
 from crossframe.layout.pieces import Column, Padding, Piece
 from crossframe.mesh import check_rank, check_world_size
 from crossframe.params import ParamSpec, check_unique_names
+
+# What allocators align to: a parameter in a shared buffer is as aligned as one in memory of its own.
+UNSHARDED_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,25 @@ class PerParamLayout:
             start += width
         return tuple(columns)
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Not defined here: a gathered parameter is a column, not a run."""
-        raise LayoutError("a per-parameter layout is not contiguous: use its columns")
+        """Where each parameter starts in the unsharded buffer that it is copied out to, in elements. Each has room for its
+        whole column, so that the copy is one strided read, and starts at a multiple of UNSHARDED_ALIGNMENT_BYTES."""
+        return tuple(self._unsharded_bounds[:-1])
+
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements of the unsharded buffer."""
+        return self._unsharded_bounds[-1]
+
+    @cached_property
+    def _unsharded_bounds(self) -> list[int]:
+        alignment = UNSHARDED_ALIGNMENT_BYTES // itemsize(self.dtype)
+        bounds = [0]
+        for column in self.columns:
+            end = bounds[-1] + column.width * self.world_size
+            bounds.append(end + -end % alignment)
+        return bounds
 
     @property
     def padded_shard_numel(self) -> int:

@@ -40,8 +40,8 @@ class Column:
 class Layout(Protocol):
     """What engines and the reference ask of any layout of one bucket.
 
-    `contiguous` says that a parameter is one unbroken run of the gathered buffer, at `offsets[i]`, so that gathering needs
-    no copy. Otherwise it is `columns[i]` of it, and is copied out.
+    `contiguous` says that each parameter is one unbroken run of the gathered buffer, which then is the unsharded buffer
+    too. Otherwise parameter i is `columns[i]` of it, and is copied out. In the unsharded buffer it starts at `offsets[i]`.
     """
 
     @property
@@ -58,6 +58,8 @@ class Layout(Protocol):
     def padded_shard_numel(self) -> int: ...
     @property
     def gathered_numel(self) -> int: ...
+    @property
+    def unsharded_numel(self) -> int: ...
     @property
     def offsets(self) -> tuple[int, ...]: ...
     @property

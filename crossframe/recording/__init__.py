@@ -1,0 +1,13 @@
+"""A run on disk, in canonical names: by step, rank, phase and use, whatever framework, layout and world size it had.
+
+DIRECTORY/manifest.json              which run it is (`Manifest`)
+DIRECTORY/rank00000/events.jsonl     what the rank saw, a line each (`crossframe.recording.lines`)
+DIRECTORY/rank00000/step00000.safetensors   the tensors of a recorded step
+"""
+
+from crossframe.recording.index import Batch
+from crossframe.recording.manifest import Manifest, Schedule
+from crossframe.recording.reader import Recording
+from crossframe.recording.writer import RecordingWriter, create_recording
+
+__all__ = ["Batch", "Manifest", "Recording", "RecordingWriter", "Schedule", "create_recording"]

@@ -1,0 +1,28 @@
+"""How far a run that is being recorded has come, for progress bars."""
+
+from pathlib import Path
+
+from crossframe.recording import lines
+
+_MARK = b'{"event": "step", '
+
+
+class Progress:
+    """Counts the "step" lines of every rank, reading only what was appended since it last looked."""
+
+    def __init__(self, directory: Path, world_size: int) -> None:
+        self._paths = [directory / lines.rank_folder(rank) / lines.EVENTS_NAME for rank in range(world_size)]
+        self._offsets = [0] * world_size
+        self._counts = [0] * world_size
+
+    def steps_done(self) -> int:
+        """The number of steps that are whole on every rank; 0 where a rank has not begun."""
+        for rank, path in enumerate(self._paths):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    file.seek(self._offsets[rank])
+                    # What follows the last line feed is half a line: it is read again next time.
+                    whole = file.read().rpartition(b"\n")[0]
+                self._offsets[rank] += len(whole) + bool(whole)
+                self._counts[rank] += sum(line.startswith(_MARK) for line in whole.split(b"\n"))
+        return min(self._counts)

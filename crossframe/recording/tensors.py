@@ -1,0 +1,77 @@
+"""Arrays in safetensors files: no pickles, and every dtype that can be sharded, bit for bit."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.errors import RecordingError
+
+_CARRIERS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """The name that the core uses; ParamError if it is no floating dtype that can be sharded."""
+    numpy_dtype(dtype.name)
+    return dtype.name
+
+
+def carrier(dtype: np.dtype) -> np.dtype:
+    """The dtype under which an array lies in the file. How much of bfloat16 and float8 safetensors.numpy knows depends
+    on its version, so they travel as unsigned integers of the same bits.
+
+    >>> carrier(np.dtype("float32")).name, carrier(numpy_dtype("bfloat16")).name
+    ('float32', 'uint16')
+    """
+    return dtype if dtype.kind == "f" and dtype.isbuiltin == 1 else _CARRIERS[dtype.itemsize]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write flat arrays to `path`, which appears only when all of them are in it.
+
+    Not synced to disk: a recording outlives a killed process, not a power cut.
+    """
+    part = path.with_name(path.name + ".part")
+    save_file({key: array.view(carrier(array.dtype)) for key, array in tensors.items()}, part)
+    os.replace(part, path)
+
+
+class TensorFile:
+    """One safetensors file, mapped into memory; arrays are copied out on demand.
+
+    Raises:
+        RecordingError: a file that is missing, cut off or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file: Any = safe_open(path, framework="numpy")
+        except FileNotFoundError:
+            raise RecordingError(
+                f"{path}: expected the tensors of a step, but there is no such file; record the run again"
+            ) from None
+        except (SafetensorError, OSError) as error:
+            raise RecordingError(f"{path}: cut off or damaged ({error}); record the run again") from None
+        self._keys = frozenset(self._file.keys())
+
+    def read(self, key: str, dtype: str, numel: int) -> np.ndarray:
+        """A flat array of `numel` elements; RecordingError unless the file holds it so."""
+        expected = numpy_dtype(dtype)
+        if key not in self._keys:
+            raise RecordingError(f"{self.path}: expected a tensor {key!r}, it is not in the file; record the run again")
+        try:
+            array = self._file.get_tensor(key)
+        except (SafetensorError, AttributeError, TypeError) as error:
+            raise RecordingError(f"{self.path}: tensor {key!r} cannot be read ({error}); record again") from None
+        if array.dtype != carrier(expected) or array.shape != (numel,):
+            raise RecordingError(
+                f"{self.path}: tensor {key!r}: expected {numel} elements of {dtype} (as {carrier(expected).name}), got "
+                f"shape {array.shape} of {array.dtype}; record the run again"
+            )
+        return array.view(expected)

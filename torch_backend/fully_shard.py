@@ -1,0 +1,146 @@
+"""The FSDP2 interface: `fully_shard`, which turns a module into an FSDPModule with DTensor parameters."""
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from crossframe.errors import UsageError
+from crossframe.layout import PerParamLayout
+from crossframe.units import Order
+from torch_backend.build import build_unit, default_process_group
+from torch_backend.collectives import Communicator
+from torch_backend.exposure import DTensorExposure
+from torch_backend.schedule import Schedule
+from torch_backend.unit import Unit
+
+_UNIT = "_crossframe_unit"
+
+
+class UnshardHandle:
+    """An all-gather under way. The parameters are full after `wait`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the all-gather and register the full parameters. A second call does nothing."""
+        if self._unit.is_full:
+            self._unit.unshard("summon")
+            self._unit.expose()
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters and register them in full, until `reshard` or the unit's next forward or backward
+        frees them. Inner units are not touched.
+
+        Args:
+            async_op: return at once with a handle, on which to `wait` before the parameters are used.
+        """
+        unit = _unit_of(self)
+        unit.notice_edits()
+        unit.gather("summon")
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the full ones. Edits of the full ones are lost."""
+        _unit_of(self).reshard("summon")
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether a backward reduces gradients. Without, they accumulate in full on each rank (R15)."""
+        assert isinstance(self, nn.Module)
+        for module in self.modules() if recurse else [self]:
+            if isinstance(module, FSDPModule):
+                _unit_of(module).reduces = requires_gradient_sync
+
+
+def fully_shard(
+    module: nn.Module, *, mesh: DeviceMesh | None = None, reshard_after_forward: bool | None = None
+) -> nn.Module:
+    """Shard the parameters of `module` that no inner FSDPModule owns, on dim 0, in place. Call it on inner modules first.
+
+    Args:
+        mesh: the ranks, as a mesh of one axis; all ranks if None.
+        reshard_after_forward: free the full parameters between forward and backward. None means True, except for the
+            root, which is kept (R13).
+
+    Returns:
+        The same module, now an FSDPModule too.
+
+    Raises:
+        UsageError: a mesh of more axes, or a module that is sharded already.
+        LayoutError: a parameter without dims, or parameters on several devices.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"fully_shard: expected a module, got {type(module).__name__}")
+    if isinstance(module, FSDPModule):
+        raise UsageError(f"fully_shard: this {type(module).__name__} is sharded already; shard a module once")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise UsageError(f"fully_shard: a {type(module).__name__} has no forward; shard the modules inside it")
+    if reshard_after_forward is not None and type(reshard_after_forward) is not bool:
+        raise UsageError(
+            f"fully_shard: expected reshard_after_forward True, False or None, got {reshard_after_forward!r}"
+        )
+    mesh = _default_mesh(module) if mesh is None else mesh
+    if mesh.ndim != 1:
+        raise UsageError(f"fully_shard: expected a mesh of one axis, got one of shape {tuple(mesh.shape)}")
+    communicator = Communicator(mesh.get_group())
+    unit = build_unit(
+        module,
+        communicator,
+        is_unit=lambda inner: isinstance(inner, FSDPModule),
+        order=Order.POST_ORDER,
+        make_layout=lambda owned: PerParamLayout(tuple(entry.spec for entry in owned), communicator.size),
+        make_exposure=lambda owned, store, leaves: DTensorExposure(owned, store, leaves, mesh, communicator.rank),
+        mean_in_collective=True,
+        reshard_after_forward=reshard_after_forward is not False,
+        keeps_full_unreduced=False,
+    )
+    module.__dict__[_UNIT] = unit
+    keeps_root = reshard_after_forward is None
+
+    def before(inner: nn.Module, args: Any, kwargs: Any) -> None:
+        _schedule_of(inner, keeps_root).begin_forward(unit)
+
+    def after(inner: nn.Module, args: Any, output: Any) -> Any:
+        return _schedule_of(inner, keeps_root).end_forward(unit, output)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after)
+    module.__class__ = _sharded_class(type(module))
+    return module
+
+
+@functools.cache
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a sharded `cls`: one for all its instances, so that they stay of one type."""
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def _unit_of(module: Any) -> Unit:
+    return module.__dict__[_UNIT]
+
+
+def _schedule_of(module: nn.Module, keeps_root: bool) -> Schedule:
+    """The schedule that the module runs under; if it has none, it is a root that is used for the first time."""
+    unit = _unit_of(module)
+    if unit.schedule is None:
+        if keeps_root:
+            unit.reshard_after_forward = False
+        named = [(name, _unit_of(inner)) for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
+        return Schedule(named, backward_prefetch=True, face="fully_shard")
+    return unit.schedule
+
+
+def _default_mesh(module: nn.Module) -> DeviceMesh:
+    world_size = default_process_group().size()
+    device = next((param.device.type for param in module.parameters()), "cpu")
+    return init_device_mesh(device, (world_size,))

@@ -1,0 +1,77 @@
+"""GatherBuffer: the memory of a bucket's full parameters, and the parameters that alias it."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from crossframe.layout import Layout
+from torch_backend.collectives import Communicator
+
+
+class GatherBuffer:
+    """Full parameters, allocated while a unit is unsharded and freed otherwise.
+
+    [Note: leaves that alias] Autograd sees `leaves`: one nn.Parameter an original parameter, alive as long as the unit,
+    whose storage is a part of `full`. Freeing resizes that storage to 0 bytes and gathering resizes it back, so that graphs
+    which saved a leaf in forward read the values that are gathered again for backward.
+
+    [Note: version counters] A tensor saved by autograd remembers its version, and an in-place write raises it. A gather must
+    not: it restores the values that were saved. Each leaf is therefore made from a `.data` of its own, which aliases
+    the storage but not the version counter, and the gather writes through `full` and `_targets`. A user's in-place
+    write to a leaf still counts.
+
+    Attributes:
+        full: shape (unsharded_numel,).
+        leaves: the unsharded parameters, in the layout's order.
+        allocated: whether the storage has its bytes.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
+        self.layout = layout
+        self.full = torch.empty(layout.unsharded_numel, dtype=dtype, device=device)
+        self._num_bytes = self.full.nbytes
+        self.leaves = [
+            nn.Parameter(self.full.data[start : start + spec.numel].view(spec.shape), requires_grad=spec.requires_grad)
+            for spec, start in zip(layout.params, layout.offsets, strict=True)
+        ]
+        self._targets: list[Tensor] = []
+        if not layout.contiguous:
+            self._targets = [
+                self.full.data[start : start + column.width * world_size].view(world_size, column.width)
+                for column, start in zip(layout.columns, layout.offsets, strict=True)
+            ]
+        self._world_size = world_size
+        self._landing: Tensor | None = None
+        self._work: dist.Work | None = None
+        self.allocated = True
+        self.free()
+
+    def start(self, shard: Tensor, communicator: Communicator, *, unit: str, phase: str) -> None:
+        """Allocate and issue the all-gather; the leaves may be read after `finish`."""
+        self.full.untyped_storage().resize_(self._num_bytes)
+        self.allocated = True
+        shard = shard.detach()
+        if shard.dtype != self.full.dtype:
+            shard = shard.to(self.full.dtype)
+        gathered = self.full
+        if not self.layout.contiguous:
+            gathered = self._landing = torch.empty(self.layout.gathered_numel, dtype=shard.dtype, device=shard.device)
+        self._work = communicator.all_gather(gathered, shard, unit=unit, phase=phase)
+
+    def finish(self) -> None:
+        """Wait for the all-gather and put every parameter in its place."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        if self._landing is not None:
+            table = self._landing.view(self._world_size, -1)
+            widths = [column.width for column in self.layout.columns]
+            torch.split_with_sizes_copy(table, widths, dim=1, out=self._targets)
+            self._landing = None
+
+    def free(self) -> None:
+        """Give the memory back. The leaves keep their shapes and hold nothing."""
+        self.finish()
+        self.full.untyped_storage().resize_(0)
+        self.allocated = False

@@ -1,0 +1,73 @@
+"""From a torch module tree to the core's names: where parameters are registered, and which unit they belong to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from crossframe.params import ParamSpec
+from crossframe.units import Order, Slot, assign_units
+from torch_backend.collectives import dtype_name
+
+WRAPPED = "_fsdp_wrapped_module"
+
+
+@dataclass(frozen=True)
+class OwnedParam:
+    """A parameter of a unit, the object itself, and every (module, attribute) that it is registered under."""
+
+    spec: ParamSpec
+    param: nn.Parameter
+    registrations: tuple[tuple[nn.Module, str], ...]
+
+
+def canonical_name(name: str) -> str:
+    """A module or parameter name without the parts that wrapping put into it.
+
+    >>> canonical_name("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.weight")
+    'blocks.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != WRAPPED)
+
+
+def owned_params(
+    root: nn.Module,
+    is_unit: Callable[[nn.Module], bool],
+    order: Order,
+    ignored: frozenset[nn.Parameter] = frozenset(),
+) -> list[OwnedParam]:
+    """The parameters that the unit at `root` owns: all below it that no inner unit owns, in the face's order (R01).
+
+    Names are relative to `root`.
+
+    Raises:
+        UnitError: a parameter that an inner unit shares with this one.
+    """
+    modules: list[str] = []
+    units: set[str] = set()
+    slots: list[Slot] = []
+    registrations: dict[int, list[tuple[nn.Module, str]]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for raw_name, module in root.named_modules(remove_duplicate=False):
+        name = canonical_name(raw_name)
+        if not modules or name != modules[-1]:
+            modules.append(name)
+        if module is not root and is_unit(module):
+            units.add(name)
+        for attribute, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            params[id(param)] = param
+            slots.append(
+                Slot(name, attribute, id(param), tuple(param.shape), dtype_name(param.dtype), param.requires_grad)
+            )
+            where = (module, attribute)
+            places = registrations.setdefault(id(param), [])
+            if where not in places:
+                places.append(where)
+    own = next((unit for unit in assign_units(modules, slots, units, order) if not unit.name), None)
+    by_name = {slot.name: slot.identity for slot in reversed(slots)}
+    return [
+        OwnedParam(spec, params[key := by_name[spec.name]], tuple(registrations[key]))  # type: ignore[index]
+        for spec in (own.params if own else ())
+    ]
