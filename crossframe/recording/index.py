@@ -103,7 +103,7 @@ def _event(fields: dict[str, Any], where: str) -> Event:
     for name, kind in expected.items():
         if type(fields.get(name)) is not kind:
             raise RecordingError(
-                f"{where}: field {name!r} of a collective: expected {kind.__name__}, got {fields.get(name)!r}; record again"
+                f"{where}: field {name!r} of a collective: expected {kind.__name__}, got {fields.get(name)!r}"
             )
     return Event.from_json(fields)
 

@@ -1,0 +1,148 @@
+"""Small recordings that numpy makes up: two units, plain gradient descent, six samples a step over all ranks."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.layout import FlatLayout, Layout, PerParamLayout
+from crossframe.mesh import MeshSpec
+from crossframe.names import identity_map
+from crossframe.params import ParamSpec
+from crossframe.plan import Strategy, plan_units, step_plan
+from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
+from crossframe.trace import collectives
+
+SAMPLES = 6
+LEARNING_RATE = 0.1
+UNITS = {"": {"embed": (4, 3), "bias": (3,)}, "block": {"block.w": (5, 3), "block.k_bias": (3,)}}
+SHAPES = {name: shape for params in UNITS.values() for name, shape in params.items()}
+
+Tamper = Callable[[str, int, int, str, np.ndarray], np.ndarray]
+"""(phase, step, rank, name, array in full) -> what is recorded instead. A loss comes as an array of one element."""
+
+
+def manifest(
+    world_size: int = 2, *, replicate: int = 1, kind: str = "flat", dtype: str = "float64", **other: Any
+) -> Manifest:
+    """The manifest of a run of three steps, all recorded, the first dense; `other` replaces fields."""
+    shard = world_size // replicate
+
+    def layout(params: dict[str, tuple[int, ...]]) -> Layout:
+        specs = tuple(ParamSpec(name, shape, dtype) for name, shape in params.items())
+        return FlatLayout(specs, shard, keep_original=True) if kind == "flat" else PerParamLayout(specs, shard)
+
+    made = Manifest(
+        framework="torch",
+        model="toy",
+        dtype=dtype,
+        mesh=MeshSpec(shard=shard, replicate=replicate),
+        steps=3,
+        learning_rate=LEARNING_RATE,
+        seed=0,
+        terms=16,
+        schedule=Schedule(dense=1, every=1),
+        param_map=identity_map(SHAPES),
+        units=tuple((unit, layout(params)) for unit, params in UNITS.items()),
+        versions={"numpy": np.__version__},
+    )
+    return replace(made, **other)
+
+
+def digest(text: str) -> str:
+    """A sha256 in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def initial(name: str, dtype: str) -> np.ndarray:
+    """The parameter before step 0."""
+    return _draw(SHAPES[name], 1, *name.encode()).astype(numpy_dtype(dtype))
+
+
+def sample_grad(step: int, sample: int, name: str) -> np.ndarray:
+    """The gradient that one sample gives; exactly zero in sum for `k_bias`, but for what rounding leaves."""
+    grad = _draw(SHAPES[name], 2, step, sample, *name.encode())
+    return grad * 1e-17 if name == "block.k_bias" else grad
+
+
+def pieces_of(layout: Layout, rank: int, arrays: dict[str, np.ndarray]) -> dict[str, tuple[int, int, np.ndarray]]:
+    """A rank's pieces of full arrays."""
+    return {
+        piece.name: (
+            piece.param_start,
+            piece.param_stop,
+            arrays[piece.name].reshape(-1)[piece.param_start : piece.param_stop],
+        )
+        for piece in layout.pieces(rank)
+    }
+
+
+def write_run(directory: Path, made: Manifest, *, tamper: Tamper | None = None, stop_before: int | None = None) -> None:
+    """Record a run; `stop_before` kills every rank inside that step."""
+    create_recording(directory, made)
+    for rank in range(made.world_size):
+        try:
+            with RecordingWriter(directory, made, rank) as writer:
+                for step, record in _steps(made, rank, tamper or (lambda *args: args[-1])):
+                    record(writer)
+                    if step == stop_before:
+                        raise InterruptedError
+                    writer.end_step(step)
+        except InterruptedError:
+            assert stop_before is not None
+
+
+def record(directory: Path, made: Manifest | None = None, **options: Any) -> Recording:
+    """A finished recording, opened."""
+    write_run(directory, made or manifest(), **options)
+    return Recording.open(directory)
+
+
+def _draw(shape: tuple[int, ...], *seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def _steps(made: Manifest, rank: int, tamper: Tamper) -> Iterable[tuple[int, Callable[[RecordingWriter], None]]]:
+    world, dtype = made.world_size, numpy_dtype(made.dtype)
+    weights = {name: initial(name, made.dtype) for name in SHAPES}
+    for step in range(made.steps):
+        samples = [list(range(step * SAMPLES + r, (step + 1) * SAMPLES, world)) for r in range(world)]
+        local = [{n: _mean([sample_grad(step, s, n) for s in mine], dtype) for n in SHAPES} for mine in samples]
+        reduced = {n: _mean([grads[n] for grads in local], dtype) for n in SHAPES}
+        updated = {n: (weights[n] - LEARNING_RATE * reduced[n].astype(np.float64)).astype(dtype) for n in SHAPES}
+        loss = float(np.mean([1 + _draw((), 3, step, sample) ** 2 for sample in samples[rank]]))
+        before = weights
+        weights = updated
+
+        def record(writer: RecordingWriter, step=step, before=before, local=local, reduced=reduced, updated=updated,
+                   loss=loss, mine=samples[rank]) -> None:  # fmt: skip
+            def changed(phase: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+                return {name: tamper(phase, step, rank, name, array.copy()) for name, array in arrays.items()}
+
+            writer.batch(step, digest(str(mine)), mine)
+            writer.loss(step, float(tamper("forward", step, rank, "", np.array([loss]))[0]))
+            if step == 0:
+                events = step_plan(plan_units(made.units, Strategy(made.strategy)), made.mesh, rank)
+                writer.collectives(step, collectives(events))
+            for unit, layout in made.units:
+                names, at = [param.name for param in layout.params], rank % made.mesh.shard
+                if step == 0:
+                    own = {name: before[name] for name in names}
+                    writer.parameters(step, unit, pieces_of(layout, at, changed("parameters", own)))
+                if made.schedule.is_dense(step):
+                    writer.local_grads(step, unit, changed("backward", {name: local[rank][name] for name in names}))
+                if writer.records(step):
+                    own = {name: reduced[name] for name in names}
+                    writer.reduced_grads(step, unit, pieces_of(layout, at, changed("reduce", own)))
+                    own = {name: updated[name] for name in names}
+                    writer.updated(step, unit, pieces_of(layout, at, changed("update", own)))
+
+        yield step, record
+
+
+def _mean(arrays: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    return np.mean(np.asarray(arrays, np.float64), axis=0).astype(dtype)

@@ -1,0 +1,242 @@
+"""What cannot be recorded or read is refused in one clear line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from crossframe.errors import RecordingError
+from crossframe.layout import FlatLayout
+from crossframe.names import identity_map
+from crossframe.params import ParamSpec
+from crossframe.recording import Manifest, Recording, RecordingWriter, create_recording
+from tests.core import synthetic
+
+
+@pytest.fixture
+def directory(tmp_path):
+    synthetic.write_run(tmp_path / "run", synthetic.manifest())
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def writer(tmp_path):
+    create_recording(tmp_path / "new", synthetic.manifest())
+    writer = RecordingWriter(tmp_path / "new", synthetic.manifest(), 0)
+    yield writer
+    writer.__exit__(KeyboardInterrupt, None, None)
+
+
+def edit_manifest(directory, **fields):
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_events(directory, old, new, rank=0):
+    path = directory / f"rank{rank:05d}" / "events.jsonl"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def refused(match, directory):
+    with pytest.raises(RecordingError, match=match) as caught:
+        Recording.open(directory)
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_a_recording(tmp_path):
+    refused("expected the directory of a recording, but there is none", tmp_path / "absent")
+    refused(r"has no manifest\.json; check the path", tmp_path)
+
+
+def test_a_manifest_that_is_no_json(directory):
+    (directory / "manifest.json").write_text("{")
+    refused("expected JSON", directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"format": 2}, r"field 'format': expected 1, the format read here, got 2"),
+        ({"steps": 0}, r"field 'steps': expected an int of at least 1, got 0"),
+        ({"steps": True}, r"field 'steps': expected int, got True"),
+        ({"seed": None}, r"field 'seed': expected int, got None"),
+        ({"world_size": 3}, r"field 'world_size': expected 2, as 'mesh' says, got 3"),
+        ({"mesh": {"replicate": 0, "shard": 2}}, r"field 'mesh': mesh axis 'replicate'"),
+        ({"mesh": {"replicate": 2, "shard": 1}}, r"field 'units': expected the layout of unit '' over 1 ranks"),
+        ({"dtype": "float99"}, r"field 'dtype': unknown dtype 'float99'"),
+        ({"strategy": "none"}, r"field 'strategy': expected one of"),
+        ({"learning_rate": -1.0}, r"field 'learning_rate': expected a finite number"),
+        ({"schedule": {"dense": 1}}, r"field 'every': expected int, got None"),
+        ({"schedule": {"dense": 1, "every": 0}}, r"field 'schedule\.every'"),
+        ({"param_map": []}, r"field 'param_map': expected an entry for every parameter"),
+        ({"param_map": [["a"]]}, r"field 'param_map'"),
+        ({"units": []}, r"field 'units': expected at least one unit"),
+        (
+            {"units": [{"name": "", "layout": {"kind": "odd"}, "params": []}]},
+            r"field 'units': unknown layout kind 'odd'",
+        ),
+        ({"units": [{"name": ""}]}, r"field 'params': expected list, got None"),
+        ({"units": ["x"]}, r"field 'units': expected a list of objects"),
+    ],
+)
+def test_a_manifest_with_a_wrong_field(directory, fields, match):
+    edit_manifest(directory, **fields)
+    refused(match, directory)
+
+
+def test_a_parameter_that_stands_in_two_units(directory):
+    layout = FlatLayout((ParamSpec("w", (2,)),), 2, keep_original=True)
+    with pytest.raises(RecordingError, match=r"field 'units': the name 'w' belongs to two parameters"):
+        synthetic.manifest(units=(("", layout), ("b", layout)), param_map=identity_map(["w"]))
+
+
+def test_a_rank_that_is_missing(directory):
+    for file in (directory / "rank00001").iterdir():
+        file.unlink()
+    (directory / "rank00001").rmdir()
+    refused(r"expected 2 ranks, but rank00001 left no events\.jsonl", directory)
+    assert Recording.open(directory, partial=True).num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('"event": "batch"', '"event" "batch"', r"line 1: expected JSON"),
+        ('"event": "batch"', '"event": "party"', r"line 1: expected an event among .*, got 'party'"),
+        ('"event": "batch"', '"event": ["batch"]', r"expected an event among .*, got \['batch'\]"),
+        ('"rank": 0', '"rank": 1', r"a line of rank 1 in the folder of rank 0"),
+        ('"step": 0', '"step": 1', r"a line of step 1 inside step 0"),
+        ('"digest": "', '"digest": "x', r"line 1: expected a sha256"),
+        ('"sample_ids": [0', '"sample_ids": ["0"', r"expected sample ids that are ints"),
+        ('"value": ', '"value": "much", "was": ', r"expected a loss, got 'much'"),
+        ('"name": "embed"', '"name": "../../etc/passwd"', r"the manifest has no parameter '\.\./\.\./etc/passwd'"),
+        ('"phase": "parameters"', '"phase": "../x"', r"expected a phase among"),
+        ('"start": 0', '"start": -1', r"expected a range of the 12 elements of 'embed', got -1:"),
+        ('"stop": 8, "dtype": "float64"', '"stop": 8, "dtype": "object"', r"unknown dtype 'object'"),
+        ('"kind": "all_gather"', '"sort": "all_gather"', r"field 'kind' of a collective: expected str, got None"),
+        ('{"event": "step", "step": 0}', '{"event": "step", "step": 5}', r"expected step 0 of 3, got 5"),
+        ('{"event": "end", "steps": 3}', '{"event": "end", "steps": 4}', r"expected the end after 3 whole steps"),
+        ('{"event": "end", "steps": 3}\n', '{"event": "end", "steps": 3}\n' * 2, r"a line after the end"),
+        ('{"event": "end", "steps": 3}\n', '{"event": "end", "steps": 3}\nmore', r"text after the end"),
+        ('"event": "loss"', '"event": "batch", "digest": "' + "0" * 64 + '", "sample_ids": []', r"has no loss"),
+    ],
+)
+def test_a_damaged_line(directory, old, new, match):
+    edit_events(directory, old, new)
+    refused(match, directory)
+
+
+def test_a_tensor_that_stands_twice(directory):
+    path = directory / "rank00000" / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    i = next(i for i, line in enumerate(lines) if '"tensor"' in line)
+    path.write_text("".join([*lines[:i], lines[i], *lines[i:]]))
+    refused("stands twice in step 0", directory)
+
+
+def test_tensors_that_are_cut_off_or_missing(directory):
+    path = directory / "rank00001" / "step00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    recording = Recording.open(directory)
+    with pytest.raises(RecordingError, match=r"rank00001/step00001\.safetensors: cut off or damaged"):
+        recording.full("update", 1, "block.w")
+    path.unlink()
+    with pytest.raises(RecordingError, match="there is no such file"):
+        recording.full("update", 1, "block.w")
+
+
+def test_tensors_that_are_not_what_the_line_says(directory):
+    edit_events(directory, '"stop": 8, "dtype": "float64"', '"stop": 8, "dtype": "float32"')
+    with pytest.raises(RecordingError, match=r"expected one dtype on all ranks"):
+        Recording.open(directory).full("parameters", 0, "embed")
+    edit_events(directory, '"stop": 12, "dtype": "float64"', '"stop": 12, "dtype": "float32"', rank=1)
+    with pytest.raises(RecordingError, match=r"expected 8 elements of float32 .* of float64"):
+        Recording.open(directory).full("parameters", 0, "embed")
+
+
+def test_pieces_that_do_not_cover_the_parameter(tmp_path):
+    made = synthetic.manifest(2, steps=1)
+    create_recording(tmp_path, made)
+    for rank, (start, stop) in enumerate([(0, 8), (7, 12)]):
+        with RecordingWriter(tmp_path, made, rank) as writer:
+            writer.batch(0, synthetic.digest(""), [0])
+            writer.loss(0, 0.0)
+            writer.updated(0, "", {"embed": (start, stop, np.zeros(stop - start))})
+            writer.end_step(0)
+    with pytest.raises(RecordingError, match=r"each of 12 elements from exactly one .* element 7 comes from 2"):
+        Recording.open(tmp_path).full("update", 0, "embed")
+    with pytest.raises(RecordingError, match=r"element 0 comes from 0"):
+        Recording.open(tmp_path).full("update", 0, "bias")
+    with pytest.raises(RecordingError, match=r"rank 1 recorded no local gradient of 'embed' at step 0"):
+        Recording.open(tmp_path).local(0, 1, "embed")
+
+
+def test_what_is_no_recording_is_never_deleted(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "a web app"}')
+    with pytest.raises(RecordingError, match="not empty and not a recording"):
+        create_recording(tmp_path, synthetic.manifest(), overwrite=True)
+    assert (tmp_path / "manifest.json").read_text() == '{"name": "a web app"}'
+    with pytest.raises(RecordingError, match="a file or a link"):
+        create_recording(tmp_path / "manifest.json", synthetic.manifest())
+
+
+def test_a_recording_with_other_files_among_its_own_is_not_deleted(directory):
+    (directory / "rank00000" / "thesis.tex").write_text("")
+    with pytest.raises(RecordingError, match=r"'thesis\.tex' is no part of a recording"):
+        create_recording(directory, synthetic.manifest(), overwrite=True)
+    assert Recording.open(directory).num_steps == 3
+
+
+def test_settings_that_are_no_json(tmp_path):
+    with pytest.raises(RecordingError, match="expected JSON"):
+        create_recording(tmp_path, synthetic.manifest(settings={"model": object()}))
+
+
+def test_a_writer_of_another_run_or_rank(tmp_path, directory):
+    with pytest.raises(RecordingError, match="written already"):
+        RecordingWriter(directory, synthetic.manifest(), 0)
+    with pytest.raises(RecordingError, match="not what rank 0 is about to record"):
+        RecordingWriter(directory, synthetic.manifest(seed=1), 0)
+    with pytest.raises(RecordingError, match=r"has no manifest\.json"):
+        RecordingWriter(tmp_path, synthetic.manifest(), 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda w: w.loss(1, 0.0), "expected step 0 of 3, got 1"),
+        (lambda w: w.batch(0, "abc", []), "expected the sha256"),
+        (lambda w: (w.loss(0, 0.0), w.loss(0, 0.0)), "'forward' recorded twice"),
+        (lambda w: w.end_step(0), "step 0 ends without its batch and loss"),
+        (lambda w: w.finish(), "expected 3 whole steps, as the manifest says, but 0 ended"),
+        (lambda w: w.updated(0, "block", {"embed": (0, 1, np.zeros(1))}), "expected a parameter of unit 'block'"),
+        (
+            lambda w: w.updated(0, "", {"embed": (0, 2, np.zeros(1))}),
+            r"expected 2 elements, 0:2 of 12, got an array of 1",
+        ),
+        (lambda w: w.updated(0, "", {"embed": (12, 13, np.zeros(1))}), "12:13 of 12"),
+        (lambda w: w.updated(0, "", {"embed": (0, 1, np.zeros(1, np.float32))}), "expected float64 .*got float32"),
+        (lambda w: w.reduced_grads(0, "", {"embed": (0, 1, np.zeros(1, int))}), "unknown dtype 'int64'"),
+        (lambda w: w.local_grads(0, "", {"embed": np.zeros(12)}), r"expected shape \(4, 3\), got \(12,\)"),
+        (lambda w: w.local_grads(1, "", {}), "recorded at the first 1 steps only"),
+    ],
+)
+def test_what_a_writer_refuses(writer, call, match):
+    with pytest.raises(ValueError, match=match):
+        call(writer)
+
+
+def test_a_step_off_the_schedule_holds_no_tensors(tmp_path):
+    made = Manifest.from_json(synthetic.manifest().to_json() | {"schedule": {"dense": 0, "every": 2}})
+    create_recording(tmp_path, made)
+    with pytest.raises(KeyError), RecordingWriter(tmp_path, made, 0) as writer:
+        writer.batch(0, synthetic.digest(""), [])
+        writer.loss(0, 0.0)
+        writer.end_step(0)
+        with pytest.raises(RecordingError, match="the schedule records no tensors here"):
+            writer.updated(1, "", {})
+        raise KeyError  # and an exception leaves no end
+    assert b'"end"' not in (tmp_path / "rank00000" / "events.jsonl").read_bytes()
