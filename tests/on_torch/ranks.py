@@ -1,0 +1,118 @@
+"""Ranks for tests: processes with a gloo group, started once for each world size and reused by every test.
+
+A test sends a module-level function; it runs on every rank as `fn(rank, world_size, *args)`, and the results come back in rank
+order. A rank that raises fails the test with its traceback; a rank that hangs is killed with its world after a time.
+"""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT_SECONDS = 60
+_context = multiprocessing.get_context("forkserver")
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds the tracebacks."""
+
+
+class World:
+    """Processes of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        _context.set_forkserver_preload(["tests.on_torch.preload"])
+        os.environ["OMP_NUM_THREADS"] = "1"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
+        """The results of `fn` on all ranks."""
+        for connection in self.connections:
+            connection.send((fn, args))
+        waiting, results = dict(zip(self.connections, range(len(self.connections)), strict=True)), {}
+        while waiting:
+            ready = wait(list(waiting), timeout=seconds)
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                results[rank] = connection.recv()  # type: ignore[union-attr]
+        failures = [f"--- rank {rank} ---\n{value}" for rank, (ok, value) in sorted(results.items()) if not ok]
+        if failures:
+            raise RankError("\n".join(failures))
+        return [results[rank][1] for rank in sorted(results)]
+
+    def stop(self) -> None:
+        """Kill the processes."""
+        for process in self.processes:
+            process.kill()
+
+
+class Ranks:
+    """Worlds by size, each started when first asked for."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+        """Run `fn(rank, world_size, *args)` on every rank; results in rank order."""
+        world = self._worlds.setdefault(world_size, None) or World(world_size)  # type: ignore[arg-type]
+        self._worlds[world_size] = world
+        try:
+            return world.run(fn, args, seconds)
+        except (TimeoutError, EOFError, RankError):
+            # Whatever its ranks were in the middle of, the next test gets a world that is whole.
+            world.stop()
+            del self._worlds[world_size]
+            raise
+
+    def stop(self) -> None:
+        """Kill all worlds."""
+        for world in self._worlds.values():
+            world.stop()
+        self._worlds.clear()
+
+
+@contextmanager
+def started_ranks() -> Iterator[Ranks]:
+    """Ranks that end with the context."""
+    ranks = Ranks()
+    try:
+        yield ranks
+    finally:
+        ranks.stop()
+
+
+def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    while True:
+        try:
+            fn, args = connection.recv()
+        except EOFError:
+            return
+        torch.manual_seed(0)
+        try:
+            connection.send((True, fn(rank, world_size, *args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
