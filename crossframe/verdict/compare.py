@@ -1,0 +1,163 @@
+"""Two recordings in, a verdict out."""
+
+import math
+from dataclasses import dataclass, field
+
+from crossframe.recording import Recording
+from crossframe.recording.lines import FORWARD, PARAMETERS, UPDATE
+from crossframe.verdict.comparable import labels, why_incomparable
+from crossframe.verdict.judge import Divergence, Judgement, judge, locate
+from crossframe.verdict.kinds import Verdict
+from crossframe.verdict.quantities import Pair
+from crossframe.verdict.words import in_words
+
+_SETTLE = "record both again with --dtype float64 and compare those"
+
+
+@dataclass(frozen=True)
+class PairVerdict:
+    """What a comparison found.
+
+    Attributes:
+        a, b: what the recordings are called (`labels`).
+        world_size: of both, or (of a, of b) where they differ.
+        steps: how many steps were compared.
+        max_relative_loss_difference: over steps and ranks; inf where only one side is finite; None if not compared.
+        max_relative_parameter_difference: over recorded steps and parameters, without `zero_gradient_parameters`.
+        zero_gradient_parameters: what differs for no reason (`crossframe.verdict.zero_gradient`).
+        first_divergence: the first quantity outside its bound, None where there is none.
+        reason: the verdict's ground, in a sentence.
+        loss_differences: the largest over ranks, a step.
+        parameter_differences: (step, the largest over parameters), a recorded step.
+    """
+
+    a: str
+    b: str
+    dtype: str
+    world_size: int | tuple[int, int]
+    steps: int
+    verdict: Verdict
+    reason: str
+    max_relative_loss_difference: float | None = None
+    max_relative_parameter_difference: float | None = None
+    zero_gradient_parameters: tuple[str, ...] = ()
+    first_divergence: Divergence | None = None
+    loss_differences: tuple[float, ...] = field(default=(), repr=False)
+    parameter_differences: tuple[tuple[int, float], ...] = field(default=(), repr=False)
+
+    def to_json(self) -> dict:
+        """The verdict as a JSON object. A difference that is not finite, or was not taken, is null."""
+        worlds = self.world_size
+        return {
+            "a": self.a,
+            "b": self.b,
+            "dtype": self.dtype,
+            "world_size": worlds if isinstance(worlds, int) else list(worlds),
+            "steps": self.steps,
+            "verdict": self.verdict.value,
+            "max_relative_loss_difference": _number(self.max_relative_loss_difference),
+            "max_relative_parameter_difference": _number(self.max_relative_parameter_difference),
+            "zero_gradient_parameters": list(self.zero_gradient_parameters),
+            "first_divergence": self.first_divergence.to_json() if self.first_divergence else None,
+            "reason": self.reason,
+        }
+
+
+def compare(a: Recording, b: Recording) -> PairVerdict:
+    """Say whether two recordings agree, and if not, where they first part.
+
+    What is compared: see the table "What two recordings may be compared on" in the design; what counts as agreement:
+    `crossframe.verdict.bounds`. In float64 anything beyond its bound is a bug. In other dtypes it is one only where no
+    optimizer can have amplified rounding yet, before the first update; later it is inconclusive, as it always is in dtypes
+    that are too coarse for a bound. Initial parameters must be equal bit for bit, and NaN or infinity on one side alone is
+    a bug in every dtype.
+
+    Raises:
+        RecordingError: tensors that are damaged, or that should be there and are not.
+    """
+    worlds = (a.manifest.world_size, b.manifest.world_size)
+    world_size = worlds[0] if worlds[0] == worlds[1] else worlds
+    names, dtype, steps = labels(a, b), a.manifest.dtype, min(a.num_steps, b.num_steps)
+    if reason := why_incomparable(a, b):
+        return PairVerdict(*names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason)
+    pair = Pair(a, b)
+    findings = _Findings()
+    for group in pair.groups():
+        findings.add([judge(quantity) for quantity in group])
+    first = findings.first
+    where = locate(first, b.manifest) if first else None
+    verdict, reason = _conclude(pair, findings, where)
+    return PairVerdict(
+        *names,
+        dtype,
+        world_size,
+        steps,
+        verdict,
+        reason,
+        max_relative_loss_difference=max(findings.losses),
+        max_relative_parameter_difference=max(findings.parameters.values(), default=0.0),
+        zero_gradient_parameters=pair.zero_gradient,
+        first_divergence=where,
+        loss_differences=tuple(findings.losses),
+        parameter_differences=tuple(findings.parameters.items()),
+    )
+
+
+class _Findings:
+    """What the walk has met so far."""
+
+    def __init__(self) -> None:
+        self.equal = True
+        self.first: Judgement | None = None
+        self.not_finite: Judgement | None = None
+        self.losses: list[float] = []
+        self.parameters: dict[int, float] = {}
+
+    def add(self, group: list[Judgement]) -> None:
+        worst = max(group, key=lambda judgement: (judgement.beyond, judgement.difference))
+        phase, step = worst.quantity.phase, worst.quantity.step
+        self.equal = self.equal and all(judgement.equal for judgement in group)
+        if self.first is None and worst.beyond:
+            self.first = worst
+        if self.not_finite is None:
+            self.not_finite = next((judgement for judgement in group if judgement.both_not_finite), None)
+        if phase == FORWARD:
+            self.losses.append(worst.difference)
+        elif phase == UPDATE:
+            # A zero-gradient parameter, bounded by inf, says nothing unless it is not finite on one side.
+            counts = worst.quantity.bound != math.inf or worst.one_sided
+            self.parameters[step] = max(self.parameters.get(step, 0.0), worst.difference if counts else 0.0)
+
+
+def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tuple[Verdict, str]:
+    """The verdict and its reason."""
+    first, bounds, dtype = findings.first, pair.bounds, pair.a.manifest.dtype
+    if first is not None and where is not None:
+        said = in_words(first, where, labels(pair.a, pair.b))
+        if first.one_sided or where.phase == PARAMETERS:
+            return Verdict.BUG, said
+        if not bounds.decisive:
+            return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_SETTLE}"
+        if dtype == "float64" or (where.step == 0 and where.phase != UPDATE):
+            return Verdict.BUG, said
+        return (
+            Verdict.INCONCLUSIVE,
+            f"{said}, but in {dtype} the optimizer may have amplified rounding by then: {_SETTLE}",
+        )
+    also = ""
+    if (judgement := findings.not_finite) is not None:
+        q = judgement.quantity
+        also = f"from step {q.step} on ({q.phase} {q.parameter!r}) both sides hold NaN or infinity"
+    if findings.equal:
+        return Verdict.EQUAL, "every bit that was compared is equal" + (f"; {also}" if also else "")
+    if also:
+        return Verdict.INCONCLUSIVE, f"{also}, where nothing can be compared: lower the learning rate"
+    largest = max(findings.parameters.values(), default=0.0)
+    said = f"losses differ by at most {max(findings.losses):.1e}, parameters by {largest:.1e}"
+    if not bounds.decisive:
+        return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_SETTLE}"
+    return Verdict.ROUNDING, f"{said}; rounding may reach {bounds.loss:.1e} and {bounds.parameter:.1e}"
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

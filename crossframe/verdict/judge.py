@@ -1,0 +1,126 @@
+"""One quantity judged, and where inside it the difference lies."""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from crossframe.layout import Piece
+from crossframe.recording.manifest import Manifest
+from crossframe.verdict.metrics import distance, ratio
+from crossframe.verdict.quantities import Quantity
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place at which two recordings part, while everything that causes it agrees.
+
+    Attributes:
+        rank: whose it is: the owner, in the second recording, of the worst element; None for a mean over ranks.
+        parameter: None for a loss; then `start` and `stop` are None too.
+        start, stop: the smallest range of elements of the parameter, taken as one row-major line and cut to that rank's
+            piece, that holds all elements that are off.
+        event: what made it: "all_gather", "loss", "backward", "reduce_scatter", "all_reduce" or "optimizer".
+    """
+
+    step: int
+    phase: str
+    rank: int | None
+    unit: str
+    parameter: str | None
+    start: int | None
+    stop: int | None
+    event: str
+
+    def to_json(self) -> dict:
+        """The place as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What became of one quantity.
+
+    Attributes:
+        equal: every bit, dtype included.
+        difference: norm(a - b) / scale; inf where only one side is finite.
+        beyond: whether it is outside its bound.
+        one_sided: whether an element is not finite on one side only (or not finite in another way).
+        both_not_finite: whether an element is NaN, or the same infinity, on both sides.
+    """
+
+    quantity: Quantity
+    equal: bool
+    difference: float
+    beyond: bool
+    one_sided: bool
+    both_not_finite: bool
+
+
+def judge(quantity: Quantity) -> Judgement:
+    """Hold both sides of a quantity against its bound."""
+    a, b = quantity.a.reshape(-1), quantity.b.reshape(-1)
+    equal = a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    if equal:
+        return Judgement(quantity, True, 0.0, False, False, not np.isfinite(a).all())
+    one_sided, shared = _not_finite(a, b)
+    if one_sided.any():
+        return Judgement(quantity, False, np.inf, True, True, bool(shared.any()))
+    difference = ratio(distance(np.where(shared, 0.0, a), np.where(shared, 0.0, b)), quantity.scale)
+    beyond = True if quantity.bound is None else difference > quantity.bound
+    return Judgement(quantity, False, difference, beyond, False, bool(shared.any()))
+
+
+def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
+    """Where a quantity that is beyond its bound is off.
+
+    Off are elements of other bits where equal bits are asked for, else those with |a - b| > bound * scale / sqrt(numel): if
+    none were, norm(a - b) would be within bound * scale.
+
+    Args:
+        manifest: of the second recording; its layout says which rank owns what.
+    """
+    q = judgement.quantity
+    if not q.parameter:
+        return Divergence(q.step, q.phase, q.rank, q.unit, None, None, None, q.event)
+    off, size = _off(judgement)
+    worst = int(np.flatnonzero(off)[np.argmax(size[off])])
+    rank, start, stop = q.rank, 0, off.size
+    if rank is None:
+        piece = _owner(manifest, q.unit, q.parameter, worst)
+        rank, start, stop = q.replica * manifest.mesh.shard + piece.rank, piece.param_start, piece.param_stop
+    inside = start + np.flatnonzero(off[start:stop])
+    return Divergence(q.step, q.phase, rank, q.unit, q.parameter, int(inside[0]), int(inside[-1]) + 1, q.event)
+
+
+def _off(judgement: Judgement) -> tuple[np.ndarray, np.ndarray]:
+    """Which elements are off, and by how much."""
+    q = judgement.quantity
+    a, b = q.a.reshape(-1), q.b.reshape(-1)
+    one_sided, shared = _not_finite(a, b)
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.where(one_sided | shared, 0.0, np.abs(a.astype(np.float64) - b.astype(np.float64)))
+    if judgement.one_sided:
+        return one_sided, one_sided.astype(np.float64)
+    if q.bound is None:
+        bits = [np.ascontiguousarray(x).view(np.uint8).reshape(x.size, -1) for x in (a, b)]
+        return (bits[0] != bits[1]).any(axis=1), apart
+    return apart > q.bound * q.scale / np.sqrt(a.size), apart
+
+
+def _not_finite(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Elements that are not finite on one side only or otherwise than on the other, and those that are so alike."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    either = ~np.isfinite(a) | ~np.isfinite(b)
+    alike = (np.isnan(a) & np.isnan(b)) | (a == b)
+    return either & ~alike, either & alike
+
+
+def _owner(manifest: Manifest, unit: str, parameter: str, element: int) -> Piece:
+    """The piece that holds an element of a parameter."""
+    for name, layout in manifest.units:
+        for shard_rank in range(layout.world_size) if name == unit else ():
+            for piece in layout.pieces(shard_rank):
+                if piece.name == parameter and piece.param_start <= element < piece.param_stop:
+                    return piece
+    raise AssertionError(f"no rank holds element {element} of {parameter!r}")

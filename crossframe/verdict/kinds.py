@@ -1,0 +1,37 @@
+"""What a comparison can come to."""
+
+from collections.abc import Iterable
+from enum import Enum
+
+
+class Verdict(Enum):
+    """The answer for a pair of recordings, or for several.
+
+    EQUAL: every bit that was compared. ROUNDING: they differ, within what rounding can do. BUG: something differs that
+    rounding cannot have caused. INCONCLUSIVE: what was recorded cannot tell. INCOMPARABLE: two different runs.
+    """
+
+    EQUAL = "equal"
+    ROUNDING = "rounding"
+    BUG = "bug"
+    INCONCLUSIVE = "inconclusive"
+    INCOMPARABLE = "incomparable"
+
+    @property
+    def exit_status(self) -> int:
+        """What a command that found this exits with: 0 the runs agree, 1 a bug, 2 no answer."""
+        if self is Verdict.BUG:
+            return 1
+        return 0 if self in (Verdict.EQUAL, Verdict.ROUNDING) else 2
+
+
+_GRAVITY = (Verdict.BUG, Verdict.INCOMPARABLE, Verdict.INCONCLUSIVE, Verdict.ROUNDING, Verdict.EQUAL)
+
+
+def overall(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict on several pairs: the gravest of them. Of no pair at all nothing is known.
+
+    >>> overall([Verdict.EQUAL, Verdict.ROUNDING]), overall([Verdict.BUG, Verdict.INCOMPARABLE]), overall([])
+    (<Verdict.ROUNDING: 'rounding'>, <Verdict.BUG: 'bug'>, <Verdict.INCONCLUSIVE: 'inconclusive'>)
+    """
+    return min(verdicts, key=_GRAVITY.index, default=Verdict.INCONCLUSIVE)

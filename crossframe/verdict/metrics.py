@@ -1,0 +1,70 @@
+"""How far two quantities are apart. All arithmetic is float64, whatever the recordings hold."""
+
+import math
+
+import numpy as np
+
+
+def norm(array: np.ndarray) -> float:
+    """The 2-norm over all elements, scaled so that neither large nor small elements are lost in the squares.
+
+    >>> norm(np.array([0.0, 3e-200]))
+    3e-200
+    """
+    array = np.asarray(array, np.float64)
+    largest = float(np.max(np.abs(array), initial=0.0))
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest
+    return largest * float(np.sqrt(np.sum(np.square(array / largest))))
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """norm(a - b)."""
+    with np.errstate(over="ignore"):
+        return norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+
+
+def ratio(difference: float, scale: float) -> float:
+    """difference / scale; 0 for no difference, and inf for a difference where there is nothing to measure it by."""
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale > 0.0 else math.inf
+
+
+def parameter_scale(a: np.ndarray, total_update_norm: float, learning_rate: float, steps: int) -> float:
+    """What a difference of a parameter is measured by: max(norm(a), norm(total update), lr * steps * sqrt(numel)).
+
+    A parameter that starts at zero, such as a bias, has a tiny norm at first; what training moves it by is then the honest
+    measure. lr * steps * sqrt(numel) is how far Adam, which moves each element by up to lr a step, can have moved it.
+
+    Args:
+        total_update_norm: norm(final - initial) of the first recording.
+        steps: steps of the run.
+    """
+    return max(norm(a), total_update_norm, learning_rate * steps * math.sqrt(np.size(a)))
+
+
+def relative_difference(
+    a: np.ndarray, b: np.ndarray, total_update_norm: float, learning_rate: float, steps: int
+) -> float:
+    """The difference of a parameter in two recordings: norm(a - b) / `parameter_scale`.
+
+    >>> relative_difference(np.zeros(4), np.full(4, 0.1), 0.0, learning_rate=0.1, steps=10)
+    0.1
+    """
+    return ratio(distance(a, b), parameter_scale(a, total_update_norm, learning_rate, steps))
+
+
+def loss_difference(a: float, b: float) -> float:
+    """|a - b| / |a|; inf where a is 0 and b is not."""
+    return ratio(abs(a - b), abs(a))
+
+
+def gradient_difference(a: np.ndarray, b: np.ndarray, noise_scale: float) -> float:
+    """norm(a - b) / max(norm(a), noise_scale), with the scale of `crossframe.verdict.bounds.Bounds.noise_scale`."""
+    return ratio(distance(a, b), max(norm(a), noise_scale))
+
+
+def root_mean_square(norms: float, numel: int) -> float:
+    """norm / sqrt(numel): the size of a typical element; 0 of nothing."""
+    return norms / math.sqrt(numel) if numel else 0.0

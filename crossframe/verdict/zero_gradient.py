@@ -1,0 +1,76 @@
+"""Parameters whose gradient is zero in exact arithmetic: what is recorded of it is rounding, which Adam then amplifies.
+
+A key bias in attention adds the same to all scores of a query, which softmax ignores; a bias before batch norm is subtracted
+again. The computed gradient is a sum of terms that cancel, and summing n terms in floating point errs by at most
+(n - 1) u sum|t_i| to first order (Higham, section 4.2): n * u times the sum of magnitudes, and for a mean over n terms n * u
+times their mean magnitude. So such a gradient is at most terms * u times the typical gradient, in both recordings and at
+every step. Adam divides it by its own size and moves the parameter by up to the learning rate a step in a direction that
+means nothing: two right runs differ there by as much as two wrong ones.
+
+A gradient that is recorded as exactly 0.0 on both sides, always, is no noise: nothing is amplified, and what happens to the
+parameter (weight decay, or nothing) is the same on both sides. It stays among the parameters that are compared.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.dtypes import unit_roundoff
+from crossframe.recording import Recording
+from crossframe.recording.lines import REDUCE
+from crossframe.verdict.metrics import norm, root_mean_square
+
+_TELLABLE = 0.01
+
+
+@dataclass(frozen=True)
+class GradientSizes:
+    """Root mean squares of the reduced gradients of one recording: `of[step][name]`, and `typical[step]` over all."""
+
+    of: dict[int, dict[str, float]]
+    typical: dict[int, float]
+
+
+def gradient_sizes(recording: Recording, steps: tuple[int, ...]) -> GradientSizes:
+    """Measure the reduced gradients at these steps; a gradient that was not recorded counts as zero (R29).
+
+    Elements that are not finite make their parameter's size infinite and are left out of the typical size.
+    """
+    of: dict[int, dict[str, float]] = {}
+    typical: dict[int, float] = {}
+    for step in steps:
+        of[step], norms, numel = {}, [], 0
+        for name, spec in recording.manifest.params.items():
+            if not recording.has(REDUCE, step, name):
+                of[step][name] = 0.0
+                continue
+            grad = recording.full(REDUCE, step, name).astype(np.float64)
+            finite = np.isfinite(grad)
+            size = norm(grad[finite])
+            norms.append(size)
+            numel += int(finite.sum())
+            of[step][name] = root_mean_square(size, spec.numel) if finite.all() else np.inf
+        typical[step] = root_mean_square(norm(np.array(norms)), numel)
+    return GradientSizes(of, typical)
+
+
+def zero_gradient_parameters(
+    a: Recording, b: Recording, steps: tuple[int, ...], sizes: tuple[GradientSizes, GradientSizes]
+) -> tuple[str, ...]:
+    """The parameters whose gradient is at most terms * u * typical in both recordings at all these steps.
+
+    None where terms * u passes a hundredth: small gradients and noise can then not be told apart.
+    """
+    tolerated = [recording.manifest.terms * unit_roundoff(recording.manifest.dtype) for recording in (a, b)]
+    if not steps or max(tolerated) > _TELLABLE:
+        return ()
+
+    def is_noise(name: str) -> bool:
+        found = [
+            (s.of[step][name], limit * s.typical[step])
+            for s, limit in zip(sizes, tolerated, strict=True)
+            for step in steps
+        ]
+        return all(size <= limit for size, limit in found) and any(size > 0.0 for size, _ in found)
+
+    return tuple(name for name, spec in a.manifest.params.items() if spec.requires_grad and is_noise(name))

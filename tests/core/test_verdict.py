@@ -1,0 +1,355 @@
+"""What two recordings are said to be, and where they part."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from crossframe.layout import FlatLayout
+from crossframe.recording import Recording, Schedule
+from crossframe.verdict import Verdict, bounds_for, compare
+from tests.core import synthetic
+
+
+def jitter(size):
+    """Changes everything that is computed by about `size`, relative, as another order of sums does."""
+
+    def change(phase, step, rank, name, array):
+        if phase == "parameters":
+            return array
+        noise = np.random.default_rng([step, *phase.encode(), *name.encode()]).uniform(-size, size, array.shape)
+        return (array * (1 + noise)).astype(array.dtype)
+
+    return change
+
+
+def only(phase, name, change, *, step=0, rank=None):
+    """Changes one thing."""
+
+    def tamper(at, when, who, what, array):
+        return change(array) if (at, when, what) == (phase, step, name) and rank in (None, who) else array
+
+    return tamper
+
+
+def versus(tmp_path, tamper=None, *, a=None, b=None):
+    """The verdict on a clean recording and one that was tampered with."""
+    a, b = a or synthetic.manifest(), b or synthetic.manifest(framework="jax")
+    return compare(synthetic.record(tmp_path / "a", a), synthetic.record(tmp_path / "b", b, tamper=tamper))
+
+
+def place(verdict):
+    first = verdict.first_divergence
+    assert first is not None
+    return first.step, first.phase, first.event, first.unit, first.parameter, first.rank, (first.start, first.stop)
+
+
+def test_equal(tmp_path):
+    found = versus(tmp_path)
+    assert found.verdict is Verdict.EQUAL
+    assert found.first_divergence is None
+    assert found.max_relative_loss_difference == found.max_relative_parameter_difference == 0.0
+    assert (found.a, found.b, found.dtype, found.world_size, found.steps) == ("torch", "jax", "float64", 2, 3)
+
+
+def test_rounding(tmp_path):
+    found = versus(tmp_path, jitter(1e-14))
+    assert found.verdict is Verdict.ROUNDING
+    assert found.first_divergence is None
+    # Uniform in +-1e-14: the largest of 3 x 2 losses is nearly as large, and no norm exceeds it.
+    assert 1e-16 < found.max_relative_loss_difference <= 1.1e-14
+    assert 1e-16 < found.max_relative_parameter_difference <= 1.1e-14
+    assert len(found.loss_differences) == 3
+    assert [step for step, _ in found.parameter_differences] == [0, 1, 2]
+
+
+def test_a_doubled_reduction_is_found(tmp_path):
+    found = versus(tmp_path, only("reduce", "block.w", lambda grad: 2 * grad))
+    assert found.verdict is Verdict.BUG
+    # 15 elements of block.w over two ranks: the flat unit has 15, 1 of alignment, 3, 1 of padding; 10 on each rank.
+    worst = int(np.argmax(np.abs(_reduced("block.w"))))
+    rank = 0 if worst < 10 else 1
+    span = (0, 10) if rank == 0 else (10, 15)
+    assert place(found) == (0, "reduce", "reduce_scatter", "block", "block.w", rank, span)
+    assert "at step 0 the reduced gradient of 'block.w' (unit 'block'" in found.reason
+    assert "differs by 1.0e+00 between torch and jax" in found.reason
+
+
+def _reduced(name):
+    return np.mean([synthetic.sample_grad(0, sample, name) for sample in range(synthetic.SAMPLES)], axis=0).reshape(-1)
+
+
+def test_the_range_is_the_smallest_that_holds_what_is_off(tmp_path):
+    def change(grad):
+        grad.reshape(-1)[[4, 7]] += 1e-3
+        return grad
+
+    found = versus(tmp_path, only("reduce", "block.w", change), b=synthetic.manifest(kind="per_param"))
+    # Rows of 3, 3 of 5 rows on rank 0.
+    assert place(found) == (0, "reduce", "reduce_scatter", "block", "block.w", 0, (4, 8))
+
+
+def test_a_flipped_bit_in_the_initial_parameters(tmp_path):
+    def flip(array):
+        array.reshape(-1)[9:10].view(np.uint64)[:] ^= 1
+        return array
+
+    found = versus(tmp_path, only("parameters", "embed", flip))
+    assert found.verdict is Verdict.BUG
+    assert place(found) == (0, "parameters", "all_gather", "", "embed", 1, (9, 10))
+    assert "not the same bit for bit" in found.reason
+
+
+def test_a_loss_that_is_off(tmp_path):
+    found = versus(tmp_path, only("forward", "", lambda loss: loss * (1 + 1e-11), step=1, rank=1))
+    assert found.verdict is Verdict.BUG
+    assert place(found) == (1, "forward", "loss", "", None, 1, (None, None))
+    assert found.max_relative_loss_difference == pytest.approx(1e-11, rel=1e-4)
+
+
+def test_a_local_gradient_that_is_off(tmp_path):
+    found = versus(tmp_path, only("backward", "embed", lambda grad: grad + 1e-6 * np.eye(4, 3), rank=1))
+    assert place(found) == (0, "backward", "backward", "", "embed", 1, (0, 9))
+
+
+def test_the_backward_is_walked_from_its_beginning(tmp_path):
+    def everywhere(phase, step, rank, name, array):
+        return array * 1.5 if phase == "backward" else array
+
+    assert place(versus(tmp_path, everywhere))[3:5] == ("block", "block.w")
+
+
+def test_an_optimizer_that_is_off(tmp_path):
+    found = versus(tmp_path, only("update", "bias", lambda value: value * (1 + 1e-9), step=2))
+    assert found.verdict is Verdict.BUG
+    assert place(found)[:5] == (2, "update", "optimizer", "", "bias")
+    assert found.max_relative_parameter_difference > 1e-11
+
+
+def test_a_zero_gradient_is_reported_apart(tmp_path):
+    def amplified(phase, step, rank, name, array):
+        if name == "block.k_bias" and phase in ("reduce", "backward"):
+            return -array
+        if name == "block.k_bias" and phase == "update":
+            return array + synthetic.LEARNING_RATE
+        return jitter(1e-15)(phase, step, rank, name, array)
+
+    for dtype in ("float64", "float32"):
+        made = [synthetic.manifest(dtype=dtype, framework=framework) for framework in ("torch", "jax")]
+        found = versus(tmp_path / dtype, amplified, a=made[0], b=made[1])
+        assert found.zero_gradient_parameters == ("block.k_bias",)
+        assert found.first_divergence is None
+        assert found.max_relative_parameter_difference < bounds_for(dtype).parameter
+        assert found.verdict in (Verdict.ROUNDING, Verdict.EQUAL if dtype == "float32" else Verdict.ROUNDING)
+
+
+def test_a_zero_gradient_that_turns_nan_on_one_side_is_a_bug(tmp_path):
+    found = versus(tmp_path, only("update", "block.k_bias", lambda x: x * np.nan, step=1))
+    assert found.verdict is Verdict.BUG
+    assert place(found)[:5] == (1, "update", "optimizer", "block", "block.k_bias")
+
+
+def test_a_gradient_that_is_exactly_zero_on_both_sides_is_still_compared(tmp_path):
+    def unused(phase, step, rank, name, array):
+        return np.zeros_like(array) if name == "bias" and phase in ("reduce", "backward") else array
+
+    def moved(phase, step, rank, name, array):
+        return array + 1e-3 if (phase, name) == ("update", "bias") else unused(phase, step, rank, name, array)
+
+    a = synthetic.record(tmp_path / "a", tamper=unused)
+    b = synthetic.record(tmp_path / "b", tamper=moved)
+    found = compare(a, b)
+    assert "bias" not in found.zero_gradient_parameters
+    assert found.verdict is Verdict.BUG
+    assert place(found)[4] == "bias"
+
+
+@pytest.mark.parametrize("kind", ["flat", "per_param"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_world_sizes_and_layouts(tmp_path, kind, world_size):
+    other = synthetic.manifest(world_size, kind=kind)
+    clean = versus(tmp_path / "clean", b=other)
+    assert clean.verdict is Verdict.ROUNDING
+    assert clean.world_size == (2, world_size)
+    doubled = versus(tmp_path / "doubled", only("reduce", "embed", lambda grad: 2 * grad), b=other)
+    assert doubled.verdict is Verdict.BUG
+    assert place(doubled)[:5] == (0, "reduce", "reduce_scatter" if world_size > 1 else "all_reduce", "", "embed")
+    mean = versus(tmp_path / "mean", only("forward", "", lambda loss: loss + 1, step=2, rank=0), b=other)
+    assert place(mean) == (2, "forward", "loss", "", None, None, (None, None))
+    assert "the mean loss over ranks" in mean.reason
+
+
+def test_every_replica_is_looked_at(tmp_path):
+    b = synthetic.manifest(6, replicate=3)
+    tamper = only("update", "embed", lambda value: value + (np.arange(12).reshape(4, 3) == 10), rank=5)
+    assert place(versus(tmp_path / "x", tamper, b=b)) == (0, "update", "optimizer", "", "embed", 5, (10, 11))
+
+
+def test_float32_beyond_its_bound_before_the_first_update_is_a_bug(tmp_path):
+    made = [synthetic.manifest(dtype="float32", framework=framework) for framework in ("torch", "jax")]
+    found = versus(tmp_path, only("reduce", "block.w", lambda grad: 2 * grad), a=made[0], b=made[1])
+    assert found.verdict is Verdict.BUG
+    assert place(found)[:2] == (0, "reduce")
+
+
+@pytest.mark.parametrize(("phase", "step"), [("update", 0), ("reduce", 1)])
+def test_float32_beyond_its_bound_after_an_update_is_inconclusive(tmp_path, phase, step):
+    made = [synthetic.manifest(dtype="float32", framework=framework) for framework in ("torch", "jax")]
+    found = versus(tmp_path, only(phase, "block.w", lambda x: 2 * x, step=step), a=made[0], b=made[1])
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert place(found)[:2] == (step, phase)
+    assert "--dtype float64" in found.reason
+
+
+def test_bfloat16_is_too_coarse_for_rounding_but_not_for_equal_or_moved_data(tmp_path):
+    made = [synthetic.manifest(dtype="bfloat16", framework=framework) for framework in ("torch", "jax")]
+    assert versus(tmp_path / "0", a=made[0], b=made[1]).verdict is Verdict.EQUAL
+    found = versus(tmp_path / "1", jitter(0.01), a=made[0], b=made[1])
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.first_divergence is None
+    found = versus(tmp_path / "2", only("reduce", "block.w", lambda x: 2 * x), a=made[0], b=made[1])
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert place(found)[:2] == (0, "reduce")
+    found = versus(tmp_path / "3", only("parameters", "embed", lambda x: x * 2), a=made[0], b=made[1])
+    assert found.verdict is Verdict.BUG
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_finite_on_one_side_is_a_bug(tmp_path, dtype, value):
+    def spoil(array):
+        array.reshape(-1)[5] = value
+        return array
+
+    made = [synthetic.manifest(dtype=dtype, framework=framework) for framework in ("torch", "jax")]
+    found = versus(tmp_path, only("update", "block.w", spoil, step=1), a=made[0], b=made[1])
+    assert found.verdict is Verdict.BUG
+    assert place(found) == (1, "update", "optimizer", "block", "block.w", 0, (5, 6))
+    assert "not finite (NaN or infinity) in jax and finite in torch" in found.reason
+    assert found.to_json()["max_relative_parameter_difference"] is None
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_not_finite_on_both_sides(tmp_path):
+    spoil = only("forward", "", lambda loss: loss * np.nan, step=1)
+
+    def and_rounding(*args):
+        return jitter(1e-15)(*args[:4], spoil(*args))
+
+    a = synthetic.record(tmp_path / "a", tamper=spoil)
+    found = compare(a, synthetic.record(tmp_path / "b", tamper=spoil))
+    assert found.verdict is Verdict.EQUAL
+    assert "from step 1 on (forward '') both sides hold NaN or infinity" in found.reason
+    found = compare(a, synthetic.record(tmp_path / "c", tamper=and_rounding))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "nothing can be compared" in found.reason
+
+
+def test_an_earlier_cause_wins(tmp_path):
+    def both(*args):
+        reduced = only("reduce", "embed", lambda grad: 2 * grad, step=1)(*args)
+        return only("update", "bias", lambda value: 2 * value, step=1)(*args[:4], reduced)
+
+    assert place(versus(tmp_path, both))[:2] == (1, "reduce")
+
+
+def _renamed():
+    units = synthetic.manifest().units
+    params = tuple(replace(p, shape=(3, 5)) if p.name == "block.w" else p for p in units[1][1].params)
+    return synthetic.manifest(units=(units[0], ("block", FlatLayout(params, 2, keep_original=True))))
+
+
+def _fewer():
+    return synthetic.manifest(units=synthetic.manifest().units[:1])
+
+
+@pytest.mark.parametrize(
+    ("b", "match"),
+    [
+        (synthetic.manifest(model="other"), "model differs: 'toy' in a, 'other' in b"),
+        (synthetic.manifest(dtype="float32"), "dtype differs: 'float64' in a, 'float32' in b"),
+        (synthetic.manifest(steps=2), "steps differs"),
+        (synthetic.manifest(seed=5), "seed differs: 0 in a, 5 in b"),
+        (synthetic.manifest(learning_rate=0.2), "learning rate differs"),
+    ],
+)
+def test_other_runs_are_incomparable(tmp_path, b, match):
+    found = versus(tmp_path, b=b)
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert match in found.reason
+    assert found.to_json()["max_relative_loss_difference"] is None
+
+
+@pytest.mark.parametrize(
+    ("b", "match"),
+    [
+        (_renamed(), "parameter 'block.w' has shape (5, 3) in a, (3, 5) in b"),
+        (_fewer(), "parameter 'block.w' is only in a"),
+    ],
+)
+def test_other_parameters_are_incomparable(tmp_path, monkeypatch, b, match):
+    a = synthetic.record(tmp_path / "a")
+    shapes = {name: spec.shape for name, spec in b.params.items()}
+    monkeypatch.setattr(synthetic, "SHAPES", shapes)
+    found = compare(a, synthetic.record(tmp_path / "b", b))
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert match in found.reason
+
+
+def _edit(directory, old, new):
+    path = directory / "rank00001" / "events.jsonl"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_other_batches_are_incomparable(tmp_path):
+    a = synthetic.record(tmp_path / "a")
+    synthetic.record(tmp_path / "b")
+    _edit(tmp_path / "b", synthetic.digest("[7, 9, 11]"), synthetic.digest("other"))
+    found = compare(a, Recording.open(tmp_path / "b"))
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert "the batch of rank 1 at step 1 differs between a and b" in found.reason
+
+
+def test_other_samples_at_another_world_size_are_incomparable(tmp_path):
+    a = synthetic.record(tmp_path / "a")
+    synthetic.record(tmp_path / "b", synthetic.manifest(3))
+    _edit(tmp_path / "b", "[7, 10]", "[7, 12]")
+    assert "at step 1 the ranks of a were not fed the same samples" in compare(a, Recording.open(tmp_path / "b")).reason
+    _edit(tmp_path / "b", "[7, 12]", "[7]")
+    found = compare(a, Recording.open(tmp_path / "b"))
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert "at step 1 the ranks of b were fed [2, 1, 2] samples" in found.reason
+
+
+def test_what_a_killed_run_left_can_be_compared(tmp_path):
+    a = synthetic.record(tmp_path / "a")
+    synthetic.write_run(tmp_path / "b", synthetic.manifest(), stop_before=2)
+    found = compare(a, Recording.open(tmp_path / "b", partial=True))
+    assert (found.verdict, found.steps) == (Verdict.EQUAL, 2)
+    synthetic.write_run(tmp_path / "c", synthetic.manifest(), stop_before=0)
+    found = compare(a, Recording.open(tmp_path / "c", partial=True))
+    assert (found.verdict, found.reason) == (Verdict.INCOMPARABLE, "no step is whole in c")
+
+
+def test_steps_that_only_one_side_recorded_are_passed_over(tmp_path):
+    sparse = synthetic.manifest(steps=5, schedule=Schedule(dense=0, every=3))
+    dense = synthetic.manifest(steps=5, schedule=Schedule(dense=2, every=1))
+    found = versus(tmp_path, only("update", "bias", lambda x: 2 * x, step=2), a=sparse, b=dense)
+    assert found.verdict is Verdict.EQUAL
+    assert [step for step, _ in found.parameter_differences] == [0, 3, 4]
+
+
+def test_a_verdict_as_json(tmp_path):
+    found = versus(tmp_path, only("reduce", "bias", lambda grad: grad + np.array([0, 1, 0]))).to_json()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert set(found) == {
+        "a", "b", "dtype", "world_size", "steps", "verdict", "max_relative_loss_difference",
+        "max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence", "reason",
+    }  # fmt: skip
+    assert found["first_divergence"] == {
+        "step": 0, "phase": "reduce", "rank": 1, "unit": "", "parameter": "bias", "start": 1, "stop": 2,
+        "event": "reduce_scatter",
+    }  # fmt: skip
