@@ -18,6 +18,7 @@ import jax
 
 LAYOUT_PRIMITIVES = frozenset(
     {
+        "bitcast_convert_type",
         "broadcast_in_dim",
         "concatenate",
         "convert_element_type",
@@ -25,15 +26,20 @@ LAYOUT_PRIMITIVES = frozenset(
         "copy_p",
         "dynamic_slice",
         "expand_dims",
+        "name",
         "optimization_barrier",
         "pad",
         "reduce_precision",
         "reshape",
         "rev",
+        "sharding_constraint",
         "slice",
         "split",
         "squeeze",
+        "stack",
+        "tile",
         "transpose",
+        "unstack",
     }
 )
 """Primitives that move or cast elements without computing: their output is the parameter in another guise."""

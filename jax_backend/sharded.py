@@ -116,12 +116,13 @@ def mesh_of(sharded: ShardedParams) -> Mesh:
     if not isinstance(sharded, ShardedParams):
         raise UsageError(f"expected ShardedParams, got {type(sharded).__name__}; make them with jax_backend.shard")
     array = next(iter(sharded.shards.values()))
-    if isinstance(getattr(array, "sharding", None), NamedSharding):
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         raise UsageError(
             f"expected shards that lie on the devices of a mesh, got {type(array).__name__}; "
             "call this outside jit and grad, on what shard or value_and_grad returned"
         )
-    return array.sharding.mesh
+    return sharding.mesh
 
 
 def shards_of(sharded: ShardedParams, rank: int) -> dict[str, np.ndarray]:

@@ -1,0 +1,80 @@
+"""A small model for the tests: uneven sizes, three units, kernels that stand transposed to torch's."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from crossframe import MeshSpec
+from crossframe.names import MapEntry, ParamMap
+from jax_backend import make_mesh
+
+UNITS = ("blocks.0", "blocks.1")
+WORLDS = (1, 2, 3, 4)
+SIZES = {"inp": (3, 5), "blocks.0": (5, 5), "blocks.1": (5, 5), "out": (5, 2)}
+
+
+def mesh_of_size(num_ranks):
+    return make_mesh(MeshSpec(num_ranks))
+
+
+def small_map():
+    """Torch's order and names: weight before bias, weight of shape (out, in)."""
+    entries = []
+    for module in SIZES:
+        entries += [
+            MapEntry(f"{module}.weight", f"{module}.kernel", (1, 0)),
+            MapEntry(f"{module}.bias", f"{module}.bias"),
+        ]
+    return ParamMap(tuple(entries))
+
+
+def small_params(dtype="float64", seed=0, draw=None):
+    """{"blocks": [...], "inp": ..., "out": ...}; jax's own order of leaves is not torch's."""
+    rng = np.random.default_rng(seed)
+    draw = draw or (lambda shape: rng.normal(size=shape))
+    modules = {
+        name: {"kernel": draw(size).astype(dtype), "bias": draw(size[1:]).astype(dtype)} for name, size in SIZES.items()
+    }
+    return {
+        "blocks": [modules["blocks.0"], modules["blocks.1"]],
+        "inp": modules["inp"],
+        "out": modules["out"],
+    }
+
+
+def canonical(params):
+    """The parameters by torch's name, in torch's axis order, written down without the map."""
+    modules = {
+        "inp": params["inp"],
+        "blocks.0": params["blocks"][0],
+        "blocks.1": params["blocks"][1],
+        "out": params["out"],
+    }
+    found = {}
+    for name, module in modules.items():
+        found[f"{name}.weight"] = np.asarray(module["kernel"]).T
+        found[f"{name}.bias"] = np.asarray(module["bias"])
+    return found
+
+
+def small_batch(num_samples=12, dtype="float64", seed=1):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(num_samples, 3)).astype(dtype), "y": rng.normal(size=(num_samples, 2)).astype(dtype)}
+
+
+def small_loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["inp"]["kernel"] + params["inp"]["bias"])
+    for block in params["blocks"]:
+        hidden = hidden + jnp.tanh(hidden @ block["kernel"] + block["bias"])
+    return jnp.mean((hidden @ params["out"]["kernel"] + params["out"]["bias"] - batch["y"]) ** 2)
+
+
+def linear_loss(params, batch):
+    """A loss whose gradient is the batch: the leaves of the batch are those of the parameters, with a leading dim 1."""
+    pairs = zip(jax_leaves(params), jax_leaves(batch), strict=True)
+    return sum(jnp.sum(leaf * grad[0]) for leaf, grad in pairs)
+
+
+def jax_leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)

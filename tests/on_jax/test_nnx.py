@@ -1,0 +1,102 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from crossframe.names import MapEntry, ParamMap
+from jax_backend import per_rank, shard, unshard, value_and_grad
+from jax_backend.nnx import params_of, split, state_of, with_params
+
+from .small import mesh_of_size
+
+
+class Net(nnx.Module):
+    """Linear, batch norm, dropout, and a list of one block."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 4, rngs=rngs, param_dtype=jnp.float64)
+        self.norm = nnx.BatchNorm(4, rngs=rngs, param_dtype=jnp.float64)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(4, 2, rngs=rngs, param_dtype=jnp.float64)])
+
+    def __call__(self, x):
+        return self.blocks[0](self.drop(nnx.tanh(self.norm(self.first(x)))))
+
+
+def net_map():
+    return ParamMap(
+        (
+            MapEntry("first.weight", "first.kernel", (1, 0)),
+            MapEntry("first.bias", "first.bias"),
+            MapEntry("norm.weight", "norm.scale"),
+            MapEntry("norm.bias", "norm.bias"),
+            MapEntry("blocks.0.weight", "blocks.0.kernel", (1, 0)),
+            MapEntry("blocks.0.bias", "blocks.0.bias"),
+        )
+    )
+
+
+def loss_of(graphdef):
+    def loss(params, state, batch):
+        net = with_params(graphdef, params, state)
+        value = jnp.mean((net(batch["x"]) - batch["y"]) ** 2)
+        return value, state_of(net)
+
+    return loss
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(8, 3)), "y": rng.normal(size=(8, 2))}
+
+
+def test_a_module_is_split_into_parameters_and_everything_else():
+    net = Net(nnx.Rngs(0))
+    _, params, state = split(net)
+    assert jax.tree.structure(params) == jax.tree.structure(params_of(net))
+    assert jax.tree.structure(state) == jax.tree.structure(state_of(net))
+    net_map().check(net_map().by_name, unshard_paths(params))
+    assert set(state) == {"norm", "drop"}
+    assert {leaf.dtype.kind for leaf in jax.tree.leaves(params)} == {"f"}
+
+
+def unshard_paths(params):
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+
+
+def test_an_nnx_state_is_sharded_by_the_same_paths_as_its_pure_dict():
+    net, mesh = Net(nnx.Rngs(0)), mesh_of_size(2)
+    boxed = shard(nnx.state(net, nnx.Param), mesh, units=("blocks.0",), param_map=net_map())
+    pure = shard(params_of(net), mesh, units=("blocks.0",), param_map=net_map())
+    assert boxed.tree.paths == pure.tree.paths
+    jax.tree.map(np.testing.assert_array_equal, boxed.shards, pure.shards)
+    assert isinstance(unshard(boxed), nnx.State)
+
+
+def test_an_nnx_model_trains_with_each_ranks_own_statistics_and_dropout():
+    world_size = 2
+    net, mesh = Net(nnx.Rngs(0)), mesh_of_size(world_size)
+    graphdef, params, state = split(net)
+    sharded = shard(params, mesh, units=("blocks.0",), param_map=net_map())
+    # flax keeps running statistics in float32 whatever the parameters are, and JAX warns where float64 flows into them.
+    state = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if leaf.dtype == jnp.float32 else leaf, state)
+    ranks_state = per_rank(state, mesh)
+    result = value_and_grad(loss_of(graphdef), mesh, has_state=True)(sharded, batch(), ranks_state)
+
+    def loss_of_rank(params, rank):
+        own = jax.tree.map(lambda leaf: leaf[rank], ranks_state)
+        part = jax.tree.map(lambda leaf: np.split(leaf, world_size)[rank], batch())
+        return loss_of(graphdef)(params, own, part)
+
+    def mean_loss(params):
+        losses, states = zip(*(loss_of_rank(params, rank) for rank in range(world_size)), strict=True)
+        return sum(losses) / world_size, states
+
+    (loss, states), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
+    np.testing.assert_allclose(result.loss, loss, rtol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), unshard(result.grads), grads)
+    for rank in range(world_size):
+        np.testing.assert_allclose(result.state["norm"]["mean"][rank], states[rank]["norm"]["mean"], rtol=1e-12)
+    assert not np.allclose(result.state["norm"]["mean"][0], result.state["norm"]["mean"][1])
+    np.testing.assert_array_equal(result.state["drop"]["rngs"]["count"], [1, 1])
