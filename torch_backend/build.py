@@ -29,11 +29,15 @@ def build_unit(
     order: Order,
     make_layout: MakeLayout,
     make_exposure: MakeExposure,
+    mixes_dtypes: bool,
     mean_in_collective: bool,
     reshard_after_forward: bool,
     keeps_full_unreduced: bool,
 ) -> Unit:
     """Shard all parameters below `module` that no inner unit owns.
+
+    Args:
+        mixes_dtypes: give each dtype a bucket of its own. Otherwise all parameters go to one layout, which refuses a mix (R11).
 
     Raises:
         LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
@@ -42,11 +46,13 @@ def build_unit(
     owned = owned_params(module, is_unit, order)
     for entry in owned:
         _check(entry, owned[0], communicator.rank)
-    buckets = []
-    # A bucket for each dtype, in the order in which they first occur (R11).
-    for dtype in dict.fromkeys(entry.param.dtype for entry in owned):
-        members = [entry for entry in owned if entry.param.dtype == dtype]
-        buckets.append(_build_bucket(members, communicator, make_layout, make_exposure, mean_in_collective))
+    groups: dict[torch.dtype | None, list[OwnedParam]] = {}
+    for entry in owned:
+        groups.setdefault(entry.param.dtype if mixes_dtypes else None, []).append(entry)
+    buckets = [
+        _build_bucket(members, communicator, make_layout, make_exposure, mean_in_collective)
+        for members in groups.values()
+    ]
     return Unit(
         module,
         buckets,

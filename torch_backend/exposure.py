@@ -110,10 +110,10 @@ class FlatExposure:
 
     def dismiss(self) -> list[Tensor]:
         """Back to the flat parameter."""
-        current: list[Tensor] = list(self._leaves)
+        current = [leaf.data for leaf in self._leaves]
         for i, owner, attribute in reversed(self._places):
-            current[i] = _registered(owner, attribute)
-            del owner._parameters[attribute]
+            current[i] = _registered(owner, attribute).data
+            owner._parameters.pop(attribute, None)
         _shadow(self._places, self._leaves)
         self._module._parameters[FLAT_PARAM] = self.flat_param
         return current
@@ -250,9 +250,9 @@ class DTensorExposure:
 
     def dismiss(self) -> list[Tensor]:
         """Register the DTensor parameters again."""
-        current: list[Tensor] = list(self._leaves)
+        current = [leaf.data for leaf in self._leaves]
         for i, owner, attribute in self._places:
-            current[i] = _registered(owner, attribute)
+            current[i] = _registered(owner, attribute).data
         self._register(self.params)
         return current
 

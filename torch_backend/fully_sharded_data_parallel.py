@@ -106,6 +106,7 @@ class FullyShardedDataParallel(nn.Module):
             order=Order.PRE_ORDER,
             make_layout=make_layout,
             make_exposure=make_exposure,
+            mixes_dtypes=False,
             mean_in_collective=False,
             reshard_after_forward=strategy.strategy.reshards_after_forward,
             keeps_full_unreduced=not strategy.strategy.reshards_after_forward,

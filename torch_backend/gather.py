@@ -23,33 +23,25 @@ class GatherBuffer:
     Attributes:
         full: shape (unsharded_numel,).
         leaves: the unsharded parameters, in the layout's order.
-        allocated: whether the storage has its bytes.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
         self.layout = layout
+        self._world_size = world_size
         self.full = torch.empty(layout.unsharded_numel, dtype=dtype, device=device)
         self._num_bytes = self.full.nbytes
         self.leaves = [
-            nn.Parameter(self.full.data[start : start + spec.numel].view(spec.shape), requires_grad=spec.requires_grad)
-            for spec, start in zip(layout.params, layout.offsets, strict=True)
+            nn.Parameter(view, requires_grad=spec.requires_grad)
+            for spec, view in zip(layout.params, self._views(), strict=True)
         ]
-        self._targets: list[Tensor] = []
-        if not layout.contiguous:
-            self._targets = [
-                self.full.data[start : start + column.width * world_size].view(world_size, column.width)
-                for column, start in zip(layout.columns, layout.offsets, strict=True)
-            ]
-        self._world_size = world_size
+        self._targets = self._columns()
         self._landing: Tensor | None = None
         self._work: dist.Work | None = None
-        self.allocated = True
         self.free()
 
     def start(self, shard: Tensor, communicator: Communicator, *, unit: str, phase: str) -> None:
         """Allocate and issue the all-gather; the leaves may be read after `finish`."""
         self.full.untyped_storage().resize_(self._num_bytes)
-        self.allocated = True
         shard = shard.detach()
         if shard.dtype != self.full.dtype:
             shard = shard.to(self.full.dtype)
@@ -73,5 +65,36 @@ class GatherBuffer:
     def free(self) -> None:
         """Give the memory back. The leaves keep their shapes and hold nothing."""
         self.finish()
+        storage = self.full.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:
+            self._replace()
+
+    def realias(self) -> None:
+        """Point every leaf at `full` again, whatever data a user who was shown them gave them instead."""
+        for leaf, view in zip(self.leaves, self._views(), strict=True):
+            leaf.data = view
+
+    def _replace(self) -> None:
+        """Leave the memory to a numpy array that the user made of a leaf, which pins it, and go on with other memory."""
+        self.full = torch.empty_like(self.full)
+        self.realias()
+        self._targets = self._columns()
         self.full.untyped_storage().resize_(0)
-        self.allocated = False
+
+    def _views(self) -> list[Tensor]:
+        """Each parameter in `full`, with a version counter of its own."""
+        return [
+            self.full.data[start : start + spec.numel].view(spec.shape)
+            for spec, start in zip(self.layout.params, self.layout.offsets, strict=True)
+        ]
+
+    def _columns(self) -> list[Tensor]:
+        """Where a column of the gathered buffer is copied out to, for a layout that needs it: (world_size, width) each."""
+        if self.layout.contiguous:
+            return []
+        return [
+            self.full.data[start : start + column.width * self._world_size].view(self._world_size, column.width)
+            for column, start in zip(self.layout.columns, self.layout.offsets, strict=True)
+        ]

@@ -234,8 +234,11 @@ class Unit:
                 for bucket, full in zip(self.buckets, edited, strict=True):
                     bucket.store.write(full)
         finally:
-            if self.is_full and not keep_full:
-                self._free("summon")
+            if self.is_full:
+                for bucket in self.buckets:
+                    bucket.buffer.realias()
+                if not keep_full:
+                    self._free("summon")
 
     def _tell_free(self, bucket: Bucket, phase: str) -> None:
         for observer in observers:

@@ -126,50 +126,39 @@ def test_R31_tied_weights_two_ranks_bit_for_bit(ranks, face, options):
     ranks.run(2, _assert_same_bits, face, options, "adamw", {"tied": True})
 
 
-def integer_loss(model, step, rank):
-    """A loss whose gradients are small multiples of a power of two: linear in every parameter, by integer weights.
+class Fan(nn.Module):
+    """Branches beside each other, each linear in its parameters, so that integer inputs give integer gradients."""
 
-    Divided by 12 ranks' worth beforehand, so that dividing by 3 or 4 stays exact as well.
-    """
-    total = torch.zeros(())
-    with torch.random.fork_rng():
-        for owner in model.modules():
-            for attribute in ("weight", "bias"):
-                param = getattr(owner, attribute, None)
-                if isinstance(param, torch.Tensor) and isinstance(owner, nn.Linear | nn.LayerNorm | nn.Embedding):
-                    total = total + 0 * param.sum()
-    return total
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 5), nn.Linear(3, 2), nn.Linear(3, 7, bias=False)])
+
+    def forward(self, x):
+        return torch.cat([block(x) for block in self.blocks], dim=-1)
 
 
 def _integer_grads(rank, world_size, face, options):
-    """One backward whose local gradient is 12 * (rank + 1 + element index % 5): sums and means of it are exact."""
+    """Gradients after two accumulated backwards, whose local values are multiples of 12: divided by 3 or 4 they stay whole."""
     results = []
     for wrap in FACES[face]:
-        model = wrap(build_net(), **options)
-        output = _IntegerGradient.apply(model(torch.zeros((2, 5), dtype=torch.long)))
-        output.sum().backward()
+        model = wrap(Fan(), **options) if face == "fsdp2" else wrap(nn.Sequential(Fan()), **options)
+        for turn in range(2):
+            x = torch.arange(6.0).view(2, 3) + 12 * (rank + turn + 1)
+            weights = torch.arange(14.0) * 12 + 12
+            (model(x) * weights).sum().backward()
         results.append({name: None if p.grad is None else _local(p.grad) for name, p in model.named_parameters()})
-    return results
-
-
-class _IntegerGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.zeros_like(grad).index_fill_(-1, torch.tensor([3]), 12.0 * (torch.distributed.get_rank() + 1))
-
-
-def _check_integer_grads(rank, world_size, face, options):
-    theirs, ours = _integer_grads(rank, world_size, face, options)
-    nonzero = 0
+    theirs, ours = results
+    assert theirs.keys() == ours.keys()
     for name, grad in theirs.items():
-        if name.endswith("head.bias") and grad is not None:
-            nonzero += int(grad.count_nonzero())
-            assert torch.equal(grad, ours[name]), name
-    return nonzero
+        assert (grad is None) == (ours[name] is None), name
+        assert grad is None or torch.equal(grad, ours[name]), name
+    return sum(int(grad.count_nonzero()) for grad in theirs.values() if grad is not None)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize(("face", "options"), OPTIONS)
+def test_R32_exact_sums_bit_for_bit_at_three_and_four_ranks(ranks, world_size, face, options):
+    assert sum(ranks.run(world_size, _integer_grads, face, options)) == 49
 
 
 def _losses_and_full(rank, world_size, face, options, dtype):
