@@ -1,0 +1,58 @@
+"""The report in at most twelve lines of a terminal."""
+
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from crossframe.verdict import bounds_for
+from experiments.report import words
+
+_STYLES = {"equal": "green", "rounding": "green", "bug": "bold red", "inconclusive": "yellow", "incomparable": "yellow"}
+_ROWS = 4
+_SENTENCE = 3
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """Print the verdict, a table of pairs, the trace and the zero-gradient parameters: 12 lines at most.
+
+    Of more than four pairs the first four are shown, those with the report's verdict first.
+    """
+    console.print(Text(f"{words.KINDS[report['verdict']]}", style=_STYLES[report["verdict"]]))
+    text = textwrap.wrap(words.headline(report), console.width, max_lines=_SENTENCE, placeholder=" …")
+    console.print(Text("\n".join(text)))
+    pairs = sorted(report["pairs"], key=lambda pair: pair["verdict"] != report["verdict"])
+    if pairs:
+        console.print(_table(pairs[:_ROWS]))
+    if len(pairs) > _ROWS:
+        _line(console, f"… and {len(pairs) - _ROWS} more pairs, in report.json")
+    if (trace := report["trace"]) is not None:
+        counts = ", ".join(f"{entry['count']} {kind}" for kind, entry in trace["plan"].items())
+        _line(console, f"collectives {'as' if trace['equal'] else 'NOT as'} planned (plan of a step: {counts})")
+    if zero := sorted({name for pair in pairs for name in pair["zero_gradient_parameters"]}):
+        _line(console, f"gradient zero but for rounding, not counted: {', '.join(zero)}")
+
+
+def _table(pairs: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("dtype", "ranks", "steps", "verdict", "loss diff.", "bound", "param. diff.", "bound"):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", justify="left" if heading == "dtype" else "right")
+    for pair in pairs:
+        bounds, worlds = bounds_for(pair["dtype"]), pair["world_size"]
+        table.add_row(
+            pair["dtype"],
+            str(worlds) if isinstance(worlds, int) else "/".join(map(str, worlds)),
+            str(pair["steps"]),
+            Text(pair["verdict"], style=_STYLES[pair["verdict"]]),
+            words.number(pair["max_relative_loss_difference"]),
+            words.number(bounds.loss) if bounds.decisive else "-",
+            words.number(pair["max_relative_parameter_difference"]),
+            words.number(bounds.parameter) if bounds.decisive else "-",
+        )
+    return table
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(Text(text), no_wrap=True, overflow="ellipsis")
