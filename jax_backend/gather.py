@@ -52,13 +52,14 @@ def reduce_mean(unit: str, local_grad: jax.Array, num_ranks: int) -> jax.Array:
 
 
 def divide(array: jax.Array, factor: float) -> jax.Array:
-    """`array / factor`, as one correctly rounded division in the array's dtype.
+    """`array / factor`, correctly rounded, in the array's dtype; below float32 divided in float32, as torch does.
 
     XLA turns a division by any scalar, constant or not, into a product with its rounded reciprocal: another number,
     unless the factor is a power of two. It leaves a division by an array alone, so other factors are given as an array
     that XLA cannot see through: what a NaN is divided by does not matter.
     """
-    divisor = jnp.asarray(factor, array.dtype)
+    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    divisor = jnp.asarray(factor, wide.dtype)
     if math.frexp(factor)[0] != 0.5:
-        divisor = jnp.where(jnp.isnan(array), jnp.ones_like(array), divisor)
-    return array / divisor
+        divisor = jnp.where(jnp.isnan(wide), jnp.ones_like(wide), divisor)
+    return (wide / divisor).astype(array.dtype)

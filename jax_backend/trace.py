@@ -53,7 +53,7 @@ def _events(jaxpr: Any, group: tuple[int, ...], phase: str) -> Iterator[Event]:
         if name in _KINDS:
             yield from _event(equation, _KINDS[name], group, phase)
         # Backward stands in a remat of its own, under which forward's part runs again.
-        again = name in _REMAT and equation.params.get("differentiated")
+        again = name in _REMAT and equation.params["differentiated"]
         for inner in _inner_jaxprs(equation.params):
             found = list(_events(inner, group, "backward" if again else phase))
             yield from found * (equation.params["length"] if name == "scan" else 1)

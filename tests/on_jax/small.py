@@ -1,9 +1,11 @@
 """A small model for the tests: uneven sizes, three units, kernels that stand transposed to torch's."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from crossframe import MeshSpec
+from crossframe.dtypes import numpy_dtype
 from crossframe.names import MapEntry, ParamMap
 from jax_backend import make_mesh
 
@@ -31,6 +33,7 @@ def small_params(dtype="float64", seed=0, draw=None):
     """{"blocks": [...], "inp": ..., "out": ...}; jax's own order of leaves is not torch's."""
     rng = np.random.default_rng(seed)
     draw = draw or (lambda shape: rng.normal(size=shape))
+    dtype = numpy_dtype(dtype)
     modules = {
         name: {"kernel": draw(size).astype(dtype), "bias": draw(size[1:]).astype(dtype)} for name, size in SIZES.items()
     }
@@ -70,11 +73,5 @@ def small_loss(params, batch):
 
 def linear_loss(params, batch):
     """A loss whose gradient is the batch: the leaves of the batch are those of the parameters, with a leading dim 1."""
-    pairs = zip(jax_leaves(params), jax_leaves(batch), strict=True)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(batch), strict=True)
     return sum(jnp.sum(leaf * grad[0]) for leaf, grad in pairs)
-
-
-def jax_leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)

@@ -5,10 +5,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossframe import reduction
+from crossframe.dtypes import numpy_dtype
 from crossframe.reduction import DivideFactors, divide_factors
 from crossframe.reference import ReferenceUnit
 from jax_backend import shard, shards_of, value_and_grad
 from jax_backend.collectives import all_reduce
+from jax_backend.gather import divide
 
 from .small import UNITS, canonical, linear_loss, mesh_of_size, small_map, small_params
 
@@ -32,10 +34,11 @@ def reduced(world_size, draw, dtype, **kwargs):
 def assert_reduced(result, expected, world_size):
     for rank in range(world_size):
         for unit, found in shards_of(result.grads, rank).items():
-            np.testing.assert_array_equal(found, expected[unit][rank])
+            # For bfloat16 the reference's quotient may come as float32, as numpy promotes it.
+            np.testing.assert_array_equal(found, expected[unit][rank].astype(found.dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_R26_R32_two_ranks_reduce_to_the_references_bits(world_size, dtype):
     rng = np.random.default_rng(2)
@@ -44,7 +47,7 @@ def test_R26_R32_two_ranks_reduce_to_the_references_bits(world_size, dtype):
 
 
 @pytest.mark.parametrize("keep_original", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_R26_R32_small_integers_reduce_to_the_references_bits_at_3_and_4(world_size, dtype, keep_original):
     # Sums of at most 4 integers up to 50, halved, are exact: only the last division rounds, and it must be a division.
@@ -62,6 +65,19 @@ def test_R26_the_factors_come_from_the_core_when_the_step_is_traced(monkeypatch)
     total = sum(canonical(grad)["blocks.0.weight"] for grad in grads)
     found = result.grads.tree.views("blocks.0", np.asarray(result.grads.shards["blocks.0"]))
     np.testing.assert_array_equal(found["blocks.0.weight"], total)
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype"), [(1.5, "float32"), (16.0625, "bfloat16"), (4.0, "float64"), (3.0, "float16")]
+)
+def test_R26_a_division_is_a_division_in_every_dtype(factor, dtype):
+    # 16.0625 is what 257 ranks divide by, and no bfloat16.
+    array = np.arange(1, 2000).astype(numpy_dtype(dtype))
+    wide = np.float64 if dtype == "float64" else np.float32
+    expected = (array.astype(wide) / wide(factor)).astype(array.dtype)
+    found = jax.jit(lambda values: divide(values, factor))(array)
+    assert found.dtype == array.dtype
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_R05_gradients_hold_0_in_the_padding():

@@ -1,6 +1,5 @@
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,7 +20,6 @@ def bits(array):
 @pytest.mark.parametrize("keep_original", [True, False])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_R04_R05_the_shard_of_rank_i_is_the_references_bit_for_bit(world_size, keep_original, dtype):
-    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     params = small_params(dtype)
     mesh = mesh_of_size(world_size)
     sharded = shard(params, mesh, units=UNITS, param_map=small_map(), keep_original=keep_original)

@@ -6,6 +6,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
+from crossframe.names import MapEntry, ParamMap
 from crossframe.reference import ReferenceUnit
 from jax_backend import shard, shards_of, unshard, value_and_grad, writeback
 
@@ -15,6 +16,18 @@ from .small import UNITS, WORLDS, canonical, mesh_of_size, small_batch, small_lo
 def sharded_over(world_size, params=None, **kwargs):
     params = small_params() if params is None else params
     return shard(params, mesh_of_size(world_size), units=UNITS, param_map=small_map(), **kwargs)
+
+
+def test_R19_R20_axes_that_are_not_their_own_inverse_go_there_and_back():
+    # A convolution: torch's (out, in, height, width) is flax's (height, width, in, out).
+    kernel = np.arange(2.0 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    pmap = ParamMap((MapEntry("conv.weight", "conv.kernel", (3, 2, 0, 1)),))
+    sharded = shard({"conv": {"kernel": kernel}}, mesh_of_size(2), param_map=pmap, keep_original=False)
+    line = np.concatenate([shards_of(sharded, rank)[""] for rank in range(2)])
+    np.testing.assert_array_equal(line, np.einsum("hwio->oihw", kernel).reshape(-1))
+    np.testing.assert_array_equal(unshard(sharded)["conv"]["kernel"], kernel)
+    edited = {"conv": {"kernel": kernel + 1}}
+    assert_same(unshard(writeback(sharded, edited)), edited)
 
 
 def poisoned(sharded):
