@@ -57,7 +57,8 @@ def value_and_grad(
     Args:
         mesh: from `make_mesh`.
         strategy: FULL_SHARD gathers every unit but the root again in backward, SHARD_GRAD_OP keeps what forward
-            gathered (R13, R14). A unit whose values backward does not need (biases alone, say) is not gathered again.
+            gathered (R13, R14). A unit whose values backward does not need (biases alone, say) is not gathered again;
+            one that the loss does not use gets zeros, without any reduction: JAX removes both, on all ranks alike (R29).
         has_state: it takes state, one rank's, without the rank axis, and returns state of the same shapes and dtypes:
             integers, rng keys, running statistics.
         has_rng: it takes a PRNG key, which is the step's folded with the rank: `jax.random.fold_in(rng, rank)`.

@@ -178,3 +178,18 @@ def test_parameters_that_are_not_sharded_for_this_mesh_are_refused():
     sharded = sharded_over(2)
     cut = ShardedParams({**sharded.shards, "": sharded.shards[""][:-2]}, sharded.tree)
     refused(r"expected arrays of shapes \{'': \(34,\).*got \{'': \(32,\)", args=(cut, small_batch()))
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_R29_unused_parameters_and_units_get_zeros(strategy):
+    def loss(params, batch):
+        hidden = batch["x"] @ params["inp"]["kernel"]
+        return jnp.mean((hidden @ params["blocks"][0]["kernel"]) ** 2)
+
+    mesh = mesh_of_size(3)
+    result = value_and_grad(loss, mesh, strategy=strategy, local_grads=True)(sharded_over(3), small_batch())
+    grads = unshard(result.grads)
+    for unused in (grads["blocks"][1]["kernel"], grads["blocks"][0]["bias"], grads["out"]["kernel"]):
+        np.testing.assert_array_equal(unused, np.zeros_like(unused))
+    assert np.any(grads["blocks"][0]["kernel"])
+    assert result.local_grads is not None and not np.any(result.local_grads["blocks.1"])

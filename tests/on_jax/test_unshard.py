@@ -123,8 +123,10 @@ def test_R20_writeback_refuses_what_does_not_fit_by_name():
     refused(r"missing \['out.bias', 'out.kernel'\], unexpected \['more.bias', 'more.kernel'\]", full)
 
 
-def test_unshard_and_writeback_inside_jit_are_refused():
+def test_unshard_and_writeback_inside_jit_and_grad_are_refused():
     sharded = sharded_over(2)
+    with pytest.raises(UsageError, match="outside jit and grad"):
+        jax.grad(lambda tree: unshard(tree)["inp"]["bias"].sum())(sharded)
     with pytest.raises(UsageError, match="outside jit and grad"):
         jax.jit(unshard)(sharded)
     with pytest.raises(UsageError, match="outside jit and grad"):
