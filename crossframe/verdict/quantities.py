@@ -53,6 +53,8 @@ class Pair:
         self.steps = tuple(sorted(set(a.recorded_steps()) & set(b.recorded_steps())))
         self.bounds: Bounds = bounds_for(a.manifest.dtype)
         self.same_world = a.manifest.world_size == b.manifest.world_size
+        self._all_losses = (a.losses(), b.losses())
+        self._update_norms: dict[str, float] = {}
         self._sizes = (gradient_sizes(a, self.steps), gradient_sizes(b, self.steps))
 
     @cached_property
@@ -125,7 +127,7 @@ class Pair:
             ]
 
     def _losses(self, step: int) -> list[Quantity]:
-        rows = [recording.losses()[step] for recording in (self.a, self.b)]
+        rows = [losses[step] for losses in self._all_losses]
         ranks: list[int | None] = list(range(self.a.manifest.world_size)) if self.same_world else [None]
         if not self.same_world:
             rows = [np.array([row.mean()]) for row in rows]
@@ -223,8 +225,10 @@ class Pair:
             yield group
 
     def _total_update_norm(self, name: str) -> float:
-        final, initial = self.a.full(UPDATE, self.steps[-1], name), self.a.full(PARAMETERS, 0, name)
-        return norm(_finite(final.astype(np.float64) - initial.astype(np.float64)))
+        if name not in self._update_norms:
+            final, initial = self.a.full(UPDATE, self.steps[-1], name), self.a.full(PARAMETERS, 0, name)
+            self._update_norms[name] = norm(_finite(_finite(final) - _finite(initial)))
+        return self._update_norms[name]
 
 
 def _finite(array: np.ndarray) -> np.ndarray:

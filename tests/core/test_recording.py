@@ -96,6 +96,18 @@ def test_progress_while_it_is_written(tmp_path):
     assert Recording.open(tmp_path).steps_done() == 2
 
 
+def test_progress_counts_a_line_when_it_is_whole(tmp_path):
+    synthetic.write_run(tmp_path, synthetic.manifest(1))
+    events = tmp_path / "rank00000" / "events.jsonl"
+    text, mark = events.read_bytes(), b'{"event": "step", "step": 1}'
+    at = text.index(mark) + len(mark) // 2
+    events.write_bytes(text[:at])
+    watching = Recording.open(tmp_path, partial=True)
+    assert watching.steps_done() == 1
+    events.write_bytes(text)
+    assert watching.steps_done() == 3
+
+
 def test_a_killed_run_leaves_its_whole_steps(tmp_path):
     synthetic.write_run(tmp_path, synthetic.manifest(), stop_before=2)
     with pytest.raises(RecordingError, match=r"cut off: rank 0 has no end, and 2 of 3 steps are whole"):

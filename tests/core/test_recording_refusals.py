@@ -117,7 +117,7 @@ def test_a_rank_that_is_missing(directory):
         ('"start": 0', '"start": -1', r"expected a range of the 12 elements of 'embed', got -1:"),
         ('"stop": 8, "dtype": "float64"', '"stop": 8, "dtype": "object"', r"unknown dtype 'object'"),
         ('"kind": "all_gather"', '"sort": "all_gather"', r"field 'kind' of a collective: expected str, got None"),
-        ('{"event": "step", "step": 0}', '{"event": "step", "step": 5}', r"expected step 0 of 3, got 5"),
+        ('{"event": "step", "step": 0}', '{"event": "step", "step": 1}', r"expected step 0 of 3, got 1"),
         ('{"event": "end", "steps": 3}', '{"event": "end", "steps": 4}', r"expected the end after 3 whole steps"),
         ('{"event": "end", "steps": 3}\n', '{"event": "end", "steps": 3}\n' * 2, r"a line after the end"),
         ('{"event": "end", "steps": 3}\n', '{"event": "end", "steps": 3}\nmore', r"text after the end"),
