@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
+from typing import Any
 
 import torch.distributed as dist
 
@@ -64,7 +65,7 @@ def check_agreement(units: Sequence[Unit], face: str) -> None:
         raise AgreementError(f"rank {dist.get_rank()}: {verdict}")
 
 
-def _judge(store: dist.Store, prefix: str, size: int, lines: list[str], ranks: Sequence[int]) -> str:
+def _judge(store: Any, prefix: str, size: int, lines: list[str], ranks: Sequence[int]) -> str:
     """Empty if all agree; otherwise the first rank that differs, and where."""
     keys = [f"{prefix}/hash/{rank}" for rank in range(size)]
     store.wait(keys, TIMEOUT)

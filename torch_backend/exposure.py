@@ -60,6 +60,10 @@ class Exposure(Protocol):
         """Accumulate a reduced gradient, of shape (padded_shard_numel,), into what the optimizer reads."""
         ...
 
+    def grads(self) -> list[Tensor | None]:
+        """The reduced gradient of each parameter's piece, 1-D, in the layout's order; None where there is none."""
+        ...
+
     def sync_requires_grad(self) -> None:
         """Let the leaves require a gradient where the user's parameters do."""
         ...
@@ -125,6 +129,11 @@ class FlatExposure:
     def add_grad(self, shard: Tensor) -> None:
         """The gradient of the flat parameter is the whole reduced shard."""
         _add_grad(self.flat_param, shard)
+
+    def grads(self) -> list[Tensor | None]:
+        """Parts of the flat parameter's gradient."""
+        grad = self.flat_param.grad
+        return [None] * len(self._leaves) if grad is None else list(self._store.split(grad))
 
     def sync_requires_grad(self) -> None:
         """The flat parameter speaks for all."""
@@ -194,6 +203,10 @@ class OriginalExposure:
         for param, part in zip(self.params, self._store.split(shard), strict=True):
             if part.numel() and param.requires_grad:
                 _add_grad(param, part)
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradients of the user's parameters."""
+        return [param.grad for param in self.params]
 
     def sync_requires_grad(self) -> None:
         """One by one."""
@@ -284,6 +297,10 @@ class DTensorExposure:
                     param.grad = self._dtensor(i, part)
                 else:
                     param.grad._local_tensor.add_(part.view(self._local_shapes[i]))  # type: ignore[attr-defined]
+
+    def grads(self) -> list[Tensor | None]:
+        """The local tensors of the DTensor gradients."""
+        return [None if p.grad is None else p.grad._local_tensor.flatten() for p in self.params]  # type: ignore[attr-defined]
 
     def sync_requires_grad(self) -> None:
         """One by one."""

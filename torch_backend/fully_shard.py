@@ -13,9 +13,7 @@ from torch_backend.build import build_unit, default_process_group
 from torch_backend.collectives import Communicator
 from torch_backend.exposure import DTensorExposure
 from torch_backend.schedule import Schedule
-from torch_backend.unit import Unit
-
-_UNIT = "_crossframe_unit"
+from torch_backend.unit import UNIT, Unit, unit_of
 
 
 class UnshardHandle:
@@ -31,7 +29,7 @@ class UnshardHandle:
             self._unit.expose()
 
 
-class FSDPModule:
+class FSDPModule(nn.Module):
     """What `fully_shard` adds to a module's class."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -41,7 +39,7 @@ class FSDPModule:
         Args:
             async_op: return at once with a handle, on which to `wait` before the parameters are used.
         """
-        unit = _unit_of(self)
+        unit = unit_of(self)
         unit.notice_edits()
         unit.gather("summon")
         handle = UnshardHandle(unit)
@@ -52,14 +50,13 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the full ones. Edits of the full ones are lost."""
-        _unit_of(self).reshard("summon")
+        unit_of(self).reshard("summon")
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients. Without, they accumulate in full on each rank (R15)."""
-        assert isinstance(self, nn.Module)
         for module in self.modules() if recurse else [self]:
             if isinstance(module, FSDPModule):
-                _unit_of(module).reduces = requires_gradient_sync
+                unit_of(module).reduces = requires_gradient_sync
 
 
 def fully_shard(
@@ -105,7 +102,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward is not False,
         keeps_full_unreduced=False,
     )
-    module.__dict__[_UNIT] = unit
+    module.__dict__[UNIT] = unit
     keeps_root = reshard_after_forward is None
 
     def before(inner: nn.Module, args: Any, kwargs: Any) -> None:
@@ -126,17 +123,13 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-def _unit_of(module: Any) -> Unit:
-    return module.__dict__[_UNIT]
-
-
 def _schedule_of(module: nn.Module, keeps_root: bool) -> Schedule:
     """The schedule that the module runs under; if it has none, it is a root that is used for the first time."""
-    unit = _unit_of(module)
+    unit = unit_of(module)
     if unit.schedule is None:
         if keeps_root:
             unit.reshard_after_forward = False
-        named = [(name, _unit_of(inner)) for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
+        named = [(name, unit_of(inner)) for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
         return Schedule(named, backward_prefetch=True, face="fully_shard")
     return unit.schedule
 

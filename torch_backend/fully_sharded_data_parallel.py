@@ -20,6 +20,7 @@ from torch_backend.collectives import Communicator
 from torch_backend.exposure import FlatExposure, FlatParameter, OriginalExposure
 from torch_backend.schedule import Schedule
 from torch_backend.slots import WRAPPED, canonical_name
+from torch_backend.unit import UNIT, unit_of
 from torch_backend.unshard import summon_units
 from torch_backend.wrap import ModuleWrapPolicy, wrap_children
 
@@ -99,7 +100,7 @@ class FullyShardedDataParallel(nn.Module):
         def make_layout(owned):
             return FlatLayout(tuple(entry.spec for entry in owned), communicator.size, keep_original=use_orig_params)
 
-        self._unit = build_unit(
+        self.__dict__[UNIT] = build_unit(
             module,
             communicator,
             is_unit=lambda inner: isinstance(inner, FullyShardedDataParallel),
@@ -132,25 +133,26 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        schedule = self._unit.schedule or self._begin_as_root()
-        schedule.begin_forward(self._unit)
+        unit = unit_of(self)
+        schedule = unit.schedule or self._begin_as_root()
+        schedule.begin_forward(unit)
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            schedule.abandon_forward(self._unit)
+            schedule.abandon_forward(unit)
             raise
-        return schedule.end_forward(self._unit, output)
+        return schedule.end_forward(unit, output)
 
     def _begin_as_root(self) -> Schedule:
-        self._unit.reshard_after_forward = False  # R13
-        named = [(canonical_name(name), module._unit) for name, module in _named_fsdp_modules(self)]
+        unit_of(self).reshard_after_forward = False  # R13
+        named = [(canonical_name(name), unit_of(module)) for name, module in _named_fsdp_modules(self)]
         prefetch = self._backward_prefetch is not None
         return Schedule(named, backward_prefetch=prefetch, face="FullyShardedDataParallel")
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost unit; asked before the first forward, this instance is taken to be it."""
-        schedule = self._unit.schedule or self._begin_as_root()
-        return schedule.root is self._unit
+        schedule = unit_of(self).schedule or self._begin_as_root()
+        return schedule.root is unit_of(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
@@ -164,7 +166,7 @@ class FullyShardedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward reduces nothing: full gradients accumulate on each rank (R15)."""
-        units = [wrapper._unit for wrapper in self.fsdp_modules(self)]
+        units = [unit_of(wrapper) for wrapper in self.fsdp_modules(self)]
         before = [unit.reduces for unit in units]
         for unit in units:
             unit.reduces = False
@@ -197,7 +199,7 @@ class FullyShardedDataParallel(nn.Module):
             wrappers = [module] if isinstance(module, FullyShardedDataParallel) else []
         for wrapper in wrappers:
             request.check(keeps_original=wrapper._use_orig_params)
-        with summon_units([wrapper._unit for wrapper in wrappers], request):
+        with summon_units([unit_of(wrapper) for wrapper in wrappers], request):
             yield
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -212,7 +214,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _summoned(self) -> bool:
-        return self._unit.summoned
+        return unit_of(self).summoned
 
 
 def _named_fsdp_modules(module: nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
@@ -244,6 +246,6 @@ def _refuse_sharded_state_dict(module: nn.Module, prefix: str, keep_vars: bool) 
     assert isinstance(module, FullyShardedDataParallel)
     if not module._summoned:
         raise UsageError(
-            f"state_dict of the sharded unit {module._unit.name!r} would hold this rank's shards under the names of full "
+            f"state_dict of the sharded unit {unit_of(module).name!r} would hold this rank's shards under the names of full "
             "parameters; call it inside FullyShardedDataParallel.summon_full_params(module, writeback=False)"
         )

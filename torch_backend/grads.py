@@ -73,9 +73,9 @@ class GradStore:
             full = some.new_empty((layout.world_size, layout.padded_shard_numel), dtype=self._reduced)
             present = [zeros(p.shape) if g is None else g for p, g in zip(layout.params, grads, strict=True)]
             if some.dtype == self._reduced:
-                torch._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=full)
+                torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=full)
             else:
-                full.copy_(torch._chunk_cat(present, dim=0, num_chunks=layout.world_size))
+                full.copy_(torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size))
             return full.view(-1)
         parts, end = [], 0
         for spec, start, grad in zip(layout.params, layout.offsets, grads, strict=True):

@@ -254,3 +254,12 @@ class Unit:
             }
             for observer in observers:
                 observer.local_grads(self.name, named)
+
+
+# Where a sharded module keeps its unit: in its `__dict__`, so that it is no attribute of the user's module tree.
+UNIT = "_crossframe_unit"
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """The unit of a module that either face has sharded."""
+    return module.__dict__[UNIT]

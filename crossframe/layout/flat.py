@@ -73,9 +73,13 @@ class FlatLayout:
         """Every parameter starts at a multiple of this many elements (R02)."""
         return max(1, ALIGNMENT_BYTES // itemsize(self.compute_dtype or self.dtype)) if self.keep_original else 1
 
-    @cached_property
+    @property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter starts in the flat parameter, in elements."""
+        return self._offsets
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
         offsets, running = [], 0
         for param in self.params:
             running += -running % self.alignment_numel

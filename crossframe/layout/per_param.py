@@ -63,10 +63,14 @@ class PerParamLayout:
         rows, chunk = self.params[i].shape[0], self.chunk_rows(i)
         return (max(0, min(chunk, rows - rank * chunk)), *self.params[i].shape[1:])
 
-    @cached_property
+    @property
     def columns(self) -> tuple[Column, ...]:
         """Where each parameter lies in the gathered buffer. Only trailing ranks are short, so all padding of a
         parameter comes after its last element, and its column read row by row begins with the whole parameter."""
+        return self._columns
+
+    @cached_property
+    def _columns(self) -> tuple[Column, ...]:
         columns, start = [], 0
         for i, param in enumerate(self.params):
             width = self.chunk_rows(i) * math.prod(param.shape[1:])
@@ -74,11 +78,11 @@ class PerParamLayout:
             start += width
         return tuple(columns)
 
-    @cached_property
+    @property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter starts in the unsharded buffer that it is copied out to, in elements. Each has room for its
         whole column, so that the copy is one strided read, and starts at a multiple of UNSHARDED_ALIGNMENT_BYTES."""
-        return tuple(self._unsharded_bounds[:-1])
+        return self._unsharded_bounds[:-1]
 
     @property
     def unsharded_numel(self) -> int:
@@ -86,13 +90,13 @@ class PerParamLayout:
         return self._unsharded_bounds[-1]
 
     @cached_property
-    def _unsharded_bounds(self) -> list[int]:
+    def _unsharded_bounds(self) -> tuple[int, ...]:
         alignment = UNSHARDED_ALIGNMENT_BYTES // itemsize(self.dtype)
         bounds = [0]
         for column in self.columns:
             end = bounds[-1] + column.width * self.world_size
             bounds.append(end + -end % alignment)
-        return bounds
+        return tuple(bounds)
 
     @property
     def padded_shard_numel(self) -> int:

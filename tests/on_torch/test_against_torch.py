@@ -108,10 +108,15 @@ def _assert_same_bits(rank, world_size, face, options, optimizer, model_options,
 
 
 OPTIONS = [
-    pytest.param("fsdp1", {"strategy": strategy, "use_orig_params": keep}, id=f"fsdp1-{strategy}-{'orig' * keep or 'flat'}")
+    pytest.param(
+        "fsdp1", {"strategy": strategy, "use_orig_params": keep}, id=f"fsdp1-{strategy}-{'orig' * keep or 'flat'}"
+    )
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     for keep in (False, True)
-] + [pytest.param("fsdp2", {"strategy": strategy}, id=f"fsdp2-{strategy}") for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")]
+] + [
+    pytest.param("fsdp2", {"strategy": strategy}, id=f"fsdp2-{strategy}")
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

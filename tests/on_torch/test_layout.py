@@ -9,6 +9,7 @@ from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.reference import ReferenceUnit
 from tests.on_torch.models import Block, build_net
 from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2, _torch_fsdp1
+from torch_backend.unit import UNIT
 
 FSDP1 = [{"strategy": "FULL_SHARD", "use_orig_params": keep} for keep in (False, True)]
 
@@ -16,15 +17,16 @@ FSDP1 = [{"strategy": "FULL_SHARD", "use_orig_params": keep} for keep in (False,
 def _units(model):
     """The units of a model under either face, root first, named as the engine names them once it runs."""
     for name, module in model.named_modules():
-        unit = getattr(module, "_unit", None) if isinstance(module, torch_backend.FullyShardedDataParallel) else None
-        unit = unit or module.__dict__.get("_crossframe_unit")
+        unit = module.__dict__.get(UNIT)
         if unit is not None:
             yield torch_backend.slots.canonical_name(name), unit
 
 
 def _shards_equal_reference(rank, world_size, face, options, tied):
     full = {name: p.detach().numpy().copy() for name, p in build_net(tied=tied).named_parameters()}
-    model = _our_fsdp1(build_net(tied=tied), **options) if face == "fsdp1" else _our_fsdp2(build_net(tied=tied), **options)
+    model = (
+        _our_fsdp1(build_net(tied=tied), **options) if face == "fsdp1" else _our_fsdp2(build_net(tied=tied), **options)
+    )
     checked = 0
     for name, unit in _units(model):
         unit.place(name)

@@ -9,6 +9,7 @@ import torch_backend
 from crossframe.errors import AgreementError, UsageError
 from tests.on_torch.models import Block, Net, build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, OPTIONS, _local, _our_fsdp1, _our_fsdp2, _torch_fsdp1
+from torch_backend.unit import UNIT
 
 FSDP = torch_backend.FullyShardedDataParallel
 FULL_SHARD = {"strategy": "FULL_SHARD"}
@@ -153,7 +154,7 @@ def _variant(rank, world_size, mode, cls, settings):
             p.grad /= world_size
     expected = {
         bucket.layout.params[i].name: (owner, i)
-        for owner in (m._unit if isinstance(m, FSDP) else m.__dict__.get("_crossframe_unit") for m in model.modules())
+        for owner in (m.__dict__.get(UNIT) for m in model.modules())
         if owner is not None
         for bucket in owner.buckets
         for i in range(len(bucket.layout.params))
@@ -249,7 +250,7 @@ def _wrapper(rank, world_size):
     assert len(FSDP.fsdp_modules(model)) == 4
     assert FSDP.fsdp_modules(nn.ModuleList([model]), root_only=True) == [model]
     assert model.check_is_root() and not model.blocks[0].check_is_root()
-    assert [n for n, _ in model.named_parameters()][0] == "_fsdp_wrapped_module._flat_param"
+    assert next(n for n, _ in model.named_parameters()) == "_fsdp_wrapped_module._flat_param"
     assert isinstance(next(model.parameters()), torch_backend.FlatParameter)
     model.eval()
     with torch.no_grad():
@@ -274,7 +275,13 @@ def _wrapper(rank, world_size):
 
 def test_the_wrapper_forwards_and_refuses(ranks):
     messages = ranks.run(2, _wrapper)[0]
-    expected = ("expected a module, got int", "one already", "sharding_strategy of type", "not be wrapped yet", "'Block'")
+    expected = (
+        "expected a module, got int",
+        "one already",
+        "sharding_strategy of type",
+        "not be wrapped yet",
+        "'Block'",
+    )
     assert len(messages) == 5
     assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
 

@@ -8,6 +8,7 @@ import torch_backend
 from crossframe.errors import ParamError, StateError, UnsupportedError, UsageError
 from tests.on_torch.models import Block, batch, build_net, loss_of
 from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2
+from torch_backend.unit import unit_of
 
 FSDP = torch_backend.FullyShardedDataParallel
 MODES = [
@@ -26,7 +27,7 @@ def _storage_bytes(model):
     return [
         bucket.buffer.full.untyped_storage().nbytes()
         for wrapper in FSDP.fsdp_modules(model)
-        for bucket in wrapper._unit.buckets
+        for bucket in unit_of(wrapper).buckets
     ]
 
 
@@ -69,9 +70,13 @@ def _writeback(rank, world_size, options, writeback):
     if not writeback:
         return all(torch.equal(before[name], after[name]) for name in before)
     for wrapper in FSDP.fsdp_modules(model):
-        for bucket in wrapper._unit.buckets:
+        for bucket in unit_of(wrapper).buckets:
             for piece in [p for r in range(world_size) for p in bucket.layout.pieces(r)]:
-                name = piece.name if "." in piece.name or not wrapper._unit.name else f"{wrapper._unit.name}.{piece.name}"
+                name = (
+                    piece.name
+                    if "." in piece.name or not unit_of(wrapper).name
+                    else f"{unit_of(wrapper).name}.{piece.name}"
+                )
                 full = next(v for n, v in after.items() if n.endswith(name) and v.shape == _spec(bucket, piece).shape)
                 written = full.flatten()[piece.param_start : piece.param_stop]
                 assert set(written.tolist()) <= {float(r + 1) for r in range(world_size)}
@@ -123,7 +128,11 @@ def _adopted(rank, world_size, options):
     torch.optim.SGD(model.parameters(), lr=0.0).step()
     model.to(torch.float32)
     # One of the root's, on every rank, so that all of them fail at the same gather.
-    p = next((p for p in (model.embedding.weight, model.head.weight) if p.numel()), None) if options["use_orig_params"] else None
+    p = (
+        next((p for p in (model.embedding.weight, model.head.weight) if p.numel()), None)
+        if options["use_orig_params"]
+        else None
+    )
     p = next(model.parameters()) if p is None else p
     p.data = torch.zeros(p.numel() + 1)
     try:
@@ -142,11 +151,11 @@ def _recurse(rank, world_size, options):
     model = _our_fsdp1(build_net(), **options)
     with FSDP.summon_full_params(model, recurse=False):
         assert model.head.weight.shape == (11, 7)
-        inner = model.blocks[0]._unit
+        inner = unit_of(model.blocks[0])
         assert not inner.summoned and not inner.is_full
     with FSDP.summon_full_params(model.blocks[1]):
         assert model.blocks[1].up.weight.shape == (10, 7)
-        assert not model._unit.summoned
+        assert not unit_of(model).summoned
     with FSDP.summon_full_params(nn.Sequential(model.blocks[0], nn.Linear(2, 2))):
         assert model.blocks[0].up.weight.shape == (10, 7)
     return True

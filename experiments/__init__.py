@@ -1,0 +1,1 @@
+"""Experiments: models in both frameworks, parity runs, reports, and the `crossframe` command."""

@@ -1,0 +1,92 @@
+"""GPT: a causal transformer over bytes, with learned positions and pre-normalised blocks. About a million parameters."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.names import MapEntry, ParamMap
+from experiments.models.definition import ModelDefinition
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT."""
+
+    vocabulary: int = 256
+    context: int = 64
+    width: int = 128
+    num_heads: int = 4
+    num_blocks: int = 5
+    norm_epsilon: float = 1e-5
+
+
+def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    width = config.width
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embedding.weight": (config.vocabulary, width),
+        "position_embedding.weight": (config.context, width),
+    }
+    for i in range(config.num_blocks):
+        block = f"blocks.{i}"
+        shapes |= {f"{block}.attention_norm.weight": (width,), f"{block}.attention_norm.bias": (width,)}
+        for part in ("query", "key", "value", "out"):
+            shapes |= {
+                f"{block}.attention.{part}.weight": (width, width),
+                f"{block}.attention.{part}.bias": (width,),
+            }
+        shapes |= {f"{block}.mlp_norm.weight": (width,), f"{block}.mlp_norm.bias": (width,)}
+        shapes |= {f"{block}.mlp.up.weight": (4 * width, width), f"{block}.mlp.up.bias": (4 * width,)}
+        shapes |= {f"{block}.mlp.down.weight": (width, 4 * width), f"{block}.mlp.down.bias": (width,)}
+    shapes |= {"norm.weight": (width,), "norm.bias": (width,), "head.weight": (config.vocabulary, width)}
+    return shapes
+
+
+def _entry(name: str) -> MapEntry:
+    module, _, attribute = name.rpartition(".")
+    if attribute == "bias":
+        return MapEntry(name, name)
+    if module.endswith("norm"):
+        return MapEntry(name, f"{module}.scale")
+    if module.endswith("embedding"):
+        return MapEntry(name, f"{module}.embedding")
+    # torch's linear weight is (out, in), flax's kernel (in, out).
+    return MapEntry(name, f"{module}.kernel", (1, 0))
+
+
+def _initial(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    if name.endswith(".bias"):
+        return np.zeros(shape)
+    if name.endswith("norm.weight"):
+        return np.ones(shape)
+    return generator.normal(0.0, 0.02, shape)
+
+
+def _make_torch(config: GPTConfig):
+    from experiments.models.gpt_torch import GPT as TorchGPT
+    from experiments.models.gpt_torch import Block
+
+    return TorchGPT(config), {Block}
+
+
+def _make_flax(config: GPTConfig, dtype: str):
+    from experiments.models.gpt_flax import GPT as FlaxGPT
+
+    return FlaxGPT(config, dtype)
+
+
+def define_gpt(name: str, config: GPTConfig) -> ModelDefinition:
+    """A GPT of these sizes, in both frameworks."""
+    shapes = _shapes(config)
+    return ModelDefinition(
+        name=name,
+        config=config,
+        shapes=shapes,
+        param_map=ParamMap(tuple(_entry(parameter) for parameter in shapes)),
+        units=tuple(f"blocks.{i}" for i in range(config.num_blocks)),
+        initial=_initial,
+        make_torch=lambda: _make_torch(config),
+        make_flax=lambda dtype: _make_flax(config, dtype),
+    )
+
+
+GPT = define_gpt("gpt", GPTConfig())
