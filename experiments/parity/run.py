@@ -1,0 +1,54 @@
+"""`crossframe parity`: four recordings, made by processes of their own, and the pairs to compare."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from crossframe.errors import UsageError
+from crossframe.recording import Recording
+from experiments.parity.progress import watch
+from experiments.parity.settings import DTYPES, RunSettings
+
+FRAMEWORKS = ("torch", "jax")
+REPORTS = ("report.json", "report.html")
+
+
+def run_parity(
+    model: str, common: dict[str, Any], folder: Path, *, fault: str, fault_in: str, console: Console
+) -> list[tuple[Recording, Recording]]:
+    """Record the model in both frameworks and both dtypes below `folder`.
+
+    Returns:
+        (torch, JAX) for each dtype, float64 first.
+
+    Raises:
+        UsageError: settings out of range, or a recording that failed, with what it printed.
+    """
+    runs = {
+        (framework, dtype): RunSettings(model, dtype, **common, fault=fault if framework == fault_in else "")
+        for dtype in DTYPES
+        for framework in FRAMEWORKS
+    }
+    # A run that fails must not leave the report of an earlier one behind.
+    for name in REPORTS:
+        (folder / name).unlink(missing_ok=True)
+    recordings = {}
+    for (framework, dtype), settings in runs.items():
+        path = folder / f"{framework}-{dtype}"
+        with watch(console, [(f"{framework:5} {dtype}", path)], settings):
+            _record(framework, settings, path)
+        recordings[framework, dtype] = path
+    return [tuple(Recording.open(recordings[f, dtype]) for f in FRAMEWORKS) for dtype in DTYPES]  # type: ignore[misc]
+
+
+def _record(framework: str, settings: RunSettings, path: Path) -> None:
+    command = [sys.executable, "-m", "experiments.entry", *settings.arguments(framework, path)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if ended.returncode:
+        said = ended.stdout.strip().splitlines()
+        own = [line.removeprefix("crossframe: ") for line in said if line.startswith("crossframe: ")]
+        reason = own[-1] if own else "\n".join(said[-30:])
+        raise UsageError(f"recording in {framework} ({settings.dtype}) failed: {reason}")

@@ -1,0 +1,117 @@
+"""What a run is: everything that both frameworks must agree on before they start."""
+
+import importlib.metadata
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from crossframe.errors import UsageError
+from crossframe.mesh import MeshSpec
+from crossframe.plan import Strategy
+from crossframe.recording import Manifest, Schedule
+from experiments.data import Batch, text_batch
+from experiments.models import ModelDefinition, model_named
+from experiments.parity.faults import check_fault
+
+DTYPES = ("float64", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+# More processes than this on one machine's CPUs are a slip of the keyboard.
+MAX_CPU_RANKS = 64
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One training run.
+
+    Attributes:
+        batch_size: samples a rank and step.
+        strategy: value of `crossframe.plan.Strategy`.
+        device: "cpu", "cuda", or "auto": GPUs if there are enough, otherwise the CPU.
+        fault: name of a fault to put in on purpose (`experiments.parity.faults`), or "".
+
+    Raises:
+        UsageError: anything out of range; the message names it.
+    """
+
+    model: str
+    dtype: str = "float64"
+    world_size: int = 2
+    steps: int = 30
+    seed: int = 0
+    batch_size: int = 4
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.01
+    strategy: str = Strategy.FULL_SHARD.value
+    device: str = "auto"
+    fault: str = ""
+
+    def __post_init__(self) -> None:
+        model_named(self.model)
+        for name, least in (("world_size", 1), ("steps", 1), ("batch_size", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise UsageError(f"{name.replace('_', '-')}: expected an integer of at least {least}, got {value!r}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise UsageError(f"learning-rate: expected a number above 0, got {self.learning_rate!r}")
+        strategies = tuple(strategy.value for strategy in Strategy)
+        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("strategy", strategies)):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        check_fault(self.fault)
+
+    @property
+    def definition(self) -> ModelDefinition:
+        """The model."""
+        return model_named(self.model)
+
+    def batch(self, step: int, rank: int) -> Batch:
+        """What a rank is fed at a step."""
+        return text_batch(self.seed, step, rank, self.world_size, self.batch_size, self.definition.config.context)
+
+    def manifest(self, framework: str, packages: tuple[str, ...]) -> Manifest:
+        """The manifest of a recording of this run."""
+        return Manifest(
+            framework=framework,
+            model=self.model,
+            dtype=self.dtype,
+            mesh=MeshSpec(shard=self.world_size),
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            seed=self.seed,
+            terms=self.batch_size * self.definition.config.context,
+            schedule=Schedule(dense=2, every=5),
+            param_map=self.definition.param_map,
+            units=self.definition.unit_layouts(self.world_size, self.dtype),
+            strategy=self.strategy,
+            versions={name: importlib.metadata.version(name) for name in packages},
+            settings={"batch_size": self.batch_size, "optimizer": "AdamW", "weight_decay": self.weight_decay}
+            | ({"fault": self.fault} if self.fault else {}),
+        )
+
+    def arguments(self, framework: str, output: Path) -> list[str]:
+        """The command line that records this run."""
+        arguments = ["record", framework, self.model, "--output", str(output), "--overwrite"]
+        for name, value in asdict(self).items():
+            if name not in ("model", "weight_decay") and value != "":
+                arguments += [f"--{name.replace('_', '-')}", str(value)]
+        return arguments
+
+
+def choose_device(wanted: str, num_gpus: int, world_size: int) -> str:
+    """ "cpu" or "cuda".
+
+    Raises:
+        UsageError: fewer devices than ranks.
+    """
+    if wanted == "cuda" and num_gpus < world_size:
+        raise UsageError(
+            f"world-size: {world_size} ranks need {world_size} GPUs, but there are {num_gpus}; pass --device cpu, or a "
+            "smaller --world-size"
+        )
+    if wanted == "cuda" or (wanted == "auto" and num_gpus >= world_size):
+        return "cuda"
+    if world_size > MAX_CPU_RANKS:
+        raise UsageError(
+            f"world-size: expected at most {MAX_CPU_RANKS} ranks on one machine's CPUs, got {world_size} (and "
+            f"{num_gpus} GPUs); pass a smaller --world-size"
+        )
+    return "cpu"
