@@ -1,0 +1,45 @@
+# `make parity` and `make test` need Python 3.11 or later, git and make; they build .venv themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WORLD_SIZE ?= 2
+
+.PHONY: parity test check format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make parity   train a GPT in torch and in JAX, sharded, and say whether they agree (WORLD_SIZE=$(WORLD_SIZE))"
+	@echo "make test     the whole test suite"
+	@echo "make check    formatting, lint, types and import rules"
+	@echo "make format   format the code"
+	@echo "make clean    remove .venv and what was generated"
+
+# torch goes first and by itself: where a CPU build is on offer under that version, nothing else asks for another.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "crossframe needs Python 3.11 or later: make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@
+
+parity: $(INSTALLED)
+	$(BIN)/crossframe parity gpt --world-size $(WORLD_SIZE)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/core/test_imports.py
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis dist
