@@ -2,9 +2,9 @@
 
 from crossframe.errors import UsageError
 from experiments.models.definition import ModelDefinition
-from experiments.models.gpt import GPT
+from experiments.models.gpt import GPT, GPT_TINY
 
-MODELS: dict[str, ModelDefinition] = {"gpt": GPT}
+MODELS: dict[str, ModelDefinition] = {model.name: model for model in (GPT, GPT_TINY)}
 
 
 def model_named(name: str) -> ModelDefinition:

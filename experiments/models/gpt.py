@@ -1,4 +1,6 @@
-"""GPT: a causal transformer over bytes, with learned positions and pre-normalised blocks. About a million parameters."""
+"""GPT: a causal transformer over bytes, with learned positions and pre-normalised blocks.
+
+`gpt` has about a million parameters; `gpt-tiny` has uneven sizes and takes no time."""
 
 from dataclasses import dataclass
 
@@ -90,3 +92,4 @@ def define_gpt(name: str, config: GPTConfig) -> ModelDefinition:
 
 
 GPT = define_gpt("gpt", GPTConfig())
+GPT_TINY = define_gpt("gpt-tiny", GPTConfig(context=8, width=10, num_heads=2, num_blocks=2))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
@@ -26,48 +27,41 @@ def record_jax(settings: RunSettings, output: Path, *, overwrite: bool = False) 
         UsageError: fewer devices than ranks.
         RecordingError: an output that cannot be written to.
     """
-    _make_devices(settings)
+    jax.config.update("jax_enable_x64", settings.dtype == "float64")
+    # Accelerators may otherwise round the operands of a float32 product to less.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    record_on_devices(settings, output, _devices(settings), overwrite=overwrite)
+
+
+def _devices(settings: RunSettings) -> list[Any]:
+    """One device a rank: GPUs if there are enough, otherwise parts of the CPU."""
+    jax.config.update("jax_num_cpu_devices", settings.world_size)
+    if settings.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    num_gpus = sum(device.platform == "gpu" for device in jax.devices())
+    return jax.devices("gpu" if choose_device(settings.device, num_gpus, settings.world_size) == "cuda" else "cpu")
+
+
+def record_on_devices(settings: RunSettings, output: Path, devices: list[Any], *, overwrite: bool = False) -> None:
+    """Train and record on these devices, in rank order."""
+    mesh = make_mesh(MeshSpec(shard=settings.world_size), devices)
     manifest = settings.manifest("jax", ("jax", "flax", "optax", "numpy"))
     create_recording(output, manifest, overwrite=overwrite)
+    # If the run fails, no writer is finished: a recording without its end is not taken for a whole one.
     with fault_in_effect(settings.fault):
         writers = [RecordingWriter(output, manifest, rank) for rank in range(settings.world_size)]
-        _train(settings, manifest, writers)
-        # Only a run that came this far gets its end.
-        for writer in writers:
-            writer.finish()
+        with jax.default_device(devices[0]):
+            _train(settings, manifest, writers, mesh)
+    for writer in writers:
+        writer.finish()
 
 
-def _make_devices(settings: RunSettings) -> None:
-    """One device a rank: GPUs if there are enough, otherwise parts of the CPU."""
-    jax.config.update("jax_enable_x64", settings.dtype == "float64")
-    # Matrix products of float32 may otherwise be taken in less.
-    jax.config.update("jax_default_matmul_precision", "highest")
-    if settings.device != "cuda":
-        jax.config.update("jax_num_cpu_devices", settings.world_size)
-    device = choose_device(settings.device, _num_gpus() if settings.device != "cpu" else 0, settings.world_size)
-    if device == "cpu":
-        jax.config.update("jax_default_device", jax.devices("cpu")[0])
-    if len(_devices(device)) < settings.world_size:
-        raise UsageError(
-            f"world-size: expected {settings.world_size} {device} devices, JAX has {len(_devices(device))}; it was used "
-            "before the run in this process, so record in a process of its own"
-        )
-
-
-def _num_gpus() -> int:
-    try:
-        return len(jax.devices("cuda"))
-    except RuntimeError:  # JAX was installed without CUDA, or there is no GPU
-        return 0
-
-
-def _devices(device: str) -> list[Any]:
-    return jax.devices(device)
-
-
-def _mesh(settings: RunSettings):
-    device = "cuda" if settings.device != "cpu" and _num_gpus() >= settings.world_size else "cpu"
-    return make_mesh(MeshSpec(shard=settings.world_size), _devices(device))
+def shard_initial(settings: RunSettings, mesh: Mesh) -> tuple[ShardedParams, Any, Any]:
+    """The model's initial values, sharded; its nnx graph and the state that is no parameter."""
+    definition = settings.definition
+    graphdef, params, state = split(definition.make_flax(settings.dtype))
+    params = nnx_params(definition, params, definition.initial_params(settings.seed, settings.dtype))
+    return shard(params, mesh, units=definition.units, param_map=definition.param_map), graphdef, state
 
 
 def nnx_params(definition: ModelDefinition, params: Any, values: dict[str, np.ndarray]) -> Any:
@@ -80,11 +74,8 @@ def nnx_params(definition: ModelDefinition, params: Any, values: dict[str, np.nd
     return jax.tree_util.tree_map_with_path(value, params)
 
 
-def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWriter]) -> None:
-    definition, mesh = settings.definition, _mesh(settings)
-    graphdef, params, state = split(definition.make_flax(settings.dtype))
-    params = nnx_params(definition, params, definition.initial_params(settings.seed, settings.dtype))
-    sharded = shard(params, mesh, units=definition.units, param_map=definition.param_map)
+def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWriter], mesh: Mesh) -> None:
+    sharded, graphdef, state = shard_initial(settings, mesh)
     if tuple(sharded.tree.units) != manifest.units:
         raise UsageError("the layouts of the model's definition are not those that jax_backend computed")
 

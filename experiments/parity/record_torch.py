@@ -54,10 +54,15 @@ def _rank(rank: int, settings: RunSettings, manifest: Manifest, output: Path, de
         world_size=settings.world_size,
     )
     try:
-        with fault_in_effect(settings.fault), RecordingWriter(output, manifest, rank) as writer:
-            _train(settings, manifest, writer, rank, torch.device(device))
+        record_rank(settings, manifest, output, rank, torch.device(device))
     finally:
         dist.destroy_process_group()
+
+
+def record_rank(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
+    """Train and record one rank of the default process group, into a recording that was created."""
+    with fault_in_effect(settings.fault), RecordingWriter(output, manifest, rank) as writer:
+        _train(settings, manifest, writer, rank, device)
 
 
 class _Watcher(Observer):

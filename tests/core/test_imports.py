@@ -11,8 +11,17 @@ ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "optax")
 MAY_NOT = {
     "crossframe": (*FRAMEWORKS, "torch_backend", "jax_backend", "experiments", "tests"),
-    "torch_backend": ("jax", "jaxlib", "flax", "optax", "jax_backend", "experiments", "tests", "torch.distributed.fsdp",
-                      "torch.distributed._composable"),  # fmt: skip
+    "torch_backend": (
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "jax_backend",
+        "experiments",
+        "tests",
+        "torch.distributed.fsdp",
+        "torch.distributed._composable",
+    ),
     "jax_backend": ("torch", "torch_backend", "experiments", "tests"),
     "experiments": ("torch.distributed.fsdp", "tests"),
 }
@@ -58,8 +67,10 @@ def test_flax_and_optax_stay_at_the_edges_of_the_jax_backend():
 
 
 def test_collectives_are_called_in_one_file_of_each_backend():
-    for package, marks in {"torch_backend": ("dist.all_", "dist.reduce", "dist.broadcast", "_all_gather("),
-                           "jax_backend": ("lax.psum", "lax.all_gather", "lax.pmean", "lax.all_to_all")}.items():  # fmt: skip
+    for package, marks in {
+        "torch_backend": ("dist.all_", "dist.reduce", "dist.broadcast", "_all_gather("),
+        "jax_backend": ("lax.psum", "lax.all_gather", "lax.pmean", "lax.all_to_all"),
+    }.items():
         for source in (ROOT / package).rglob("*.py"):
             if source.name != "collectives.py":
                 text = source.read_text()
@@ -83,11 +94,21 @@ def test_the_core_runs_without_any_framework():
 
 def test_importing_the_core_loads_numpy_and_little_else():
     extra = {name.partition(".")[0] for name in modules_after("import crossframe") - modules_after("import numpy")}
-    assert extra <= {"crossframe", "ml_dtypes", "dataclasses", "copy", "fractions", "numpy", *sys.stdlib_module_names,
-                     "_crossframe"}, extra  # fmt: skip
+    assert extra <= {
+        "crossframe",
+        "ml_dtypes",
+        "dataclasses",
+        "copy",
+        "fractions",
+        "numpy",
+        *sys.stdlib_module_names,
+        "_crossframe",
+    }, extra
 
 
-@pytest.mark.parametrize(("package", "framework", "extra"), [("torch_backend", "torch", "torch"), ("jax_backend", "jax", "jax")])
+@pytest.mark.parametrize(
+    ("package", "framework", "extra"), [("torch_backend", "torch", "torch"), ("jax_backend", "jax", "jax")]
+)
 def test_a_missing_extra_gives_one_line_with_the_install_to_run(package, framework, extra):
     code = f"""
 import sys
