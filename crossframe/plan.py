@@ -9,7 +9,7 @@ from crossframe.errors import PlanError
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision, resolve_precision
-from crossframe.trace import ALL_GATHER, FREE, REDUCE_SCATTER, Event
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, FREE, REDUCE_SCATTER, Event
 
 
 class Strategy(Enum):
@@ -40,10 +40,10 @@ class PlannedUnit:
 
 
 def plan_units(layouts: Sequence[tuple[str, Layout]], strategy: Strategy) -> tuple[PlannedUnit, ...]:
-    """Units under a strategy, given in the order of forward. The first is the root: it stays full into backward (R13)."""
+    """Units under a strategy, given in the order of forward. The root, "", stays full into backward (R13)."""
     return tuple(
-        PlannedUnit(name, layout, strategy.reshards_after_forward and i > 0, resolve_precision(layout.dtype))
-        for i, (name, layout) in enumerate(layouts)
+        PlannedUnit(name, layout, strategy.reshards_after_forward and name != "", resolve_precision(layout.dtype))
+        for name, layout in layouts
     )
 
 
@@ -52,15 +52,16 @@ def step_plan(
 ) -> list[Event]:
     """The events of one forward and backward on one rank.
 
-    The first unit is the root, whose forward surrounds the others': it gathers first and reduces last. With
-    `backward_prefetch` a unit's gather is issued before the reduction of the unit behind it (R16).
+    Units come in the order in which forward reaches them, the root first, since its forward surrounds the others'; they
+    reduce in the reverse order. With `backward_prefetch` a unit's gather is issued before the reduction of the unit behind
+    it (R16). On a mesh of replicas the sharded gradients are summed over these once they are reduced (R28).
 
     Raises:
         PlanError: no units, or layouts that are not of the mesh's shard size.
     """
     if not units:
         raise PlanError("a step needs at least one unit, got none")
-    group = mesh.shard_group(rank)
+    group, replicas = mesh.shard_group(rank), mesh.replicate_group(rank)
     for unit in units:
         if unit.layout.world_size != mesh.shard:
             raise PlanError(
@@ -77,14 +78,17 @@ def step_plan(
         if unit.reshard_after_forward:
             events.append(event(FREE, unit, "forward"))
     behind = list(reversed(units))
-    gathered = {unit.name for unit in units if not unit.reshard_after_forward}
+    full = [not unit.reshard_after_forward for unit in behind]
     for i, unit in enumerate(behind):
-        ahead = [unit, *behind[i + 1 : i + 2]] if backward_prefetch else [unit]
-        for other in ahead:
-            if other.name not in gathered:
-                gathered.add(other.name)
-                events.append(event(ALL_GATHER, other, "backward"))
+        for j in range(i, min(i + 1 + backward_prefetch, len(behind))):
+            if not full[j]:
+                full[j] = True
+                events.append(event(ALL_GATHER, behind[j], "backward"))
         events.append(event(FREE, unit, "backward"))
         if unit.trained:
             events.append(event(REDUCE_SCATTER, unit, "backward"))
+            if mesh.replicate > 1:
+                reduced = unit.precision.reduced
+                num_bytes = unit.layout.padded_shard_numel * itemsize(reduced)
+                events.append(Event(ALL_REDUCE, unit.name, "backward", reduced, num_bytes, replicas))
     return events

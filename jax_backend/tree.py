@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossframe.errors import LayoutError, MappingError, UnsupportedError, UsageError
-from crossframe.layout import FlatLayout, Layout
+from crossframe.layout import FlatLayout, Layout, views
 from crossframe.names import ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.units import Slot, assign_units
@@ -66,16 +66,7 @@ class ParamTree:
         Returns:
             Arrays by canonical name, of canonical shape; padding is in none of them.
         """
-        layout, found = self.layouts[unit], {}
-        for i, spec in enumerate(layout.params):
-            if layout.contiguous:
-                line = gathered[layout.offsets[i] : layout.offsets[i] + spec.numel]
-            else:
-                column = layout.columns[i]
-                table = gathered.reshape(layout.world_size, layout.padded_shard_numel)
-                line = table[:, column.start : column.start + column.width].reshape(-1)[: column.numel]
-            found[spec.name] = line.reshape(spec.shape)
-        return found
+        return views(self.layouts[unit], gathered)
 
     def params(self, gathered: Mapping[str, Any]) -> Any:
         """The user's pytree, in its own structure and axis order, out of the gathered buffers of all units."""

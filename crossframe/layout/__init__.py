@@ -3,17 +3,24 @@
 from crossframe.errors import LayoutError
 from crossframe.layout.flat import FlatLayout
 from crossframe.layout.per_param import PerParamLayout
-from crossframe.layout.pieces import Column, Layout, Padding, Piece
+from crossframe.layout.pieces import Column, Layout, Padding, Piece, views
 from crossframe.params import ParamSpec
 
-__all__ = ["Column", "FlatLayout", "Layout", "Padding", "PerParamLayout", "Piece", "layout_from_json"]
+__all__ = ["Column", "FlatLayout", "Layout", "Padding", "PerParamLayout", "Piece", "layout_from_json", "views"]
 
 
 def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
-    """The layout that `to_json` described, over these parameters."""
-    match fields.get("kind"):
-        case "flat":
-            return FlatLayout(params, fields["world_size"], fields["keep_original"], fields["compute_dtype"])
-        case "per_param":
-            return PerParamLayout(params, fields["world_size"])
-    raise LayoutError(f"unknown layout kind {fields.get('kind')!r}: expected 'flat' or 'per_param'")
+    """The layout that `to_json` described, over these parameters.
+
+    Raises:
+        LayoutError: an unknown kind, or a field that is missing.
+    """
+    try:
+        match fields["kind"]:
+            case "flat":
+                return FlatLayout(params, fields["world_size"], fields["keep_original"], fields["compute_dtype"])
+            case "per_param":
+                return PerParamLayout(params, fields["world_size"])
+    except KeyError as error:
+        raise LayoutError(f"a layout needs the field {error}, got {sorted(fields)}") from None
+    raise LayoutError(f"unknown layout kind {fields['kind']!r}: expected 'flat' or 'per_param'")

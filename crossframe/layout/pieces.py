@@ -1,7 +1,7 @@
 """The one question that every layout answers: which piece of which parameter lies where."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from crossframe.params import ParamSpec
 
@@ -85,3 +85,25 @@ class Padding:
     def fill(self) -> int:
         """42 inside torch's flat parameter, 0 at the end of a shard (R05)."""
         return 0 if self.kind == "shard" else 42
+
+
+def views(layout: Layout, gathered: Any) -> dict[str, Any]:
+    """The parameters in a gathered buffer, or in a buffer of gradients laid out like one.
+
+    Args:
+        gathered: numpy or JAX array of shape (gathered_numel,).
+
+    Returns:
+        Arrays by name, in the parameters' shapes; padding is in none of them. Where the layout is contiguous and the
+        framework has views, they alias `gathered`.
+    """
+    found = {}
+    for i, spec in enumerate(layout.params):
+        if layout.contiguous:
+            line = gathered[layout.offsets[i] : layout.offsets[i] + spec.numel]
+        else:
+            column = layout.columns[i]
+            table = gathered.reshape(layout.world_size, layout.padded_shard_numel)
+            line = table[:, column.start : column.start + column.width].reshape(-1)[: column.numel]
+        found[spec.name] = line.reshape(spec.shape)
+    return found

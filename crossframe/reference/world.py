@@ -6,7 +6,7 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import ParamError
-from crossframe.layout import Layout
+from crossframe.layout import Layout, views
 from crossframe.mesh import check_rank
 from crossframe.reduction import DivideFactors
 from crossframe.reference.collectives import all_gather, reduce_scatter
@@ -47,23 +47,9 @@ class ReferenceUnit:
         """The gathered buffer of every rank, of shape (gathered_numel,), padding included."""
         return all_gather(self.shards)
 
-    def view(self, gathered: np.ndarray) -> dict[str, np.ndarray]:
-        """The parameters in a gathered buffer (or in a buffer of gradients laid out like one), by name."""
-        layout = self.layout
-        found = {}
-        for i, spec in enumerate(layout.params):
-            if layout.contiguous:
-                line = gathered[layout.offsets[i] : layout.offsets[i] + spec.numel]
-            else:
-                column = layout.columns[i]
-                table = gathered.reshape(layout.world_size, layout.padded_shard_numel)
-                line = table[:, column.start : column.start + column.width].reshape(-1)[: column.numel]
-            found[spec.name] = line.reshape(spec.shape)
-        return found
-
     def unshard(self) -> list[dict[str, np.ndarray]]:
         """Every rank's full parameters, by name: copies, which a user may edit."""
-        return [{name: value.copy() for name, value in self.view(buffer).items()} for buffer in self.gather()]
+        return [{name: value.copy() for name, value in views(self.layout, buffer).items()} for buffer in self.gather()]
 
     def writeback(self, edited: Sequence[Params]) -> None:
         """Persist what each rank made of its full parameters: the slice that it owns (R20)."""
@@ -85,10 +71,15 @@ class ReferenceUnit:
                     if grad is not None:
                         part = grad.reshape(-1)[copy.param_start : copy.param_stop]
                         buffer[start + copy.shard_start : start + copy.shard_stop] = part
-            buffers.append(buffer / factors.before)
-        return [shard / factors.after for shard in reduce_scatter(buffers)]
+            buffers.append(_divided(buffer, factors.before))
+        return [_divided(shard, factors.after) for shard in reduce_scatter(buffers)]
 
     def pieces(self, shard: np.ndarray, rank: int) -> dict[str, np.ndarray]:
         """What a shard holds of each parameter, as flat runs by name; padding is in none of them."""
         check_rank(rank, self.layout.world_size)
         return {p.name: shard[p.shard_start : p.shard_stop] for p in self.layout.pieces(rank)}
+
+
+def _divided(array: np.ndarray, factor: float) -> np.ndarray:
+    """An array divided in its own dtype; below float32 the quotient is taken in float32 and rounded once, as torch does."""
+    return (array.astype(np.promote_types(array.dtype, np.float32)) / factor).astype(array.dtype)

@@ -55,6 +55,11 @@ class Judgement:
     one_sided: bool
     both_not_finite: bool
 
+    @property
+    def used(self) -> float:
+        """How much of its bound the difference uses up; more than 1 is outside. Data movement may use nothing."""
+        return ratio(self.difference, self.quantity.bound or 0.0)
+
 
 def judge(quantity: Quantity) -> Judgement:
     """Hold both sides of a quantity against its bound."""

@@ -49,7 +49,7 @@ def _rank(rank: int, settings: RunSettings, manifest: Manifest, output: Path, de
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(store_path, settings.world_size),
+        init_method=f"file://{store_path}",
         rank=rank,
         world_size=settings.world_size,
     )

@@ -353,3 +353,15 @@ def test_a_verdict_as_json(tmp_path):
         "step": 0, "phase": "reduce", "rank": 1, "unit": "", "parameter": "bias", "start": 1, "stop": 2,
         "event": "reduce_scatter",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("growth", "expected"), [(30.0, Verdict.INCONCLUSIVE), (1e7, Verdict.BUG)])
+def test_a_difference_that_grew_is_not_taken_for_one_that_jumped(tmp_path, growth, expected):
+    # From 1e-13 at step 0 by a factor a step until it is outside: the smaller factor is what training does to rounding.
+    def drift(phase, step, rank, name, array):
+        return array * (1 + 1e-13 * growth**step) if phase == "update" else array
+
+    found = versus(tmp_path, drift)
+    assert found.first_divergence is not None and found.first_divergence.step > 0
+    assert found.verdict is expected
+    assert ("grew" in found.reason) == (expected is Verdict.INCONCLUSIVE)
