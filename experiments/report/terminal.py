@@ -1,6 +1,5 @@
-"""The report in at most twelve lines of a terminal."""
+"""The report in a few lines of a terminal."""
 
-import textwrap
 from typing import Any
 
 from rich.console import Console
@@ -12,27 +11,27 @@ from experiments.report import words
 
 _STYLES = {"equal": "green", "rounding": "green", "bug": "bold red", "inconclusive": "yellow", "incomparable": "yellow"}
 _ROWS = 4
-_SENTENCE = 3
+_NAMES = 3
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """Print the verdict, a table of pairs, the trace and the zero-gradient parameters: 12 lines at most.
+    """Print the verdict in a sentence, a table of pairs, the trace and the zero-gradient parameters.
 
     Of more than four pairs the first four are shown, those with the report's verdict first.
     """
-    console.print(Text(f"{words.KINDS[report['verdict']]}", style=_STYLES[report["verdict"]]))
-    text = textwrap.wrap(words.headline(report), console.width, max_lines=_SENTENCE, placeholder=" …")
-    console.print(Text("\n".join(text)))
+    console.print(Text(words.headline(report), style=_STYLES[report["verdict"]]))
     pairs = sorted(report["pairs"], key=lambda pair: pair["verdict"] != report["verdict"])
     if pairs:
         console.print(_table(pairs[:_ROWS]))
     if len(pairs) > _ROWS:
-        _line(console, f"… and {len(pairs) - _ROWS} more pairs, in report.json")
+        console.print(Text(f"… and {len(pairs) - _ROWS} more pairs, in report.json"))
     if (trace := report["trace"]) is not None:
-        counts = ", ".join(f"{entry['count']} {kind}" for kind, entry in trace["plan"].items())
-        _line(console, f"collectives {'as' if trace['equal'] else 'NOT as'} planned (plan of a step: {counts})")
+        counts = ", ".join(f"{entry['count']} {kind}" for kind, entry in trace["plan"].items() if entry["count"])
+        verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"
+        console.print(Text(f"collectives {verdict}: {counts or 'none'} a step"))
     if zero := sorted({name for pair in pairs for name in pair["zero_gradient_parameters"]}):
-        _line(console, f"gradient zero but for rounding, not counted: {', '.join(zero)}")
+        named = ", ".join(zero[:_NAMES]) + (f" and {len(zero) - _NAMES} more" if len(zero) > _NAMES else "")
+        console.print(Text(f"not counted, their gradient is zero but for rounding: {named}"))
 
 
 def _table(pairs: list[dict[str, Any]]) -> Table:
@@ -52,7 +51,3 @@ def _table(pairs: list[dict[str, Any]]) -> Table:
             words.number(bounds.parameter) if bounds.decisive else "-",
         )
     return table
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(Text(text), no_wrap=True, overflow="ellipsis")
