@@ -1,25 +1,26 @@
 """Dtypes by name. The core speaks of dtypes as the strings that torch, numpy and JAX share ("float32", "bfloat16")."""
 
-import functools
-
 import ml_dtypes
 import numpy as np
 
 from crossframe.errors import ParamError
 
-_EXTENSIONS = {"bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
-_NATIVE = ("float64", "float32", "float16")
-FLOATING = (*_NATIVE, *_EXTENSIONS)
+_DTYPES = {
+    "float64": np.dtype(np.float64),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+FLOATING = tuple(_DTYPES)
 
 
-@functools.cache
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype of that name; ParamError if it is not a floating dtype that can be sharded."""
-    if name in _EXTENSIONS:
-        return np.dtype(_EXTENSIONS[name])
-    if name in _NATIVE:
-        return np.dtype(name)
-    raise ParamError(f"unknown dtype {name!r}: expected one of {', '.join(FLOATING)}")
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise ParamError(f"unknown dtype {name!r}: expected one of {', '.join(FLOATING)}")
+    return dtype
 
 
 def itemsize(name: str) -> int:

@@ -20,7 +20,8 @@ class ParamSpec:
         requires_grad: whether it is trained.
 
     Raises:
-        ParamError: an empty name, a size that is not a non-negative int, an unknown dtype, an alias given twice.
+        ParamError: an empty name or alias, a size that is not a non-negative int, an unknown dtype, an alias given twice,
+            a requires_grad that is no bool.
 
     >>> ParamSpec("weight", (5, 3)).numel
     15
@@ -38,6 +39,10 @@ class ParamSpec:
         if not isinstance(self.shape, tuple) or not all(type(size) is int and size >= 0 for size in self.shape):
             raise ParamError(f"parameter {self.name!r}: expected a tuple of sizes >= 0 as shape, got {self.shape!r}")
         itemsize(self.dtype)
+        if not isinstance(self.aliases, tuple) or not all(isinstance(alias, str) and alias for alias in self.aliases):
+            raise ParamError(f"parameter {self.name!r}: expected a tuple of names as aliases, got {self.aliases!r}")
+        if not isinstance(self.requires_grad, bool):
+            raise ParamError(f"parameter {self.name!r}: expected a bool as requires_grad, got {self.requires_grad!r}")
         names = (self.name, *self.aliases)
         if len(set(names)) != len(names):
             raise ParamError(f"parameter {self.name!r}: the same name twice among its aliases {self.aliases!r}")
@@ -46,6 +51,13 @@ class ParamSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+def check_params(params: tuple[ParamSpec, ...]) -> None:
+    """Raise ParamError unless this is a tuple of parameters of which no two share a name or an alias."""
+    if not isinstance(params, tuple) or not all(isinstance(param, ParamSpec) for param in params):
+        raise ParamError(f"expected a tuple of ParamSpec, got {params!r}")
+    check_unique_names(params)
 
 
 def check_unique_names(params: Iterable[ParamSpec]) -> None:

@@ -13,8 +13,10 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
     """The layout that `to_json` described, over these parameters.
 
     Raises:
-        LayoutError: an unknown kind, or a field that is missing.
+        LayoutError: no mapping, an unknown kind, or a field that is missing.
     """
+    if not isinstance(fields, dict):
+        raise LayoutError(f"expected the fields of a layout as a mapping, got {fields!r}")
     try:
         match fields["kind"]:
             case "flat":
@@ -22,5 +24,5 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
             case "per_param":
                 return PerParamLayout(params, fields["world_size"])
     except KeyError as error:
-        raise LayoutError(f"a layout needs the field {error}, got {sorted(fields)}") from None
+        raise LayoutError(f"a layout needs the field {error}, got {list(fields)}") from None
     raise LayoutError(f"unknown layout kind {fields['kind']!r}: expected 'flat' or 'per_param'")

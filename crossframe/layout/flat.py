@@ -8,7 +8,7 @@ from crossframe.dtypes import itemsize
 from crossframe.errors import LayoutError
 from crossframe.layout.pieces import Column, Padding, Piece
 from crossframe.mesh import check_rank, check_world_size
-from crossframe.params import ParamSpec, check_unique_names
+from crossframe.params import ParamSpec, check_params
 
 ALIGNMENT_BYTES = 16
 
@@ -44,9 +44,11 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         check_world_size(self.world_size)
+        check_params(self.params)
         if not self.params:
             raise LayoutError("a flat layout needs at least one parameter, got none")
-        check_unique_names(self.params)
+        if not isinstance(self.keep_original, bool):
+            raise LayoutError(f"expected a bool as keep_original, got {self.keep_original!r}")
         first = self.params[0]
         for param in self.params[1:]:
             if param.dtype != first.dtype:

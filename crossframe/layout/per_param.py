@@ -8,7 +8,7 @@ from crossframe.dtypes import itemsize
 from crossframe.errors import LayoutError
 from crossframe.layout.pieces import Column, Padding, Piece
 from crossframe.mesh import check_rank, check_world_size
-from crossframe.params import ParamSpec, check_unique_names
+from crossframe.params import ParamSpec, check_params
 
 # What allocators align to: a parameter in a shared buffer is as aligned as one in memory of its own.
 UNSHARDED_ALIGNMENT_BYTES = 64
@@ -34,9 +34,9 @@ class PerParamLayout:
 
     def __post_init__(self) -> None:
         check_world_size(self.world_size)
+        check_params(self.params)
         if not self.params:
             raise LayoutError("a per-parameter layout needs at least one parameter, got none")
-        check_unique_names(self.params)
         for param in self.params:
             if not param.shape:
                 raise LayoutError(
