@@ -26,7 +26,11 @@ class MapEntry:
     axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.axes is not None and sorted(self.axes) != list(range(len(self.axes))):
+        for field in ("name", "path"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or not value:
+                raise MappingError(f"an entry needs a {field}: expected a non-empty string, got {value!r}")
+        if self.axes is not None and not _is_permutation(self.axes):
             raise MappingError(f"parameter {self.name!r}: expected a permutation as axes, got {self.axes!r}")
 
     @property
@@ -44,7 +48,13 @@ class MapEntry:
 
     def canonical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The torch shape of a flax array of this shape."""
+        if self.axes is not None and len(self.axes) != len(shape):
+            raise MappingError(f"parameter {self.name!r}: axes {self.axes} do not fit shape {shape} of {self.path!r}")
         return shape if self.axes is None else tuple(shape[i] for i in self.axes)
+
+
+def _is_permutation(axes: Any) -> bool:
+    return isinstance(axes, tuple) and all(type(i) is int for i in axes) and sorted(axes) == list(range(len(axes)))
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,8 @@ class ParamMap:
     entries: tuple[MapEntry, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.entries, tuple) or not all(isinstance(entry, MapEntry) for entry in self.entries):
+            raise MappingError(f"expected a tuple of MapEntry, got {self.entries!r}")
         for field in ("name", "path"):
             values = [getattr(entry, field) for entry in self.entries]
             if twice := sorted({value for value in values if values.count(value) > 1}):
@@ -91,8 +103,14 @@ class ParamMap:
 
     @classmethod
     def from_json(cls, rows: list) -> "ParamMap":
-        """The map that `to_json` wrote."""
-        return cls(tuple(MapEntry(name, path, tuple(axes) if axes is not None else None) for name, path, axes in rows))
+        """The map that `to_json` wrote; MappingError if it is none."""
+        entries = []
+        for row in rows if isinstance(rows, list) else [rows]:
+            if not isinstance(row, list) or len(row) != 3:
+                raise MappingError(f"expected a list of [name, path, axes], got {row!r}")
+            name, path, axes = row
+            entries.append(MapEntry(name, path, tuple(axes) if isinstance(axes, list) else axes))
+        return cls(tuple(entries))
 
 
 def identity_map(names: Iterable[str]) -> ParamMap:
