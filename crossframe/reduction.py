@@ -1,5 +1,6 @@
 """How gradients become one gradient (R26, R28): divide factors and the order of the reduction."""
 
+import math
 from dataclasses import dataclass
 
 from crossframe.errors import PlanError
@@ -17,8 +18,8 @@ class DivideFactors:
 def divide_factors(num_ranks: int) -> DivideFactors:
     """Split the division by the number of ranks around the sum, so that neither overflows (R26).
 
-    The factor before is the least power of two f with f >= num_ranks / f, or the last one that divides num_ranks on the
-    way there: `f = 1; while N % f == 0 and N / f > f: f *= 2` (torch's FSDP1 does this in every dtype).
+    The factor before is the least power of two f that does not divide num_ranks or that has f >= num_ranks / f:
+    `f = 1; while N % f == 0 and N / f > f: f *= 2` (torch's FSDP1 does this in every dtype).
 
     >>> divide_factors(8), divide_factors(6)
     (DivideFactors(before=4.0, after=2.0), DivideFactors(before=4.0, after=1.5))
@@ -45,6 +46,6 @@ def mean_factors(num_ranks: int, dtype: str) -> DivideFactors:
 
 def custom_factors(factor: float) -> DivideFactors:
     """A divide factor of the user's own (R27): applied once, ahead of the sum."""
-    if not factor > 0:
-        raise PlanError(f"expected a gradient divide factor above 0, got {factor!r}")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise PlanError(f"expected a finite gradient divide factor above 0, got {factor!r}")
     return DivideFactors(float(factor), 1.0)
