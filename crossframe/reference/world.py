@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.errors import ParamError
+from crossframe.errors import MeshError, ParamError
 from crossframe.layout import Layout, views
 from crossframe.mesh import check_rank
 from crossframe.reduction import DivideFactors
@@ -26,6 +26,7 @@ class ReferenceUnit:
             fill: store torch's values in the padding (42 and 0, R05); False stores 0 everywhere, as JAX does.
         """
         self.layout = layout
+        self._check([params] * layout.world_size)
         self.shards = [self._shard(params, rank, fill) for rank in range(layout.world_size)]
 
     def _shard(self, params: Params, rank: int, fill: bool) -> np.ndarray:
@@ -37,11 +38,19 @@ class ReferenceUnit:
 
     def _write(self, shard: np.ndarray, params: Params, rank: int) -> None:
         for copy in writeback_copies(self.layout, rank):
-            spec = self.layout.params[copy.index]
-            full = params[spec.name]
-            if full.shape != spec.shape:
-                raise ParamError(f"parameter {spec.name!r}: expected shape {spec.shape}, got {full.shape}")
+            full = params[self.layout.params[copy.index].name]
             shard[copy.shard_start : copy.shard_stop] = full.reshape(-1)[copy.param_start : copy.param_stop]
+
+    def _check(self, arrays: Sequence[Params], *, missing: bool = False) -> None:
+        """Refuse anything but the arrays of every rank, in the parameters' shapes; some may be missing where that is allowed."""
+        if len(arrays) != self.layout.world_size:
+            raise MeshError(f"expected the arrays of {self.layout.world_size} ranks, got those of {len(arrays)}")
+        for rank, params in enumerate(arrays):
+            for spec in self.layout.params:
+                array = params.get(spec.name)
+                got = "nothing" if array is None else tuple(array.shape)
+                if got != spec.shape and not (array is None and missing):
+                    raise ParamError(f"parameter {spec.name!r}: expected shape {spec.shape}, got {got} on rank {rank}")
 
     def gather(self) -> list[np.ndarray]:
         """The gathered buffer of every rank, of shape (gathered_numel,), padding included."""
@@ -52,7 +61,8 @@ class ReferenceUnit:
         return [{name: value.copy() for name, value in views(self.layout, buffer).items()} for buffer in self.gather()]
 
     def writeback(self, edited: Sequence[Params]) -> None:
-        """Persist what each rank made of its full parameters: the slice that it owns (R20)."""
+        """Persist what each rank made of its full parameters: the slice that it owns (R20). All of it, or, refused, nothing."""
+        self._check(edited)
         for rank, params in enumerate(edited):
             self._write(self.shards[rank], params, rank)
 
@@ -61,6 +71,7 @@ class ReferenceUnit:
 
         A parameter that a rank has no gradient for counts as zeros there (R29).
         """
+        self._check(grads, missing=True)
         buffers = []
         for params in grads:
             buffer = np.zeros(self.layout.gathered_numel, numpy_dtype(self.layout.dtype))
