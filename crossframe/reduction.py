@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.mesh import check_world_size
 
@@ -39,6 +40,7 @@ def mean_factors(num_ranks: int, dtype: str) -> DivideFactors:
     (DivideFactors(before=1.0, after=3.0), DivideFactors(before=2.0, after=1.5))
     """
     check_world_size(num_ranks)
+    itemsize(dtype)
     if dtype in ("float32", "bfloat16"):
         return DivideFactors(1.0, float(num_ranks))
     return divide_factors(num_ranks)
