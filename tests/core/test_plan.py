@@ -1,0 +1,221 @@
+"""The plan of a step: what is gathered, freed and reduced, when, and how many bytes (R13, R14, R16, R28)."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossframe.errors import MeshError, PlanError
+from crossframe.layout import FlatLayout, PerParamLayout
+from crossframe.mesh import MeshSpec
+from crossframe.params import ParamSpec
+from crossframe.plan import PlannedUnit, Strategy, plan_units, step_plan
+from crossframe.precision import resolve_precision
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, FREE, REDUCE_SCATTER, Event
+from tests.core.random_layouts import QUICK, specs
+
+STRATEGIES = st.sampled_from(list(Strategy))
+SHORT = {ALL_GATHER: "gather", FREE: "free", REDUCE_SCATTER: "reduce", ALL_REDUCE: "sum"}
+
+
+def layouts(names: list[str], world_size: int) -> list[tuple[str, FlatLayout]]:
+    """One flat unit a name, each of another size."""
+    return [
+        (name, FlatLayout((ParamSpec(f"{name or 'root'}.w", (3 + i,)),), world_size, keep_original=True))
+        for i, name in enumerate(names)
+    ]
+
+
+def short(events: list[Event]) -> list[str]:
+    return [f"{event.phase[0]} {SHORT[event.kind]} {event.unit or 'root'}" for event in events]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[PlannedUnit], MeshSpec]:
+    """Some units, each with its own choice of resharding and training, on a mesh."""
+    mesh = MeshSpec(shard=draw(st.integers(1, 4)), replicate=draw(st.integers(1, 3)))
+    units = []
+    for i in range(draw(st.integers(1, 5))):
+        params = tuple(
+            ParamSpec(f"u{i}.p{j}", (draw(st.integers(1, 7)),), requires_grad=draw(st.booleans())) for j in range(2)
+        )
+        make = draw(st.sampled_from([lambda p, n: FlatLayout(p, n, True), PerParamLayout]))
+        precision = resolve_precision("float32", draw(st.sampled_from([None, "bfloat16"])), "float64")
+        units.append(PlannedUnit(f"u{i}", make(params, mesh.shard), draw(st.booleans()), precision))
+    return units, mesh
+
+
+def test_R13_R14_full_shard_gathers_everything_twice_but_the_root():
+    units = plan_units(layouts(["", "a", "b"], 2), Strategy.FULL_SHARD)
+    assert short(step_plan(units, MeshSpec(2), backward_prefetch=False)) == [
+        *("f gather root", "f gather a", "f free a", "f gather b", "f free b"),
+        *("b gather b", "b free b", "b reduce b"),
+        *("b gather a", "b free a", "b reduce a"),
+        *("b free root", "b reduce root"),
+    ]
+
+
+def test_R16_backward_prefetch_issues_a_gather_ahead_of_the_reduction_behind_it():
+    units = plan_units(layouts(["", "a", "b", "c"], 2), Strategy.FULL_SHARD)
+    assert short(step_plan(units, MeshSpec(2)))[7:] == [
+        *("b gather c", "b gather b", "b free c", "b reduce c"),
+        *("b gather a", "b free b", "b reduce b"),
+        *("b free a", "b reduce a"),
+        *("b free root", "b reduce root"),
+    ]
+
+
+def test_R14_shard_grad_op_frees_nothing_before_backward():
+    units = plan_units(layouts(["", "a", "b"], 2), Strategy.SHARD_GRAD_OP)
+    assert short(step_plan(units, MeshSpec(2))) == [
+        *("f gather root", "f gather a", "f gather b"),
+        *("b free b", "b reduce b", "b free a", "b reduce a", "b free root", "b reduce root"),
+    ]
+
+
+def test_R13_the_root_is_the_unit_of_the_empty_name_wherever_it_stands():
+    for names in (["", "a"], ["a", ""], ["a", "b"]):
+        for strategy in Strategy:
+            for unit in plan_units(layouts(names, 2), strategy):
+                assert unit.reshard_after_forward == (strategy is Strategy.FULL_SHARD and unit.name != "")
+    assert Strategy("full_shard").reshards_after_forward and not Strategy("shard_grad_op").reshards_after_forward
+
+
+def test_units_are_planned_in_the_order_and_dtype_in_which_they_are_given():
+    given_units = layouts(["b", "", "a"], 2)
+    planned = plan_units(given_units, Strategy.FULL_SHARD)
+    assert [(unit.name, unit.layout) for unit in planned] == given_units
+    assert {unit.precision for unit in planned} == {resolve_precision("float32")}
+
+
+@QUICK
+@given(steps(), st.booleans())
+def test_R14_a_unit_is_full_when_it_computes_and_nothing_is_full_at_the_end(step, prefetch):
+    units, mesh = step
+    full: set[str] = set()
+    computed = Counter()
+    for event in step_plan(units, mesh, backward_prefetch=prefetch):
+        if event.kind == ALL_GATHER:
+            assert event.unit not in full
+            full.add(event.unit)
+        elif event.kind == FREE:  # a unit has computed when it is freed
+            full.remove(event.unit)
+            computed[event.unit, event.phase] += 1
+        else:
+            assert event.phase == "backward" and event.unit not in full
+    assert not full
+    for unit in units:
+        assert computed[unit.name, "forward"] == unit.reshard_after_forward
+        assert computed[unit.name, "backward"] == 1
+
+
+@QUICK
+@given(steps())
+def test_R14_units_are_gathered_in_order_and_reduced_in_reverse(step):
+    units, mesh = step
+    events = step_plan(units, mesh)
+    forward = [event.unit for event in events if (event.kind, event.phase) == (ALL_GATHER, "forward")]
+    assert forward == [unit.name for unit in units]
+    reduced = [event.unit for event in events if event.kind == REDUCE_SCATTER]
+    assert reduced == [
+        unit.name for unit in reversed(units) if any(param.requires_grad for param in unit.layout.params)
+    ]
+    backward = [event.unit for event in events if (event.kind, event.phase) == (ALL_GATHER, "backward")]
+    assert backward == [unit.name for unit in reversed(units) if unit.reshard_after_forward]
+
+
+@QUICK
+@given(steps())
+def test_R16_prefetch_moves_gathers_and_nothing_else(step):
+    units, mesh = step
+    plain, ahead = (step_plan(units, mesh, backward_prefetch=prefetch) for prefetch in (False, True))
+    assert Counter(plain) == Counter(ahead)
+    for kept in (lambda e: e.kind != ALL_GATHER, lambda e: e.kind == ALL_GATHER, lambda e: e.phase == "forward"):
+        assert [e for e in plain if kept(e)] == [e for e in ahead if kept(e)]
+    # Each unit is freed with the gather of the one before it, and no earlier one, already issued.
+    frees = [event for event in ahead if (event.kind, event.phase) == (FREE, "backward")]
+    for i, freed in enumerate(frees):
+        issued = {event.unit for event in ahead[: ahead.index(freed)] if event.kind == ALL_GATHER}
+        behind = list(reversed(units))
+        expected = {u.name for j, u in enumerate(behind) if u.reshard_after_forward and j <= i + 1}
+        backward = {
+            event.unit for event in ahead[: ahead.index(freed)] if (event.kind, event.phase) == (ALL_GATHER, "backward")
+        }
+        assert backward == expected and issued == {unit.name for unit in units}
+
+
+@QUICK
+@given(steps(), st.data())
+def test_R28_bytes_dtypes_and_groups_of_every_event(step, data):
+    units, mesh = step
+    rank = data.draw(st.integers(0, mesh.world_size - 1))
+    by_name = {unit.name: unit for unit in units}
+    itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}
+    for event in step_plan(units, mesh, rank):
+        layout, precision = by_name[event.unit].layout, by_name[event.unit].precision
+        shard_numel = sum(p.numel for p in layout.pieces(0)) + sum(r.stop - r.start for r in layout.padding(0))
+        whole_numel = shard_numel * mesh.shard
+        if event.kind in (ALL_GATHER, FREE):
+            assert event.dtype == precision.gathered
+            assert event.num_bytes == whole_numel * itemsize[precision.gathered]
+        else:
+            assert event.dtype == precision.reduced
+            numel = whole_numel if event.kind == REDUCE_SCATTER else shard_numel
+            assert event.num_bytes == numel * itemsize[precision.reduced]
+        group = mesh.replicate_group(rank) if event.kind == ALL_REDUCE else mesh.shard_group(rank)
+        assert event.group == group and rank in group
+
+
+@QUICK
+@given(steps())
+def test_R28_replicas_sum_each_reduced_gradient_right_after_the_reduction(step):
+    units, mesh = step
+    events = step_plan(units, mesh)
+    sums = [i for i, event in enumerate(events) if event.kind == ALL_REDUCE]
+    reductions = [i for i, event in enumerate(events) if event.kind == REDUCE_SCATTER]
+    assert sums == ([i + 1 for i in reductions] if mesh.replicate > 1 else [])
+    assert all((events[i].unit, events[i].phase) == (events[i - 1].unit, "backward") for i in sums)
+
+
+@QUICK
+@given(steps())
+def test_R29_whoever_is_in_a_group_does_the_same_at_the_same_place(step):
+    units, mesh = step
+    plans = [step_plan(units, mesh, rank) for rank in range(mesh.world_size)]
+    for place in zip(*plans, strict=True):
+        for event in place:
+            assert all(place[rank] == event for rank in event.group)
+
+
+def test_R28_a_step_on_two_replicas_of_two_shards():
+    layout = PerParamLayout(specs([(5, 3)]), 2)  # 3 and 2 rows: 9 elements a shard
+    units = plan_units([("", layout)], Strategy.FULL_SHARD)
+    assert step_plan(units, MeshSpec(shard=2, replicate=2), rank=3) == [
+        Event(ALL_GATHER, "", "forward", "float32", 72, (2, 3)),
+        Event(FREE, "", "backward", "float32", 72, (2, 3)),
+        Event(REDUCE_SCATTER, "", "backward", "float32", 72, (2, 3)),
+        Event(ALL_REDUCE, "", "backward", "float32", 36, (1, 3)),
+    ]
+
+
+def test_frozen_units_are_gathered_but_not_reduced():
+    frozen, trained = ParamSpec("f", (2,), requires_grad=False), ParamSpec("t", (2,))
+    units = plan_units(
+        [(name, FlatLayout(params, 2, True)) for name, params in (("", (frozen,)), ("a", (frozen, trained)))],
+        Strategy.FULL_SHARD,
+    )
+    assert [unit.trained for unit in units] == [False, True]
+    events = step_plan(units, MeshSpec(shard=2, replicate=2))
+    assert {event.unit for event in events if event.kind in (REDUCE_SCATTER, ALL_REDUCE)} == {"a"}
+    assert {event.unit for event in events if event.kind == ALL_GATHER} == {"", "a"}
+
+
+def test_steps_that_cannot_be_planned_are_refused():
+    with pytest.raises(PlanError, match="at least one unit"):
+        step_plan((), MeshSpec(2))
+    units = plan_units([*layouts([""], 2), *layouts(["a"], 3)], Strategy.FULL_SHARD)
+    with pytest.raises(PlanError, match=r"unit 'a' is laid out over 3 ranks, the mesh shards over 2"):
+        step_plan(units, MeshSpec(shard=2, replicate=3))
+    with pytest.raises(MeshError, match="from 0 to 1"):
+        step_plan(units[:1], MeshSpec(2), rank=2)
