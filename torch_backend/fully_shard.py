@@ -105,8 +105,8 @@ def fully_shard(
     module.__dict__[UNIT] = unit
     keeps_root = reshard_after_forward is None
 
-    def before(inner: nn.Module, args: Any, kwargs: Any) -> None:
-        _schedule_of(inner, keeps_root).begin_forward(unit)
+    def before(inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _schedule_of(inner, keeps_root).begin_forward(unit, args, kwargs)
 
     def after(inner: nn.Module, args: Any, output: Any) -> Any:
         return _schedule_of(inner, keeps_root).end_forward(unit, output)

@@ -135,7 +135,7 @@ class FullyShardedDataParallel(nn.Module):
         """Run the wrapped module with its parameters gathered."""
         unit = unit_of(self)
         schedule = unit.schedule or self._begin_as_root()
-        schedule.begin_forward(unit)
+        args, kwargs = schedule.begin_forward(unit, args, kwargs)
         try:
             output = self.module(*args, **kwargs)
         except BaseException:

@@ -64,14 +64,16 @@ class Schedule:
         self._reducing: Unit | None = None
         self._final_callback_queued = False
 
-    def begin_forward(self, unit: Unit) -> None:
-        """Unshard and expose a unit that is about to compute."""
+    def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device."""
         if unit is self.root and not self._recomputing:
             self._begin_step()
+            args, kwargs = _moved((args, kwargs), unit.device)
         if unit.state.activity == Activity.IDLE:
             unit.move(Move.BEGIN_FORWARD)
         unit.unshard("forward" if unit.state.activity == Activity.FORWARD else "backward")
         unit.expose()
+        return args, kwargs
 
     def _begin_step(self) -> None:
         if any(unit.state.activity != Activity.IDLE for unit in self.units):
@@ -191,3 +193,11 @@ class Schedule:
         """Reset if a forward or backward was begun, never ended, and is not under way now."""
         if not self._recomputing and any(unit.state.activity == Activity.BACKWARD for unit in self.units):
             self.reset()
+
+
+def _moved(inputs: Any, device: torch.device | None) -> Any:
+    """Inputs with every tensor on an accelerator's device. On CPU, and for a unit without parameters, as they are."""
+    if device is None or device.type == "cpu":
+        return inputs
+    leaves, tree = tree_flatten(inputs)
+    return tree_unflatten([leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)

@@ -75,6 +75,11 @@ class Unit:
             leaf.requires_grad_(not frozen)
 
     @property
+    def device(self) -> torch.device | None:
+        """Where its parameters are; None if it has none."""
+        return self.buckets[0].store.buffer.device if self.buckets else None
+
+    @property
     def leaves(self) -> list[nn.Parameter]:
         """The unsharded parameters that autograd sees, bucket by bucket."""
         return [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]

@@ -1,4 +1,4 @@
-"""Ranks for tests: processes with a gloo group, started once for each world size and reused by every test.
+"""Ranks for tests: processes with a process group, started once for each world size and reused by every test.
 
 A test sends a module-level function; it runs on every rank as `fn(rank, world_size, *args)`, and the results come back in rank
 order. A rank that raises fails the test with its traceback; a rank that hangs is killed with its world after a time.
@@ -22,9 +22,9 @@ class RankError(AssertionError):
 
 
 class World:
-    """Processes of one world size."""
+    """Processes of one world size; with the backend "nccl" rank i has GPU i."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str) -> None:
         _context.set_forkserver_preload(["tests.on_torch.preload"])
         os.environ["OMP_NUM_THREADS"] = "1"
         with socket.socket() as probe:
@@ -34,7 +34,7 @@ class World:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            process = _context.Process(target=_serve, args=(theirs, rank, world_size, port, backend), daemon=True)
             process.start()
             theirs.close()
             self.connections.append(ours)
@@ -64,21 +64,30 @@ class World:
 
 
 class Ranks:
-    """Worlds by size, each started when first asked for."""
+    """Worlds by size and backend, each started when first asked for."""
 
     def __init__(self) -> None:
-        self._worlds: dict[int, World] = {}
+        self._worlds: dict[tuple[int, str], World] = {}
 
-    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+    def run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        seconds: float = TIMEOUT_SECONDS,
+        backend: str = "gloo",
+    ) -> list[Any]:
         """Run `fn(rank, world_size, *args)` on every rank; results in rank order."""
-        world = self._worlds.setdefault(world_size, None) or World(world_size)  # type: ignore[arg-type]
-        self._worlds[world_size] = world
+        key = (world_size, backend)
+        if key not in self._worlds:
+            self._worlds[key] = World(world_size, backend)
+        world = self._worlds[key]
         try:
             return world.run(fn, args, seconds)
         except (TimeoutError, EOFError, RankError):
             # Whatever its ranks were in the middle of, the next test gets a world that is whole.
             world.stop()
-            del self._worlds[world_size]
+            del self._worlds[key]
             raise
 
     def stop(self) -> None:
@@ -98,14 +107,16 @@ def started_ranks() -> Iterator[Ranks]:
         ranks.stop()
 
 
-def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
+def _serve(connection: Connection, rank: int, world_size: int, port: int, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     while True:
         try:
             fn, args = connection.recv()

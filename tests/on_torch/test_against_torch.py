@@ -29,7 +29,7 @@ def _torch_fsdp1(model, **options):
             sharding_strategy=ShardingStrategy[options["strategy"]],
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=options["use_orig_params"],
-            device_id=torch.device("cpu"),
+            device_id=next(model.parameters()).device,
         )
 
 
