@@ -7,7 +7,7 @@ Four things move apart and are therefore kept apart:
 - exposure: what the module shows its user. The sharded parameters, the full ones in use, or the full ones summoned.
 - activity: what the unit is doing. Nothing, its forward, or its backward.
 
-The table at the end is the whole law. An engine holds one `UnitState`, asks `state.after(move, unit)` and gets the next one,
+`_follow` is the whole law, and `_TRANSITIONS` its table. An engine holds one `UnitState`, asks `state.after(move, unit)` and gets the next one,
 or a StateError that names the unit, the state and the move.
 """
 
@@ -180,6 +180,13 @@ def states() -> tuple[UnitState, ...]:
     return tuple(UnitState(*s) for s in every if not (s[0] == Residency.SHARD and s[1] == Freshness.STALE))
 
 
-_TRANSITIONS: dict[UnitState, dict[Move, UnitState]] = {
-    state: {move: following for move in Move if (following := _follow(state, move)) is not None} for state in states()
-}
+def _table() -> dict[UnitState, dict[Move, UnitState]]:
+    # One object a state, so that looking a state up compares identities and engines can afford to ask at every move.
+    known = {state: state for state in states()}
+    return {
+        state: {move: known[following] for move in Move if (following := _follow(state, move)) is not None}
+        for state in known
+    }
+
+
+_TRANSITIONS = _table()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from crossframe.errors import ParamError
 from torch_backend.slots import OwnedParam
@@ -230,7 +231,9 @@ class DTensorExposure:
         self._store, self._leaves = store, leaves
         self._places = list(_registrations(owned))
         self._local_shapes = [store.layout.shard_shape(i, rank) for i in range(len(owned))]  # type: ignore[attr-defined]
-        self._mesh = mesh
+        self._specs = [
+            DTensorSpec(mesh, (Shard(0),), TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)) for leaf in leaves
+        ]
         self.params = [
             nn.Parameter(self._dtensor(i, piece), requires_grad=owned[i].spec.requires_grad)
             for i, piece in enumerate(store.pieces)
@@ -239,11 +242,7 @@ class DTensorExposure:
 
     def _dtensor(self, i: int, piece: Tensor) -> DTensor:
         """Parameter i (or its gradient) from the elements that this rank holds of it; they are aliased, not copied."""
-        shape = torch.Size(self._store.layout.params[i].shape)
-        with torch.no_grad():
-            local = piece.view(self._local_shapes[i])
-            stride = torch.empty(shape, device="meta").stride()
-            return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return DTensor(piece.view(self._local_shapes[i]), self._specs[i], requires_grad=False)  # type: ignore[call-arg]
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
         for i, owner, attribute in self._places:

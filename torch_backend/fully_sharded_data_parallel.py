@@ -204,13 +204,15 @@ class FullyShardedDataParallel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; while parameters are summoned, without the names that wrapping added."""
+        summoned = self._summoned
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (canonical_name(name) if self._summoned else name), param
+            yield (canonical_name(name) if summoned else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As of any module; while parameters are summoned, without the names that wrapping added."""
+        summoned = self._summoned
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (canonical_name(name) if self._summoned else name), buffer
+            yield (canonical_name(name) if summoned else name), buffer
 
     @property
     def _summoned(self) -> bool:
