@@ -56,22 +56,22 @@ def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
         reason=decisive["reason"] if decisive else "",
         where=parted[0] if parted else None,
         bounds=[bounds_for(pair["dtype"]) for pair in report["pairs"]],
-        sections=[(one, _loss_chart(one), _difference_chart(one)) for one in series],
+        sections=[(one, _loss_chart(one, i), _difference_chart(one, i)) for i, one in enumerate(series)],
         zero_gradient=sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}),
         columns=columns,
         collectives=[(kind, [report["trace"][column][kind] for column in columns]) for kind in COLLECTIVES if columns],
     )
 
 
-def _loss_chart(one: PairSeries) -> str:
+def _loss_chart(one: PairSeries, number: int) -> str:
     lines = [
         Line(words.display(one.a), tuple(enumerate(one.losses_a)), "first"),
         Line(words.display(one.b), tuple(enumerate(one.losses_b)), "second", dashed=True),
     ]
-    return line_chart(lines, y_label="mean loss over ranks")
+    return line_chart(lines, name=f"losses {number}", y_label="mean loss over ranks")
 
 
-def _difference_chart(one: PairSeries) -> str | None:
+def _difference_chart(one: PairSeries, number: int) -> str | None:
     if not one.loss_differences:
         return None
     lines = [
@@ -84,7 +84,7 @@ def _difference_chart(one: PairSeries) -> str | None:
             Limit("bound on losses", one.bounds.loss, "first", above=False),
             Limit("bound on parameters", one.bounds.parameter, "second", above=True),
         ]
-    return line_chart(lines, y_label="relative difference", limits=limits, log=True)
+    return line_chart(lines, name=f"differences {number}", y_label="relative difference", limits=limits, log=True)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,21 +1,42 @@
 """Line charts as inline SVG: colours come from the page's style sheet, so that light and dark both fit."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from io import StringIO
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-WIDTH, HEIGHT = 520, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# A phone shows a chart a little smaller than this many pixels, a desktop a little larger.
+WIDTH, HEIGHT = 420, 250
 _MARKED = 15
-_HOVERED = 300
+_TICKS = 5
+# What matplotlib draws with, and the variable of the style sheet that takes its place.
+_COLOURS = {"first": "#1f6fd0", "second": "#c8560c", "soft": "#5b6570", "line": "#dfe3e8"}
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 12,
+    "figure.constrained_layout.use": True,
+    "axes.axisbelow": True,
+    "grid.color": _COLOURS["line"],
+    "lines.markersize": 5,
+    "lines.dashed_pattern": (5, 4),
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
+    **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), _COLOURS["soft"]),
+    **{f"{axis}tick.major.size": 0 for axis in "xy"},
+    "xtick.major.pad": 9,
+}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. `style` is a class of the style sheet ("first", "second"); `dashed` lets what lies beneath shine through."""
+    """One curve. `style` is a colour of the style sheet ("first", "second"); `dashed` lets what lies beneath shine through."""
 
     label: str
     points: tuple[tuple[int, float], ...]
@@ -33,108 +54,77 @@ class Limit:
     above: bool
 
 
-@dataclass(frozen=True)
-class _Axes:
-    x_low: float
-    x_high: float
-    y_low: float
-    y_high: float
-    log: bool
-
-    def x(self, step: float) -> float:
-        return LEFT + (step - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        at = math.log10(max(value, 10.0**self.y_low)) if self.log else value
-        return HEIGHT - BOTTOM - (at - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
-
-
-def line_chart(lines: Sequence[Line], *, y_label: str, limits: Sequence[Limit] = (), log: bool = False) -> Markup:
+def line_chart(
+    lines: Sequence[Line], *, name: str, y_label: str, limits: Sequence[Limit] = (), log: bool = False
+) -> Markup:
     """A chart over steps.
 
     Args:
-        log: logarithmic in y. A value of 0 is then drawn on the lower edge.
+        name: no other chart of the page has it; the ids inside the chart derive from it.
+        log: logarithmic in y, and at the lower edge 0.
         limits: horizontal lines; they are always inside the chart.
 
     Values that are not finite interrupt a line.
     """
-    axes = _axes(lines, limits, log)
-    parts = [*_grid(axes), *(_limit(limit, axes) for limit in limits)]
+    # Imported when a page is written: this is slow, and the command line is to start at once.
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    text = StringIO()
+    with style.context(["default", _STYLE | {"svg.hashsalt": name}]):
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+        axes = figure.subplots()
+        _draw(axes, lines, limits)
+        if log:
+            _logarithmic(
+                axes, [value for line in lines for _, value in line.points] + [limit.value for limit in limits]
+            )
+        figure.savefig(text, format="svg", transparent=True)
+    # The page has a head of its own for a chart, and a font. The ids of groups are the same in every chart.
+    body = re.sub(r'(?<=<g) id="[^"]*"| font-family: [^;"]*;', "", text.getvalue().partition("</defs>")[2])
+    for variable, colour in _COLOURS.items():
+        body = body.replace(colour, f"var(--{variable})")
+    about = escape(f"{y_label} over steps: {', '.join(line.label for line in lines)}")
+    return Markup(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{about}">{body}')
+
+
+def _draw(axes: "Axes", lines: Sequence[Line], limits: Sequence[Limit]) -> None:
     for line in lines:
-        parts.append(_curve(line, axes))
-    names = ", ".join(line.label for line in lines)
-    return Markup(
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{y_label} over steps: {names}")}">'
-        f'{"".join(parts)}<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" '
-        f'text-anchor="middle">step</text></svg>'
-    )
-
-
-def _axes(lines: Sequence[Line], limits: Sequence[Limit], log: bool) -> _Axes:
+        axes.plot(
+            [step for step, _ in line.points],
+            [value if math.isfinite(value) else math.nan for _, value in line.points],
+            color=_COLOURS[line.style],
+            linestyle="dashed" if line.dashed else "solid",
+            marker="o" if len(line.points) <= _MARKED else "",
+            clip_on=False,
+        )
+    for limit in limits:
+        axes.axhline(limit.value, color=_COLOURS[limit.style], linestyle="dotted", clip_on=False)
+        axes.annotate(
+            limit.label,
+            (1, limit.value),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 4 if limit.above else -4),
+            textcoords="offset points",
+            color=_COLOURS[limit.style],
+            horizontalalignment="right",
+            verticalalignment="bottom" if limit.above else "top",
+        )
+    axes.grid(axis="y", clip_on=False)
     steps = [step for line in lines for step, _ in line.points] or [0]
-    values = [value for line in lines for _, value in line.points if math.isfinite(value)]
-    if log:
-        exponents = [math.log10(value) for value in [*values, *(limit.value for limit in limits)] if value > 0] or [0.0]
-        low, high = math.floor(min(exponents)), math.ceil(max(exponents))
-        # A decade of air above the bound and below the noise: neither touches an edge.
-        return _Axes(min(steps), max(max(steps), min(steps) + 1), low - 1, high + 1, True)
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return _Axes(min(steps), max(max(steps), min(steps) + 1), low - air, high + air, False)
+    axes.set_xlim(min(steps), max(max(steps), min(steps) + 1))
+    axes.set_xlabel("step")
+    axes.locator_params(axis="x", nbins=6, integer=True)
+    axes.locator_params(axis="y", nbins=_TICKS)
 
 
-def _grid(axes: _Axes) -> list[str]:
-    parts = []
-    for value in _ticks(axes.y_low, axes.y_high, 5, whole=axes.log):
-        y = axes.y(10.0**value if axes.log else value)
-        text = _exponent(round(value)) if axes.log else f"{value:g}"
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
-        )
-    for step in _ticks(axes.x_low, axes.x_high, 6, whole=True):
-        parts.append(
-            f'<text class="tick" x="{axes.x(step):.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{step:.0f}</text>'
-        )
-    return parts
-
-
-def _exponent(power: int) -> str:
-    return f'10<tspan class="power" dy="-5">{power}</tspan>'.replace(">-", ">&minus;")
-
-
-def _ticks(low: float, high: float, at_most: int, *, whole: bool) -> list[float]:
-    """Round numbers inside a range: multiples of 1, 2 or 5 times a power of ten."""
-    size = 10.0 ** math.floor(math.log10((high - low) / at_most))
-    size = next(size * k for k in (1, 2, 5, 10, 20) if (high - low) / (size * k) <= at_most)
-    if whole:
-        size = max(1.0, round(size))
-    first, count = math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9)
-    return [round(i * size, 12) for i in range(first, count + 1)]
-
-
-def _limit(limit: Limit, axes: _Axes) -> str:
-    y = axes.y(limit.value)
-    return (
-        f'<line class="limit {limit.style}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text class="note {limit.style}" x="{WIDTH - RIGHT}" y="{y + (-5 if limit.above else 15):.1f}" text-anchor="end">'
-        f"{escape(limit.label)}</text>"
-    )
-
-
-def _curve(line: Line, axes: _Axes) -> str:
-    path, begun = [], False
-    for step, value in line.points:
-        if math.isfinite(value):
-            path.append(f"{'L' if begun else 'M'}{axes.x(step):.1f},{axes.y(value):.1f}")
-        begun = math.isfinite(value)
-    # Many dots would hide the curve beneath: they are then there for the pointer alone.
-    hidden = " hover" if len(line.points) > _MARKED else ""
-    dots = [
-        f'<circle class="{line.style}{hidden}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="3.5">'
-        f"<title>{escape(line.label)}, step {step}: {value:.6g}</title></circle>"
-        for step, value in line.points
-        if math.isfinite(value) and len(line.points) <= _HOVERED
-    ]
-    dash = " dashed" if line.dashed else ""
-    return f'<path class="curve {line.style}{dash}" d="{"".join(path)}"/>{"".join(dots)}'
+def _logarithmic(axes: "Axes", values: Sequence[float]) -> None:
+    """Between the decades around all that is drawn, and one more on top; below them is room for 0, on the lower edge."""
+    exponents = [math.log10(value) for value in values if 0 < value < math.inf] or [0.0]
+    low, high = math.floor(min(exponents)), math.ceil(max(exponents)) + 1
+    stride = math.ceil((high - low) / _TICKS)
+    axes.set_yscale("symlog", linthresh=10.0**low, linscale=stride)
+    axes.set_ylim(0, 10.0**high)
+    ticks = range(low, high + 1, stride)
+    axes.set_yticks([0, *(10.0**tick for tick in ticks)], labels=["0", *(f"1e{tick:+03d}" for tick in ticks)])
+    axes.set_yticks([], minor=True)

@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -88,10 +90,31 @@ def test_the_page_is_whole_and_needs_no_network(tmp_path):
     tags = Tags(text)
     assert tags.open == []
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in tags.found}
-    assert not [attrs for _, attrs in tags.found if {"src", "href", "style", "onload"} & set(attrs)]
+    assert not [attrs for _, attrs in tags.found if {"src", "href", "onload"} & set(attrs)]
     assert "url(" not in text
     assert "@import" not in text
     assert "prefers-color-scheme: dark" in text
+
+
+def test_charts_of_one_page_share_no_ids_and_bring_no_colours(tmp_path):
+    report, series = report_of([pair(tmp_path / "1", rounded), pair(tmp_path / "2", rounded)])
+    text = write_report(tmp_path, report, series).read_text()
+    found = Tags(text).found
+    ids = [attrs["id"] for _, attrs in found if "id" in attrs]
+    used = {attrs["xlink:href"] for _, attrs in found if "xlink:href" in attrs}
+    assert len(ids) == len(set(ids)) == 8  # a marker for each curve
+    assert used == {f"#{name}" for name in ids}
+    charts = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", charts)) == {
+        *("none", "var(--first)", "var(--second)", "var(--soft)", "var(--line)")
+    }
+    again = write_report(tmp_path / "again", report, series).read_text()
+    assert again == text
+
+
+def test_the_command_line_starts_without_what_draws():
+    code = "import sys, experiments.cli; sys.exit('matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_comes_from_a_recording_is_escaped(tmp_path):
@@ -197,23 +220,40 @@ def test_a_damaged_recording_is_no_report(tmp_path):
         report_of([(a, b)])
 
 
+def path_of(chart, *style):
+    """The points of the one path that is drawn so, and how often it begins anew."""
+    paths = re.findall(r'<path d="([^"]*)"[^>]*style="fill: none;([^"]*)"', chart)
+    (path,) = [path for path, seen in paths if all(part in seen for part in style)]
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", path)], path.count("M")
+
+
 def test_a_logarithmic_chart_holds_its_limit_and_its_zeros():
     chart = line_chart(
-        [Line("x", ((0, 0.0), (1, 1e-15), (2, float("inf")), (3, 1e-14)), "first")],
+        [Line("x", ((0, 0.0), (1, 1e-15), (2, float("inf")), (3, 1e-14), (4, 1e-13)), "first")],
+        name="chart",
         y_label="y",
-        limits=[Limit("bound", 1e-3, "first", above=True)],
+        limits=[Limit("bound", 1e-3, "second", above=True)],
         log=True,
     )
-    heights = [float(y) for y in re.findall(r'cy="([\d.]+)"', chart)]
+    curve, begun = path_of(chart, "var(--first)")
+    assert begun == 2  # interrupted where it is not finite
+    heights = [y for _, y in curve]
     assert heights == sorted(heights, reverse=True)
-    assert heights[0] == 300 - 40  # zero: on the lower edge
-    limit = float(re.search(r'class="limit first"[^>]*y1="([\d.]+)"', chart).group(1))
-    assert 14 < limit < heights[-1]
-    assert chart.count("M") == 2  # interrupted where it is not finite
+    decades = -np.diff(heights[1:])
+    assert decades == pytest.approx(np.full(2, decades[0]), rel=1e-4)  # a decade is a decade; six places are written
+    assert decades[0] > 5
+    (_, limit), _ = path_of(chart, "var(--second)", "dasharray")[0]
+    assert 0 < limit < heights[-1]
+    grid = [float(y) for y in re.findall(r"L \S+ (\S+) \n\"[^>]*var\(--line\)", chart)]
+    assert heights[0] == max(grid)  # zero: on the lower edge
+    labels = re.findall(r">([^<>]+)</text>", chart)
+    assert {"0", "1e-15", "bound", "step"} <= set(labels)
 
 
-@pytest.mark.parametrize("values", [(1.0,), (2.0, 2.0, 2.0), (0.0, 0.0)])
+@pytest.mark.parametrize("values", [(), (1.0,), (2.0, 2.0, 2.0), (0.0, 0.0), (float("nan"), float("inf"))])
 def test_a_chart_of_what_does_not_change(values):
     points = tuple(enumerate(values))
     for log in (False, True):
-        assert "nan" not in line_chart([Line("x", points, "first")], y_label="y", log=log)
+        chart = line_chart([Line("x", points, "first")], name="chart", y_label="y", log=log)
+        assert "nan" not in chart
+        assert "inf" not in chart
