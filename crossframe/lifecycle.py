@@ -7,8 +7,8 @@ Four things move apart and are therefore kept apart:
 - exposure: what the module shows its user. The sharded parameters, the full ones in use, or the full ones summoned.
 - activity: what the unit is doing. Nothing, its forward, or its backward.
 
-`_follow` is the whole law, and `_TRANSITIONS` its table. An engine holds one `UnitState`, asks `state.after(move, unit)` and gets the next one,
-or a StateError that names the unit, the state and the move.
+`_follow` is the whole law, and `_TRANSITIONS` its table. An engine holds one `UnitState`, asks `state.after(move, unit)` and
+gets the next one, or a StateError that names the unit, the state and the move.
 """
 
 import itertools
