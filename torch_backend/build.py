@@ -54,7 +54,7 @@ def build_unit(
         for members in groups.values()
     ]
     return Unit(
-        module,
+        type(module).__name__,
         buckets,
         communicator,
         reshard_after_forward=reshard_after_forward,

@@ -6,8 +6,9 @@ Three exposures, one a face and mode:
 - `OriginalExposure`: FSDP1 with them. The user's own parameters stay registered; sharded, each is the piece held here.
 - `DTensorExposure`: FSDP2. Sharded, a DTensor parameter; unsharded, the full leaf.
 
-During forward every module attribute yields the full leaf. Where the registered parameter must stay what it is, the leaf is put
-into the instance's `__dict__`, which attribute lookup reads before `_parameters`.
+While a unit computes, module attributes yield what it computes with, aliases of the full leaves (see [Note: anchors] in
+anchor.py). They are put into the instances' `__dict__`, which attribute lookup reads before `_parameters`, so that what is
+registered is another matter: the full leaves, but for a flat parameter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,11 +39,19 @@ class Exposure(Protocol):
     conceals_after_forward: bool
 
     def show_full(self) -> None:
-        """Attributes yield the leaves."""
+        """Full parameters are registered."""
         ...
 
     def show_sharded(self) -> None:
-        """Attributes and registration yield what is sharded."""
+        """What is sharded is registered, and attributes yield it."""
+        ...
+
+    def use(self, aliases: Sequence[Tensor]) -> None:
+        """Attributes yield `aliases`, in the layout's order."""
+        ...
+
+    def unuse(self) -> None:
+        """Attributes yield what is registered."""
         ...
 
     def summon(self) -> None:
@@ -81,46 +90,61 @@ def _registrations(owned: Sequence[OwnedParam]) -> Iterator[tuple[int, nn.Module
             yield i, module, attribute
 
 
-def _shadow(places: Sequence[tuple[int, nn.Module, str]], leaves: Sequence[Tensor]) -> None:
+def _shadow(places: Sequence[tuple[int, nn.Module, str]], aliases: Sequence[Tensor]) -> None:
     for i, module, attribute in places:
-        module.__dict__[attribute] = leaves[i]
+        module.__dict__[attribute] = aliases[i]
+
+
+def _unshadow(places: Sequence[tuple[int, nn.Module, str]]) -> None:
+    for _, module, attribute in places:
+        module.__dict__.pop(attribute, None)
 
 
 class FlatExposure:
-    """One flat parameter. Attributes always yield the leaves, which hold nothing while the unit is sharded."""
+    """One flat parameter. While the unit is not in use, attributes yield NaN in the parameters' shapes and dtypes: code may
+    ask a parameter for these at any time, and what reads values that are not here notices."""
 
     conceals_after_forward = True
 
     def __init__(self, module: nn.Module, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]):
         self._module, self._store, self._leaves = module, store, leaves
         self._places = list(_registrations(owned))
+        self._absent = [leaf.new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
         self.flat_param = FlatParameter(store.buffer, requires_grad=owned[0].spec.requires_grad)
         for _, owner, attribute in self._places:
             del owner._parameters[attribute]
-        _shadow(self._places, leaves)
         module.register_parameter(FLAT_PARAM, self.flat_param)
+        self.unuse()
 
     def show_full(self) -> None:
-        """Nothing to do."""
+        """The flat parameter stays registered."""
 
     def show_sharded(self) -> None:
-        """Nothing to do."""
+        """Attributes yield NaN."""
+        self.unuse()
+
+    def use(self, aliases: Sequence[Tensor]) -> None:
+        """Attributes yield `aliases`."""
+        _shadow(self._places, aliases)
+
+    def unuse(self) -> None:
+        """Attributes yield NaN."""
+        _shadow(self._places, self._absent)
 
     def summon(self) -> None:
         """The leaves become parameters, and the flat parameter none."""
         del self._module._parameters[FLAT_PARAM]
+        _unshadow(self._places)
         for i, owner, attribute in self._places:
-            del owner.__dict__[attribute]
             owner._parameters[attribute] = self._leaves[i]
 
     def dismiss(self) -> list[Tensor]:
         """Back to the flat parameter."""
-        current = [leaf.data for leaf in self._leaves]
-        for i, owner, attribute in reversed(self._places):
-            current[i] = _registered(owner, attribute).data
+        current = _left_by_user(self._places, self._leaves)
+        for _, owner, attribute in self._places:
             owner._parameters.pop(attribute, None)
-        _shadow(self._places, self._leaves)
         self._module._parameters[FLAT_PARAM] = self.flat_param
+        self.unuse()
         return current
 
     def adopt(self) -> None:
@@ -163,13 +187,21 @@ class OriginalExposure:
             param.data = piece
 
     def show_full(self) -> None:
-        """Attributes yield the leaves; registered stay the user's parameters."""
-        _shadow(self._places, self._leaves)
+        """Register the leaves."""
+        _register(self._places, self._leaves)
 
     def show_sharded(self) -> None:
-        """Attributes yield the user's parameters again."""
-        for _, owner, attribute in self._places:
-            owner.__dict__.pop(attribute, None)
+        """Register the user's parameters."""
+        self.unuse()
+        _register(self._places, self.params)
+
+    def use(self, aliases: Sequence[Tensor]) -> None:
+        """Attributes yield `aliases`."""
+        _shadow(self._places, aliases)
+
+    def unuse(self) -> None:
+        """Attributes yield what is registered."""
+        _unshadow(self._places)
 
     def summon(self) -> None:
         """The user's parameters hold the full values; gradients of pieces are put away meanwhile."""
@@ -179,8 +211,9 @@ class OriginalExposure:
             param.data = leaf.data
 
     def dismiss(self) -> list[Tensor]:
-        """The user's parameters are pieces again, with their gradients."""
-        current = [param.data for param in self.params]
+        """The user's parameters are pieces again, with their gradients, and are registered, whatever was put there."""
+        current = _left_by_user(self._places, self.params)
+        _register(self._places, self.params)
         self._point_at_pieces()
         for param, grad in zip(self.params, self._hidden_grads, strict=True):
             param.grad = grad
@@ -191,8 +224,8 @@ class OriginalExposure:
         """Any of the parameters may have been moved or assigned, or replaced by another object."""
         store = self._store
         for i, owner, attribute in self._places:
-            registered = _registered(owner, attribute)
-            if registered is not self.params[i]:
+            registered = owner._parameters.get(attribute)
+            if registered is not None and registered is not self.params[i]:
                 # load_state_dict(assign=True) put another object here; the user's own keeps its identity (R25).
                 self.params[i].data = registered.data
                 owner._parameters[attribute] = self.params[i]
@@ -244,35 +277,38 @@ class DTensorExposure:
         """Parameter i (or its gradient) from the elements that this rank holds of it; they are aliased, not copied."""
         return DTensor(piece.view(self._local_shapes[i]), self._specs[i], requires_grad=False)  # type: ignore[call-arg]
 
-    def _register(self, params: Sequence[nn.Parameter]) -> None:
-        for i, owner, attribute in self._places:
-            owner._parameters[attribute] = params[i]
-
     def show_full(self) -> None:
         """Register the leaves."""
-        self._register(self._leaves)
+        _register(self._places, self._leaves)
 
     def show_sharded(self) -> None:
         """Register the DTensor parameters."""
-        self._register(self.params)
+        self.unuse()
+        _register(self._places, self.params)
+
+    def use(self, aliases: Sequence[Tensor]) -> None:
+        """Attributes yield `aliases`."""
+        _shadow(self._places, aliases)
+
+    def unuse(self) -> None:
+        """Attributes yield what is registered."""
+        _unshadow(self._places)
 
     def summon(self) -> None:
-        """As for use."""
-        self._register(self._leaves)
+        """Register the leaves."""
+        _register(self._places, self._leaves)
 
     def dismiss(self) -> list[Tensor]:
         """Register the DTensor parameters again."""
-        current = [leaf.data for leaf in self._leaves]
-        for i, owner, attribute in self._places:
-            current[i] = _registered(owner, attribute).data
-        self._register(self.params)
+        current = _left_by_user(self._places, self._leaves)
+        _register(self._places, self.params)
         return current
 
     def adopt(self) -> None:
         """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
         for i, owner, attribute in self._places:
-            registered = _registered(owner, attribute)
-            if registered is not self.params[i]:
+            registered = owner._parameters.get(attribute)
+            if registered is not None and registered is not self.params[i]:
                 name = self._store.layout.params[i].name
                 if not isinstance(registered, DTensor):
                     raise ParamError(
@@ -296,6 +332,9 @@ class DTensorExposure:
                     param.grad = self._dtensor(i, part)
                 else:
                     param.grad._local_tensor.add_(part.view(self._local_shapes[i]))  # type: ignore[attr-defined]
+                # The user's hooks (an optimizer in the backward) wait for the reduced gradient, not for autograd's.
+                for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(param)
 
     def grads(self) -> list[Tensor | None]:
         """The local tensors of the DTensor gradients."""
@@ -309,18 +348,24 @@ class DTensorExposure:
     @property
     def version(self) -> int:
         """All of their local tensors'."""
-        return sum(param._local_tensor._version for param in self.params)  # type: ignore[attr-defined]
+        # An optimizer may bump the one or the other.
+        return sum(param._version + param._local_tensor._version for param in self.params)  # type: ignore[attr-defined]
 
 
-def _registered(owner: nn.Module, attribute: str) -> Tensor:
-    """What the user sees under a name now; replacing it by None or deleting it is refused."""
-    found = getattr(owner, attribute, None)
-    if not isinstance(found, Tensor):
-        raise ParamError(
-            f"parameter {attribute!r} of {type(owner).__name__} is gone: expected a tensor, got {found!r}; "
-            "edit its values instead of removing it"
-        )
-    return found
+def _register(places: Sequence[tuple[int, nn.Module, str]], params: Sequence[nn.Parameter]) -> None:
+    for i, owner, attribute in places:
+        owner._parameters[attribute] = params[i]
+
+
+def _left_by_user(places: Sequence[tuple[int, nn.Module, str]], shown: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The data that a user who was shown `shown` left behind: what replaced a parameter under any of its names counts, what
+    deleted one does not."""
+    current = [param.data for param in shown]
+    for i, owner, attribute in places:
+        registered = owner._parameters.get(attribute)
+        if registered is not None and registered is not shown[i]:
+            current[i] = registered.data
+    return current
 
 
 def _adopt(param: nn.Parameter, piece: Tensor, name: str) -> None:
@@ -335,6 +380,11 @@ def _copy_into(piece: Tensor, value: Tensor, name: str, shape: tuple[int, ...]) 
         raise ParamError(
             f"parameter {name}: its data was replaced outside summon_full_params; expected this rank's sharded shape "
             f"{shape}, got {tuple(value.shape)}; replace full values inside the context"
+        )
+    if value.dtype != piece.dtype or value.device != piece.device:
+        raise ParamError(
+            f"parameter {name}: expected {piece.dtype} on {piece.device}, as it was sharded, got {value.dtype} on "
+            f"{value.device}; convert or move the module before sharding it"
         )
     with torch.no_grad():
         piece.view(shape).copy_(value)

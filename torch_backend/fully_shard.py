@@ -1,6 +1,7 @@
 """The FSDP2 interface: `fully_shard`, which turns a module into an FSDPModule with DTensor parameters."""
 
 import functools
+import sys
 from typing import Any
 
 from torch import nn
@@ -23,10 +24,9 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait for the all-gather and register the full parameters. A second call does nothing."""
-        if self._unit.is_full:
-            self._unit.unshard("summon")
-            self._unit.expose()
+        """Wait for the all-gather and register the full parameters."""
+        self._unit.unshard("summon")
+        self._unit.expose()
 
 
 class FSDPModule(nn.Module):
@@ -51,6 +51,10 @@ class FSDPModule(nn.Module):
     def reshard(self) -> None:
         """Register the sharded parameters and free the full ones. Edits of the full ones are lost."""
         unit_of(self).reshard("summon")
+
+    def __deepcopy__(self, memo: dict) -> "FSDPModule":
+        """Refused: the copy would share neither hooks nor memory with its unit."""
+        raise UsageError("a sharded module cannot be copied; copy it before fully_shard")
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients. Without, they accumulate in full on each rank (R15)."""
@@ -108,11 +112,27 @@ def fully_shard(
     def before(inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return _schedule_of(inner, keeps_root).begin_forward(unit, args, kwargs)
 
-    def after(inner: nn.Module, args: Any, output: Any) -> Any:
-        return _schedule_of(inner, keeps_root).end_forward(unit, output)
+    def after(inner: nn.Module, args: Any, output: Any) -> None:
+        schedule = _schedule_of(inner, keeps_root)
+        # Called always: without an output and with an exception under way, the module has raised.
+        if output is None and sys.exc_info()[0] is not None:
+            schedule.abandon_forward(unit)
+        else:
+            schedule.end_forward(unit, output)
+
+    def show_sharded(inner: nn.Module, *_: Any) -> None:
+        unit.conceal()
+
+    def adopt(inner: nn.Module, _: Any) -> None:
+        for bucket in unit.buckets:
+            bucket.exposure.adopt()
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after)
+    module.register_forward_hook(after, always_call=True)
+    module.register_state_dict_pre_hook(show_sharded)
+    module.register_load_state_dict_pre_hook(show_sharded)
+    # At once, not at the next gather: an optimizer made in between must get the parameters that stay.
+    module.register_load_state_dict_post_hook(adopt)
     module.__class__ = _sharded_class(type(module))
     return module
 

@@ -114,6 +114,8 @@ class FullyShardedDataParallel(nn.Module):
         )
         self.add_module(WRAPPED, module)
         self.register_state_dict_pre_hook(_refuse_sharded_state_dict)
+        self.register_state_dict_post_hook(_strip_wrapper)
+        self.register_load_state_dict_pre_hook(_add_wrapper)
 
     @property
     def module(self) -> nn.Module:
@@ -141,7 +143,8 @@ class FullyShardedDataParallel(nn.Module):
         except BaseException:
             schedule.abandon_forward(unit)
             raise
-        return schedule.end_forward(unit, output)
+        schedule.end_forward(unit, output)
+        return output
 
     def _begin_as_root(self) -> Schedule:
         unit_of(self).reshard_after_forward = False  # R13
@@ -162,6 +165,16 @@ class FullyShardedDataParallel(nn.Module):
             return [wrapper for _, wrapper in found]
         inner = {id(w) for _, outer in found for w in outer.modules() if w is not outer}
         return [wrapper for _, wrapper in found if id(wrapper) not in inner]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; full gradients that accumulated under `no_sync` are forgotten too."""
+        super().zero_grad(set_to_none)
+        for wrapper in self.fsdp_modules(self):
+            unit_of(wrapper).drop_grads()
+
+    def __deepcopy__(self, memo: dict) -> "FullyShardedDataParallel":
+        """Refused: the copy would share neither hooks nor memory with its units."""
+        raise UsageError("a FullyShardedDataParallel cannot be copied; copy the module before wrapping it")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -251,3 +264,21 @@ def _refuse_sharded_state_dict(module: nn.Module, prefix: str, keep_vars: bool) 
             f"state_dict of the sharded unit {unit_of(module).name!r} would hold this rank's shards under the names of full "
             "parameters; call it inside FullyShardedDataParallel.summon_full_params(module, writeback=False)"
         )
+
+
+def _strip_wrapper(module: nn.Module, state: dict, prefix: str, local_metadata: dict) -> None:
+    """Names in a state dict are those of the module without wrappers."""
+    for key in [key for key in state if key.startswith(f"{prefix}{WRAPPED}.")]:
+        state[prefix + key.removeprefix(f"{prefix}{WRAPPED}.")] = state.pop(key)
+
+
+def _add_wrapper(module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
+    """The inverse, for loading."""
+    assert isinstance(module, FullyShardedDataParallel)
+    if not module._summoned:
+        raise UsageError(
+            f"load_state_dict into the sharded unit {unit_of(module).name!r}: call it inside "
+            "FullyShardedDataParallel.summon_full_params(module), where parameters have their full shapes"
+        )
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}{WRAPPED}.{key.removeprefix(prefix)}"] = state.pop(key)

@@ -41,30 +41,35 @@ class GatherBuffer:
 
     def start(self, shard: Tensor, communicator: Communicator, *, unit: str, phase: str) -> None:
         """Allocate and issue the all-gather; the leaves may be read after `finish`."""
-        self.full.untyped_storage().resize_(self._num_bytes)
         shard = shard.detach()
         if shard.dtype != self.full.dtype:
             shard = shard.to(self.full.dtype)
-        gathered = self.full
-        if not self.layout.contiguous:
+        if self.layout.contiguous:
+            gathered = self.full
+            self.full.untyped_storage().resize_(self._num_bytes)
+        else:
             gathered = self._landing = torch.empty(self.layout.gathered_numel, dtype=shard.dtype, device=shard.device)
         self._work = communicator.all_gather(gathered, shard, unit=unit, phase=phase)
 
     def finish(self) -> None:
         """Wait for the all-gather and put every parameter in its place."""
-        if self._work is None:
-            return
-        self._work.wait()
-        self._work = None
+        self._wait()
         if self._landing is not None:
+            self.full.untyped_storage().resize_(self._num_bytes)
             table = self._landing.view(self._world_size, -1)
             widths = [column.width for column in self.layout.columns]
             torch.split_with_sizes_copy(table, widths, dim=1, out=self._targets)
             self._landing = None
 
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
     def free(self) -> None:
         """Give the memory back. The leaves keep their shapes and hold nothing."""
-        self.finish()
+        self._wait()
+        self._landing = None
         storage = self.full.untyped_storage()
         if storage.resizable():
             storage.resize_(0)

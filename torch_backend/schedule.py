@@ -2,12 +2,16 @@
 
 The course of a step for one unit:
 
-- before its forward: gather (unless prefetched), expose;
+- before its forward: gather (unless prefetched), expose, and put an anchor before its parameters;
 - after it: conceal and free where it reshards after forward, and hook the outputs;
 - when the first gradient of an output arrives: gather, and prefetch the unit that ran before it (R16);
-- when the last of its leaves has its gradient: free, and reduce. The reduction before it is finished first, so that at most one
-  is under way while the next unit computes;
-- at the end of backward: reduce what is left (units with unused parameters, R29), finish, forget the order.
+- when the anchor is reached: free, and reduce. The reduction before it is finished first, so that at most one is under way
+  while the next unit computes;
+- at the end of backward: reduce what is left, finish, forget.
+
+[Note: order of reductions] Every rank must issue the same reductions in the same order, also where ranks leave different
+parameters unused and autograd reaches the units in other orders (R29). A unit therefore waits, once it is done, for
+those units that began their forward after it and are in their backward; what is left is reduced at the end in that same order.
 
 [Note: streams] Collectives are issued asynchronously. On CUDA, NCCL runs them on a stream of its own that first waits for the
 stream that issued them, and `Work.wait()` makes that stream wait in turn, not the host. All full memory is allocated and freed on
@@ -15,7 +19,8 @@ the compute stream, after such a wait: the caching allocator may reuse it at onc
 own. Both overlap with compute by the same code.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -26,6 +31,10 @@ from crossframe.errors import UsageError
 from crossframe.lifecycle import Activity, Move
 from torch_backend.agreement import check_agreement
 from torch_backend.unit import Unit
+
+
+# What a module may return without anything to differentiate in it.
+_WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, tuple, list, Mapping, Set)
 
 
 class Schedule:
@@ -52,147 +61,192 @@ class Schedule:
                     f"unit {name!r} has already run on its own, as a root; run the forward of the outermost sharded "
                     "module first, so that its units are scheduled together"
                 )
-            unit.place(name)
+        check_agreement(named_units, face)
         self.units = [unit for _, unit in named_units]
         self.root = self.units[0]
-        check_agreement(self.units, face)
-        for unit in self.units:
+        for name, unit in named_units:
+            unit.place(name)
             unit.schedule = self
         self._backward_prefetch = backward_prefetch
-        self._forward_order: list[Unit] = []
-        self._position: dict[Unit, int] = {}
+        # Units in the order in which their forwards began, and ended.
+        self._begun: dict[Unit, None] = {}
+        self._ended: dict[Unit, int] = {}
+        # Units that were begun and are not reduced yet, the last one first; and those of them whose backward is done.
+        self._waiting: list[Unit] = []
+        self._done: set[Unit] = set()
         self._reducing: Unit | None = None
-        self._final_callback_queued = False
+        self._in_backward = False
+
+    @property
+    def _within_autograd(self) -> bool:
+        """Whether autograd is running now: a forward inside it is one that activation checkpointing computes again."""
+        return torch._C._current_graph_task_id() != -1
+
+    # Forward
 
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device."""
-        if unit is self.root and not self._recomputing:
+        if unit is self.root and not self._within_autograd:
             self._begin_step()
             args, kwargs = _moved((args, kwargs), unit.device)
+        if unit.state.activity == Activity.BACKWARD:  # computed again, with what its backward holds
+            unit.begin_backward()
+            return args, kwargs
         if unit.state.activity == Activity.IDLE:
             unit.move(Move.BEGIN_FORWARD)
-        unit.unshard("forward" if unit.state.activity == Activity.FORWARD else "backward")
+        unit.unshard("forward")
         unit.expose()
+        unit.begin_use()
+        self._begun.setdefault(unit)
+        if not unit.trained and torch.is_grad_enabled():
+            self._free_after_inputs(unit, (args, kwargs))
         return args, kwargs
 
     def _begin_step(self) -> None:
+        for unit in self.units:
+            if unit.summoned:
+                unit.move(Move.BEGIN_FORWARD)  # refused, and the message says what to do
         if any(unit.state.activity != Activity.IDLE for unit in self.units):
             self.reset()
-        self._forget_order()
+        self._begun.clear()
+        self._ended.clear()
         for unit in self.units:
             unit.notice_edits()
 
-    @property
-    def _recomputing(self) -> bool:
-        """Whether a forward runs inside a backward, as activation checkpointing makes it."""
-        return torch._C._current_graph_task_id() != -1
+    def _free_after_inputs(self, unit: Unit, inputs: Any) -> None:
+        """A frozen unit has no anchor: its backward is over once its inputs have their gradients."""
+        tensors = [tensor for tensor in _tensors_in(inputs) if tensor.requires_grad]
+        if tensors:
+            torch.autograd.graph.register_multi_grad_hook(tensors, lambda _grads: self._free(unit))
 
-    def end_forward(self, unit: Unit, output: Any) -> Any:
-        """Reshard a unit that has computed, and watch for the gradient of its output. Returns the output to pass on."""
-        if unit.state.activity != Activity.FORWARD:  # recomputed within its backward: that will reshard it
-            return output
+    def end_forward(self, unit: Unit, output: Any) -> None:
+        """Reshard a unit that has computed, and watch for the gradient of its output."""
+        if unit.state.activity != Activity.FORWARD:  # computed again within its backward: that will reshard it
+            return
         unit.move(Move.END_FORWARD)
-        if unit not in self._position:
-            self._position[unit] = len(self._forward_order)
-            self._forward_order.append(unit)
+        unit.end_use()
+        self._ended.setdefault(unit, len(self._ended))
         if unit.reshard_after_forward:
             unit.reshard("forward")
         elif all(bucket.exposure.conceals_after_forward for bucket in unit.buckets):
             unit.conceal()
-        return self._watch(unit, output)
+        if torch.is_grad_enabled():
+            self._watch(unit, output)
+
+    def _watch(self, unit: Unit, output: Any) -> None:
+        tensors = list(_tensors_in(output))
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _grad: self.begin_backward(unit))
+        opaque = not tensors and not isinstance(output, _WITHOUT_TENSORS)
+        if opaque and unit.trained and unit.reshard_after_forward:
+            raise UsageError(
+                f"unit {unit.name!r} returned a {type(output).__name__}, in which no tensor can be seen, so that its "
+                "backward would begin unnoticed, without its parameters; return tensors, as they are or in a tuple, list, "
+                "dict, set or dataclass"
+            )
 
     def abandon_forward(self, unit: Unit) -> None:
         """The module raised in its forward. Outermost, everything is brought back; inside, just this unit, since a module
         around it may catch the exception and go on (R17)."""
-        if unit is self.root and not self._recomputing:
+        if unit is self.root and not self._within_autograd:
             self.reset()
         elif unit.state.activity == Activity.FORWARD:
             unit.move(Move.END_FORWARD)
             unit.reshard("forward")
 
-    def _watch(self, unit: Unit, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return output
+    # Backward
 
-        def hook(grad: Tensor) -> None:
-            self._begin_backward(unit)
-
-        if isinstance(output, Tensor):
-            if output.requires_grad:
-                output.register_hook(hook)
-            return output
-        leaves, tree = tree_flatten(output)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(hook)
-        return tree_unflatten(leaves, tree)
-
-    def _begin_backward(self, unit: Unit) -> None:
+    def begin_backward(self, unit: Unit) -> None:
         """A gradient of the unit's output has arrived."""
-        self._queue_final_callback()
-        if unit.state.activity != Activity.BACKWARD:
-            unit.move(Move.BEGIN_BACKWARD)
-        unit.unshard("backward")
-        if self._backward_prefetch:
-            position = self._position.get(unit, 0)
-            if position > 0:
-                self._forward_order[position - 1].gather("backward")
+        self._join_backward()
+        unit.begin_backward()
+        position = self._ended.get(unit, 0)
+        if self._backward_prefetch and position > 0:
+            before = list(self._ended)[position - 1]
+            if before.state.activity == Activity.IDLE and not before.summoned:
+                before.gather("backward")
 
-    def _queue_final_callback(self) -> None:
-        if not self._final_callback_queued:
-            self._final_callback_queued = True
+    def _join_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._waiting = list(reversed(self._begun))
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
-    def grads_ready(self, unit: Unit) -> None:
-        """Every leaf of the unit that takes a gradient has it: free and reduce."""
-        self._queue_final_callback()
-        self._end_unit(unit)
-
-    def _end_unit(self, unit: Unit) -> None:
-        if unit.reduces or not unit.keeps_full_unreduced:
-            unit.reshard("backward")
+    def backward_done(self, unit: Unit) -> None:
+        """The unit's anchor was reached: free its full parameters and reduce its gradients as soon as it is its turn."""
+        self._free(unit)
         if unit.reduces:
-            self._reduce(unit)
+            self._done.add(unit)
+            if unit not in self._waiting:  # it ran in an earlier step of several that share one backward
+                self._waiting.insert(0, unit)
+            self._reduce_in_turn()
+
+    def _free(self, unit: Unit) -> None:
+        if unit.state.activity == Activity.BACKWARD and (unit.reduces or not unit.keeps_full_unreduced):
+            unit.reshard("backward")
+
+    def _reduce_in_turn(self) -> None:
+        """See [Note: order of reductions]."""
+        for unit in list(self._waiting):
+            if unit in self._done:
+                self._done.discard(unit)
+                self._waiting.remove(unit)
+                self._reduce(unit)
+            elif unit.state.activity == Activity.BACKWARD and unit.trained:
+                return
 
     def _reduce(self, unit: Unit) -> None:
-        if not any(leaf.grad is not None for leaf in unit.leaves):
-            return
+        if unit.has_grads:
+            self._finish_reduction()
+            unit.start_reduction()
+            self._reducing = unit
+
+    def _finish_reduction(self) -> None:
         if self._reducing is not None:
             self._reducing.finish_reduction()
             self._reducing = None
-        unit.start_reduction()
-        self._reducing = unit
 
     def _end_backward(self) -> None:
-        """The last thing in a backward."""
-        self._final_callback_queued = False
-        for unit in reversed(self.units):
-            if unit.state.activity == Activity.BACKWARD or unit.is_full:
-                self._end_unit(unit)
-            if unit.state.activity == Activity.BACKWARD:
-                unit.move(Move.END_BACKWARD)
-            unit.reset_ready()
-        if self._reducing is not None:
-            self._reducing.finish_reduction()
-            self._reducing = None
-        self._forget_order()
+        """The last thing in a backward. A unit in its forward called for a backward within it, and is left alone."""
+        late = [unit for unit in reversed(self.units) if unit not in self._waiting]
+        for unit in (*self._waiting, *late):
+            if unit.state.activity == Activity.FORWARD:
+                continue
+            if unit.reduces:
+                self._reduce(unit)
+            if unit.reduces or not unit.keeps_full_unreduced:
+                unit.reshard("backward")
+            unit.end_backward()
+        self._finish_reduction()
+        self._leave_backward()
 
-    def _forget_order(self) -> None:
-        self._forward_order.clear()
-        self._position.clear()
+    def _leave_backward(self) -> None:
+        self._in_backward = False
+        self._waiting = []
+        self._done.clear()
+
+    # After an exception
 
     def reset(self) -> None:
         """Bring every unit back to its shard after an exception in forward or backward (R17)."""
         self._reducing = None
-        self._final_callback_queued = False
-        self._forget_order()
+        self._leave_backward()
+        self._begun.clear()
+        self._ended.clear()
         for unit in self.units:
             unit.reset()
 
-    def reset_if_abandoned(self) -> None:
-        """Reset if a forward or backward was begun, never ended, and is not under way now."""
-        if not self._recomputing and any(unit.state.activity == Activity.BACKWARD for unit in self.units):
+    def check_summon(self) -> None:
+        """Raise StateError if the user cannot be shown full parameters now, since a forward or backward is under way (R18).
+
+        A backward that was begun and is not under way ended in an exception: then all units are reset first.
+        """
+        if self._in_backward and not self._within_autograd:
             self.reset()
+        for unit in self.units:
+            if unit.state.activity:
+                unit.move(Move.SUMMON)
 
 
 def _moved(inputs: Any, device: torch.device | None) -> Any:
@@ -201,3 +255,18 @@ def _moved(inputs: Any, device: torch.device | None) -> Any:
         return inputs
     leaves, tree = tree_flatten(inputs)
     return tree_unflatten([leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's inputs or output: also inside dicts, sequences, sets and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple | Set):
+        for item in value:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name, None))

@@ -37,15 +37,17 @@ class ShardStore:
         Raises:
             ParamError: a parameter of another shape.
         """
-        for copy in self._copies:
-            spec, value = self.layout.params[copy.index], full[copy.index]
+        # All of them first, whether a piece lies here or not: a refusal changes nothing, and every rank refuses alike.
+        for spec, value in zip(self.layout.params, full, strict=True):
             if tuple(value.shape) != spec.shape:
                 raise ParamError(
                     f"parameter {spec.name!r}: expected the unsharded shape {spec.shape}, got {tuple(value.shape)}; "
                     "write into the parameter instead of replacing it, or replace it with the same shape"
                 )
-            with torch.no_grad():
-                self.pieces[copy.index].copy_(value.reshape(-1)[copy.param_start : copy.param_stop])
+        with torch.no_grad():
+            for copy in self._copies:
+                value = full[copy.index].reshape(-1)
+                self.pieces[copy.index].copy_(value[copy.param_start : copy.param_stop])
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from crossframe.errors import StateError
 from crossframe.layout import Layout
+from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
-from crossframe.lifecycle import Freshness, Move, Residency, UnitState
 from crossframe.params import ParamSpec
 from crossframe.trace import FREE, Event
+from torch_backend.anchor import anchored
 from torch_backend.collectives import Communicator, dtype_name
 from torch_backend.exposure import Exposure
 from torch_backend.gather import GatherBuffer
@@ -48,15 +50,14 @@ class Unit:
 
     def __init__(
         self,
-        module: nn.Module,
+        name: str,
         buckets: Sequence[Bucket],
         communicator: Communicator,
         *,
         reshard_after_forward: bool,
         keeps_full_unreduced: bool,
     ) -> None:
-        self.name = type(module).__name__
-        self.module = module
+        self.name = name
         self.buckets = list(buckets)
         self.communicator = communicator
         self.state = UnitState()
@@ -65,40 +66,27 @@ class Unit:
         self.keeps_full_unreduced = keeps_full_unreduced
         self.schedule: Schedule | None = None
         self._gathered_version = -1
+        # The unsharded parameters, bucket by bucket, and whether any of them takes a gradient.
+        self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
+        self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._shown = False
-        self._num_ready = 0
-        self._num_trained = 0
-        for leaf in self.leaves:
-            # Hooks can be put only on what takes a gradient; what is frozen now may be trained later.
-            frozen = not leaf.requires_grad
-            leaf.requires_grad_(True).register_post_accumulate_grad_hook(self._leaf_ready)
-            leaf.requires_grad_(not frozen)
+        self._aliases: list[Tensor] = []
+        # Full gradients that autograd has delivered and that wait for the reduction, one a leaf.
+        self._grads: list[Tensor | None] = [None] * len(self.leaves)
+        # How many forwards with an anchor have not come back, and in which backward the unit is.
+        self._uses = 0
+        self._task = -1
 
     @property
     def device(self) -> torch.device | None:
         """Where its parameters are; None if it has none."""
         return self.buckets[0].store.buffer.device if self.buckets else None
 
-    @property
-    def leaves(self) -> list[nn.Parameter]:
-        """The unsharded parameters that autograd sees, bucket by bucket."""
-        return [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
-
-    @property
-    def params(self) -> list[ParamSpec]:
-        """The parameters of all buckets."""
-        return [spec for bucket in self.buckets for spec in bucket.layout.params]
-
     def place(self, name: str) -> None:
         """Learn the path from the root, and name the parameters after it."""
         self.name = name
-        prefix = f"{name}." if name else ""
         for bucket in self.buckets:
-            specs = tuple(
-                replace(spec, name=prefix + spec.name, aliases=tuple(prefix + alias for alias in spec.aliases))
-                for spec in bucket.layout.params
-            )
-            layout = replace(bucket.layout, params=specs)  # type: ignore[type-var]
+            layout = replace(bucket.layout, params=named_below(name, bucket.layout.params))  # type: ignore[type-var]
             bucket.layout = bucket.store.layout = bucket.buffer.layout = bucket.grads.layout = layout
 
     def move(self, move: Move) -> None:
@@ -128,13 +116,36 @@ class Unit:
             bucket.buffer.finish()
 
     def expose(self) -> None:
-        """Let the module show the full parameters, for use."""
+        """Register the full parameters."""
         if self.state.exposure != Exposed.FULL:
             self.move(Move.EXPOSE)
             for bucket in self.buckets:
                 bucket.exposure.sync_requires_grad()
                 bucket.exposure.show_full()
-            self._num_trained = sum(leaf.requires_grad for leaf in self.leaves)
+            self.trained = any(leaf.requires_grad for leaf in self.leaves)
+
+    def begin_use(self) -> None:
+        """Let the module compute with the full parameters, behind a new anchor where gradients are wanted."""
+        self._aliases = anchored(self, self.leaves)
+        self._uses += torch.is_grad_enabled() and self.trained
+        self._put_aliases()
+
+    def resume_use(self) -> None:
+        """Let what is computed again within a backward have what the last forward had."""
+        if self._aliases:
+            self._put_aliases()
+
+    def _put_aliases(self) -> None:
+        start = 0
+        for bucket in self.buckets:
+            stop = start + len(bucket.buffer.leaves)
+            bucket.exposure.use(self._aliases[start:stop])
+            start = stop
+
+    def end_use(self) -> None:
+        """The module has computed."""
+        for bucket in self.buckets:
+            bucket.exposure.unuse()
 
     def conceal(self) -> None:
         """Let the module show the shards again."""
@@ -166,27 +177,67 @@ class Unit:
     def _shard_version(self) -> int:
         return sum(bucket.exposure.version for bucket in self.buckets)
 
-    def _leaf_ready(self, _leaf: Tensor) -> None:
-        """A leaf has accumulated its gradient; when all that take one have, the schedule frees and reduces the unit."""
-        self._num_ready += 1
-        if self._num_ready >= self._num_trained and self.schedule is not None:
-            self._num_ready = 0
-            self.schedule.grads_ready(self)
+    def begin_backward(self) -> None:
+        """A gradient has reached the unit: have the full parameters, also for what is computed again."""
+        if self.state.activity != Activity.BACKWARD:
+            self.move(Move.BEGIN_BACKWARD)
+            self._task = torch._C._current_graph_task_id()
+        self.unshard("backward")
+        if self.state.exposure != Exposed.FULL:
+            self.expose()
+            self.resume_use()
 
-    def reset_ready(self) -> None:
-        """Forget which leaves are ready: the backward is over."""
-        self._num_ready = 0
+    def end_backward(self) -> None:
+        """The whole backward is over."""
+        if self.state.activity == Activity.BACKWARD:
+            self.move(Move.END_BACKWARD)
+        self._uses = 0
+        self._aliases = []
+
+    def collect(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Autograd delivers the gradients of one use of the unit; see [Note: anchors]."""
+        if self.state.activity != Activity.BACKWARD:
+            if self.reshard_after_forward or self.schedule is None:
+                raise StateError(
+                    f"unit {self.name!r}: gradients of its parameters came, but none of its output, so that they were "
+                    "computed without the parameters; return the tensors that the loss is made of, as they are or in a "
+                    "tuple, list, dict, set or dataclass"
+                )
+            self.schedule.begin_backward(self)
+        for i, grad in zip(indices, grads, strict=True):
+            if grad is not None:
+                # Out of place: the tensor that came may be another node's gradient as well.
+                before = self._grads[i]
+                self._grads[i] = grad if before is None else before + grad
+        # What a nested backward delivers (reentrant checkpointing inside the unit) is a part; the rest is to come.
+        if torch._C._current_graph_task_id() == self._task:
+            self._uses -= 1
+            if self._uses <= 0 and self.schedule is not None:
+                self.schedule.backward_done(self)
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether full gradients wait for a reduction."""
+        return any(grad is not None for grad in self._grads) or any(leaf.grad is not None for leaf in self.leaves)
+
+    def drop_grads(self) -> None:
+        """Forget full gradients that were not reduced."""
+        self._grads = [None] * len(self._grads)
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def start_reduction(self) -> None:
-        """Issue the reduction of whatever gradients the leaves hold, and take these from the leaves."""
+        """Issue the reduction of the full gradients that have come, and forget these."""
+        start = 0
         for bucket in self.buckets:
-            grads = [leaf.grad for leaf in bucket.buffer.leaves]
-            if all(grad is None for grad in grads):
-                continue
-            self._tell_local_grads(bucket, grads)
-            bucket.grads.start(grads, self.communicator, unit=self.name)
-            for leaf in bucket.buffer.leaves:
-                leaf.grad = None
+            stop = start + len(bucket.buffer.leaves)
+            # A leaf has a gradient of its own where the user took it from `parameters()` while it was registered.
+            grads = [_sum(a, leaf.grad) for a, leaf in zip(self._grads[start:stop], bucket.buffer.leaves, strict=True)]
+            start = stop
+            if any(grad is not None for grad in grads):
+                self._tell_local_grads(bucket, grads)
+                bucket.grads.start(grads, self.communicator, unit=self.name)
+        self.drop_grads()
 
     def finish_reduction(self) -> None:
         """Wait for the reduction and hand the sharded gradient to the optimizer's parameters."""
@@ -200,10 +251,9 @@ class Unit:
             bucket.exposure.show_sharded()
             bucket.buffer.free()
             bucket.grads.abandon()
-            for leaf in bucket.buffer.leaves:
-                leaf.grad = None
-        self._num_ready = 0
+        self.drop_grads()
         self.move(Move.RESET)
+        self.end_backward()
 
     @property
     def summoned(self) -> bool:
@@ -230,8 +280,12 @@ class Unit:
         self._shown = visible
         return was_full
 
-    def dismiss(self, *, writeback: bool, keep_full: bool) -> None:
-        """End `summon`: persist the edits if asked, then return to the memory that was there before (R20, R21, R24)."""
+    def dismiss(self, *, writeback: bool, was_full: bool, failed: bool) -> None:
+        """End `summon`: persist the edits if asked, then return to the memory that was there before (R20, R21, R24).
+
+        What was full before is gathered again, so that it holds what the shards hold: all ranks' edits merged, or none of
+        them. Not so when the user's code has `failed`: then it is freed, since other ranks may not come along.
+        """
         edited = [bucket.exposure.dismiss() if self._shown else [] for bucket in self.buckets]
         self.move(Move.DISMISS)
         try:
@@ -242,8 +296,9 @@ class Unit:
             if self.is_full:
                 for bucket in self.buckets:
                     bucket.buffer.realias()
-                if not keep_full:
-                    self._free("summon")
+                self._free("summon")
+        if was_full and not failed:
+            self.unshard("summon")
 
     def _tell_free(self, bucket: Bucket, phase: str) -> None:
         for observer in observers:
@@ -259,6 +314,19 @@ class Unit:
             }
             for observer in observers:
                 observer.local_grads(self.name, named)
+
+
+def named_below(module: str, params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:
+    """Parameters named relative to a module, under their full names."""
+    prefix = f"{module}." if module else ""
+    return tuple(
+        replace(spec, name=prefix + spec.name, aliases=tuple(prefix + alias for alias in spec.aliases))
+        for spec in params
+    )
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 # Where a sharded module keeps its unit: in its `__dict__`, so that it is no attribute of the user's module tree.

@@ -16,7 +16,7 @@ def summon_units(units: Sequence[Unit], request: UnshardRequest) -> Iterator[Non
     """
     for unit in units:
         if unit.schedule is not None:
-            unit.schedule.reset_if_abandoned()
+            unit.schedule.check_summon()
         unit.check_summon()
     with ExitStack() as stack:
         for unit in units:
@@ -27,7 +27,9 @@ def summon_units(units: Sequence[Unit], request: UnshardRequest) -> Iterator[Non
 @contextmanager
 def _summon_unit(unit: Unit, request: UnshardRequest) -> Iterator[None]:
     was_full = unit.summon(visible=request.visible(unit.communicator.rank))
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        unit.dismiss(writeback=request.writeback, keep_full=was_full)
+        unit.dismiss(writeback=request.writeback, was_full=was_full, failed=failed)

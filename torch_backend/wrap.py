@@ -34,7 +34,9 @@ def modules_to_wrap(root: nn.Module, policy: ModuleWrapPolicy) -> Iterator[tuple
 
     The root itself is not among them: it becomes the outermost unit. A module registered in several places comes with each.
     """
-    for attribute, child in root.named_children():
+    for attribute, child in root._modules.items():  # named_children leaves out what is registered twice
+        if child is None:
+            continue
         yield from modules_to_wrap(child, policy)
         if policy(child, recurse=False):
             yield root, attribute, child

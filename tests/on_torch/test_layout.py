@@ -106,7 +106,7 @@ def _torch_per_param(rank, world_size):
     # R01: post-order, the root's own parameters last.
     state = peer._get_fsdp_state()._fsdp_param_group
     expected = [p._module_info.param_name for p in state.fsdp_params]
-    assert [spec.name.rpartition(".")[2] for spec in units[""].params] == expected
+    assert [spec.name.rpartition(".")[2] for spec in units[""].buckets[0].layout.params] == expected
     return True
 
 

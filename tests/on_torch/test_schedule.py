@@ -217,7 +217,7 @@ def _disagree(rank, world_size, what):
         ("shape", "'embedding.weight' of shape [11, 7]"),
         ("units", "with 4 units, rank 1 has interface FullyShardedDataParallel with 3"),
         ("dtype", "'embedding.weight' of shape [11, 7], float64"),
-        ("strategy", "unit 'blocks.0' over ranks [0, 1, 2], kept after forward"),
+        ("strategy", "unit 'blocks.0' over 3 ranks, kept after forward"),
     ],
 )
 def test_ranks_that_disagree_all_raise_and_name_the_first_difference(ranks, what, expected):
