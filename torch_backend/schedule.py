@@ -32,7 +32,6 @@ from crossframe.lifecycle import Activity, Move
 from torch_backend.agreement import check_agreement
 from torch_backend.unit import Unit
 
-
 # What a module may return without anything to differentiate in it.
 _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, tuple, list, Mapping, Set)
 

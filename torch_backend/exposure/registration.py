@@ -1,0 +1,87 @@
+"""What the exposures do alike: registering parameters, shadowing attributes, taking over what a user put there."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from crossframe.errors import ParamError
+from torch_backend.slots import OwnedParam
+
+
+# A parameter's index in the layout, and a module and attribute under which it is registered.
+Place = tuple[int, nn.Module, str]
+
+
+def registrations(owned: Sequence[OwnedParam]) -> Iterator[Place]:
+    """Every place of every parameter; a shared parameter has several."""
+    for i, entry in enumerate(owned):
+        for module, attribute in entry.registrations:
+            yield i, module, attribute
+
+
+def shadow(places: Sequence[Place], aliases: Sequence[Tensor]) -> None:
+    """Let attributes yield `aliases`, whatever is registered under them."""
+    for i, module, attribute in places:
+        module.__dict__[attribute] = aliases[i]
+
+
+def unshadow(places: Sequence[Place]) -> None:
+    """Let attributes yield what is registered."""
+    for _, module, attribute in places:
+        module.__dict__.pop(attribute, None)
+
+
+def register(places: Sequence[Place], params: Sequence[nn.Parameter]) -> None:
+    """Register `params`, one a parameter of the layout, under all its places."""
+    for i, owner, attribute in places:
+        owner._parameters[attribute] = params[i]
+
+
+def left_by_user(places: Sequence[Place], shown: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The data that a user who was shown `shown` left behind: what replaced a parameter under any of its names counts, what
+    deleted one does not."""
+    current = [param.data for param in shown]
+    for i, owner, attribute in places:
+        registered = owner._parameters.get(attribute)
+        if registered is not None and registered is not shown[i]:
+            current[i] = registered.data
+    return current
+
+
+def adopt_data(param: nn.Parameter, piece: Tensor, name: str) -> None:
+    """Copy in what the user put in place of `piece`, and let the parameter alias the piece again."""
+    if param.data_ptr() != piece.data_ptr() and piece.numel():
+        copy_into(piece, param.data, name, tuple(piece.shape))
+        param.data = piece
+
+
+def copy_into(piece: Tensor, value: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    """Copy a sharded parameter's new data into the shard; ParamError for another shape, dtype or device."""
+    if tuple(value.shape) != shape:
+        raise ParamError(
+            f"parameter {name}: its data was replaced outside summon_full_params; expected this rank's sharded shape "
+            f"{shape}, got {tuple(value.shape)}; replace full values inside the context"
+        )
+    if value.dtype != piece.dtype or value.device != piece.device:
+        raise ParamError(
+            f"parameter {name}: expected {piece.dtype} on {piece.device}, as it was sharded, got {value.dtype} on "
+            f"{value.device}; convert or move the module before sharding it"
+        )
+    with torch.no_grad():
+        piece.view(shape).copy_(value)
+
+
+def add_grad_to(param: nn.Parameter, grad: Tensor) -> None:
+    """Accumulate a reduced gradient."""
+    if param.grad is None:
+        param.grad = grad
+    else:
+        param.grad.add_(grad)
+
+
+def sync_requires_grad(param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> None:
+    """Let leaves require a gradient where the user\'s parameter does."""
+    for leaf in leaves:
+        if leaf.requires_grad != param.requires_grad:
+            leaf.requires_grad_(param.requires_grad)
