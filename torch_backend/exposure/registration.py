@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from crossframe.errors import ParamError
 from torch_backend.slots import OwnedParam
 
-
 # A parameter's index in the layout, and a module and attribute under which it is registered.
 Place = tuple[int, nn.Module, str]
 
