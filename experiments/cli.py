@@ -37,6 +37,8 @@ StrategyName = Annotated[str, typer.Option(help="full_shard or shard_grad_op.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there are enough.")]
 Fault = Annotated[str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients.")]
 DEFAULTS = RunSettings("gpt")
+# Which extra brings a module that may be missing.
+EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
 
 
 @contextmanager
@@ -44,6 +46,11 @@ def _exit_on_error() -> Iterator[None]:
     """One clear line and exit status 2 instead of a traceback, for what is the user's to mend."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        extra = EXTRAS.get(name, "all")
+        errors.print(f"crossframe: needs {name}: pip install 'crossframe[{extra}]'", markup=False)
+        raise typer.Exit(2) from None
     except (CrossframeError, ImportError, OSError) as error:
         errors.print(f"crossframe: {error}", markup=False)
         raise typer.Exit(2) from None

@@ -145,3 +145,13 @@ def test_a_fault_is_exit_status_1_and_named(ranks, recording, tmp_path):
     status, said = run("compare", recording, tmp_path / "b")
     assert status == 1
     assert "There is a bug: at step 0 the reduced gradient of" in said
+
+
+@pytest.mark.parametrize(("framework", "missing"), [("torch", "torch"), ("jax", "jax"), ("jax", "flax")])
+def test_a_missing_framework_is_one_line_with_the_install_to_run(tmp_path, framework, missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from experiments.cli import app; app()"
+    command = [sys.executable, "-c", code, "record", framework, "gpt-tiny", "--output", str(tmp_path / "a")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == f"crossframe: needs {missing}: pip install 'crossframe[{framework}]'\n"
+    assert not (tmp_path / "a").exists()
