@@ -8,20 +8,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from crossframe.errors import ParamError
-from torch_backend.exposure.registration import (
-    copy_into,
-    left_by_user,
-    register,
-    registrations,
-    shadow,
-    sync_requires_grad,
-    unshadow,
-)
+from torch_backend.exposure.registration import RegisteredParams, copy_into, left_by_user, register
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
 
-class DTensorExposure:
+class DTensorExposure(RegisteredParams):
     """DTensor parameters while sharded, the leaves themselves while unsharded, both truly registered."""
 
     conceals_after_forward = False
@@ -29,38 +21,20 @@ class DTensorExposure:
     def __init__(
         self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter], mesh: DeviceMesh, rank: int
     ):
-        self._store, self._leaves = store, leaves
-        self._places = list(registrations(owned))
         self._local_shapes = [store.layout.shard_shape(i, rank) for i in range(len(owned))]  # type: ignore[attr-defined]
         self._specs = [
             DTensorSpec(mesh, (Shard(0),), TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)) for leaf in leaves
         ]
-        self.params = [
+        params = [
             nn.Parameter(self._dtensor(i, piece), requires_grad=owned[i].spec.requires_grad)
             for i, piece in enumerate(store.pieces)
         ]
+        super().__init__(owned, store, leaves, params)
         self.show_sharded()
 
     def _dtensor(self, i: int, piece: Tensor) -> DTensor:
         """Parameter i (or its gradient) from the elements that this rank holds of it; they are aliased, not copied."""
         return DTensor(piece.view(self._local_shapes[i]), self._specs[i], requires_grad=False)  # type: ignore[call-arg]
-
-    def show_full(self) -> None:
-        """Register the leaves."""
-        register(self._places, self._leaves)
-
-    def show_sharded(self) -> None:
-        """Register the DTensor parameters."""
-        self.unuse()
-        register(self._places, self.params)
-
-    def use(self, aliases: Sequence[Tensor]) -> None:
-        """Attributes yield `aliases`."""
-        shadow(self._places, aliases)
-
-    def unuse(self) -> None:
-        """Attributes yield what is registered."""
-        unshadow(self._places)
 
     def summon(self) -> None:
         """Register the leaves."""
@@ -74,23 +48,20 @@ class DTensorExposure:
 
     def adopt(self) -> None:
         """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
-        for i, owner, attribute in self._places:
-            registered = owner._parameters.get(attribute)
-            if registered is not None and registered is not self.params[i]:
-                name = self._store.layout.params[i].name
-                if not isinstance(registered, DTensor):
-                    raise ParamError(
-                        f"parameter {name!r} was replaced by a {type(registered).__name__}; expected a DTensor sharded "
-                        "on dim 0 of the same mesh (use distribute_tensor), or copy into the parameter"
-                    )
-                self.params[i].data = registered.data
-                owner._parameters[attribute] = self.params[i]
+        self._take_back_places(self._check_dtensor)
         for i, param in enumerate(self.params):
             local = param._local_tensor  # type: ignore[attr-defined]
             piece = self._store.pieces[i]
             if local.data_ptr() != piece.data_ptr() and piece.numel():
                 copy_into(piece, local, repr(self._store.layout.params[i].name), self._local_shapes[i])
                 param.data = self._dtensor(i, piece)
+
+    def _check_dtensor(self, i: int, other: nn.Parameter) -> None:
+        if not isinstance(other, DTensor):
+            raise ParamError(
+                f"parameter {self._store.layout.params[i].name!r} was replaced by a {type(other).__name__}; expected a DTensor "
+                "sharded on dim 0 of the same mesh (use distribute_tensor), or copy into the parameter"
+            )
 
     def add_grad(self, shard: Tensor) -> None:
         """Each parameter's gradient is a DTensor over its part of the reduced shard."""
@@ -107,11 +78,6 @@ class DTensorExposure:
     def grads(self) -> list[Tensor | None]:
         """The local tensors of the DTensor gradients."""
         return [None if p.grad is None else p.grad._local_tensor.flatten() for p in self.params]  # type: ignore[attr-defined]
-
-    def sync_requires_grad(self) -> None:
-        """One by one."""
-        for param, leaf in zip(self.params, self._leaves, strict=True):
-            sync_requires_grad(param, (leaf,))
 
     @property
     def version(self) -> int:

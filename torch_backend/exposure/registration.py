@@ -1,12 +1,13 @@
 """What the exposures do alike: registering parameters, shadowing attributes, taking over what a user put there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from crossframe.errors import ParamError
 from torch_backend.slots import OwnedParam
+from torch_backend.store import ShardStore
 
 # A parameter's index in the layout, and a module and attribute under which it is registered.
 Place = tuple[int, nn.Module, str]
@@ -84,3 +85,58 @@ def sync_requires_grad(param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> N
     for leaf in leaves:
         if leaf.requires_grad != param.requires_grad:
             leaf.requires_grad_(param.requires_grad)
+
+
+class RegisteredParams:
+    """The part that both faces with a parameter of their own for each original one share: sharded, `params` are registered,
+    unsharded, the leaves.
+
+    Attributes:
+        params: what the optimizer holds, in the layout's order.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[OwnedParam],
+        store: ShardStore,
+        leaves: list[nn.Parameter],
+        params: list[nn.Parameter],
+    ) -> None:
+        self._store, self._leaves, self.params = store, leaves, params
+        self._places = list(registrations(owned))
+
+    def show_full(self) -> None:
+        """Register the leaves."""
+        register(self._places, self._leaves)
+
+    def show_sharded(self) -> None:
+        """Register the sharded parameters."""
+        self.unuse()
+        register(self._places, self.params)
+
+    def use(self, aliases: Sequence[Tensor]) -> None:
+        """Attributes yield `aliases`."""
+        shadow(self._places, aliases)
+
+    def unuse(self) -> None:
+        """Attributes yield what is registered."""
+        unshadow(self._places)
+
+    def sync_requires_grad(self) -> None:
+        """One by one."""
+        for param, leaf in zip(self.params, self._leaves, strict=True):
+            sync_requires_grad(param, (leaf,))
+
+    def _take_back_places(self, check: Callable[[int, nn.Parameter], None]) -> None:
+        """Where load_state_dict(assign=True) or a user registered another object, take its data over and register ours again,
+        whose identity is kept (R25).
+
+        Args:
+            check: given a parameter's index and the other object, raises if it will not do.
+        """
+        for i, owner, attribute in self._places:
+            registered = owner._parameters.get(attribute)
+            if registered is not None and registered is not self.params[i]:
+                check(i, registered)
+                self.params[i].data = registered.data
+                owner._parameters[attribute] = self.params[i]
