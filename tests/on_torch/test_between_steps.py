@@ -118,15 +118,18 @@ def test_R14_each_unit_is_freed_and_reduced_in_its_turn_whatever_ran_before(rank
         assert ends == [(kind, unit) for unit in ("w", "v", "u", "") for kind in ("free", "reduce_scatter")]
 
 
-def _frozen_turns(rank, world_size, mode):
+def _frozen_turns(rank, world_size, mode, afterwards):
     model = Chain().double()
+    model.v.requires_grad_(afterwards)
+    model = shard(model, mode)
     model.v.requires_grad_(False)
-    return [event for event in _backward_events(shard(model, mode)) if event[0] != "all_gather"]
+    return [event for event in _backward_events(model) if event[0] != "all_gather"]
 
 
+@pytest.mark.parametrize("afterwards", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_R11_a_frozen_unit_holds_no_reduction_up(ranks, mode):
-    events = ranks.run(2, _frozen_turns, mode)[0]
+def test_R11_a_frozen_unit_holds_no_reduction_up(ranks, mode, afterwards):
+    events = ranks.run(2, _frozen_turns, mode, afterwards)[0]
     assert events.index(("reduce_scatter", "u")) < events.index(("free", ""))
 
 
