@@ -445,8 +445,11 @@ def _kept_array(rank, world_size):
     block.unshard()
     kept = block.up.weight.detach().numpy()
     block.reshard()
+    with torch.no_grad():
+        for p in block.parameters():
+            p.mul_(2)
     block.unshard()
-    assert torch.equal(block.up.weight, plain.blocks[0].up.weight)
+    assert torch.equal(block.up.weight, plain.blocks[0].up.weight * 2)
     block.reshard()
     assert not any(_is_full(model))
     loss_of(model, 0, rank).backward()
@@ -583,3 +586,30 @@ def _memory_after_failure(rank, world_size, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_R17_a_failed_forward_leaves_no_full_memory(ranks, mode):
     assert ranks.run(2, _memory_after_failure, mode) == [[False] * 4] * 2
+
+
+class LooksInside(Chain):
+    """Asks, in its own forward, for the full parameters of a part that has run."""
+
+    message = ""
+
+    def forward(self, x):
+        x = self.u(self.first(x))
+        try:
+            with FSDP.summon_full_params(self.u):
+                pass
+        except StateError as error:
+            self.message = str(error)
+        return self.head(self.w(self.v(x)))
+
+
+def _look_inside(rank, world_size, mode):
+    model = shard(LooksInside(), mode)
+    model(torch.ones(2, 4))
+    return model.message
+
+
+@pytest.mark.parametrize("mode", ["flat", "orig"])
+def test_R18_a_part_is_not_summoned_in_the_forward_around_it(ranks, mode):
+    for message in ranks.run(2, _look_inside, mode):
+        assert "unit ''" in message and "forward" in message
