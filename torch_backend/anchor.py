@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from torch_backend.unit import Unit
 
 
+class Use:
+    """One use of a unit in a graph of autograd: it lives as long as the graph does."""
+
+
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, unit: "weakref.ref[Unit]", indices: tuple[int, ...], *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.indices = unit, indices
+    def forward(
+        ctx: Any, unit: "weakref.ref[Unit]", use: Use, indices: tuple[int, ...], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.use, ctx.indices = unit, use, indices
         ctx.set_materialize_grads(False)
         # `.data` gives each alias a version counter of its own: see [Note: version counters] in gather.py.
         return tuple(leaf.data for leaf in leaves)
@@ -30,17 +36,17 @@ class _Anchor(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         unit = ctx.unit()
         if unit is not None:
-            unit.collect(ctx.indices, grads)
-        return (None, None, *(None for _ in grads))
+            unit.collect(ctx.use, ctx.indices, grads)
+        return (None, None, None, *(None for _ in grads))
 
 
-def anchored(unit: "Unit", leaves: Sequence[Tensor]) -> list[Tensor]:
+def anchored(unit: "Unit", use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
     """What the module computes with: aliases behind an anchor for the leaves that take a gradient, the others themselves."""
     indices = tuple(i for i, leaf in enumerate(leaves) if leaf.requires_grad)
     used = list(leaves)
     if indices and torch.is_grad_enabled():
         # The node must not keep the unit alive: a tensor's graph is invisible to the collector of cycles.
-        aliases = _Anchor.apply(weakref.ref(unit), indices, *(leaves[i] for i in indices))
+        aliases = _Anchor.apply(weakref.ref(unit), use, indices, *(leaves[i] for i in indices))
         for i, alias in zip(indices, aliases, strict=True):  # type: ignore[arg-type]
             used[i] = alias
     return used

@@ -40,8 +40,9 @@ class FSDPModule(nn.Module):
             async_op: return at once with a handle, on which to `wait` before the parameters are used.
         """
         unit = unit_of(self)
-        unit.notice_edits()
+        unit.free_outdated("summon", training=False)
         unit.gather("summon")
+        unit.keep_for_user()
         handle = UnshardHandle(unit)
         if async_op:
             return handle

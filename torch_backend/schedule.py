@@ -110,7 +110,7 @@ class Schedule:
         self._begun.clear()
         self._ended.clear()
         for unit in self.units:
-            unit.notice_edits()
+            unit.free_outdated("forward", training=torch.is_grad_enabled())
 
     def _free_after_inputs(self, unit: Unit, inputs: Any) -> None:
         """A frozen unit has no anchor: its backward is over once its inputs have their gradients."""

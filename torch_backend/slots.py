@@ -34,7 +34,6 @@ def owned_params(
     root: nn.Module,
     is_unit: Callable[[nn.Module], bool],
     order: Order,
-    ignored: frozenset[nn.Parameter] = frozenset(),
 ) -> list[OwnedParam]:
     """The parameters that the unit at `root` owns: all below it that no inner unit owns, in the face's order (R01).
 
@@ -48,14 +47,21 @@ def owned_params(
     slots: list[Slot] = []
     registrations: dict[int, list[tuple[nn.Module, str]]] = {}
     params: dict[int, nn.Parameter] = {}
+    inner_units: dict[nn.Module, str] = {}
+    again: list[str] = []  # further names of inner units, below which everything has been seen
     for raw_name, module in root.named_modules(remove_duplicate=False):
         name = canonical_name(raw_name)
+        if any(name == other or name.startswith(other + ".") for other in again):
+            continue
+        if module is not root and is_unit(module) and inner_units.setdefault(module, name) != name:
+            again.append(name)
+            continue
         if not modules or name != modules[-1]:
             modules.append(name)
-        if module is not root and is_unit(module):
+        if module in inner_units:
             units.add(name)
         for attribute, param in module._parameters.items():
-            if param is None or param in ignored:
+            if param is None:
                 continue
             params[id(param)] = param
             slots.append(

@@ -1,11 +1,13 @@
 """A unit: what is gathered together, freed together and reduced together. The only writer of its own state."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from crossframe.errors import StateError
 from crossframe.layout import Layout
@@ -13,7 +15,7 @@ from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
 from crossframe.params import ParamSpec
 from crossframe.trace import FREE, Event
-from torch_backend.anchor import anchored
+from torch_backend.anchor import Use, anchored
 from torch_backend.collectives import Communicator, dtype_name
 from torch_backend.exposure import Exposure
 from torch_backend.gather import GatherBuffer
@@ -65,7 +67,9 @@ class Unit:
         self.reduces = True
         self.keeps_full_unreduced = keeps_full_unreduced
         self.schedule: Schedule | None = None
-        self._gathered_version = -1
+        # Whether the user asked for the full parameters that are here, and how many optimizer steps they have seen.
+        self._asked_for = False
+        self._steps_seen = 0
         # The unsharded parameters, bucket by bucket, and whether any of them takes a gradient.
         self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
@@ -73,8 +77,8 @@ class Unit:
         self._aliases: list[Tensor] = []
         # Full gradients that autograd has delivered and that wait for the reduction, one a leaf.
         self._grads: list[Tensor | None] = [None] * len(self.leaves)
-        # How many forwards with an anchor have not come back, and in which backward the unit is.
-        self._uses = 0
+        # Forwards whose gradients have not come, of those whose graphs are alive; and in which backward the unit is.
+        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._task = -1
 
     @property
@@ -105,7 +109,8 @@ class Unit:
         for bucket in self.buckets:
             bucket.exposure.adopt()
         self.move(Move.GATHER)
-        self._gathered_version = self._shard_version()
+        self._steps_seen = optimizer_steps()
+        self._asked_for = False
         for bucket in self.buckets:
             bucket.buffer.start(bucket.store.buffer, self.communicator, unit=self.name, phase=phase)
 
@@ -126,8 +131,10 @@ class Unit:
 
     def begin_use(self) -> None:
         """Let the module compute with the full parameters, behind a new anchor where gradients are wanted."""
-        self._aliases = anchored(self, self.leaves)
-        self._uses += torch.is_grad_enabled() and self.trained
+        use = Use()
+        if torch.is_grad_enabled() and self.trained:
+            self._uses.add(use)
+        self._aliases = anchored(self, use, self.leaves)
         self._put_aliases()
 
     def resume_use(self) -> None:
@@ -166,16 +173,24 @@ class Unit:
             bucket.buffer.free()
             self._tell_free(bucket, phase)
 
-    def notice_edits(self) -> None:
-        """Full parameters that the optimizer has since changed the shards of are stale: gather them anew."""
-        if self.is_full and self._gathered_version != self._shard_version():
+    def keep_for_user(self) -> None:
+        """The user asked for the full parameters: the next forward takes them as they are."""
+        self._asked_for = True
+
+    def free_outdated(self, phase: str, *, training: bool) -> None:
+        """Free full parameters that an earlier forward left behind and that may no longer equal the shards.
+
+        What decides must be the same on every rank, or some would gather and others not: so not whether this rank's shard was
+        written, which a rank without elements never sees, but whether an optimizer has stepped, and whether a forward for
+        training begins, which gathers anew in any case.
+        """
+        if self.is_full and self._steps_seen != optimizer_steps():
             self.conceal()
             self.move(Move.EDIT_SHARDS)
             assert self.state.freshness == Freshness.STALE
-            self.reshard("forward")
-
-    def _shard_version(self) -> int:
-        return sum(bucket.exposure.version for bucket in self.buckets)
+            self.reshard(phase)
+        elif training and not self._asked_for:
+            self.reshard(phase)
 
     def begin_backward(self) -> None:
         """A gradient has reached the unit: have the full parameters, also for what is computed again."""
@@ -191,10 +206,9 @@ class Unit:
         """The whole backward is over."""
         if self.state.activity == Activity.BACKWARD:
             self.move(Move.END_BACKWARD)
-        self._uses = 0
         self._aliases = []
 
-    def collect(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    def collect(self, use: Use, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Autograd delivers the gradients of one use of the unit; see [Note: anchors]."""
         if self.state.activity != Activity.BACKWARD:
             if self.reshard_after_forward or self.schedule is None:
@@ -211,8 +225,8 @@ class Unit:
                 self._grads[i] = grad if before is None else before + grad
         # What a nested backward delivers (reentrant checkpointing inside the unit) is a part; the rest is to come.
         if torch._C._current_graph_task_id() == self._task:
-            self._uses -= 1
-            if self._uses <= 0 and self.schedule is not None:
+            self._uses.discard(use)
+            if not self._uses and self.schedule is not None:
                 self.schedule.backward_done(self)
 
     @property
@@ -253,6 +267,7 @@ class Unit:
             bucket.grads.abandon()
         self.drop_grads()
         self.move(Move.RESET)
+        self._uses.clear()
         self.end_backward()
 
     @property
@@ -266,16 +281,18 @@ class Unit:
             self.move(Move.SUMMON)
 
     def summon(self, *, visible: bool) -> bool:
-        """Show the user full parameters, if `visible` on this rank. Returns whether memory held them before (R21)."""
-        self.notice_edits()
+        """Show the user full parameters, if `visible` on this rank. Returns whether memory held them before (R21).
+
+        They are gathered in any case: what the user is shown, and may write back, is what the shards hold now.
+        """
         was_full = self.is_full
+        self.reshard("summon")
         self.unshard("summon")
-        self.conceal()
         self.move(Move.SUMMON)
         if visible:
             for bucket in self.buckets:
                 bucket.exposure.summon()
-        elif not was_full:
+        else:
             self._free("summon")
         self._shown = visible
         return was_full
@@ -314,6 +331,22 @@ class Unit:
             }
             for observer in observers:
                 observer.local_grads(self.name, named)
+
+
+_optimizer_steps = 0
+
+
+def optimizer_steps() -> int:
+    """How many optimizers have stepped in this process: shards may have changed when this has."""
+    return _optimizer_steps
+
+
+def _count_step(*_: object) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 def named_below(module: str, params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:

@@ -585,3 +585,72 @@ def _caught(rank, world_size, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_R17_an_exception_that_the_model_catches_costs_nothing_else(ranks, mode):
     assert ranks.run(2, _caught, mode) == [True, True]
+
+
+def _empty_handed(rank, world_size, mode):
+    """Two elements over four ranks: some hold nothing, and no gradient ever tells them that the others stepped."""
+    model = nn.Linear(1, 1)
+    model = torch_backend.fully_shard(model) if mode == "fsdp2" else FSDP(model, use_orig_params=mode == "orig")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 1)).sum().backward()
+    with torch.no_grad():
+        before = model(torch.ones(1, 1)).item()  # leaves the root full
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        after = model(torch.ones(1, 1)).item()
+    # Weight and bias each go down by 0.1, their gradient being 1.
+    return round(before - after, 5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_R12_ranks_without_elements_gather_anew_with_the_others(ranks, mode):
+    assert ranks.run(4, _empty_handed, mode, seconds=20) == [0.2] * 4
+
+
+class Twice(nn.Module):
+    """One unit registered under two names, and again below another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = Part()
+        self.two = self.one
+        self.below = nn.ModuleList([self.one])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.below[0](self.two(self.one(x))))
+
+
+def _twice(rank, world_size, keep):
+    torch.manual_seed(0)
+    expected = mean_grads(Twice().double(), square, rank, world_size)
+    torch.manual_seed(0)
+    policy = torch_backend.ModuleWrapPolicy({Part})
+    model = FSDP(Twice().double(), auto_wrap_policy=policy, use_orig_params=keep)
+    assert len(FSDP.fsdp_modules(model)) == 2 and model.one is model.two is model.below[0]
+    square(model).backward()
+    pieces = list(local_pieces(model, rank))
+    for piece in pieces:
+        assert torch.allclose(piece.grad, expected[piece.name].flatten()[piece.start : piece.stop], rtol=1e-13)
+    return len(pieces)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "orig"])
+def test_R01_a_unit_registered_under_several_names_is_one(ranks, keep):
+    assert sum(ranks.run(2, _twice, keep)) >= 6
+
+
+def _overlap(rank, world_size, mode):
+    """A loss of validation, computed with gradients and thrown away, changes nothing in the next step."""
+    model = shard(Chain().double(), mode)
+    square(model)
+    with record_trace() as events:
+        square(model).backward()
+    return [(e.kind, e.unit) for e in events if e.phase == "backward" and e.kind != "all_gather"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_R14_a_forward_without_backward_does_not_keep_the_next_from_freeing(ranks, mode):
+    freed_and_reduced = [(kind, unit) for unit in ("w", "v", "u", "") for kind in ("free", "reduce_scatter")]
+    assert ranks.run(2, _overlap, mode)[0] == freed_and_reduced

@@ -78,9 +78,3 @@ class DTensorExposure(RegisteredParams):
     def grads(self) -> list[Tensor | None]:
         """The local tensors of the DTensor gradients."""
         return [None if p.grad is None else p.grad._local_tensor.flatten() for p in self.params]  # type: ignore[attr-defined]
-
-    @property
-    def version(self) -> int:
-        """All of their local tensors'."""
-        # An optimizer may bump the one or the other.
-        return sum(param._version + param._local_tensor._version for param in self.params)  # type: ignore[attr-defined]

@@ -87,8 +87,3 @@ class FlatExposure:
     def sync_requires_grad(self) -> None:
         """The flat parameter speaks for all."""
         sync_requires_grad(self.flat_param, self._leaves)
-
-    @property
-    def version(self) -> int:
-        """The flat parameter's."""
-        return self.flat_param._version

@@ -56,8 +56,3 @@ class OriginalExposure(RegisteredParams):
     def grads(self) -> list[Tensor | None]:
         """The gradients of the user's parameters."""
         return [param.grad for param in self.params]
-
-    @property
-    def version(self) -> int:
-        """All of theirs: assigning `.data` leaves each parameter its own counter."""
-        return sum(param._version for param in self.params)

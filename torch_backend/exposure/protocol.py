@@ -51,8 +51,3 @@ class Exposure(Protocol):
     def sync_requires_grad(self) -> None:
         """Let the leaves require a gradient where the user's parameters do."""
         ...
-
-    @property
-    def version(self) -> int:
-        """Grows whenever an optimizer or a user writes in place into a sharded parameter (though not by `.data`)."""
-        ...
