@@ -51,7 +51,13 @@ def _exit_on_error() -> Iterator[None]:
         extra = EXTRAS.get(name, "all")
         errors.print(f"crossframe: needs {name}: pip install 'crossframe[{extra}]'", markup=False)
         raise typer.Exit(2) from None
-    except (CrossframeError, ImportError, OSError) as error:
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        errors.print(
+            f"crossframe: cannot use{where}: {error.strerror or error}; check the path, or the space left", markup=False
+        )
+        raise typer.Exit(2) from None
+    except (CrossframeError, ImportError) as error:
         errors.print(f"crossframe: {error}", markup=False)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
@@ -142,7 +148,15 @@ def _record(framework: str, settings: RunSettings, output: Path, overwrite: bool
         try:
             record_torch(settings, output, overwrite=overwrite)
         except ProcessException as error:
-            raise UsageError(f"a rank failed, and the others were ended\n{error}") from None
+            lines = str(error).strip().splitlines()
+            if len(lines) > 1:
+                errors.print(str(error), markup=False)
+            memory = (
+                "; if memory ran out, pass a smaller --batch-size or --world-size" if "SIGKILL" in lines[-1] else ""
+            )
+            raise UsageError(
+                f"rank {error.error_index} failed, and the others were ended: {lines[-1]}{memory}"
+            ) from None
     else:
         from experiments.parity.record_jax import record_jax
 

@@ -31,12 +31,16 @@ def scope_unit(kind: str, name_stack: str) -> str | None:
 
 def all_gather(shard: jax.Array, unit: str) -> jax.Array:
     """The shards of all ranks, one behind the other: (padded_shard_numel,) to (gathered_numel,)."""
+    if not shard.size:  # XLA has no collective of nothing
+        return shard
     with jax.named_scope(scope_name(ALL_GATHER, unit)):
         return jax.lax.all_gather(shard, SHARD_AXIS, tiled=True)
 
 
 def reduce_scatter(buffer: jax.Array, unit: str) -> jax.Array:
     """This rank's part of the sum over ranks, in XLA's order: (gathered_numel,) to (padded_shard_numel,)."""
+    if not buffer.size:
+        return buffer
     with jax.named_scope(scope_name(REDUCE_SCATTER, unit)):
         return jax.lax.psum_scatter(buffer, SHARD_AXIS, tiled=True)
 

@@ -24,7 +24,9 @@ from jax_backend.tree import ParamTree, build_tree
 class ShardedParams:
     """Parameters, or their gradients, or an optimizer's moments of them, as shards.
 
-    A pytree: optax and jax.tree work on it as on any other. Nothing is validated here, since transformations put masks,
+    A pytree: jax.tree and those of optax's transformations that look at single elements or at the global norm work on it as on
+    any other. A leaf is a whole unit in one line: what goes by a leaf's shape or name (a mask on ndim, LAMB's trust ratios)
+    sees other leaves than the parameters. Nothing is validated here, since transformations put masks,
     shapes and None where the arrays are.
 
     Attributes:
@@ -69,6 +71,8 @@ def shard(
         LayoutError: mixed dtypes in one unit, or a layout of other parameters or of another world size.
     """
     check_mesh(mesh)
+    if isinstance(units, str):
+        raise UsageError(f"units: expected names in a tuple or list, got the string {units!r}; pass ({units!r},)")
     tree = build_tree(
         params,
         num_ranks(mesh),

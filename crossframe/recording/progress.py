@@ -14,11 +14,15 @@ class Progress:
         self._paths = [directory / lines.rank_folder(rank) / lines.EVENTS_NAME for rank in range(world_size)]
         self._offsets = [0] * world_size
         self._counts = [0] * world_size
+        self._inodes = [0] * world_size
 
     def steps_done(self) -> int:
         """The number of steps that are whole on every rank; 0 where a rank has not begun."""
         for rank, path in enumerate(self._paths):
-            if path.is_file():
+            inode = path.stat().st_ino if path.is_file() else 0
+            if inode != self._inodes[rank]:  # begun, or begun anew over an earlier recording
+                self._inodes[rank], self._offsets[rank], self._counts[rank] = inode, 0, 0
+            if inode:
                 with open(path, "rb") as file:
                     file.seek(self._offsets[rank])
                     # What follows the last line feed is half a line: it is read again next time.

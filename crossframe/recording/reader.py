@@ -73,7 +73,7 @@ class Recording:
         if unfinished and not partial:
             raise RecordingError(
                 f"{path}: cut off: rank {unfinished[0]} has no end, and {num_steps} of {manifest.steps} steps are "
-                "whole on every rank; record the run again, or open it with partial=True"
+                "whole on every rank; record the run again (Recording.open(..., partial=True) reads what is whole)"
             )
         return cls(path, manifest, indexes, num_steps)
 

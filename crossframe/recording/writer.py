@@ -44,20 +44,25 @@ def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bo
 
 
 def _clear(path: Path, overwrite: bool) -> None:
+    """Delete a recording, or what is left of one that was interrupted while it was begun. The manifest stays until the new one
+    takes its place, so that whatever interrupts this leaves something that can be cleared again."""
     try:
         Manifest.read(path)
     except RecordingError as error:
-        raise RecordingError(
-            f"{path}: not empty and not a recording that can be read, so nothing in it is deleted; choose another "
-            f"directory ({error})"
-        ) from None
+        begun = {MANIFEST_NAME + ".part"}
+        if not all(entry.name in begun or entry.match("rank[0-9]*") for entry in path.iterdir()):
+            raise RecordingError(
+                f"{path}: not empty and not a recording that can be read, so nothing in it is deleted; choose another "
+                f"directory ({error})"
+            ) from None
     if not overwrite:
-        raise RecordingError(f"{path}: holds a recording already; choose another directory, or pass overwrite=True")
+        raise RecordingError(
+            f"{path}: holds a recording already; choose another directory, or overwrite it (--overwrite, overwrite=True)"
+        )
     folders = [entry for entry in path.glob("rank[0-9]*") if entry.is_dir() and not entry.is_symlink()]
     foreign = [file for folder in folders for file in folder.iterdir() if not _is_ours(file)]
     if foreign:
         raise RecordingError(f"{path}: {foreign[0].name!r} is no part of a recording; move it, nothing was deleted")
-    (path / MANIFEST_NAME).unlink()
     for folder in folders:
         shutil.rmtree(folder)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from crossframe.recording import Recording
 
 _SAME = ("model", "dtype", "steps", "learning_rate", "seed")
+# Of the free settings those that make another training, where both recordings name them.
+_SAME_SETTINGS = ("optimizer", "weight_decay")
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:
@@ -33,6 +35,10 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
         x, y = getattr(a.manifest, field), getattr(b.manifest, field)
         if x != y:
             yield f"{field.replace('_', ' ')} differs: {x!r} in {first}, {y!r} in {second}"
+    for setting in _SAME_SETTINGS:
+        x, y = a.manifest.settings.get(setting), b.manifest.settings.get(setting)
+        if None not in (x, y) and x != y:
+            yield f"{setting.replace('_', ' ')} differs: {x!r} in {first}, {y!r} in {second}"
     ours, theirs = a.manifest.params, b.manifest.params
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name not in ours or name not in theirs:

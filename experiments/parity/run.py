@@ -32,9 +32,7 @@ def run_parity(
         for dtype in DTYPES
         for framework in FRAMEWORKS
     }
-    # A run that fails must not leave the report of an earlier one behind.
-    for name in REPORTS:
-        (folder / name).unlink(missing_ok=True)
+    _clear_report(folder)
     recordings = {}
     for (framework, dtype), settings in runs.items():
         path = folder / f"{framework}-{dtype}"
@@ -42,6 +40,20 @@ def run_parity(
             _record(framework, settings, path)
         recordings[framework, dtype] = path
     return [tuple(Recording.open(recordings[f, dtype]) for f in FRAMEWORKS) for dtype in DTYPES]  # type: ignore[misc]
+
+
+def _clear_report(folder: Path) -> None:
+    """A run that fails must not leave the report of an earlier one behind; but what no run wrote is not deleted."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"output: expected a folder, or none yet, but {folder} is a file")
+    reports = [folder / name for name in REPORTS if (folder / name).exists()]
+    recorded = any((folder / f"{framework}-{dtype}").is_dir() for framework in FRAMEWORKS for dtype in DTYPES)
+    if reports and not recorded:
+        raise UsageError(
+            f"output: {reports[0]} was not written by a parity run; choose another folder, nothing was deleted"
+        )
+    for report in reports:
+        report.unlink()
 
 
 def _record(framework: str, settings: RunSettings, path: Path) -> None:

@@ -100,17 +100,21 @@ def _run_rows(a: Manifest, b: Manifest) -> tuple[tuple[str, str, str], ...]:
     def facts(manifest: Manifest) -> dict[str, str]:
         mesh, layouts = manifest.mesh, [layout.kind for _, layout in manifest.units]
         numel = sum(param.numel for param in manifest.params.values())
-        return {
-            "framework": manifest.framework,
-            "model": f"{manifest.model}, {numel:,} parameters in {len(manifest.units)} units",
-            "dtype": manifest.dtype,
-            "mesh": f"replicate {mesh.replicate}, shard {mesh.shard}",
-            "layout": ", ".join(sorted(set(layouts))).replace("_", " "),
-            "strategy": manifest.strategy,
-            "steps": str(manifest.steps),
-            "learning rate": f"{manifest.learning_rate:g}",
-            "seed": str(manifest.seed),
-        } | {f"version of {name}": str(version) for name, version in manifest.versions.items()}
+        return (
+            {
+                "framework": manifest.framework,
+                "model": f"{manifest.model}, {numel:,} parameters in {len(manifest.units)} units",
+                "dtype": manifest.dtype,
+                "mesh": f"replicate {mesh.replicate}, shard {mesh.shard}",
+                "layout": ", ".join(sorted(set(layouts))).replace("_", " "),
+                "strategy": manifest.strategy,
+                "steps": str(manifest.steps),
+                "learning rate": f"{manifest.learning_rate:g}",
+                "seed": str(manifest.seed),
+            }
+            | {name.replace("_", " "): str(value) for name, value in manifest.settings.items()}
+            | {f"version of {name}": str(version) for name, version in manifest.versions.items()}
+        )
 
     ours, theirs = facts(a), facts(b)
     names = [*ours, *(name for name in theirs if name not in ours)]

@@ -1,10 +1,14 @@
 """The command line, as a user meets it: what it prints, what it leaves behind, and its exit status."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -124,7 +128,6 @@ def test_parity_from_end_to_end_in_processes_of_its_own(tmp_path):
         "--output",
         str(tmp_path),
     ]
-    (tmp_path / "report.html").write_text("of an earlier run")
     clean = subprocess.run([*command, "--world-size", "3"], capture_output=True, text=True, check=False)
     assert clean.returncode == 0, clean.stdout + clean.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -155,3 +158,67 @@ def test_a_missing_framework_is_one_line_with_the_install_to_run(tmp_path, frame
     assert ended.returncode == 2
     assert ended.stderr == f"crossframe: needs {missing}: pip install 'crossframe[{framework}]'\n"
     assert not (tmp_path / "a").exists()
+
+
+def test_parity_deletes_no_report_that_it_did_not_write(tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    status, said = run("parity", "gpt-tiny", "--output", tmp_path)
+    assert status == 2 and "nothing was deleted" in said
+    assert (tmp_path / "report.html").read_text() == "mine"
+    status, said = run("parity", "gpt-tiny", "--output", tmp_path / "report.html")
+    assert status == 2 and "is a file" in said
+
+
+def test_a_parity_run_that_fails_leaves_no_report_of_an_earlier_one(tmp_path):
+    (tmp_path / "torch-float64").mkdir()
+    (tmp_path / "torch-float64" / "notes.txt").write_text("in the way of the recording")
+    (tmp_path / "report.html").write_text("of an earlier run")
+    status, said = run("parity", "gpt-tiny", "--output", tmp_path)
+    assert status == 2 and "recording in torch (float64) failed" in said and "nothing in it is deleted" in said
+    assert not (tmp_path / "report.html").exists()
+
+
+def _spawned(tmp_path, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments.entry", *arguments, "--output", str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
+def test_a_rank_that_is_killed_ends_the_run_with_its_name(tmp_path):
+    process = _spawned(tmp_path, "record", "torch", "gpt-tiny", "--steps", "5000")
+    _wait_for(lambda: list(tmp_path.rglob("step00000.safetensors")))
+    ranks = [pid for pid in _children(process.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "failed, and the others were ended" in said and "crossframe: " in said
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+    status, said = run("compare", tmp_path / "out", tmp_path / "out")
+    assert status == 2 and "cut off" in said
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
+def test_a_parity_run_that_is_terminated_ends_what_it_started(tmp_path):
+    process = _spawned(tmp_path, "parity", "gpt-tiny", "--steps", "5000")
+    _wait_for(lambda: list(tmp_path.rglob("step00000.safetensors")))
+    started = [pid for child in _children(process.pid) for pid in (child, *_children(child))]
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), seconds=10)

@@ -9,6 +9,7 @@ import pytest
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
+from crossframe.recording.progress import Progress
 from crossframe.trace import summary
 from tests.core import synthetic
 
@@ -154,3 +155,24 @@ def test_overwrite_replaces_a_recording_and_nothing_else(tmp_path):
     create_recording(tmp_path, made, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "notes.txt"]
     assert Manifest.read(tmp_path).model == "other"
+
+
+def test_what_an_interrupted_beginning_leaves_can_be_overwritten(tmp_path):
+    made = synthetic.manifest()
+    synthetic.write_run(tmp_path / "a", made)
+    (tmp_path / "a" / "manifest.json").rename(tmp_path / "a" / "manifest.json.part")
+    with pytest.raises(RecordingError, match="--overwrite"):
+        create_recording(tmp_path / "a", made)
+    create_recording(tmp_path / "a", made, overwrite=True)
+    assert not list((tmp_path / "a").glob("rank*"))
+    assert Manifest.read(tmp_path / "a") == made
+
+
+def test_progress_begins_anew_with_a_new_recording_in_the_same_place(tmp_path):
+    made = synthetic.manifest()
+    progress = Progress(tmp_path / "a", made.world_size)
+    assert progress.steps_done() == 0
+    synthetic.write_run(tmp_path / "a", made)
+    assert progress.steps_done() == made.steps
+    create_recording(tmp_path / "a", made, overwrite=True)
+    assert progress.steps_done() == 0
