@@ -365,3 +365,11 @@ def test_a_difference_that_grew_is_not_taken_for_one_that_jumped(tmp_path, growt
     assert found.first_divergence is not None and found.first_divergence.step > 0
     assert found.verdict is expected
     assert ("grew" in found.reason) == (expected is Verdict.INCONCLUSIVE)
+
+
+def test_another_optimizer_is_another_run(tmp_path):
+    a = synthetic.manifest(settings={"optimizer": "AdamW", "weight_decay": 0.01, "batch_size": 2})
+    b = synthetic.manifest(framework="jax", settings={"optimizer": "AdamW", "weight_decay": 0.1, "batch_size": 4})
+    found = versus(tmp_path, a=a, b=b)
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert "weight decay differs: 0.01 in torch, 0.1 in jax" in found.reason

@@ -7,7 +7,7 @@ from crossframe import FlatLayout, ParamSpec, PerParamLayout
 from crossframe.errors import LayoutError, MappingError, MeshError, UnitError, UnsupportedError, UsageError
 from crossframe.names import MapEntry, ParamMap
 from crossframe.reference import ReferenceUnit
-from jax_backend import ShardedParams, pieces_of, shard, shards_of, unshard
+from jax_backend import ShardedParams, pieces_of, shard, shards_of, unshard, value_and_grad
 
 from .small import UNITS, WORLDS, canonical, mesh_of_size, small_map, small_params
 
@@ -155,3 +155,18 @@ def test_reading_shards_of_what_is_not_there_is_refused():
         shards_of({}, 0)
     with pytest.raises(UsageError, match="outside jit and grad"):
         jax.jit(lambda tree: jnp.asarray(shards_of(tree, 0)[""]))(sharded)
+
+
+def test_units_given_as_one_string_are_refused():
+    with pytest.raises(UsageError, match=r"pass \('block',\)"):
+        shard({"block": {"w": np.ones(3)}}, mesh_of_size(2), units="block")
+
+
+def test_a_unit_without_elements_is_sharded_and_trained_around():
+    mesh = mesh_of_size(2)
+    sharded = shard({"w": np.ones(3), "empty": {"z": np.zeros((0,))}}, mesh, units=("empty",))
+    step = value_and_grad(lambda params, batch: (params["w"] * batch).sum() + params["empty"]["z"].sum(), mesh)
+    result = step(sharded, np.ones((2, 3)))
+    assert float(result.loss) == 3.0
+    assert unshard(result.grads)["empty"]["z"].shape == (0,)
+    assert np.array_equal(unshard(result.grads)["w"], np.ones(3))
