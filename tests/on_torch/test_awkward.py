@@ -244,12 +244,12 @@ def _case(rank, world_size, mode, case, strategy):
     [(mode, case) for mode in MODES for case in CASES if (mode, case) != ("flat", "frozen_first")],  # R11 refuses it
 )
 def test_R29_gradients_are_those_of_the_plain_model(ranks, mode, case):
-    assert sum(ranks.run(2, _case, mode, case, "FULL_SHARD", seconds=20)) >= 10
+    assert sum(ranks.run(2, _case, mode, case, "FULL_SHARD")) >= 10
 
 
 @pytest.mark.parametrize("case", ["plain", "recomputes_inside_reentrant", "detached"])
 def test_R14_the_same_under_shard_grad_op_at_three_ranks(ranks, case):
-    assert sum(ranks.run(3, _case, "orig", case, "SHARD_GRAD_OP", seconds=20)) >= 10
+    assert sum(ranks.run(3, _case, "orig", case, "SHARD_GRAD_OP")) >= 10
 
 
 def _penalised(rank, world_size, mode):
@@ -605,7 +605,7 @@ def _empty_handed(rank, world_size, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_R12_ranks_without_elements_gather_anew_with_the_others(ranks, mode):
-    assert ranks.run(4, _empty_handed, mode, seconds=20) == [0.2] * 4
+    assert ranks.run(4, _empty_handed, mode) == [0.2] * 4
 
 
 class Twice(nn.Module):

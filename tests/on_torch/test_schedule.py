@@ -221,7 +221,7 @@ def _disagree(rank, world_size, what):
     ],
 )
 def test_ranks_that_disagree_all_raise_and_name_the_first_difference(ranks, what, expected):
-    messages = ranks.run(3, _disagree, what, seconds=20)
+    messages = ranks.run(3, _disagree, what)
     assert all(message and expected in message for message in messages), messages
     assert all("rank 1 has" in message for message in messages)
 
