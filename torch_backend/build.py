@@ -30,7 +30,7 @@ def build_unit(
     make_layout: MakeLayout,
     make_exposure: MakeExposure,
     mixes_dtypes: bool,
-    mean_in_collective: bool,
+    divides_once: bool,
     reshard_after_forward: bool,
     keeps_full_unreduced: bool,
 ) -> Unit:
@@ -50,8 +50,7 @@ def build_unit(
     for entry in owned:
         groups.setdefault(entry.param.dtype if mixes_dtypes else None, []).append(entry)
     buckets = [
-        _build_bucket(members, communicator, make_layout, make_exposure, mean_in_collective)
-        for members in groups.values()
+        _build_bucket(members, communicator, make_layout, make_exposure, divides_once) for members in groups.values()
     ]
     return Unit(
         type(module).__name__,
@@ -67,14 +66,14 @@ def _build_bucket(
     communicator: Communicator,
     make_layout: MakeLayout,
     make_exposure: MakeExposure,
-    mean_in_collective: bool,
+    divides_once: bool,
 ) -> Bucket:
     layout = make_layout(owned)
     full = [entry.param.detach() for entry in owned]
     store = ShardStore(layout, communicator.rank, full)
     dtype, device = full[0].dtype, full[0].device
     buffer = GatherBuffer(layout, dtype, device, communicator.size)
-    grads = GradStore(layout, dtype, dtype, mean_in_collective=mean_in_collective)
+    grads = GradStore(layout, dtype, dtype, divides_once=divides_once)
     return Bucket(layout, store, buffer, grads, make_exposure(owned, store, buffer.leaves))
 
 

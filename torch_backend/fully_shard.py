@@ -103,7 +103,7 @@ def fully_shard(
         make_layout=lambda owned: PerParamLayout(tuple(entry.spec for entry in owned), communicator.size),
         make_exposure=lambda owned, store, leaves: DTensorExposure(owned, store, leaves, mesh, communicator.rank),
         mixes_dtypes=True,
-        mean_in_collective=True,
+        divides_once=True,
         reshard_after_forward=reshard_after_forward is not False,
         keeps_full_unreduced=False,
     )

@@ -108,7 +108,7 @@ class FullyShardedDataParallel(nn.Module):
             make_layout=make_layout,
             make_exposure=make_exposure,
             mixes_dtypes=False,
-            mean_in_collective=False,
+            divides_once=False,
             reshard_after_forward=strategy.strategy.reshards_after_forward,
             keeps_full_unreduced=not strategy.strategy.reshards_after_forward,
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from crossframe import reduction
 from crossframe.layout import Layout
-from torch_backend.collectives import Communicator
+from torch_backend.collectives import Communicator, dtype_name
 
 
 class GradStore:
@@ -18,11 +18,11 @@ class GradStore:
     stored dtype.
     """
 
-    def __init__(self, layout: Layout, stored: torch.dtype, reduced: torch.dtype, *, mean_in_collective: bool) -> None:
+    def __init__(self, layout: Layout, stored: torch.dtype, reduced: torch.dtype, *, divides_once: bool) -> None:
         self.layout = layout
         self._stored = stored
         self._reduced = reduced
-        self._mean_in_collective = mean_in_collective
+        self._divides_once = divides_once
         self._work: dist.Work | None = None
         self._full: Tensor | None = None
         self._shard: Tensor | None = None
@@ -59,8 +59,8 @@ class GradStore:
         self._work = self._full = self._shard = None
 
     def _factors(self, num_ranks: int) -> reduction.DivideFactors:
-        if self._mean_in_collective:
-            return reduction.mean_factors(num_ranks, str(self._reduced).removeprefix("torch."))
+        if self._divides_once:
+            return reduction.mean_factors(num_ranks, dtype_name(self._reduced))
         return reduction.divide_factors(num_ranks)
 
     def _collect(self, grads: Sequence[Tensor | None]) -> Tensor:

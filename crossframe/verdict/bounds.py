@@ -33,8 +33,8 @@ class Bounds:
     """The bounds of one dtype.
 
     Attributes:
-        loss: on `loss_difference`, at every step.
-        parameter: on `relative_difference` and `gradient_difference`.
+        loss: on |a - b| / |a| of losses, at every step.
+        parameter: on norm(a - b) / `parameter_scale`, and of gradients / `gradient_scale`.
         unit_roundoff: u of the dtype.
         decisive: whether being inside or outside says anything.
     """

@@ -44,25 +44,10 @@ def parameter_scale(a: np.ndarray, total_update_norm: float, learning_rate: floa
     return max(norm(a), total_update_norm, learning_rate * steps * math.sqrt(np.size(a)))
 
 
-def relative_difference(
-    a: np.ndarray, b: np.ndarray, total_update_norm: float, learning_rate: float, steps: int
-) -> float:
-    """The difference of a parameter in two recordings: norm(a - b) / `parameter_scale`.
-
-    >>> relative_difference(np.zeros(4), np.full(4, 0.1), 0.0, learning_rate=0.1, steps=10)
-    0.1
-    """
-    return ratio(distance(a, b), parameter_scale(a, total_update_norm, learning_rate, steps))
-
-
-def loss_difference(a: float, b: float) -> float:
-    """|a - b| / |a|; inf where a is 0 and b is not."""
-    return ratio(abs(a - b), abs(a))
-
-
-def gradient_difference(a: np.ndarray, b: np.ndarray, noise_scale: float) -> float:
-    """norm(a - b) / max(norm(a), noise_scale), with the scale of `crossframe.verdict.bounds.Bounds.noise_scale`."""
-    return ratio(distance(a, b), max(norm(a), noise_scale))
+def gradient_scale(a: np.ndarray, noise_scale: float) -> float:
+    """What a gradient's difference is measured by: norm(a), or where that is less, what rounding may leave of a sum that is zero
+    (`crossframe.verdict.bounds.Bounds.noise_scale`)."""
+    return max(norm(a), noise_scale)
 
 
 def root_mean_square(norms: float, numel: int) -> float:

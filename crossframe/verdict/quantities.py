@@ -14,7 +14,7 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, REDUCE, UPDATE
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.bounds import Bounds, bounds_for
-from crossframe.verdict.metrics import norm, parameter_scale, root_mean_square
+from crossframe.verdict.metrics import gradient_scale, norm, parameter_scale, root_mean_square
 from crossframe.verdict.zero_gradient import gradient_sizes, zero_gradient_parameters
 
 
@@ -182,7 +182,7 @@ class Pair:
 
     def _gradient_scale(self, a: np.ndarray, typical: float) -> float:
         terms = max(self.a.manifest.terms, self.b.manifest.terms)
-        return max(norm(_finite(a)), self.bounds.noise_scale(terms, typical, a.size))
+        return gradient_scale(_finite(a), self.bounds.noise_scale(terms, typical, a.size))
 
     def _reduced_grads(self, step: int) -> Iterator[list[Quantity]]:
         event = REDUCE_SCATTER if self.b.manifest.mesh.shard > 1 else ALL_REDUCE

@@ -31,7 +31,8 @@ FAULTS = {"sum_gradients": Fault("gradients are summed over ranks, not averaged"
 def check_fault(name: str) -> None:
     """Raise UsageError unless this is a fault's name or empty."""
     if name and name not in FAULTS:
-        raise UsageError(f"unknown fault {name!r}: expected one of {', '.join(sorted(FAULTS))}")
+        known = ", ".join(f"{known} ({fault.description})" for known, fault in sorted(FAULTS.items()))
+        raise UsageError(f"unknown fault {name!r}: expected one of {known}")
 
 
 def fault_in_effect(name: str):
