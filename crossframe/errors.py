@@ -47,3 +47,15 @@ class StateError(CrossframeError, AssertionError, RuntimeError):
 
 class UnsupportedError(CrossframeError, NotImplementedError):
     """A combination that is refused, as torch refuses it (R23)."""
+
+
+class NonFiniteError(CrossframeError, RuntimeError):
+    """A gradient norm of inf or NaN where a finite one was asked for (R30). Also a RuntimeError, since torch raises that."""
+
+
+class StateDictError(CrossframeError, RuntimeError):
+    """A state dict of a model or an optimizer that does not fit (R36, R37). Also a RuntimeError, since torch raises that."""
+
+
+class InitialisationError(CrossframeError, RuntimeError):
+    """A model on the meta device that cannot be initialised as if it had been built in full (R38)."""

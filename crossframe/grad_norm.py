@@ -1,0 +1,165 @@
+"""The norm over all gradients of a model, each element once, and what clipping makes of it (R30).
+
+Every rank takes a *partial* over the elements that it holds: the sum of |g|**p, or for p = inf the largest |g|. Over the
+ranks of a shard group partials are summed (or the largest is taken) by one all-reduce. Replicas hold equal gradients, so
+nothing is reduced over them, and a parameter that is not sharded needs no collective at all. The totals of the groups are
+added, then the root is taken.
+
+A partial of the empty set is 0, so a rank without gradients takes part like any other. The dtype follows from the dtypes of
+all parameters, which every rank knows, and not from the gradients that a rank happens to hold.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.errors import MeshError, NonFiniteError, UsageError
+from crossframe.mesh import MeshSpec
+
+# What torch.nn.utils.clip_grad_norm_ adds to the norm, so that a norm of 0 divides nothing by 0.
+EPSILON = 1e-6
+
+
+class Op(Enum):
+    """How an all-reduce combines the partials of ranks. MAX must let a NaN win, or one rank's NaN is lost."""
+
+    SUM = "sum"
+    MAX = "max"
+
+
+@dataclass(frozen=True)
+class NormReduction:
+    """One all-reduce of partials: of these units, over these ranks. A group of one rank needs no collective."""
+
+    units: tuple[str, ...]
+    group: Sequence[int]
+    op: Op
+
+
+def check_norm_type(norm_type: object) -> float:
+    """The order p of a norm as a float: above 0, inf included, "inf" too as in torch.
+
+    torch also takes p <= 0. There p = 0 counts tensors, not elements, so that it depends on how parameters are cut.
+
+    Raises:
+        UsageError: anything else.
+
+    >>> check_norm_type(2), check_norm_type("inf")
+    (2.0, inf)
+    """
+    order = math.inf if norm_type == "inf" else _number(norm_type)
+    if order is None or not order > 0:
+        raise UsageError(f"norm_type: expected a number above 0, or inf, got {norm_type!r}")
+    return order
+
+
+def check_max_norm(max_norm: object) -> float:
+    """The largest norm that clipping leaves, as a float: 0 or above; inf clips nothing.
+
+    Raises:
+        UsageError: anything else. A negative one would turn the gradients round (torch does that).
+    """
+    bound = _number(max_norm)
+    if bound is None or not bound >= 0:
+        raise UsageError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
+    return bound
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int past the largest float
+        return math.inf if value > 0 else -math.inf
+
+
+def norm_dtype(dtypes: Iterable[str]) -> str:
+    """The dtype of partials and norm: the largest among those of all gradients and float32 (R30).
+
+    >>> norm_dtype(["bfloat16", "float32"]), norm_dtype(["bfloat16", "float64"]), norm_dtype([])
+    ('float32', 'float64', 'float32')
+    """
+    return max(["float32", *dtypes], key=lambda name: numpy_dtype(name).itemsize)
+
+
+def norm_reductions(meshes: Mapping[str, MeshSpec], rank: int, norm_type: float = 2.0) -> tuple[NormReduction, ...]:
+    """The all-reduces of one rank, in an order that all ranks share: one for each way in which units are sharded.
+
+    Args:
+        meshes: the mesh of each unit by name, in the model's order. Parameters outside of any unit are replicated: give
+            them a mesh of one shard.
+
+    Raises:
+        MeshError: no meshes by name, meshes of different world sizes, or a rank outside of them.
+
+    >>> mixed = {"": MeshSpec(shard=4), "experts": MeshSpec(shard=2, replicate=2), "head": MeshSpec(shard=4)}
+    >>> [(reduction.units, list(reduction.group)) for reduction in norm_reductions(mixed, rank=2)]
+    [(('', 'head'), [0, 1, 2, 3]), (('experts',), [2, 3])]
+    """
+    op = Op.MAX if check_norm_type(norm_type) == math.inf else Op.SUM
+    if not isinstance(meshes, Mapping) or not all(isinstance(mesh, MeshSpec) for mesh in meshes.values()):
+        raise MeshError(f"expected the MeshSpec of every unit by its name, got {meshes!r}")
+    units: dict[MeshSpec, list[str]] = {}
+    for name, mesh in meshes.items():
+        units.setdefault(mesh, []).append(name)
+    sizes = {mesh.world_size: names[0] for mesh, names in units.items()}
+    if len(sizes) > 1:
+        raise MeshError(f"units of one model live on the same ranks: expected one world size, got {sizes} (size: unit)")
+    return tuple(NormReduction(tuple(names), mesh.shard_group(rank), op) for mesh, names in units.items())
+
+
+def partial(arrays: Iterable[np.ndarray], norm_type: float, dtype: str) -> np.ndarray:
+    """One rank's part of the norm, without the root.
+
+    Args:
+        arrays: gradients, or pieces of them, without padding, of any shape.
+        dtype: that of `norm_dtype`.
+
+    Returns:
+        A scalar of that dtype: the sum of |g|**p, or the largest |g|; 0 where there is nothing.
+    """
+    order, total = check_norm_type(norm_type), numpy_dtype(dtype).type(0)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for array in arrays:
+            sizes = np.abs(array.astype(total.dtype))
+            if order == math.inf:
+                total = np.maximum(total, sizes.max(initial=0))
+            else:
+                total = total + (sizes**order).sum(dtype=total.dtype)
+    return total
+
+
+def combine(totals: Iterable[np.ndarray], norm_type: float, dtype: str) -> np.ndarray:
+    """The norm from the totals of each reduction, of shape (): summed and the root taken, or the largest."""
+    order, norm = check_norm_type(norm_type), numpy_dtype(dtype).type(0)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for total in totals:
+            norm = np.maximum(norm, total) if order == math.inf else norm + total
+        return norm if order == math.inf else norm ** (1 / order)
+
+
+def check_finite(norm: float, norm_type: float) -> None:
+    """Raise NonFiniteError for a norm of inf or NaN, as `error_if_nonfinite` asks."""
+    if not math.isfinite(norm):
+        raise NonFiniteError(
+            f"the norm of order {norm_type} over all gradients is {float(norm)}: expected a finite one; look for the first "
+            "step with such a gradient, or pass error_if_nonfinite=False to scale by it all the same"
+        )
+
+
+def clip_coefficient(norm: np.ndarray, max_norm: float) -> np.ndarray:
+    """What every gradient is multiplied by, in the norm's dtype: max_norm / (norm + 1e-6), at most 1 (R30).
+
+    A norm of NaN gives NaN, and so does inf over inf: what is not finite is passed on, not hidden.
+
+    >>> float(clip_coefficient(np.float32(4), max_norm=1.0)), float(clip_coefficient(np.float32(4), max_norm=5.0))
+    (0.24999994039535522, 1.0)
+    """
+    bound = check_max_norm(max_norm)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.minimum(bound / (norm + EPSILON), 1)
