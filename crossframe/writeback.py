@@ -17,8 +17,17 @@ class Copy:
 
 
 def writeback_copies(layout: Layout, rank: int) -> tuple[Copy, ...]:
-    """The copies by which one rank persists edits of the full parameters. Padding is in none of them."""
+    """The copies by which one rank persists edits of the full parameters. Padding is in none of them; a piece of many
+    runs is as many copies."""
     index = {param.name: i for i, param in enumerate(layout.params)}
     return tuple(
-        Copy(index[p.name], p.param_start, p.param_stop, p.shard_start, p.shard_stop) for p in layout.pieces(rank)
+        Copy(
+            index[piece.name],
+            run.param_start,
+            run.param_start + run.numel,
+            run.shard_start,
+            run.shard_start + run.numel,
+        )
+        for piece in layout.pieces(rank)
+        for run in piece.runs()
     )

@@ -1,28 +1,62 @@
 """Layouts: offsets, padding and pieces are computed in this folder and nowhere else."""
 
+from typing import Any
+
 from crossframe.errors import LayoutError
 from crossframe.layout.flat import FlatLayout
+from crossframe.layout.overlay import Transfer, overlay
 from crossframe.layout.per_param import PerParamLayout
-from crossframe.layout.pieces import Column, Layout, Padding, Piece, views
+from crossframe.layout.pieces import Column, Layout, Padding, Piece, Run, views
+from crossframe.layout.ragged import RaggedLayout
+from crossframe.layout.sharding import Sharding, post_forward, post_forward_group
 from crossframe.params import ParamSpec
+from crossframe.shown import shown
 
-__all__ = ["Column", "FlatLayout", "Layout", "Padding", "PerParamLayout", "Piece", "layout_from_json", "views"]
+__all__ = [
+    "Column",
+    "FlatLayout",
+    "Layout",
+    "Padding",
+    "PerParamLayout",
+    "Piece",
+    "RaggedLayout",
+    "Run",
+    "Sharding",
+    "Transfer",
+    "layout_from_json",
+    "overlay",
+    "post_forward",
+    "post_forward_group",
+    "views",
+]
 
 
 def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
     """The layout that `to_json` described, over these parameters.
 
     Raises:
-        LayoutError: no mapping, an unknown kind, or a field that is missing.
+        LayoutError: no mapping, an unknown kind, or a field that is missing. And what the layout itself refuses.
     """
     if not isinstance(fields, dict):
-        raise LayoutError(f"expected the fields of a layout as a mapping, got {fields!r}")
-    try:
-        match fields["kind"]:
+        raise LayoutError(f"expected the fields of a layout as a mapping, got {shown(fields)}")
+
+    def field(name: str) -> Any:
+        if name not in fields:
+            raise LayoutError(f"a layout needs the field {name!r}, got {shown(list(fields))}")
+        return fields[name]
+
+    def optional(name: str) -> Any:
+        """A list that recordings made before it existed are without."""
+        value = fields.get(name)
+        return tuple(value) if isinstance(value, list) else value
+
+    kind = field("kind")
+    if isinstance(kind, str):
+        match kind:
             case "flat":
-                return FlatLayout(params, fields["world_size"], fields["keep_original"], fields["compute_dtype"])
+                return FlatLayout(params, field("world_size"), field("keep_original"), field("compute_dtype"))
             case "per_param":
-                return PerParamLayout(params, fields["world_size"])
-    except KeyError as error:
-        raise LayoutError(f"a layout needs the field {error}, got {list(fields)}") from None
-    raise LayoutError(f"unknown layout kind {fields['kind']!r}: expected 'flat' or 'per_param'")
+                return PerParamLayout(params, field("world_size"), optional("dims"))
+            case "ragged":
+                return RaggedLayout(params, field("world_size"), optional("blocks"))
+    raise LayoutError(f"unknown layout kind {shown(kind)}: expected 'flat', 'per_param' or 'ragged'")

@@ -1,33 +1,58 @@
-"""The per-parameter layout (R07): each parameter is chunked on dim 0, and a rank's chunks lie side by side."""
+"""The per-parameter layout (R07): each parameter is chunked on one of its dims, and a rank's chunks lie side by side."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple, Self
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import LayoutError
-from crossframe.layout.pieces import Column, Padding, Piece
+from crossframe.layout.pieces import Column, Padding, Piece, check_elements, check_one_dtype
 from crossframe.mesh import check_rank, check_world_size
 from crossframe.params import ParamSpec, check_params
+from crossframe.shown import shown
 
 # What allocators align to: a parameter in a shared buffer is as aligned as one in memory of its own.
 UNSHARDED_ALIGNMENT_BYTES = 64
 
 
+class _Cut(NamedTuple):
+    """A parameter as rows of `stride` elements, of which each rank's chunk takes the next `run_numel` of every row."""
+
+    num_runs: int
+    run_numel: int
+    stride: int
+
+
 @dataclass(frozen=True)
 class PerParamLayout:
-    """Parameters of one dtype, each cut into chunks of ceil(rows / world_size) rows, as `torch.chunk` cuts.
+    """Parameters of one dtype, each cut into chunks of ceil(size / world_size) along one dim, as `torch.chunk` cuts.
+
+    Attributes:
+        params: the parameters in order (R01), one dtype for all of them.
+        world_size: the number of ranks.
+        dims: on which dim each parameter is cut; None for dim 0 of every one. Negative dims count from the end, as in torch.
+            They are stored as what they mean: as dims >= 0, and as None where all are 0.
+
+    A dim above 0 has to be a multiple of the world size, so that all chunks are equal (R07). A rank's shard is its chunk in
+    row-major order.
 
     Raises:
-        LayoutError: no parameters, mixed dtypes, or a parameter without dims (there is nothing to chunk).
+        LayoutError: no parameters, mixed dtypes, a parameter without dims (there is nothing to chunk), a dim that it has
+            not, or a dim above 0 whose size is no multiple of the world size.
 
     >>> layout = PerParamLayout((ParamSpec("w", (5, 3)),), world_size=4)
     >>> [layout.shard_shape(0, rank) for rank in range(4)]
     [(2, 3), (2, 3), (1, 3), (0, 3)]
+    >>> layout = PerParamLayout((ParamSpec("w", (3, 4)),), world_size=2, dims=(1,))
+    >>> [tuple(run) for run in layout.pieces(1)[0].runs()]
+    [(0, 2, 2), (2, 6, 2), (4, 10, 2)]
     """
 
     params: tuple[ParamSpec, ...]
     world_size: int
+    dims: tuple[int, ...] | None = None
 
     kind = "per_param"
     contiguous = False
@@ -35,48 +60,78 @@ class PerParamLayout:
     def __post_init__(self) -> None:
         check_world_size(self.world_size)
         check_params(self.params)
-        if not self.params:
-            raise LayoutError("a per-parameter layout needs at least one parameter, got none")
+        check_one_dtype(self.params, "per-parameter", "put them into buckets of their own")
         for param in self.params:
             if not param.shape:
                 raise LayoutError(
                     f"parameter {param.name!r} has no dims: expected at least one to shard on; give it shape (1,)"
                 )
-            if param.dtype != self.dtype:
+        if self.dims is not None:
+            object.__setattr__(self, "dims", self._checked_dims(self.dims))
+
+    def _checked_dims(self, dims: tuple[int, ...]) -> tuple[int, ...] | None:
+        if not isinstance(dims, tuple) or len(dims) != len(self.params):
+            raise LayoutError(f"expected a tuple of {len(self.params)} dims, one a parameter, got {shown(dims)}")
+        found = []
+        for param, dim in zip(self.params, dims, strict=True):
+            num_dims = len(param.shape)
+            if type(dim) is not int or not -num_dims <= dim < num_dims:
                 raise LayoutError(
-                    f"a bucket holds one dtype: {self.params[0].name!r} is {self.dtype}, "
-                    f"{param.name!r} is {param.dtype}; put them into buckets of their own"
+                    f"parameter {param.name!r} of shape {shown(param.shape)}: expected a dim from 0 to {num_dims - 1}, "
+                    f"or from {-num_dims} to -1 counted from the end, got {shown(dim)}"
                 )
+            found.append(dim % num_dims)
+            size = param.shape[dim]
+            if found[-1] and size % self.world_size:
+                raise LayoutError(
+                    f"parameter {param.name!r} of shape {shown(param.shape)}: dim {found[-1]} has size {size}, which is no "
+                    f"multiple of the world size {self.world_size}; shard it on dim 0, which may be uneven, or pad its size"
+                )
+        return tuple(found) if any(found) else None
 
     @property
     def dtype(self) -> str:
         """The dtype of the shards."""
         return self.params[0].dtype
 
+    @property
+    def shard_dims(self) -> tuple[int, ...]:
+        """The dim on which each parameter is cut."""
+        return self.dims or (0,) * len(self.params)
+
     def chunk_rows(self, i: int) -> int:
-        """Rows of the first chunk of parameter `i`."""
-        return -(-self.params[i].shape[0] // self.world_size)
+        """Size of the first chunk of parameter `i` along the dim on which it is cut: rows, where that is dim 0."""
+        return -(-self.params[i].shape[self.shard_dims[i]] // self.world_size)
 
     def shard_shape(self, i: int, rank: int) -> tuple[int, ...]:
         """Shape of this rank's chunk of parameter `i`; an empty chunk keeps the other dims (R07)."""
         check_rank(rank, self.world_size)
-        rows, chunk = self.params[i].shape[0], self.chunk_rows(i)
-        return (max(0, min(chunk, rows - rank * chunk)), *self.params[i].shape[1:])
+        shape, dim, chunk = self.params[i].shape, self.shard_dims[i], self.chunk_rows(i)
+        return (*shape[:dim], max(0, min(chunk, shape[dim] - rank * chunk)), *shape[dim + 1 :])
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Where each parameter lies in the gathered buffer. Only trailing ranks are short, so all padding of a
+        """Where each parameter lies in the gathered buffer. On dim 0 only trailing ranks are short, so all padding of a
         parameter comes after its last element, and its column read row by row begins with the whole parameter."""
         return self._columns
 
     @cached_property
     def _columns(self) -> tuple[Column, ...]:
         columns, start = [], 0
-        for i, param in enumerate(self.params):
-            width = self.chunk_rows(i) * math.prod(param.shape[1:])
-            columns.append(Column(start, width, param.numel))
-            start += width
+        for param, dim, cut in zip(self.params, self.shard_dims, self._cuts, strict=True):
+            columns.append(Column(start, cut.num_runs * cut.run_numel, param.numel, dim))
+            start += columns[-1].width
         return tuple(columns)
+
+    @cached_property
+    def _cuts(self) -> tuple[_Cut, ...]:
+        cuts = []
+        for i, (param, dim) in enumerate(zip(self.params, self.shard_dims, strict=True)):
+            num_runs, run_numel = math.prod(param.shape[:dim]), self.chunk_rows(i) * math.prod(param.shape[dim + 1 :])
+            if self.world_size == 1:  # whole rows are one run
+                num_runs, run_numel = 1, num_runs * run_numel
+            cuts.append(_Cut(num_runs, run_numel, run_numel * self.world_size))
+        return tuple(cuts)
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -112,9 +167,13 @@ class PerParamLayout:
         """The non-empty pieces of parameters in this rank's shard, in order (R06)."""
         check_rank(rank, self.world_size)
         found = []
-        for param, column in zip(self.params, self.columns, strict=True):
-            low, high = min(rank * column.width, param.numel), min((rank + 1) * column.width, param.numel)
-            if low < high:
+        for param, column, cut in zip(self.params, self.columns, self._cuts, strict=True):
+            low = min(rank * cut.run_numel, column.numel)
+            if cut.num_runs > 1 and column.numel:
+                high = low + (cut.num_runs - 1) * cut.stride + cut.run_numel
+                stop = column.start + column.width
+                found.append(Piece(param.name, rank, column.start, stop, low, high, cut.num_runs, cut.stride))
+            elif (high := min(low + cut.run_numel, column.numel)) > low:
                 found.append(Piece(param.name, rank, column.start, column.start + high - low, low, high))
         return tuple(found)
 
@@ -127,6 +186,25 @@ class PerParamLayout:
                 runs.append(Padding("shard", column.start + numel, column.start + column.width))
         return tuple(runs)
 
+    def find(self, i: int, start: int, stop: int) -> Iterator[Piece]:
+        """The pieces that hold elements `start:stop` of parameter `i`, clipped to them, in order, each of one run."""
+        check_elements(self.params, i, start, stop)
+        return self._find(i, start, stop)
+
+    def _find(self, i: int, start: int, stop: int) -> Iterator[Piece]:
+        name, first, cut = self.params[i].name, self.columns[i].start, self._cuts[i]
+        while start < stop:
+            row, in_row = divmod(start, cut.stride)
+            rank, in_run = divmod(in_row, cut.run_numel)
+            until = min(stop, start + cut.run_numel - in_run)
+            at = first + row * cut.run_numel + in_run
+            yield Piece(name, rank, at, at + until - start, start, until)
+            start = until
+
+    def over(self, world_size: int) -> Self:
+        """The same parameters on the same dims over another number of ranks."""
+        return replace(self, world_size=world_size)
+
     def to_json(self) -> dict:
         """What `layout_from_json` needs to build this layout again."""
-        return {"kind": self.kind, "world_size": self.world_size}
+        return {"kind": self.kind, "world_size": self.world_size, "dims": list(self.dims) if self.dims else None}

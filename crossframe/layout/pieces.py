@@ -1,17 +1,34 @@
 """The one question that every layout answers: which piece of which parameter lies where."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
+from crossframe.errors import LayoutError
 from crossframe.params import ParamSpec
+from crossframe.shown import shown
+
+
+class Run(NamedTuple):
+    """`numel` consecutive elements, from `param_start` of the parameter and from `shard_start` of the shard on."""
+
+    shard_start: int
+    param_start: int
+    numel: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of one parameter that one rank holds. Ranges are half-open, in elements (R06).
+    """What one rank holds of one parameter. Ranges are half-open, in elements, the parameter taken as one row-major line (R06).
 
-    `shard_start:shard_stop` is where it lies in the rank's shard; `param_start:param_stop` which elements of the
-    parameter these are, the parameter taken as one row-major line.
+    A piece is `num_runs` runs of `run_numel` consecutive elements each. In the parameter each begins `stride` elements
+    behind the last, and `param_start:param_stop` spans from the first one's start to the last one's stop; in the rank's
+    shard they lie side by side in `shard_start:shard_stop`. Only a parameter sharded on another dim than its first (R07)
+    has more than one run; a single run has stride 0.
+
+    >>> piece = Piece("w", 1, 0, 6, 2, 12, num_runs=3, stride=4)  # the right half of a (3, 4) matrix
+    >>> piece.run_numel, [run.param_start for run in piece.runs()]
+    (2, [2, 6, 10])
     """
 
     name: str
@@ -20,21 +37,39 @@ class Piece:
     shard_stop: int
     param_start: int
     param_stop: int
+    num_runs: int = 1
+    stride: int = 0
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        return self.param_stop - self.param_start
+        """Number of elements held."""
+        return self.shard_stop - self.shard_start
+
+    @property
+    def run_numel(self) -> int:
+        """Number of elements of each run."""
+        return self.numel // self.num_runs
+
+    def runs(self) -> Iterator[Run]:
+        """The runs in order."""
+        numel = self.run_numel
+        for k in range(self.num_runs):
+            yield Run(self.shard_start + k * numel, self.param_start + k * self.stride, numel)
 
 
 @dataclass(frozen=True)
 class Column:
-    """Where a parameter lies in the gathered buffer seen as (world_size, padded_shard_numel): the columns
-    `start:start + width`, read row by row, of which the first `numel` elements are the parameter."""
+    """Where a parameter lies in the gathered buffer seen as (world_size, padded_shard_numel): in the columns
+    `start:start + width`.
+
+    Sharded on dim 0, these read row by row begin with its `numel` elements, and padding follows. Sharded on `dim` > 0
+    there is no padding: each row is one chunk of the parameter, and the chunks side by side along `dim` are the parameter.
+    """
 
     start: int
     width: int
     numel: int
+    dim: int = 0
 
 
 class Layout(Protocol):
@@ -42,6 +77,10 @@ class Layout(Protocol):
 
     `contiguous` says that each parameter is one unbroken run of the gathered buffer, which then is the unsharded buffer
     too. Otherwise parameter i is `columns[i]` of it, and is copied out. In the unsharded buffer it starts at `offsets[i]`.
+
+    `find(i, start, stop)` yields what holds elements `start:stop` of parameter i, clipped to them, as pieces of one run,
+    in the order of the elements; its time grows with what it yields, not with the world. `over(world_size)` is the same
+    parameters and options over another number of ranks.
     """
 
     @property
@@ -66,6 +105,8 @@ class Layout(Protocol):
     def columns(self) -> tuple[Column, ...]: ...
     def pieces(self, rank: int) -> tuple[Piece, ...]: ...
     def padding(self, rank: int) -> tuple["Padding", ...]: ...
+    def find(self, i: int, start: int, stop: int) -> Iterator[Piece]: ...
+    def over(self, world_size: int) -> Self: ...
     def to_json(self) -> dict: ...
 
 
@@ -73,8 +114,8 @@ class Layout(Protocol):
 class Padding:
     """A run of a rank's shard that belongs to no parameter.
 
-    `kind` is "alignment" (between parameters, R02), "divisibility" (the tail of a flat parameter, R03) or "shard" (the
-    end of one rank's buffer, R03, R04, R07). `fill` is the value that torch stores there (R05).
+    `kind` is "alignment" (between parameters, R02), "divisibility" (the tail of a flat parameter, R03), "shard" (the end
+    of one rank's buffer, R03, R04, R07) or "block" (what keeps blocks whole, R09). `fill` is the value stored there (R05).
     """
 
     kind: str
@@ -83,8 +124,8 @@ class Padding:
 
     @property
     def fill(self) -> int:
-        """42 inside torch's flat parameter, 0 at the end of a shard (R05)."""
-        return 0 if self.kind == "shard" else 42
+        """42 inside torch's flat parameter, 0 at the end of a shard (R05) and wherever torch has no such padding."""
+        return 42 if self.kind in ("alignment", "divisibility") else 0
 
 
 def views(layout: Layout, gathered: Any) -> dict[str, Any]:
@@ -100,10 +141,42 @@ def views(layout: Layout, gathered: Any) -> dict[str, Any]:
     found = {}
     for i, spec in enumerate(layout.params):
         if layout.contiguous:
-            line = gathered[layout.offsets[i] : layout.offsets[i] + spec.numel]
+            found[spec.name] = gathered[layout.offsets[i] : layout.offsets[i] + spec.numel].reshape(spec.shape)
+            continue
+        column = layout.columns[i]
+        table = gathered.reshape(layout.world_size, layout.padded_shard_numel)
+        chunks = table[:, column.start : column.start + column.width]
+        if column.dim:
+            chunk = list(spec.shape)
+            chunk[column.dim] //= layout.world_size
+            chunks = chunks.reshape(layout.world_size, *chunk)
+            # The axis of ranks goes in front of the dim that it cut; reshape then joins the two.
+            order = (*range(1, column.dim + 1), 0, *range(column.dim + 1, len(chunk) + 1))
+            found[spec.name] = chunks.transpose(order).reshape(spec.shape)
         else:
-            column = layout.columns[i]
-            table = gathered.reshape(layout.world_size, layout.padded_shard_numel)
-            line = table[:, column.start : column.start + column.width].reshape(-1)[: column.numel]
-        found[spec.name] = line.reshape(spec.shape)
+            found[spec.name] = chunks.reshape(-1)[: column.numel].reshape(spec.shape)
     return found
+
+
+def check_elements(params: tuple[ParamSpec, ...], i: int, start: int, stop: int) -> None:
+    """Raise LayoutError unless there is a parameter `i` with elements `start:stop`."""
+    if type(i) is not int or not 0 <= i < len(params):
+        raise LayoutError(f"expected the index of one of {len(params)} parameters, got {shown(i)}")
+    numel = params[i].numel
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= numel:
+        raise LayoutError(
+            f"parameter {params[i].name!r}: expected a range of its {numel} elements, got {shown(start)} to {shown(stop)}"
+        )
+
+
+def check_one_dtype(params: tuple[ParamSpec, ...], what: str, instead: str) -> None:
+    """Raise LayoutError unless there is a parameter and all have one dtype (R11). `what` is an adjective, `instead` advice."""
+    if not params:
+        raise LayoutError(f"a {what} layout needs at least one parameter, got none")
+    first = params[0]
+    for param in params[1:]:
+        if param.dtype != first.dtype:
+            raise LayoutError(
+                f"a {what} layout holds one dtype: {first.name!r} is {first.dtype}, {param.name!r} is {param.dtype}; "
+                f"{instead}"
+            )

@@ -146,8 +146,8 @@ def test_json_that_describes_no_layout_is_refused():
     one = specs([(2,)])
     flat = FlatLayout(one, 2, keep_original=True).to_json()
     assert layout_from_json(flat, one) == FlatLayout(one, 2, keep_original=True)
-    with pytest.raises(LayoutError, match="unknown layout kind 'ragged'"):
-        layout_from_json(flat | {"kind": "ragged"}, one)
+    with pytest.raises(LayoutError, match="unknown layout kind 'rugged'"):
+        layout_from_json(flat | {"kind": "rugged"}, one)
     for field in flat:
         with pytest.raises(LayoutError, match=f"needs the field '{field}'"):
             layout_from_json({name: value for name, value in flat.items() if name != field}, one)

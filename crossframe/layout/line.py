@@ -1,0 +1,116 @@
+"""A line of parameters cut into equal shards: what the flat layout and the ragged layout share."""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+from crossframe.errors import LayoutError
+from crossframe.layout.pieces import Column, Padding, Piece, check_elements, check_one_dtype
+from crossframe.mesh import check_rank, check_world_size
+from crossframe.params import ParamSpec, check_params
+
+
+@dataclass(frozen=True)
+class LineLayout(ABC):
+    """Parameters in order along one line, of which rank k holds elements `k * padded_shard_numel` and on.
+
+    A kind of line says where each parameter starts, how long the line and a shard are, and what its paddings are called.
+    """
+
+    params: tuple[ParamSpec, ...]
+    world_size: int
+
+    kind = "line"
+    contiguous = True
+
+    def __post_init__(self) -> None:
+        check_world_size(self.world_size)
+        check_params(self.params)
+        check_one_dtype(self.params, self.kind, "convert one, or give them units of their own")
+
+    @property
+    @abstractmethod
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter starts in the line, in elements; none before the end of the one in front of it."""
+
+    @property
+    @abstractmethod
+    def flat_numel(self) -> int:
+        """Elements of the line, padding inside it included."""
+
+    @property
+    @abstractmethod
+    def padded_shard_numel(self) -> int:
+        """Elements of every rank's buffer."""
+
+    @abstractmethod
+    def padding(self, rank: int) -> tuple[Padding, ...]:
+        """The runs of this rank's shard that belong to no parameter."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the shards."""
+        return self.params[0].dtype
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Not defined here: parameters of a line are contiguous."""
+        raise LayoutError(f"a {self.kind} layout is contiguous: use its offsets")
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of the buffer that an all-gather fills: world_size * padded_shard_numel."""
+        return self.padded_shard_numel * self.world_size
+
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements of the buffer that holds the unsharded parameters: the gathered one itself."""
+        return self.gathered_numel
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Which elements of the line the rank holds; empty past the last chunk (R04)."""
+        check_rank(rank, self.world_size)
+        start = min(rank * self.padded_shard_numel, self.flat_numel)
+        return start, min(start + self.padded_shard_numel, self.flat_numel)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The non-empty pieces of parameters in this rank's shard, in order (R06)."""
+        start, stop = self.shard_range(rank)
+        found = []
+        for i in range(max(0, bisect_right(self.offsets, start) - 1), len(self.params)):
+            offset, param = self.offsets[i], self.params[i]
+            if offset >= stop:
+                break
+            low, high = max(start, offset), min(stop, offset + param.numel)
+            if low < high:
+                found.append(Piece(param.name, rank, low - start, high - start, low - offset, high - offset))
+        return tuple(found)
+
+    def gaps(self, rank: int) -> Iterator[tuple[int, int]]:
+        """The runs of this rank's buffer between, before and behind its pieces."""
+        covered = 0
+        for piece in self.pieces(rank):
+            if covered < piece.shard_start:
+                yield covered, piece.shard_start
+            covered = piece.shard_stop
+        if covered < self.padded_shard_numel:
+            yield covered, self.padded_shard_numel
+
+    def find(self, i: int, start: int, stop: int) -> Iterator[Piece]:
+        """The pieces that hold elements `start:stop` of parameter `i`, clipped to them, in order."""
+        check_elements(self.params, i, start, stop)
+        return self._find(i, start, stop)
+
+    def _find(self, i: int, start: int, stop: int) -> Iterator[Piece]:
+        name, offset, numel = self.params[i].name, self.offsets[i], self.padded_shard_numel
+        while start < stop:
+            rank, at = divmod(offset + start, numel)
+            until = min(stop, start + numel - at)
+            yield Piece(name, rank, at, at + until - start, start, until)
+            start = until
+
+    def over(self, world_size: int) -> Self:
+        """The same parameters with the same options over another number of ranks."""
+        return replace(self, world_size=world_size)

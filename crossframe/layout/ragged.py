@@ -1,0 +1,211 @@
+"""The ragged layout (R09): a line of parameters in which no boundary between shards splits a block. Beyond torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from crossframe.errors import LayoutError
+from crossframe.layout.line import LineLayout
+from crossframe.layout.pieces import Padding
+from crossframe.shown import shown
+
+# How many shard sizes are tried for each of the moduli, of which there are at most as many as S has bits.
+TRIES = 16
+
+
+@dataclass(frozen=True)
+class RaggedLayout(LineLayout):
+    """Parameters in one line, padded between them so that every boundary between shards falls between two blocks.
+
+    Attributes:
+        params: the parameters in order (R01), one dtype for all of them (R11).
+        world_size: the number of shards.
+        blocks: how many elements of each parameter must stay together; each divides its parameter's numel. None: a row of
+            each, the numel of `shape[1:]`. Blocks that say the same as None are stored as None.
+
+    Each parameter is one unbroken run of the gathered buffer, so an all-gather needs no copy out. All shards have one size,
+    the smallest that a bounded search finds; `padding_bound` says how bad it can get, `wasteful` how bad it is.
+
+    Raises:
+        LayoutError: no parameters, mixed dtypes, or a block that is no int of at least 1 or does not divide its parameter.
+
+    >>> layout = RaggedLayout((ParamSpec("w", (5, 3)), ParamSpec("b", (5,))), world_size=2)
+    >>> layout.padded_shard_numel, layout.offsets, layout.padding_numel
+    (12, (0, 15), 4)
+    >>> [(piece.name, piece.param_start, piece.param_stop) for rank in range(2) for piece in layout.pieces(rank)]
+    [('w', 0, 12), ('w', 12, 15), ('b', 0, 5)]
+    """
+
+    blocks: tuple[int, ...] | None = None
+
+    kind = "ragged"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.blocks is None:
+            return
+        if not isinstance(self.blocks, tuple) or len(self.blocks) != len(self.params):
+            raise LayoutError(
+                f"expected a tuple of {len(self.params)} blocks, one a parameter, got {shown(self.blocks)}"
+            )
+        for param, block in zip(self.params, self.blocks, strict=True):
+            if type(block) is not int or block < 1 or param.numel % block:
+                raise LayoutError(
+                    f"parameter {param.name!r} of shape {shown(param.shape)}: expected a block of at least 1 element that "
+                    f"divides its {param.numel}, got {shown(block)}"
+                )
+        if self.blocks == self._rows:
+            object.__setattr__(self, "blocks", None)
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        """One row of each parameter; 1 where a row is empty."""
+        return tuple(max(1, math.prod(param.shape[1:])) for param in self.params)
+
+    @cached_property
+    def block_numels(self) -> tuple[int, ...]:
+        """How many elements of each parameter stay together."""
+        return self._rows if self.blocks is None else self.blocks
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters together, without padding."""
+        return sum(param.numel for param in self.params)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter starts in the gathered buffer, in elements."""
+        return self._placed[1]
+
+    @property
+    def flat_numel(self) -> int:
+        """Elements of the gathered buffer, padding included: every shard is full."""
+        return self.padded_shard_numel * self.world_size
+
+    @property
+    def padded_shard_numel(self) -> int:
+        """Elements of every rank's buffer."""
+        return self._placed[0]
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the gathered buffer that belong to no parameter."""
+        return self.gathered_numel - self.numel
+
+    @property
+    def padding_bound(self) -> int:
+        """What padding_numel never exceeds, known before any search: world_size * min(S_blocks, S_whole) - numel, where
+
+            S_blocks = ceil((numel + sum of (block - 1) over all non-empty parameters but the first) / world_size),
+                       rounded up to a multiple of L, the least common multiple of the blocks of all non-empty parameters;
+            S_whole = max(largest parameter, ceil(2 * numel / world_size)).
+
+        Each of them is a shard size for which a placement exists. If S is a multiple of L, all boundaries k * S are multiples
+        of every block, and a parameter that starts at a multiple of its block is never split inside one; to get there costs
+        at most block - 1 elements of padding, and the first parameter starts at 0. If no parameter is larger than S, no
+        parameter need be split: put each into the shard where the last one ended, or else into the next one. Any two
+        neighbouring shards then hold more than S together, so fewer than 2 * numel / S + 1 of them are used.
+        """
+        return self.world_size * self._sure_shard_numel - self.numel
+
+    @property
+    def wasteful(self) -> bool:
+        """Whether there is more padding than there are parameters, so that more than half of what an all-gather moves is
+        padding. Then use a PerParamLayout instead, or smaller blocks."""
+        return self.padding_numel > self.numel
+
+    @cached_property
+    def _line(self) -> tuple[tuple[int, int], ...]:
+        """(numel, block) of the non-empty parameters."""
+        return tuple((param.numel, b) for param, b in zip(self.params, self.block_numels, strict=True) if param.numel)
+
+    @cached_property
+    def _sure_shard_numel(self) -> int:
+        if not self._line:
+            return 0
+        common = math.lcm(*(block for _, block in self._line))
+        aligned = -(-(self.numel + sum(block - 1 for _, block in self._line[1:])) // self.world_size)
+        whole = max(max(numel for numel, _ in self._line), -(-2 * self.numel // self.world_size))
+        return min(aligned + -aligned % common, whole)
+
+    @cached_property
+    def _placed(self) -> tuple[int, tuple[int, ...]]:
+        """The shard size and where each parameter starts."""
+        numel = self._shard_numel()
+        starts = place(self._line, self.world_size, numel)
+        assert starts is not None
+        offsets, found, at = [], iter(starts), 0
+        for param in self.params:
+            if param.numel:
+                offsets.append(next(found))
+                at = offsets[-1] + param.numel
+            else:
+                offsets.append(at)
+        return numel, tuple(offsets)
+
+    def _shard_numel(self) -> int:
+        """The smallest shard size among those tried for which a placement exists."""
+        least = -(-self.numel // self.world_size)
+        best = self._sure_shard_numel
+        for modulus in self._moduli(best):
+            numel = least + -least % modulus
+            for _ in range(TRIES):
+                if numel >= best:
+                    break
+                if place(self._line, self.world_size, numel) is not None:
+                    best = numel
+                    break
+                numel += modulus
+        return best
+
+    def _moduli(self, limit: int) -> Iterator[int]:
+        """Of what the shard size may be a multiple: a parameter that crosses two boundaries needs that its block divides the
+        size. These are, the larger parameters first, those that cross two for any size below `limit`, then one more at a
+        time that may. Each is a multiple of the last, so that they are few."""
+        by_size = sorted(self._line, reverse=True)
+        modulus = math.lcm(1, *(block for numel, block in by_size if numel > 2 * limit))
+        yield modulus
+        for _, block in by_size:
+            wider = math.lcm(modulus, block)
+            if wider >= limit:
+                return
+            if wider > modulus:
+                modulus = wider
+                yield modulus
+
+    def padding(self, rank: int) -> tuple[Padding, ...]:
+        """The runs of this rank's shard that belong to no parameter, all of kind "block"."""
+        return tuple(Padding("block", start, stop) for start, stop in self.gaps(rank))
+
+    def to_json(self) -> dict:
+        """What `layout_from_json` needs to build this layout again."""
+        return {"kind": self.kind, "world_size": self.world_size, "blocks": list(self.blocks) if self.blocks else None}
+
+
+def place(line: tuple[tuple[int, int], ...], world_size: int, shard_numel: int) -> tuple[int, ...] | None:
+    """Where parameters given as (numel, block), each as early as it can be, start in shards of this size; None if they do not
+    fit. As early as possible is best: wherever one fits behind a later start, it fits as early or earlier behind an earlier."""
+    starts, end = [], 0
+    for numel, block in line:
+        start = _earliest(end, numel, block, shard_numel)
+        if start is None:
+            return None
+        starts.append(start)
+        end = start + numel
+    return tuple(starts) if end <= world_size * shard_numel else None
+
+
+def _earliest(after: int, numel: int, block: int, shard_numel: int) -> int | None:
+    """The least start >= `after` from which no boundary between shards splits a block; None if there is none."""
+    boundary = (after // shard_numel + 1) * shard_numel
+    if after + numel <= boundary:
+        return after
+    # It crosses this boundary, or starts at it; the next one too only if the block divides what lies between the two.
+    start = after + (boundary - after) % block
+    if shard_numel % block == 0 or start + numel <= boundary + shard_numel:
+        return start
+    # Starting inside the next shard, as far behind its beginning as to leave whole blocks up to its end; farther on it would
+    # be the same again.
+    start = boundary + shard_numel % block
+    return start if start + numel <= boundary + 2 * shard_numel else None

@@ -1,0 +1,159 @@
+"""A whole model on a mesh (R10), and a unit on the smaller group that holds it between forward and backward (R08)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from crossframe.errors import LayoutError, MeshError
+from crossframe.layout.flat import FlatLayout
+from crossframe.layout.per_param import PerParamLayout
+from crossframe.layout.pieces import Layout, Piece, check_elements
+from crossframe.layout.ragged import RaggedLayout
+from crossframe.mesh import MeshSpec, check_rank
+from crossframe.params import ParamSpec, check_unique_names
+from crossframe.shown import shown
+
+LAYOUTS = (FlatLayout, PerParamLayout, RaggedLayout)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which rank of a mesh holds which element of a model.
+
+    Attributes:
+        units: (unit name, layout) in order, one for each bucket: a unit of several buckets stands here several times. The
+            place in this tuple is the bucket's index.
+        mesh: the ranks (R10). Each of `mesh.replicate` replicas holds all of the model, cut over `mesh.shard` ranks.
+
+    Raises:
+        LayoutError: units that are no such tuple, a layout over another number of ranks than `mesh.shard`.
+        MeshError: a mesh that is none.
+        ParamError: a name or an alias that belongs to two parameters.
+
+    >>> layout = FlatLayout((ParamSpec("w", (3,)),), world_size=2, keep_original=False)
+    >>> sharding = Sharding((("", layout),), MeshSpec(shard=2, replicate=2))
+    >>> [(bucket, piece.rank, piece.param_start, piece.param_stop) for bucket, piece in sharding.pieces(3)]
+    [(0, 3, 2, 3)]
+    >>> sharding.where("w", 2)
+    ((1, '', 0), (3, '', 0))
+    """
+
+    units: tuple[tuple[str, Layout], ...]
+    mesh: MeshSpec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, MeshSpec):
+            raise MeshError(f"expected a MeshSpec, got {shown(self.mesh)}")
+        if not isinstance(self.units, tuple):
+            raise LayoutError(f"expected a tuple of (unit name, layout), got {shown(self.units)}")
+        for unit in self.units:
+            if not (
+                isinstance(unit, tuple) and len(unit) == 2 and isinstance(unit[0], str) and isinstance(unit[1], LAYOUTS)
+            ):
+                raise LayoutError(f"expected a unit as (name, layout), got {shown(unit)}")
+            name, layout = unit
+            if layout.world_size != self.mesh.shard:
+                raise LayoutError(
+                    f"unit {name!r}: its layout is over {layout.world_size} ranks, the mesh cuts each replica over "
+                    f"{self.mesh.shard}; expected the same, as layout.over({self.mesh.shard}) gives it"
+                )
+        check_unique_names(self.params)
+
+    @cached_property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """All parameters, bucket by bucket."""
+        return tuple(param for _, layout in self.units for param in layout.params)
+
+    @cached_property
+    def _index(self) -> dict[str, tuple[int, int]]:
+        """By name and by alias: the bucket, and the parameter's place in it."""
+        return {
+            name: (bucket, i)
+            for bucket, (_, layout) in enumerate(self.units)
+            for i, param in enumerate(layout.params)
+            for name in (param.name, *param.aliases)
+        }
+
+    def find(self, name: str) -> tuple[int, int] | None:
+        """The bucket of the parameter of this name or alias, and its place in that bucket's `params`; None if there is none."""
+        return self._index.get(name)
+
+    def pieces(self, rank: int) -> Iterator[tuple[int, Piece]]:
+        """What a rank of the mesh holds: (bucket index, piece), in order; `Piece.rank` is that rank of the mesh."""
+        replica, shard_rank = self.mesh.coordinate(rank)
+        return self._pieces(replica * self.mesh.shard, shard_rank)
+
+    def _pieces(self, first: int, shard_rank: int) -> Iterator[tuple[int, Piece]]:
+        for bucket, (_, layout) in enumerate(self.units):
+            for piece in layout.pieces(shard_rank):
+                yield bucket, replace(piece, rank=first + shard_rank) if first else piece
+
+    def where(self, name: str, element: int) -> tuple[tuple[int, str, int], ...]:
+        """Every place that holds an element: (rank, unit, offset in the shard of the parameter's bucket), one a replica.
+
+        Args:
+            name: the parameter's name or one of its aliases.
+            element: its place in the parameter, taken as one row-major line.
+
+        Raises:
+            LayoutError: no such parameter, or no such element.
+        """
+        found = self.find(name) if isinstance(name, str) else None
+        if found is None:
+            raise LayoutError(f"no parameter is named {shown(name)}: expected one of {shown(sorted(self._index))}")
+        bucket, i = found
+        unit, layout = self.units[bucket]
+        if type(element) is not int:
+            raise LayoutError(f"parameter {name!r}: expected an element as an int, got {shown(element)}")
+        check_elements(layout.params, i, element, element + 1)
+        (piece,) = layout.find(i, element, element + 1)
+        ranks = range(piece.rank, self.mesh.world_size, self.mesh.shard)
+        return tuple((rank, unit, piece.shard_start) for rank in ranks)
+
+
+def post_forward(layout: Layout, group_size: int) -> Layout:
+    """The layout that a unit has between forward and backward under `reshard_after_forward=group_size` (R08).
+
+    Each rank then holds its chunk over `group_size` ranks, as `torch.chunk` of the parameter itself cuts it. torch cuts its
+    padded buffer instead, and shows wrong rows where dim 0 is uneven.
+
+    Raises:
+        MeshError: a group size that does not divide the layout's world size, 1, or the whole world size.
+
+    >>> layout = PerParamLayout((ParamSpec("w", (5, 3)),), world_size=4)
+    >>> [post_forward(layout, 2).shard_shape(0, rank) for rank in range(2)]
+    [(3, 3), (2, 3)]
+    """
+    if not isinstance(layout, LAYOUTS):
+        raise LayoutError(f"expected a layout, got {shown(layout)}")
+    _check_group_size(group_size, layout.world_size)
+    return layout.over(group_size)
+
+
+def post_forward_group(mesh: MeshSpec, rank: int, group_size: int) -> range:
+    """The ranks that together hold a unit between forward and backward, this one among them: consecutive ones (R08).
+
+    The place of a rank in this range is its rank in the layout that `post_forward` gives.
+
+    >>> post_forward_group(MeshSpec(shard=4, replicate=2), rank=6, group_size=2)
+    range(6, 8)
+    """
+    if not isinstance(mesh, MeshSpec):
+        raise MeshError(f"expected a MeshSpec, got {shown(mesh)}")
+    check_rank(rank, mesh.world_size)
+    _check_group_size(group_size, mesh.shard)
+    first = rank - rank % group_size  # the group size divides the shard group, so no group reaches into another replica
+    return range(first, first + group_size)
+
+
+def _check_group_size(group_size: int, world_size: int) -> None:
+    if type(group_size) is not int or group_size < 1 or world_size % group_size:
+        raise MeshError(
+            f"reshard_after_forward={shown(group_size)}: expected the size of a group that divides the {world_size} ranks of a "
+            "shard group"
+        )
+    if group_size in (1, world_size):
+        means = "False (keep the parameters)" if group_size == 1 else "True (reshard to the shard group)"
+        raise MeshError(
+            f"reshard_after_forward={group_size} on {world_size} ranks is no smaller group: it means {means}; pass that"
+        )
