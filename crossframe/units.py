@@ -91,10 +91,11 @@ def assign_units(
     units = frozenset(unit_names) | {""}
     if missing := sorted(units - known):
         raise UnitError(f"units {missing} are not modules of this model: expected names among {sorted(known)[:8]} ...")
-    ranking = {name: i for i, name in enumerate(modules if order is Order.PRE_ORDER else post_order(modules))}
+    walk = {name: i for i, name in enumerate(modules)}
+    in_tree = sorted(slots, key=lambda slot: walk[slot.module])
     specs: dict[Hashable, ParamSpec] = {}
     owners: dict[Hashable, str] = {}
-    for slot in sorted(slots, key=lambda slot: ranking[slot.module]):
+    for slot in in_tree:
         owner = enclosing_unit(slot.module, units)
         if slot.identity not in specs:
             specs[slot.identity] = ParamSpec(slot.name, slot.shape, slot.dtype, requires_grad=slot.requires_grad)
@@ -107,7 +108,10 @@ def assign_units(
                 f"{owner!r}: a parameter lives in one unit; make both modules part of one unit"
             )
         specs[slot.identity] = replace(first, aliases=(*first.aliases, slot.name))
+    # A shared parameter is named where the tree has it first, and stands where the order meets it first.
+    if order is Order.POST_ORDER:
+        walk = {name: i for i, name in enumerate(post_order(modules))}
     owned: dict[str, list[ParamSpec]] = {name: [] for name in modules if name in units}
-    for identity, spec in specs.items():
-        owned[owners[identity]].append(spec)
+    for identity in dict.fromkeys(slot.identity for slot in sorted(in_tree, key=lambda slot: walk[slot.module])):
+        owned[owners[identity]].append(specs[identity])
     return tuple(UnitSpec(name, tuple(params)) for name, params in owned.items() if params)

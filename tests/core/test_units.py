@@ -86,10 +86,14 @@ def test_R01_a_shared_parameter_stands_at_its_first_occurrence_or_is_refused_acr
         with pytest.raises(UnitError, match="is shared with"):
             assign_units(names, module_slots(model), units, order)
         return
+    # The order gives the place; the names are in pre-order in either.
+    named: dict[int, list[str]] = {}
+    for _, name, number in walk(model, units, Order.PRE_ORDER):
+        named.setdefault(number, []).append(name)
     expected: dict[str, list[ParamSpec]] = {}
-    for number, [(unit, first), *others] in uses.items():
-        spec = ParamSpec(first, (number + 1,), aliases=tuple(name for _, name in others))
-        expected.setdefault(unit, []).append(spec)
+    for number, [(unit, _), *_] in uses.items():
+        first, *others = named[number]
+        expected.setdefault(unit, []).append(ParamSpec(first, (number + 1,), aliases=tuple(others)))
     assigned = assign_units(names, module_slots(model), units, order)
     assert {unit.name: list(unit.params) for unit in assigned} == expected
 
