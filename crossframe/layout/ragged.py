@@ -1,7 +1,6 @@
 """The ragged layout (R09): a line of parameters in which no boundary between shards splits a block. Beyond torch."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,8 +9,9 @@ from crossframe.layout.line import LineLayout
 from crossframe.layout.pieces import Padding
 from crossframe.shown import shown
 
-# How many shard sizes are tried for each of the moduli, of which there are at most as many as S has bits.
-TRIES = 16
+# How far the search for a shard size goes: among the multiples of so many numbers, so many next to each other from the least
+# on, and so many more in leaps to where the parameters would have fitted.
+MODULI, STEPS, LEAPS = 24, 16, 16
 
 
 @dataclass(frozen=True)
@@ -133,46 +133,49 @@ class RaggedLayout(LineLayout):
     def _placed(self) -> tuple[int, tuple[int, ...]]:
         """The shard size and where each parameter starts."""
         numel = self._shard_numel()
-        starts = place(self._line, self.world_size, numel)
-        assert starts is not None
-        offsets, found, at = [], iter(starts), 0
+        placed = place(self._line, numel)
+        assert placed is not None and placed[1] <= self.world_size * numel
+        offsets, starts, at = [], iter(placed[0]), 0
         for param in self.params:
             if param.numel:
-                offsets.append(next(found))
-                at = offsets[-1] + param.numel
-            else:
-                offsets.append(at)
+                at = next(starts)
+            offsets.append(at)
+            at += param.numel
         return numel, tuple(offsets)
 
     def _shard_numel(self) -> int:
         """The smallest shard size among those tried for which a placement exists."""
-        least = -(-self.numel // self.world_size)
-        best = self._sure_shard_numel
+        least, best = -(-self.numel // self.world_size), self._sure_shard_numel
         for modulus in self._moduli(best):
             numel = least + -least % modulus
-            for _ in range(TRIES):
+            for attempt in range(STEPS + LEAPS):
                 if numel >= best:
                     break
-                if place(self._line, self.world_size, numel) is not None:
+                placed = place(self._line, numel)
+                needed = -(-placed[1] // self.world_size) if placed else 0
+                if placed and needed <= numel:
                     best = numel
                     break
-                numel += modulus
+                # Sizes that would do may lie below `needed`: with another size parameters lie otherwise. So steps come first.
+                numel = max(numel + modulus, needed + -needed % modulus if attempt >= STEPS else 0)
         return best
 
-    def _moduli(self, limit: int) -> Iterator[int]:
-        """Of what the shard size may be a multiple: a parameter that crosses two boundaries needs that its block divides the
-        size. These are, the larger parameters first, those that cross two for any size below `limit`, then one more at a
-        time that may. Each is a multiple of the last, so that they are few."""
+    def _moduli(self, limit: int) -> list[int]:
+        """Of what the shard size is sought as a multiple, as blocks that divide it can be cut anywhere.
+
+        A parameter that crosses two boundaries needs a block that divides what lies between them. So: the least common
+        multiple of the blocks of those that cross two whatever the size below `limit`; the same with the other parameters'
+        blocks added, the larger parameters first; the same with one other block alone.
+        """
         by_size = sorted(self._line, reverse=True)
-        modulus = math.lcm(1, *(block for numel, block in by_size if numel > 2 * limit))
-        yield modulus
+        sure = math.lcm(1, *(block for numel, block in by_size if numel > 2 * limit))
+        moduli = [sure]
         for _, block in by_size:
-            wider = math.lcm(modulus, block)
-            if wider >= limit:
-                return
-            if wider > modulus:
-                modulus = wider
-                yield modulus
+            moduli.append(math.lcm(moduli[-1], block))
+            if moduli[-1] >= limit:
+                break
+        moduli += [math.lcm(sure, block) for _, block in by_size]
+        return list(dict.fromkeys(modulus for modulus in moduli if modulus < limit))[:MODULI]
 
     def padding(self, rank: int) -> tuple[Padding, ...]:
         """The runs of this rank's shard that belong to no parameter, all of kind "block"."""
@@ -183,9 +186,13 @@ class RaggedLayout(LineLayout):
         return {"kind": self.kind, "world_size": self.world_size, "blocks": list(self.blocks) if self.blocks else None}
 
 
-def place(line: tuple[tuple[int, int], ...], world_size: int, shard_numel: int) -> tuple[int, ...] | None:
-    """Where parameters given as (numel, block), each as early as it can be, start in shards of this size; None if they do not
-    fit. As early as possible is best: wherever one fits behind a later start, it fits as early or earlier behind an earlier."""
+def place(line: tuple[tuple[int, int], ...], shard_numel: int) -> tuple[tuple[int, ...], int] | None:
+    """Where parameters given as (numel, block) start in shards of this size, each as early as it can, and where the last one
+    stops; None if one of them fits nowhere.
+
+    As early as possible is best: which starts are possible does not depend on the parameters in front, so that an earlier
+    stop of one is never to the disadvantage of the next.
+    """
     starts, end = [], 0
     for numel, block in line:
         start = _earliest(end, numel, block, shard_numel)
@@ -193,7 +200,7 @@ def place(line: tuple[tuple[int, int], ...], world_size: int, shard_numel: int) 
             return None
         starts.append(start)
         end = start + numel
-    return tuple(starts) if end <= world_size * shard_numel else None
+    return tuple(starts), end
 
 
 def _earliest(after: int, numel: int, block: int, shard_numel: int) -> int | None:
