@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import ParamError
+from crossframe.shown import shown
+
+# Sizes, strides and bytes are signed 64-bit ints in numpy, torch and XLA.
+OVERFLOW = 2**63
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class ParamSpec:
 
     Raises:
         ParamError: an empty name or alias, a size that is not a non-negative int, an unknown dtype, an alias given twice,
-            a requires_grad that is no bool.
+            a requires_grad that is no bool, a shape of 2**63 bytes or more.
 
     >>> ParamSpec("weight", (5, 3)).numel
     15
@@ -35,14 +39,25 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ParamError(f"a parameter needs a name: expected a non-empty string, got {self.name!r}")
+            raise ParamError(f"a parameter needs a name: expected a non-empty string, got {shown(self.name)}")
         if not isinstance(self.shape, tuple) or not all(type(size) is int and size >= 0 for size in self.shape):
-            raise ParamError(f"parameter {self.name!r}: expected a tuple of sizes >= 0 as shape, got {self.shape!r}")
-        itemsize(self.dtype)
+            raise ParamError(
+                f"parameter {self.name!r}: expected a tuple of sizes >= 0 as shape, got {shown(self.shape)}"
+            )
+        # Strides of an empty tensor overflow too: a size of 0 counts as 1.
+        if math.prod(max(1, size) for size in self.shape) * itemsize(self.dtype) >= OVERFLOW:
+            raise ParamError(
+                f"parameter {self.name!r}: a shape that overflows: expected fewer than 2**63 bytes of {self.dtype}, got "
+                f"shape {shown(self.shape)}"
+            )
         if not isinstance(self.aliases, tuple) or not all(isinstance(alias, str) and alias for alias in self.aliases):
-            raise ParamError(f"parameter {self.name!r}: expected a tuple of names as aliases, got {self.aliases!r}")
+            raise ParamError(
+                f"parameter {self.name!r}: expected a tuple of names as aliases, got {shown(self.aliases)}"
+            )
         if not isinstance(self.requires_grad, bool):
-            raise ParamError(f"parameter {self.name!r}: expected a bool as requires_grad, got {self.requires_grad!r}")
+            raise ParamError(
+                f"parameter {self.name!r}: expected a bool as requires_grad, got {shown(self.requires_grad)}"
+            )
         names = (self.name, *self.aliases)
         if len(set(names)) != len(names):
             raise ParamError(f"parameter {self.name!r}: the same name twice among its aliases {self.aliases!r}")
@@ -56,7 +71,7 @@ class ParamSpec:
 def check_params(params: tuple[ParamSpec, ...]) -> None:
     """Raise ParamError unless this is a tuple of parameters of which no two share a name or an alias."""
     if not isinstance(params, tuple) or not all(isinstance(param, ParamSpec) for param in params):
-        raise ParamError(f"expected a tuple of ParamSpec, got {params!r}")
+        raise ParamError(f"expected a tuple of ParamSpec, got {shown(params)}")
     check_unique_names(params)
 
 
