@@ -1,0 +1,36 @@
+"""The keys of state dicts: names as the unwrapped model has them (R36), and torch's key for a flat parameter."""
+
+from crossframe.errors import StateDictError
+from crossframe.shown import shown
+
+# What wrapping a module puts into the names below it: torch's FSDP, its activation checkpointing, torch.compile.
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+FLAT_PARAM = "_flat_param"
+
+
+def canonical_name(name: str) -> str:
+    """The name of a module, parameter or buffer without the parts that wrapping put into it.
+
+    A part is what stands between dots: a module called `my_orig_mod` keeps its name. The flat parameter's own name stays,
+    since the unwrapped model has no such parameter.
+
+    Raises:
+        StateDictError: no string.
+
+    >>> canonical_name("_orig_mod.blocks.0._fsdp_wrapped_module._checkpoint_wrapped_module.weight")
+    'blocks.0.weight'
+    >>> canonical_name("_fsdp_wrapped_module.head._flat_param"), canonical_name("_fsdp_wrapped_module")
+    ('head._flat_param', '')
+    """
+    if not isinstance(name, str):
+        raise StateDictError(f"expected a string as a key of a state dict, got {shown(name)}")
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def local_key(unit: str) -> str:
+    """The key of a unit's flat parameter in a LOCAL state dict.
+
+    >>> local_key(""), local_key("blocks.0")
+    ('_flat_param', 'blocks.0._flat_param')
+    """
+    return f"{unit}.{FLAT_PARAM}" if unit else FLAT_PARAM

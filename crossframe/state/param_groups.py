@@ -1,0 +1,124 @@
+"""Optimizer state by name and by id, and the groups of parameters with their hyperparameters (R37).
+
+An optimizer's state dict is `{"state": {key: ...}, "param_groups": [{"params": [key, ...], "lr": ...}, ...]}`. Keys are ids,
+which count the optimizer's parameters in order, group after group; or names, which mean the same in another process, at
+another world size and in the unwrapped model. Parameters without state are in a group and not in `state`.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from crossframe.errors import StateDictError
+from crossframe.params import ParamSpec
+from crossframe.shown import shown
+
+StateDict = Mapping[str, Any]
+Groups = Sequence[Mapping[str, Any]]
+
+
+def state_by_name(state_dict: StateDict, params: Sequence[ParamSpec]) -> dict[str, Any]:
+    """A state dict by id as one by name.
+
+    Args:
+        params: the optimizer's parameters in its own order, so that parameter i is `params[i]`.
+
+    Raises:
+        StateDictError: no state dict, an id that no parameter has, or a parameter in no group or in two.
+
+    >>> by_id = {"state": {1: {"step": 3}}, "param_groups": [{"params": [1], "lr": 0.1}, {"params": [0], "lr": 0.2}]}
+    >>> state_by_name(by_id, [ParamSpec("w", (2,)), ParamSpec("b", (2,))])
+    {'state': {'b': {'step': 3}}, 'param_groups': [{'params': ['b'], 'lr': 0.1}, {'params': ['w'], 'lr': 0.2}]}
+    """
+    return _rekeyed(state_dict, {i: spec.name for i, spec in enumerate(params)}, ordered=False)
+
+
+def state_by_id(state_dict: StateDict, params: Sequence[ParamSpec]) -> dict[str, Any]:
+    """A state dict by name, or by alias, as one by the ids of an optimizer that holds `params` in this order.
+
+    Ids rise inside each group, since optimizers match the parameters of a group by position.
+
+    Raises:
+        StateDictError: no state dict, a name that no parameter has, or a parameter in no group or in two.
+
+    >>> by_name = {"state": {"b": {"step": 3}}, "param_groups": [{"params": ["b", "w"], "lr": 0.1}]}
+    >>> state_by_id(by_name, [ParamSpec("w", (2,)), ParamSpec("b", (2,))])
+    {'state': {1: {'step': 3}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1}]}
+    """
+    ids = {name: i for i, spec in enumerate(params) for name in (spec.name, *spec.aliases)}
+    return _rekeyed(state_dict, ids, ordered=True)
+
+
+def ungrouped_units(groups: Groups, units: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Groups of flat parameters as groups of the parameters inside them.
+
+    Args:
+        groups: `params` are ids of units.
+        units: the names of the parameters of each unit, in order.
+
+    Raises:
+        StateDictError: no groups, an id that no unit has, or a unit in no group or in two.
+    """
+    found = _rekeyed({"state": {}, "param_groups": groups}, dict(enumerate(range(len(units)))), ordered=False)[
+        "param_groups"
+    ]
+    return [group | {"params": [name for i in group["params"] for name in units[i]]} for group in found]
+
+
+def grouped_units(groups: Groups, units: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Groups of parameters as groups of the flat parameters that hold them: the inverse of `ungrouped_units`.
+
+    Raises:
+        StateDictError: a unit whose parameters are in two groups: one flat parameter has one learning rate. Also no groups,
+            a name that no unit has, or a parameter in no group or in two.
+    """
+    owner = {name: i for i, names in enumerate(units) for name in names}
+    names = _rekeyed({"state": {}, "param_groups": groups}, {name: name for name in owner}, ordered=False)[
+        "param_groups"
+    ]
+    found, group_of = [], {}
+    for at, group in enumerate(names):
+        for name in group["params"]:
+            first_at, first = group_of.setdefault(owner[name], (at, name))
+            if first_at != at:
+                raise StateDictError(
+                    f"{first!r} is in parameter group {first_at} and {name!r} in group {at}, but one flat parameter holds "
+                    "both: put them into one group, or keep original parameters (use_orig_params=True)"
+                )
+        found.append(group | {"params": sorted({owner[name] for name in group["params"]})})
+    return found
+
+
+def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any], *, ordered: bool) -> dict[str, Any]:
+    """The state dict with every key replaced. Several old keys may mean one new key (aliases), which then occurs once."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise StateDictError(f"expected an optimizer's 'state' and 'param_groups', got {shown(state_dict)}")
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping) or not isinstance(groups, Sequence):
+        raise StateDictError(f"expected 'state' by key and a list of 'param_groups', got {shown(state_dict)}")
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            raise StateDictError(f"expected a parameter group with a list of 'params', got {shown(group)}")
+    used = [*state, *(key for group in groups for key in group["params"])]
+    if unknown := [key for key in used if not _known(key, keys)]:
+        raise StateDictError(
+            f"the optimizer state names {', '.join(sorted({shown(key) for key in unknown}))}, which this optimizer does not "
+            f"hold: expected {shown(sorted(keys))}"
+        )
+    new_groups, taken = [], {}
+    for at, group in enumerate(groups):
+        params = list(dict.fromkeys(keys[key] for key in group["params"]))
+        for key in params:
+            if taken.setdefault(key, at) != at:
+                raise StateDictError(
+                    f"parameter {shown(key)} is in the groups {taken[key]} and {at}: expected it in one"
+                )
+        new_groups.append({**group, "params": sorted(params) if ordered else params})
+    if without := [key for key in dict.fromkeys(keys.values()) if key not in taken]:
+        raise StateDictError(
+            f"parameters {shown(without)} of this optimizer are in no parameter group of the state dict"
+        )
+    return {"state": {keys[key]: value for key, value in state.items()}, "param_groups": new_groups}
+
+
+def _known(key: object, keys: Mapping[Any, Any]) -> bool:
+    return isinstance(key, Hashable) and not isinstance(key, bool) and key in keys
