@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.layout import FlatLayout, Layout, PerParamLayout
+from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.params import ParamSpec
 
 QUICK = settings(deadline=None, max_examples=60, derandomize=True, database=None)
@@ -40,11 +40,33 @@ def flat_layouts(draw: st.DrawFn) -> FlatLayout:
 
 @st.composite
 def per_param_layouts(draw: st.DrawFn) -> PerParamLayout:
-    """Per-parameter layouts."""
-    return PerParamLayout(draw(params(min_dims=1)), draw(WORLD_SIZES))
+    """Per-parameter layouts on any dims, the sizes of those above 0 made multiples of the world size."""
+    world_size = draw(WORLD_SIZES)
+    drawn = draw(params(min_dims=1))
+    if draw(st.booleans()):
+        return PerParamLayout(drawn, world_size)
+    shapes, dims = [list(param.shape) for param in drawn], []
+    for shape in shapes:
+        dims.append(draw(st.integers(-len(shape), len(shape) - 1)))
+        if dims[-1] % len(shape):
+            shape[dims[-1]] = draw(st.integers(0, 3)) * world_size
+    return PerParamLayout(specs([tuple(shape) for shape in shapes], drawn[0].dtype), world_size, tuple(dims))
 
 
+@st.composite
+def ragged_layouts(draw: st.DrawFn) -> RaggedLayout:
+    """Ragged layouts: blocks of a row, of any divisor, of one element and of the whole parameter."""
+    drawn = draw(params())
+    blocks = tuple(
+        draw(st.sampled_from([b for b in range(1, param.numel + 1) if param.numel % b == 0] or [1, 5]))
+        for param in drawn
+    )
+    return RaggedLayout(drawn, draw(WORLD_SIZES), draw(st.sampled_from([None, blocks])))
+
+
+# The kinds that torch has, and all.
 LAYOUTS: st.SearchStrategy[Layout] = flat_layouts() | per_param_layouts()
+ALL_LAYOUTS: st.SearchStrategy[Layout] = LAYOUTS | ragged_layouts()
 
 
 def elements(layout: Layout, rank: int) -> Elements:
@@ -55,12 +77,14 @@ def elements(layout: Layout, rank: int) -> Elements:
     found: Elements = [None] * layout.padded_shard_numel
     for piece in layout.pieces(rank):
         assert piece.rank == rank
-        assert piece.numel == piece.param_stop - piece.param_start == piece.shard_stop - piece.shard_start > 0
-        for at, index in zip(
-            range(piece.shard_start, piece.shard_stop), range(piece.param_start, piece.param_stop), strict=True
-        ):
+        runs = list(piece.runs())
+        assert len(runs) == piece.num_runs and piece.numel == sum(run.numel for run in runs) > 0
+        assert piece.numel == piece.shard_stop - piece.shard_start and piece.run_numel == runs[0].numel
+        assert (piece.param_start, piece.param_stop) == (runs[0].param_start, runs[-1].param_start + runs[-1].numel)
+        index = [i for run in runs for i in range(run.param_start, run.param_start + run.numel)]
+        for at, i in zip(range(piece.shard_start, piece.shard_stop), index, strict=True):
             assert found[at] is None
-            found[at] = (piece.name, index)
+            found[at] = (piece.name, i)
     for run in layout.padding(rank):
         assert 0 <= run.start < run.stop
         for at in range(run.start, run.stop):

@@ -1,5 +1,6 @@
-"""The per-parameter layout beside rows dealt out one by one (R07), and `views` of either layout."""
+"""The per-parameter layout beside slices that numpy takes of each parameter (R07), and `views` of any layout."""
 
+import json
 import math
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 from hypothesis import given
 
 from crossframe.errors import LayoutError, MeshError, ParamError
-from crossframe.layout import FlatLayout, Padding, PerParamLayout, layout_from_json, views
+from crossframe.layout import FlatLayout, Padding, PerParamLayout, Piece, layout_from_json, views
 from crossframe.params import ParamSpec
-from tests.core.random_layouts import LAYOUTS, QUICK, Elements, elements, per_param_layouts, specs
+from crossframe.shown import shown
+from tests.core.random_layouts import ALL_LAYOUTS, QUICK, Elements, elements, per_param_layouts, specs
 
 
 def chunk_sizes(rows: int, num_chunks: int) -> list[int]:
@@ -20,27 +22,34 @@ def chunk_sizes(rows: int, num_chunks: int) -> list[int]:
     return sizes
 
 
+def dim_of(layout: PerParamLayout, i: int) -> int:
+    """The dim on which parameter i is cut."""
+    return layout.dims[i] if layout.dims else 0
+
+
 def shard_elements(layout: PerParamLayout, rank: int) -> Elements:
-    """A rank's buffer: of each parameter its rows, padded to the elements of the first chunk."""
+    """A rank's buffer: of each parameter its slice along the dim, padded to the elements of the first."""
     found: Elements = []
-    for param in layout.params:
-        sizes = chunk_sizes(param.shape[0], layout.world_size)
+    for i, param in enumerate(layout.params):
+        dim = dim_of(layout, i)
+        sizes = chunk_sizes(param.shape[dim], layout.world_size)
         index = np.arange(param.numel).reshape(param.shape)
         first = sum(sizes[:rank])
-        own = index[first : first + sizes[rank]]
+        own = index.take(range(first, first + sizes[rank]), axis=dim)
         found += [(param.name, int(i)) for i in own.reshape(-1)]
-        found += ["shard"] * (index[: sizes[0]].size - own.size)
+        found += ["shard"] * (index.take(range(sizes[0]), axis=dim).size - own.size)
     return found
 
 
 @QUICK
 @given(per_param_layouts())
-def test_R07_pieces_and_padding_are_the_chunks_of_rows(layout):
+def test_R07_pieces_and_padding_are_the_chunks_along_the_dim(layout):
     for rank in range(layout.world_size):
         assert elements(layout, rank) == shard_elements(layout, rank)
         for i, param in enumerate(layout.params):
-            rows = chunk_sizes(param.shape[0], layout.world_size)[rank]
-            assert layout.shard_shape(i, rank) == (rows, *param.shape[1:])
+            shape = list(param.shape)
+            shape[dim_of(layout, i)] = chunk_sizes(shape[dim_of(layout, i)], layout.world_size)[rank]
+            assert layout.shard_shape(i, rank) == tuple(shape)
     assert layout.padded_shard_numel == len(shard_elements(layout, 0))
     assert layout.gathered_numel == layout.padded_shard_numel * layout.world_size
 
@@ -68,17 +77,23 @@ def test_R07_five_rows_on_four_ranks():
 
 @QUICK
 @given(per_param_layouts())
-def test_columns_of_the_gathered_buffer_read_row_by_row_begin_with_the_parameter(layout):
+def test_R07_columns_of_the_gathered_buffer_are_the_chunks_of_each_rank(layout):
     gathered = [element for rank in range(layout.world_size) for element in shard_elements(layout, rank)]
-    for param, column in zip(layout.params, layout.columns, strict=True):
-        read = [
-            gathered[rank * layout.padded_shard_numel + at]
-            for rank in range(layout.world_size)
-            for at in range(column.start, column.start + column.width)
+    for i, (param, column) in enumerate(zip(layout.params, layout.columns, strict=True)):
+        rows = [
+            gathered[start + column.start : start + column.start + column.width]
+            for start in range(0, len(gathered), max(1, layout.padded_shard_numel))
         ]
-        assert read[: param.numel] == [(param.name, i) for i in range(param.numel)]
-        assert set(read[param.numel :]) <= {"shard"}
-        assert column.numel == param.numel
+        assert (column.numel, column.dim) == (param.numel, dim_of(layout, i))
+        if column.dim:  # each row a chunk, and side by side along the dim they are the parameter
+            shape = layout.shard_shape(i, 0)
+            chunks = [np.array([e[1] for e in row]).reshape(shape) for row in rows] or [np.zeros(shape)]
+            joined = np.concatenate(chunks, axis=column.dim)
+            assert np.array_equal(joined, np.arange(param.numel).reshape(param.shape)) or not param.numel
+        else:
+            read = [element for row in rows for element in row]
+            assert read[: param.numel] == [(param.name, i) for i in range(param.numel)]
+            assert set(read[param.numel :]) <= {"shard"}
 
 
 @QUICK
@@ -94,14 +109,13 @@ def test_the_unsharded_buffer_has_aligned_room_for_every_column_and_no_more(layo
 
 
 @QUICK
-@given(LAYOUTS)
+@given(ALL_LAYOUTS)
 def test_R05_views_show_each_parameter_in_its_shape_and_no_padding(layout):
     gathered = np.full(layout.gathered_numel, -1)
     for rank in range(layout.world_size):
-        for piece in layout.pieces(rank):
-            start = rank * layout.padded_shard_numel
-            values = np.arange(piece.param_start, piece.param_stop)
-            gathered[start + piece.shard_start : start + piece.shard_stop] = values
+        for run in [run for piece in layout.pieces(rank) for run in piece.runs()]:
+            start = rank * layout.padded_shard_numel + run.shard_start
+            gathered[start : start + run.numel] = np.arange(run.param_start, run.param_start + run.numel)
     shown = views(layout, gathered)
     assert list(shown) == [param.name for param in layout.params]
     for param in layout.params:
@@ -115,6 +129,72 @@ def test_R05_views_show_each_parameter_in_its_shape_and_no_padding(layout):
 def test_a_layout_and_its_json_are_the_same(layout):
     assert layout_from_json(layout.to_json(), layout.params) == layout
     assert not layout.contiguous and layout.kind == "per_param"
+
+
+def test_R07_dims_above_0_are_cut_as_torch_cuts_them():
+    torch = pytest.importorskip("torch")
+    for shape, dim in [((3, 4), 1), ((3, 4), -1), ((2, 3, 8), 2), ((2, 4, 3), 1), ((4, 2), -2), ((0, 4), 1)]:
+        for world_size in (1, 2, 4):
+            layout = PerParamLayout(specs([shape]), world_size, (dim,))
+            full = torch.arange(float(np.prod(shape))).reshape(shape)
+            chunks = full.chunk(world_size, dim)
+            gathered = torch.cat([chunk.reshape(-1) for chunk in chunks])
+            assert [layout.shard_shape(0, rank) for rank in range(world_size)] == [tuple(c.shape) for c in chunks]
+            assert layout.padding(world_size - 1) == ()
+            assert np.array_equal(views(layout, gathered.numpy())["p0"], full.numpy())
+            for rank, chunk in enumerate(chunks):
+                held = [i for p in layout.pieces(rank) for r in p.runs() for i in range(r[1], r[1] + r[2])]
+                assert held == chunk.reshape(-1).tolist()
+
+
+def test_R07_views_of_dims_above_0_in_jax():
+    jnp = pytest.importorskip("jax.numpy")
+    layout = PerParamLayout(specs([(3, 4), (5, 2), (2, 3, 2)]), 2, (1, 0, 2))
+    shards = [[e[1] if isinstance(e, tuple) else -1 for e in elements(layout, rank)] for rank in range(2)]
+    shown = views(layout, jnp.array(shards).reshape(-1))
+    for param in layout.params:
+        assert np.array_equal(np.asarray(shown[param.name]), np.arange(param.numel).reshape(param.shape))
+
+
+def test_R07_a_column_of_a_matrix_is_runs_of_one_stride():
+    layout = PerParamLayout(specs([(3, 4), (2,)]), 2, (1, 0))
+    (piece, bias) = layout.pieces(1)
+    assert piece == Piece("p0", 1, 0, 6, 2, 12, num_runs=3, stride=4)
+    assert (piece.numel, piece.run_numel) == (6, 2)
+    assert list(piece.runs()) == [(0, 2, 2), (2, 6, 2), (4, 10, 2)]
+    assert bias == Piece("p1", 1, 6, 7, 1, 2) and list(bias.runs()) == [(6, 1, 1)]
+    # One run where the rows are whole, or where there is one row: stride 0.
+    assert layout.over(1).pieces(0)[0] == Piece("p0", 0, 0, 12, 0, 12)
+    assert PerParamLayout(specs([(1, 4)]), 2, (1,)).pieces(1) == (Piece("p0", 1, 0, 2, 2, 4),)
+
+
+def test_R07_dims_say_what_they_mean_however_they_are_written():
+    pair = specs([(2, 4), (4,)])
+    assert PerParamLayout(pair, 2, (0, 0)) == PerParamLayout(pair, 2) == PerParamLayout(pair, 2, (-2, -1))
+    assert PerParamLayout(pair, 2, (-1, 0)).dims == (1, 0) and PerParamLayout(pair, 2, (0, 0)).dims is None
+    old = {"kind": "per_param", "world_size": 2}  # as recordings had it before layouts had dims
+    assert layout_from_json(old, pair) == PerParamLayout(pair, 2)
+    on_columns = PerParamLayout(pair, 2, (1, 0))
+    assert json.loads(json.dumps(on_columns.to_json())) == on_columns.to_json()
+
+
+def test_R07_a_dim_above_0_that_the_ranks_do_not_divide_is_refused_by_name():
+    with pytest.raises(
+        LayoutError, match=r"'p1' of shape \(2, 6\): dim 1 has size 6.*multiple of the world size 4.*dim 0"
+    ):
+        PerParamLayout(specs([(8,), (2, 6)]), 4, (0, 1))
+    with pytest.raises(LayoutError, match=r"dim 1 has size 6.*world size 4"):
+        PerParamLayout(specs([(2, 6)]), 3, (-1,)).over(4)
+
+
+@pytest.mark.parametrize("dim", [2, -3, True, 1.0, None, "1", 10**5000], ids=shown)
+def test_R07_a_dim_that_is_none_is_refused_by_name(dim):
+    with pytest.raises(LayoutError, match=r"'p0' of shape \(2, 4\): expected a dim from 0 to 1, or from -2 to -1"):
+        PerParamLayout(specs([(2, 4)]), 2, (dim,))
+    with pytest.raises(LayoutError, match="tuple of 1 dims"):
+        PerParamLayout(specs([(2, 4)]), 2, (0, dim))
+    with pytest.raises(LayoutError, match="tuple of 1 dims"):
+        PerParamLayout(specs([(2, 4)]), 2, [0])  # type: ignore[arg-type]
 
 
 def test_R07_a_parameter_without_dims_is_refused_by_name():
