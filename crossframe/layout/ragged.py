@@ -16,7 +16,7 @@ MODULI, STEPS, LEAPS = 24, 16, 16
 
 @dataclass(frozen=True)
 class RaggedLayout(LineLayout):
-    """Parameters in one line, padded between them so that every boundary between shards falls between two blocks.
+    """Parameters in one line, padded in front of them so that every boundary between shards falls between two blocks.
 
     Attributes:
         params: the parameters in order (R01), one dtype for all of them (R11).
@@ -24,7 +24,8 @@ class RaggedLayout(LineLayout):
         blocks: how many elements of each parameter must stay together; each divides its parameter's numel. None: a row of
             each, the numel of `shape[1:]`. Blocks that say the same as None are stored as None.
 
-    Each parameter is one unbroken run of the gathered buffer, so an all-gather needs no copy out. All shards have one size,
+    Each parameter is one unbroken run of the gathered buffer, so an all-gather needs no copy out. Padding is in front of
+    parameters, the first one too, and at the tail; never inside one. All shards have one size,
     the smallest that a bounded search finds; `padding_bound` says how bad it can get, `wasteful` how bad it is.
 
     Raises:
@@ -32,9 +33,9 @@ class RaggedLayout(LineLayout):
 
     >>> layout = RaggedLayout((ParamSpec("w", (5, 3)), ParamSpec("b", (5,))), world_size=2)
     >>> layout.padded_shard_numel, layout.offsets, layout.padding_numel
-    (12, (0, 15), 4)
+    (11, (2, 17), 2)
     >>> [(piece.name, piece.param_start, piece.param_stop) for rank in range(2) for piece in layout.pieces(rank)]
-    [('w', 0, 12), ('w', 12, 15), ('b', 0, 5)]
+    [('w', 0, 9), ('w', 9, 15), ('b', 0, 5)]
     """
 
     blocks: tuple[int, ...] | None = None
