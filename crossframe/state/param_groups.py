@@ -3,6 +3,9 @@
 An optimizer's state dict is `{"state": {key: ...}, "param_groups": [{"params": [key, ...], "lr": ...}, ...]}`. Keys are ids,
 which count the optimizer's parameters in order, group after group; or names, which mean the same in another process, at
 another world size and in the unwrapped model. Parameters without state are in a group and not in `state`.
+
+Optimizers match ids by position when they load. So what is loaded is brought into the order of the optimizer that loads it,
+groups and parameters both; where its groups are other ones, it is refused.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,67 +19,69 @@ StateDict = Mapping[str, Any]
 Groups = Sequence[Mapping[str, Any]]
 
 
-def state_by_name(state_dict: StateDict, params: Sequence[ParamSpec]) -> dict[str, Any]:
+def state_by_name(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> dict[str, Any]:
     """A state dict by id as one by name.
 
     Args:
-        params: the optimizer's parameters in its own order, so that parameter i is `params[i]`.
+        own: the optimizer's groups of parameters, in its order: the ids count them.
 
     Raises:
         StateDictError: no state dict, an id that no parameter has, or a parameter in no group or in two.
 
-    >>> by_id = {"state": {1: {"step": 3}}, "param_groups": [{"params": [1], "lr": 0.1}, {"params": [0], "lr": 0.2}]}
-    >>> state_by_name(by_id, [ParamSpec("w", (2,)), ParamSpec("b", (2,))])
-    {'state': {'b': {'step': 3}}, 'param_groups': [{'params': ['b'], 'lr': 0.1}, {'params': ['w'], 'lr': 0.2}]}
+    >>> by_id = {"state": {1: {"step": 3}}, "param_groups": [{"params": [0], "lr": 0.1}, {"params": [1], "lr": 0.2}]}
+    >>> state_by_name(by_id, [[ParamSpec("w", (2,))], [ParamSpec("b", (2,))]])
+    {'state': {'b': {'step': 3}}, 'param_groups': [{'params': ['w'], 'lr': 0.1}, {'params': ['b'], 'lr': 0.2}]}
     """
-    return _rekeyed(state_dict, {i: spec.name for i, spec in enumerate(params)}, ordered=False)
+    return _rekeyed(state_dict, {i: spec.name for i, spec in enumerate(spec for group in own for spec in group)})
 
 
-def state_by_id(state_dict: StateDict, params: Sequence[ParamSpec]) -> dict[str, Any]:
-    """A state dict by name, or by alias, as one by the ids of an optimizer that holds `params` in this order.
-
-    Ids rise inside each group, since optimizers match the parameters of a group by position.
+def state_by_id(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> dict[str, Any]:
+    """A state dict by name, or by alias, as one by the ids of the optimizer that has these groups.
 
     Raises:
-        StateDictError: no state dict, a name that no parameter has, or a parameter in no group or in two.
+        StateDictError: no state dict, a name that no parameter has, a parameter in no group or in two, or groups that are not
+            the optimizer's, in whatever order.
 
-    >>> by_name = {"state": {"b": {"step": 3}}, "param_groups": [{"params": ["b", "w"], "lr": 0.1}]}
-    >>> state_by_id(by_name, [ParamSpec("w", (2,)), ParamSpec("b", (2,))])
-    {'state': {1: {'step': 3}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1}]}
+    >>> by_name = {"state": {"b": {"step": 3}}, "param_groups": [{"params": ["w"], "lr": 0.1}, {"params": ["b"], "lr": 0.2}]}
+    >>> state_by_id(by_name, [[ParamSpec("b", (2,))], [ParamSpec("w", (2,))]])
+    {'state': {0: {'step': 3}}, 'param_groups': [{'params': [0], 'lr': 0.2}, {'params': [1], 'lr': 0.1}]}
     """
-    ids = {name: i for i, spec in enumerate(params) for name in (spec.name, *spec.aliases)}
-    return _rekeyed(state_dict, ids, ordered=True)
+    flat = [spec for group in own for spec in group]
+    by_id = _rekeyed(state_dict, {name: i for i, spec in enumerate(flat) for name in (spec.name, *spec.aliases)})
+    numbers = iter(range(len(flat)))
+    return by_id | {"param_groups": _in_order(by_id["param_groups"], [[next(numbers) for _ in group] for group in own])}
 
 
 def ungrouped_units(groups: Groups, units: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Groups of flat parameters as groups of the parameters inside them.
 
     Args:
-        groups: `params` are ids of units.
+        groups: `params` are indices of units.
         units: the names of the parameters of each unit, in order.
 
     Raises:
-        StateDictError: no groups, an id that no unit has, or a unit in no group or in two.
+        StateDictError: no groups, an index that no unit has, or a unit in no group or in two.
+
+    >>> ungrouped_units([{"params": [1, 0], "lr": 0.1}], [["a", "b"], ["c"]])
+    [{'params': ['c', 'a', 'b'], 'lr': 0.1}]
     """
-    found = _rekeyed({"state": {}, "param_groups": groups}, dict(enumerate(range(len(units)))), ordered=False)[
-        "param_groups"
-    ]
+    found = _rekeyed({"state": {}, "param_groups": groups}, {i: i for i in range(len(units))})["param_groups"]
     return [group | {"params": [name for i in group["params"] for name in units[i]]} for group in found]
 
 
-def grouped_units(groups: Groups, units: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+def grouped_units(groups: Groups, units: Sequence[Sequence[str]], own: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Groups of parameters as groups of the flat parameters that hold them: the inverse of `ungrouped_units`.
+
+    Args:
+        own: the groups of the optimizer that loads them, as indices of units.
 
     Raises:
         StateDictError: a unit whose parameters are in two groups: one flat parameter has one learning rate. Also no groups,
-            a name that no unit has, or a parameter in no group or in two.
+            a name that no unit has, a parameter in no group or in two, or groups that are not the optimizer's.
     """
     owner = {name: i for i, names in enumerate(units) for name in names}
-    names = _rekeyed({"state": {}, "param_groups": groups}, {name: name for name in owner}, ordered=False)[
-        "param_groups"
-    ]
     found, group_of = [], {}
-    for at, group in enumerate(names):
+    for at, group in enumerate(_rekeyed({"state": {}, "param_groups": groups}, {n: n for n in owner})["param_groups"]):
         for name in group["params"]:
             first_at, first = group_of.setdefault(owner[name], (at, name))
             if first_at != at:
@@ -84,11 +89,22 @@ def grouped_units(groups: Groups, units: Sequence[Sequence[str]]) -> list[dict[s
                     f"{first!r} is in parameter group {first_at} and {name!r} in group {at}, but one flat parameter holds "
                     "both: put them into one group, or keep original parameters (use_orig_params=True)"
                 )
-        found.append(group | {"params": sorted({owner[name] for name in group["params"]})})
-    return found
+        found.append(group | {"params": list(dict.fromkeys(owner[name] for name in group["params"]))})
+    return _in_order(found, own)
 
 
-def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any], *, ordered: bool) -> dict[str, Any]:
+def _in_order(groups: Groups, own: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """The groups in the optimizer's order, each with its parameters in the optimizer's order."""
+    by_members = {frozenset(group["params"]): group for group in groups}
+    if len(groups) != len(own) or any(frozenset(members) not in by_members for members in own):
+        raise StateDictError(
+            f"the state dict groups parameters as {shown([group['params'] for group in groups])} (by the optimizer's ids), the "
+            f"optimizer as {shown([list(members) for members in own])}: build the optimizer with the groups that were saved"
+        )
+    return [{**by_members[frozenset(members)], "params": list(members)} for members in own]
+
+
+def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any]) -> dict[str, Any]:
     """The state dict with every key replaced. Several old keys may mean one new key (aliases), which then occurs once."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise StateDictError(f"expected an optimizer's 'state' and 'param_groups', got {shown(state_dict)}")
@@ -99,10 +115,10 @@ def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any], *, ordered: bool) -
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
             raise StateDictError(f"expected a parameter group with a list of 'params', got {shown(group)}")
     used = [*state, *(key for group in groups for key in group["params"])]
-    if unknown := [key for key in used if not _known(key, keys)]:
+    if unknown := sorted({shown(key) for key in used if not _known(key, keys)}):
         raise StateDictError(
-            f"the optimizer state names {', '.join(sorted({shown(key) for key in unknown}))}, which this optimizer does not "
-            f"hold: expected {shown(sorted(keys))}"
+            f"the optimizer state names {', '.join(unknown)}, which this optimizer does not hold: expected "
+            f"{shown(sorted(keys))}"
         )
     new_groups, taken = [], {}
     for at, group in enumerate(groups):
@@ -112,12 +128,12 @@ def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any], *, ordered: bool) -
                 raise StateDictError(
                     f"parameter {shown(key)} is in the groups {taken[key]} and {at}: expected it in one"
                 )
-        new_groups.append({**group, "params": sorted(params) if ordered else params})
+        new_groups.append({**group, "params": params})
     if without := [key for key in dict.fromkeys(keys.values()) if key not in taken]:
         raise StateDictError(
             f"parameters {shown(without)} of this optimizer are in no parameter group of the state dict"
         )
-    return {"state": {keys[key]: value for key, value in state.items()}, "param_groups": new_groups}
+    return {**state_dict, "state": {keys[key]: value for key, value in state.items()}, "param_groups": new_groups}
 
 
 def _known(key: object, keys: Mapping[Any, Any]) -> bool:
