@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 
 from crossframe.errors import MeshError
+from crossframe.shown import shown
+
+# A rank is a 32-bit int wherever ranks talk to each other.
+MAX_WORLD_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -11,7 +15,7 @@ class MeshSpec:
 
     >>> mesh = MeshSpec(replicate=2, shard=3)
     >>> mesh.world_size, mesh.coordinate(4), mesh.shard_group(4), mesh.replicate_group(4)
-    (6, (1, 1), (3, 4, 5), (1, 4))
+    (6, (1, 1), range(3, 6), range(1, 6, 3))
     """
 
     shard: int
@@ -21,7 +25,11 @@ class MeshSpec:
         for axis in ("shard", "replicate"):
             size = getattr(self, axis)
             if type(size) is not int or size < 1:
-                raise MeshError(f"mesh axis {axis!r}: expected a size of at least 1, got {size!r}")
+                raise MeshError(f"mesh axis {axis!r}: expected a size of at least 1, got {shown(size)}")
+        if self.world_size > MAX_WORLD_SIZE:
+            raise MeshError(
+                f"expected at most {MAX_WORLD_SIZE} ranks, got mesh axes of {shown(self.replicate)} x {shown(self.shard)}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -33,23 +41,23 @@ class MeshSpec:
         check_rank(rank, self.world_size)
         return divmod(rank, self.shard)
 
-    def shard_group(self, rank: int) -> tuple[int, ...]:
+    def shard_group(self, rank: int) -> range:
         """The ranks that together hold one copy of the model, this rank among them."""
         first = self.coordinate(rank)[0] * self.shard
-        return tuple(range(first, first + self.shard))
+        return range(first, first + self.shard)
 
-    def replicate_group(self, rank: int) -> tuple[int, ...]:
+    def replicate_group(self, rank: int) -> range:
         """The ranks that hold the same shard as this rank."""
-        return tuple(range(self.coordinate(rank)[1], self.world_size, self.shard))
+        return range(self.coordinate(rank)[1], self.world_size, self.shard)
 
 
 def check_rank(rank: int, world_size: int) -> None:
     """Raise MeshError unless 0 <= rank < world_size."""
     if type(rank) is not int or not 0 <= rank < world_size:
-        raise MeshError(f"expected a rank from 0 to {world_size - 1}, got {rank!r}")
+        raise MeshError(f"expected a rank from 0 to {world_size - 1}, got {shown(rank)}")
 
 
 def check_world_size(world_size: int) -> None:
-    """Raise MeshError unless the world has at least one rank."""
-    if type(world_size) is not int or world_size < 1:
-        raise MeshError(f"expected a world size of at least 1, got {world_size!r}")
+    """Raise MeshError unless the world has at least one rank, and no more than can be numbered."""
+    if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise MeshError(f"expected a world size of at least 1 and at most {MAX_WORLD_SIZE}, got {shown(world_size)}")

@@ -1,36 +1,95 @@
-"""A training step as a list of events, computed from the layouts alone."""
+"""A training step as a list of events, computed from layouts, strategy, mesh and precision alone.
 
-from collections.abc import Sequence
+A step is one or more microbatches, each a forward and a backward, and the optimizer's step behind them. Units nest as the names
+of their modules do: the forward of a unit surrounds that of the units inside it. In forward a unit is gathered, computes, and is
+freed if it reshards; in backward it is gathered again, computes its gradients, is freed, and its gradients are reduced.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
-from crossframe.layout import Layout
+from crossframe.faces import Face
+from crossframe.layout import Layout, post_forward, post_forward_group
 from crossframe.mesh import MeshSpec
-from crossframe.precision import Precision, resolve_precision
-from crossframe.trace import ALL_GATHER, ALL_REDUCE, FREE, REDUCE_SCATTER, Event
+from crossframe.precision import Precision, PrecisionPolicy, resolve_precision
+from crossframe.reduction import ReductionStep, reduction_steps
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
+from crossframe.units import enclosing_unit
 
 
 class Strategy(Enum):
-    """When a unit's full parameters are freed (R14)."""
+    """Over which ranks parameters are sharded, and when full ones are freed (R14)."""
 
     FULL_SHARD = "full_shard"
     SHARD_GRAD_OP = "shard_grad_op"
+    NO_SHARD = "no_shard"
+    HYBRID_SHARD = "hybrid_shard"
+    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether full parameters are freed between forward and backward."""
-        return self is Strategy.FULL_SHARD
+        return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it shards inside groups of ranks and replicates over them."""
+        return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+
+    def mesh(self, world_size: int, shard: int | None = None) -> MeshSpec:
+        """The mesh that this strategy makes of a world (R10).
+
+        Args:
+            shard: ranks that hold one copy of the model; hybrid strategies need it, and it divides the world size.
+
+        Raises:
+            PlanError: `shard` missing, given for nothing, or not a divisor.
+
+        >>> Strategy.HYBRID_SHARD.mesh(16, shard=8), Strategy.NO_SHARD.mesh(4)
+        (MeshSpec(shard=8, replicate=2), MeshSpec(shard=1, replicate=4))
+        """
+        world = MeshSpec(shard=world_size)
+        if self.is_hybrid != (shard is not None):
+            expected = "the number of ranks in a shard group" if self.is_hybrid else "no size of a shard group"
+            raise PlanError(f"{self.value}: expected {expected}, got {shard!r}")
+        if shard is not None:
+            group = MeshSpec(shard=shard)
+            if world.shard % group.shard:
+                raise PlanError(
+                    f"{self.value}: expected a shard group whose size divides {world_size} ranks, got {shard}"
+                )
+            return MeshSpec(shard=shard, replicate=world_size // shard)
+        return MeshSpec(shard=1, replicate=world_size) if self is Strategy.NO_SHARD else world
+
+
+class Prefetch(Enum):
+    """When backward issues the all-gather of the unit that ran before the present one (R16): ahead of the present one's
+    gradients, or behind them. Either changes when it is issued and never what."""
+
+    BACKWARD_PRE = "backward_pre"
+    BACKWARD_POST = "backward_post"
+
+
+class Sync(Enum):
+    """What of a step's microbatches is reduced (R15, R28).
+
+    EACH: every microbatch. LAST: the last alone, those before it under `no_sync`. ALL_REDUCE_LAST: every one over the shard
+    group, and the last alone over replicas (FSDP2's `set_requires_all_reduce(False)`).
+    """
+
+    EACH = "each"
+    LAST = "last"
+    ALL_REDUCE_LAST = "all_reduce_last"
 
 
 @dataclass(frozen=True)
-class PlannedUnit:
-    """A unit with its layout, in the order in which forward reaches it; `reshard_after_forward` is its own (R13)."""
+class PlannedBucket:
+    """The uniform part of a unit (R11): its layout and its dtypes."""
 
-    name: str
     layout: Layout
-    reshard_after_forward: bool
     precision: Precision
 
     @property
@@ -39,56 +98,259 @@ class PlannedUnit:
         return any(param.requires_grad for param in self.layout.params)
 
 
-def plan_units(layouts: Sequence[tuple[str, Layout]], strategy: Strategy) -> tuple[PlannedUnit, ...]:
-    """Units under a strategy, given in the order of forward. The root, "", stays full into backward (R13)."""
-    return tuple(
-        PlannedUnit(name, layout, strategy.reshards_after_forward and name != "", resolve_precision(layout.dtype))
-        for name, layout in layouts
-    )
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit and what becomes of its full parameters.
+
+    Attributes:
+        name: its module; "" is the root.
+        buckets: its uniform parts, one unless it mixes dtypes.
+        reshard_after_forward: True frees the full parameters between forward and backward, False keeps them, and a number k
+            keeps a shard of a group of k ranks (R08, R13, R14).
+        keeps_full_unreduced: whether a backward that reduces nothing leaves them full too (R15).
+    """
+
+    name: str
+    buckets: tuple[PlannedBucket, ...]
+    reshard_after_forward: bool | int
+    keeps_full_unreduced: bool = False
+
+
+def plan_units(
+    layouts: Sequence[tuple[str, Layout]],
+    strategy: Strategy = Strategy.FULL_SHARD,
+    *,
+    face: Face = Face.FSDP1,
+    reshard_after_forward: bool | int | None = None,
+    policy: PrecisionPolicy | None = None,
+) -> tuple[PlannedUnit, ...]:
+    """Units under a strategy, given in the order of forward; several layouts of one name are the buckets of one unit.
+
+    Args:
+        reshard_after_forward: None asks the strategy, and the root, "", stays full into backward. A user's own choice (FSDP2)
+            holds for the root too (R13): True, False, or the size of the smaller group. The whole group means True, 1 False.
+        policy: precision of all of them; None: everything as stored.
+
+    Raises:
+        PlanError: a choice that is none of these.
+    """
+    if not (reshard_after_forward is None or type(reshard_after_forward) in (bool, int)):
+        raise PlanError(
+            f"reshard_after_forward: expected None, a bool or a number of ranks, got {reshard_after_forward!r}"
+        )
+    policy = policy or PrecisionPolicy()
+    buckets: dict[str, list[PlannedBucket]] = {}
+    for name, layout in layouts:
+        precision = resolve_precision(
+            layout.dtype,
+            policy.param_dtype,
+            policy.reduce_dtype,
+            keep_low_precision_grads=policy.keep_low_precision_grads,
+        )
+        buckets.setdefault(name, []).append(PlannedBucket(layout, precision))
+    units = []
+    for name, members in buckets.items():
+        if reshard_after_forward is None:
+            reshards: bool | int = strategy.reshards_after_forward and name != ""
+        else:
+            reshards = _choice(reshard_after_forward, members[0].layout.world_size)
+        keeps = face is Face.FSDP1 and not strategy.reshards_after_forward
+        units.append(PlannedUnit(name, tuple(members), reshards, keeps))
+    return tuple(units)
+
+
+def _choice(asked: bool | int, num_shards: int) -> bool | int:
+    if type(asked) is int and asked in (1, num_shards):
+        return asked == num_shards and num_shards > 1
+    return asked
 
 
 def step_plan(
-    units: Sequence[PlannedUnit], mesh: MeshSpec, rank: int = 0, *, backward_prefetch: bool = True
+    units: Sequence[PlannedUnit],
+    mesh: MeshSpec,
+    rank: int = 0,
+    *,
+    face: Face = Face.FSDP1,
+    backward_prefetch: Prefetch | None = Prefetch.BACKWARD_PRE,
+    forward_prefetch: int = 0,
+    microbatches: int = 1,
+    sync: Sync = Sync.EACH,
 ) -> list[Event]:
-    """The events of one forward and backward on one rank.
+    """The events of one step on one rank, in the order in which they are issued.
 
-    Units come in the order in which forward reaches them, the root first, since its forward surrounds the others'; they
-    reduce in the reverse order. With `backward_prefetch` a unit's gather is issued before the reduction of the unit behind
-    it (R16). On a mesh of replicas the sharded gradients are summed over these once they are reduced (R28).
+    Args:
+        units: in the order in which forward reaches them. They reduce in the reverse order.
+        backward_prefetch: when a unit's gather in backward is issued (R16); None: when it is needed.
+        forward_prefetch: how many units ahead forward gathers.
+        microbatches: forwards and backwards before the optimizer steps.
+        sync: which of them reduce their gradients.
+
+    On a mesh of one shard nothing is gathered or freed: what memory holds is the truth (R14). Gradients are summed over
+    replicas once they are reduced over the shard group (R28).
 
     Raises:
-        PlanError: no units, or layouts that are not of the mesh's shard size.
+        PlanError: no units, layouts that are not of the mesh's shard size, counts below their least, or a `sync` that the face or
+            the mesh does not have.
     """
+    return list(
+        _Planner(tuple(units), mesh, rank, face, backward_prefetch, forward_prefetch, microbatches, sync).step()
+    )
+
+
+class _Planner:
+    """One rank's walk through a step, with what it knows on the way: which units are full."""
+
+    def __init__(
+        self,
+        units: tuple[PlannedUnit, ...],
+        mesh: MeshSpec,
+        rank: int,
+        face: Face,
+        backward_prefetch: Prefetch | None,
+        forward_prefetch: int,
+        microbatches: int,
+        sync: Sync,
+    ) -> None:
+        _check(units, mesh, forward_prefetch, microbatches)
+        self.mesh, self.rank = mesh, rank
+        self.shard_group, self.replicas = mesh.shard_group(rank), mesh.replicate_group(rank)
+        self.prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.microbatches = microbatches
+        reduced = reduction_steps(mesh, face)
+        early = {
+            Sync.EACH: reduced,
+            Sync.LAST: (),
+            Sync.ALL_REDUCE_LAST: reduction_steps(mesh, face, all_reduce=False) if sync is Sync.ALL_REDUCE_LAST else (),
+        }[sync]
+        self.reductions = [early] * (microbatches - 1) + [reduced]
+        known = frozenset(unit.name for unit in units)
+        self.children: dict[str | None, list[PlannedUnit]] = {}
+        for unit in units:
+            parent = enclosing_unit(unit.name.rpartition(".")[0], known) if unit.name else None
+            self.children.setdefault(parent if parent in known else None, []).append(unit)
+        self.begun = list(self._walk(None, outer_first=True))
+        self.ended = list(self._walk(None, outer_first=False))
+        self.begun_at = {unit.name: i for i, unit in enumerate(self.begun)}
+        self.ended_at = {unit.name: i for i, unit in enumerate(self.ended)}
+        self.full: set[str] = set()
+        self.part: set[str] = set()
+        self.microbatch = 0
+
+    def _walk(self, parent: str | None, *, outer_first: bool) -> Iterator[PlannedUnit]:
+        """The order in which forwards begin, with `outer_first`, or in which they end."""
+        for unit in self.children.get(parent, ()):
+            if outer_first:
+                yield unit
+            yield from self._walk(unit.name, outer_first=outer_first)
+            if not outer_first:
+                yield unit
+
+    def step(self) -> Iterator[Event]:
+        for microbatch in range(self.microbatches):
+            self.microbatch = microbatch
+            for unit in self.children[None]:
+                yield from self._forward(unit)
+            for unit in reversed(self.children[None]):
+                yield from self._backward(unit)
+        yield Event(STEP, "", "step", self.begun[0].buckets[0].precision.stored, 0, (self.rank,), self.microbatch)
+
+    def _forward(self, unit: PlannedUnit) -> Iterator[Event]:
+        yield from self._gather(unit, "forward")
+        at = self.begun_at[unit.name] + 1
+        for ahead in self.begun[at : at + self.forward_prefetch]:
+            yield from self._gather(ahead, "forward")
+        for child in self.children.get(unit.name, ()):
+            yield from self._forward(child)
+        yield from self._compute(unit, "forward")
+        if unit.reshard_after_forward:
+            yield from self._free(unit, "forward")
+
+    def _backward(self, unit: PlannedUnit) -> Iterator[Event]:
+        yield from self._gather(unit, "backward")
+        if self.prefetch is Prefetch.BACKWARD_PRE:
+            yield from self._gather_before(unit)
+        yield from self._compute(unit, "backward")
+        for child in reversed(self.children.get(unit.name, ())):
+            yield from self._backward(child)
+        reduction = self.reductions[self.microbatch]
+        if reduction or not unit.keeps_full_unreduced:
+            yield from self._free(unit, "backward")
+        if self.prefetch is Prefetch.BACKWARD_POST:
+            yield from self._gather_before(unit)
+        for at, bucket in enumerate(unit.buckets):
+            if bucket.trained:
+                yield from self._reduce(unit, at, bucket, reduction)
+
+    def _gather_before(self, unit: PlannedUnit) -> Iterator[Event]:
+        at = self.ended_at[unit.name]
+        if at:
+            yield from self._gather(self.ended[at - 1], "backward")
+
+    def _event(
+        self, kind: str, unit: PlannedUnit, at: int, phase: str, dtype: str, numel: int, group: Sequence[int]
+    ) -> Event:
+        return Event(kind, unit.name, phase, dtype, numel * itemsize(dtype), group, self.microbatch, at)
+
+    def _gather(self, unit: PlannedUnit, phase: str) -> Iterator[Event]:
+        if unit.name in self.full:
+            return
+        self.full.add(unit.name)
+        from_part = unit.name in self.part
+        self.part.discard(unit.name)
+        for at, bucket in enumerate(unit.buckets):
+            dtype, layout = bucket.precision.gathered, bucket.layout
+            if self.mesh.shard == 1:
+                if bucket.precision.is_mixed:
+                    yield self._event(CAST, unit, at, phase, dtype, layout.gathered_numel, self.shard_group)
+            elif from_part:
+                size = int(unit.reshard_after_forward)
+                group = post_forward_group(self.mesh, self.rank, size)
+                yield self._event(ALL_GATHER, unit, at, phase, dtype, post_forward(layout, size).gathered_numel, group)
+            else:
+                yield self._event(ALL_GATHER, unit, at, phase, dtype, layout.gathered_numel, self.shard_group)
+
+    def _free(self, unit: PlannedUnit, phase: str) -> Iterator[Event]:
+        """Back to the shard; behind forward, to a smaller group's where the unit asks for one."""
+        self.full.discard(unit.name)
+        to_part = type(unit.reshard_after_forward) is int and phase == "forward"
+        if to_part:
+            self.part.add(unit.name)
+        for at, bucket in enumerate(unit.buckets):
+            dtype, numel = bucket.precision.gathered, bucket.layout.gathered_numel
+            if to_part:
+                kept = post_forward(bucket.layout, int(unit.reshard_after_forward)).padded_shard_numel
+                yield self._event(RESHARD_TO_GROUP, unit, at, phase, dtype, numel - kept, self.shard_group)
+            elif self.mesh.shard > 1 or bucket.precision.is_mixed:
+                yield self._event(FREE, unit, at, phase, dtype, numel, self.shard_group)
+
+    def _compute(self, unit: PlannedUnit, phase: str) -> Iterator[Event]:
+        for at, bucket in enumerate(unit.buckets):
+            numel = sum(param.numel for param in bucket.layout.params)
+            yield self._event(COMPUTE, unit, at, phase, bucket.precision.gathered, numel, (self.rank,))
+
+    def _reduce(
+        self, unit: PlannedUnit, at: int, bucket: PlannedBucket, steps: Sequence[ReductionStep]
+    ) -> Iterator[Event]:
+        dtype, layout = bucket.precision.reduced, bucket.layout
+        for step in steps:
+            if step is ReductionStep.REDUCE_SCATTER:
+                yield self._event(REDUCE_SCATTER, unit, at, "backward", dtype, layout.gathered_numel, self.shard_group)
+            elif step is ReductionStep.ALL_REDUCE:
+                yield self._event(ALL_REDUCE, unit, at, "backward", dtype, layout.padded_shard_numel, self.replicas)
+
+
+def _check(units: Sequence[PlannedUnit], mesh: MeshSpec, forward_prefetch: int, microbatches: int) -> None:
     if not units:
         raise PlanError("a step needs at least one unit, got none")
-    group, replicas = mesh.shard_group(rank), mesh.replicate_group(rank)
+    names = [unit.name for unit in units]
+    if len(set(names)) != len(names):
+        raise PlanError(f"a unit stands twice among {names}: give its layouts to plan_units together")
+    for name, value, least in (("forward_prefetch", forward_prefetch, 0), ("microbatches", microbatches, 1)):
+        if type(value) is not int or value < least:
+            raise PlanError(f"{name}: expected a number of at least {least}, got {value!r}")
     for unit in units:
-        if unit.layout.world_size != mesh.shard:
-            raise PlanError(
-                f"unit {unit.name!r} is laid out over {unit.layout.world_size} ranks, the mesh shards over {mesh.shard}"
-            )
-
-    def event(kind: str, unit: PlannedUnit, phase: str) -> Event:
-        dtype = unit.precision.reduced if kind == REDUCE_SCATTER else unit.precision.gathered
-        return Event(kind, unit.name, phase, dtype, unit.layout.gathered_numel * itemsize(dtype), group)
-
-    events = []
-    for unit in units:
-        events.append(event(ALL_GATHER, unit, "forward"))
-        if unit.reshard_after_forward:
-            events.append(event(FREE, unit, "forward"))
-    behind = list(reversed(units))
-    full = [not unit.reshard_after_forward for unit in behind]
-    for i, unit in enumerate(behind):
-        for j in range(i, min(i + 1 + backward_prefetch, len(behind))):
-            if not full[j]:
-                full[j] = True
-                events.append(event(ALL_GATHER, behind[j], "backward"))
-        events.append(event(FREE, unit, "backward"))
-        if unit.trained:
-            events.append(event(REDUCE_SCATTER, unit, "backward"))
-            if mesh.replicate > 1:
-                reduced = unit.precision.reduced
-                num_bytes = unit.layout.padded_shard_numel * itemsize(reduced)
-                events.append(Event(ALL_REDUCE, unit.name, "backward", reduced, num_bytes, replicas))
-    return events
+        for bucket in unit.buckets:
+            if bucket.layout.world_size != mesh.shard:
+                raise PlanError(
+                    f"unit {unit.name!r} is laid out over {bucket.layout.world_size} ranks, the mesh shards over {mesh.shard}"
+                )

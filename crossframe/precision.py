@@ -1,32 +1,120 @@
-"""The dtype of every tensor at every stage (R33, R34)."""
+"""The dtype of every tensor at every stage (R33, R34), and what is cast on the way in and out (R35).
+
+Shards keep full precision. What is gathered, computed with and reduced may be of a lower one:
+
+    shard (stored) -> cast -> gathered -> compute -> gradient (gathered) -> cast -> reduced -> cast -> sharded gradient (kept)
+"""
 
 from dataclasses import dataclass
 
-from crossframe.dtypes import itemsize
+from crossframe.dtypes import FLOATING, itemsize
+from crossframe.faces import Face
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """What a user asks for: the fields of torch's `MixedPrecision` (FSDP1) and `MixedPrecisionPolicy` (FSDP2).
+
+    Attributes:
+        param_dtype: dtype of gathered parameters and of compute; None: as stored.
+        reduce_dtype: dtype in which gradients are summed; None: that of `param_dtype`.
+        buffer_dtype: dtype of floating buffers; None: as they are. FSDP1 alone.
+        output_dtype: dtype of a unit's floating outputs; None: as they come. FSDP2 alone.
+        keep_low_precision_grads: leave the sharded gradient in the dtype of compute. FSDP1 alone.
+        cast_forward_inputs: cast the floating inputs of each unit to `param_dtype`; None: FSDP1 does not, FSDP2 does.
+        cast_root_forward_inputs: cast those of the root. FSDP1 alone; in FSDP2 the root is a unit like the others.
+
+    Raises:
+        ParamError: an unknown dtype.
+    """
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    buffer_dtype: str | None = None
+    output_dtype: str | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool | None = None
+    cast_root_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for dtype in (self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.output_dtype):
+            if dtype is not None:
+                itemsize(dtype)
+
+    def input_dtype(self, dtype: str, face: Face, *, is_root: bool) -> str:
+        """What an input of this dtype becomes before a unit's forward (R35). Integers and keys are left alone.
+
+        >>> policy = PrecisionPolicy("bfloat16")
+        >>> [policy.input_dtype("float32", face, is_root=False) for face in Face]
+        ['float32', 'bfloat16']
+        >>> policy.input_dtype("int64", Face.FSDP2, is_root=True)
+        'int64'
+        """
+        if self.cast_forward_inputs is None:
+            casts = face is Face.FSDP2
+        else:
+            casts = self.cast_forward_inputs
+        if face is Face.FSDP1 and is_root:
+            casts = casts or self.cast_root_forward_inputs
+        return _cast(dtype, self.param_dtype if casts else None)
+
+    def result_dtype(self, dtype: str) -> str:
+        """What an output of this dtype becomes behind a unit's forward."""
+        return _cast(dtype, self.output_dtype)
+
+    def buffer(self, dtype: str) -> str:
+        """The dtype of a buffer of this dtype."""
+        return _cast(dtype, self.buffer_dtype)
+
+
+def _cast(dtype: str, wanted: str | None) -> str:
+    return wanted if wanted is not None and dtype in FLOATING else dtype
 
 
 @dataclass(frozen=True)
 class Precision:
     """Resolved dtypes of one bucket.
 
-    `stored` is the dtype of shards and of the gradients that the optimizer sees, `gathered` that of the all-gather and of
-    compute, `reduced` that in which gradients travel and are summed.
+    Attributes:
+        stored: dtype of the shards.
+        gathered: dtype of the all-gather, of compute, and of the gradients that compute makes.
+        reduced: dtype in which gradients travel and are summed.
+        kept: dtype of the sharded gradient that the optimizer sees.
     """
 
     stored: str
     gathered: str
     reduced: str
+    kept: str
 
     def __post_init__(self) -> None:
-        for dtype in (self.stored, self.gathered, self.reduced):
+        for dtype in (self.stored, self.gathered, self.reduced, self.kept):
             itemsize(dtype)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the gathered parameters are a copy in another dtype, which an edit of theirs would lose (R19, R21)."""
+        return self.gathered != self.stored
 
-def resolve_precision(stored: str, param_dtype: str | None = None, reduce_dtype: str | None = None) -> Precision:
+    def accumulated(self, face: Face) -> str:
+        """The dtype of full gradients that wait for a later microbatch (R15)."""
+        return self.gathered if face is Face.FSDP1 else self.reduced
+
+
+def resolve_precision(
+    stored: str,
+    param_dtype: str | None = None,
+    reduce_dtype: str | None = None,
+    *,
+    keep_low_precision_grads: bool = False,
+) -> Precision:
     """What a policy means for parameters stored in `stored`: `reduce_dtype` defaults to `param_dtype` (R33).
 
+    A `param_dtype` equal to the stored one, or a `reduce_dtype` equal to the `param_dtype`, says nothing new (R34).
+
     >>> resolve_precision("float32", param_dtype="bfloat16")
-    Precision(stored='float32', gathered='bfloat16', reduced='bfloat16')
+    Precision(stored='float32', gathered='bfloat16', reduced='bfloat16', kept='float32')
     """
     gathered = param_dtype or stored
-    return Precision(stored, gathered, reduce_dtype or gathered)
+    kept = gathered if keep_low_precision_grads else stored
+    return Precision(stored, gathered, reduce_dtype or gathered, kept)

@@ -1,19 +1,76 @@
-"""How gradients become one gradient (R26, R28): divide factors and the order of the reduction."""
+"""How the gradients of all ranks become one gradient (R26-R28): divide factors, and the steps of a reduction in order.
+
+The order of operations is part of the result (R32), so it is data here: `reduction_steps` lists it, and whoever reduces, in
+numpy, torch or JAX, goes through that list.
+"""
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
-from crossframe.mesh import check_world_size
+from crossframe.faces import Face
+from crossframe.mesh import MeshSpec, check_world_size
+
+
+class ReductionStep(Enum):
+    """One thing that is done to a rank's gradients of a unit, from the full ones to the sharded mean."""
+
+    CAST_TO_REDUCED = "cast to the reduction's dtype"
+    DIVIDE_BEFORE = "divide by the factor before"
+    REDUCE_SCATTER = "sum over the shard group, keeping the own shard"
+    DIVIDE_BETWEEN = "divide by the factor between"
+    ADD_PARTIAL = "add what earlier microbatches left here"
+    KEEP_PARTIAL = "leave it here for a later microbatch"
+    ALL_REDUCE = "sum over the replicas"
+    DIVIDE_AFTER = "divide by the factor after"
+    CAST_TO_KEPT = "cast to the dtype of the sharded gradient"
+    ACCUMULATE = "add it to the sharded gradient that is there"
+
+
+def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool = True) -> tuple[ReductionStep, ...]:
+    """The steps of one reduction, in order (R28).
+
+    Args:
+        all_reduce: False stops ahead of the sum over replicas (FSDP2's `set_requires_all_reduce(False)`): the partial sum waits
+            for the microbatch that does it. FSDP1 has no such thing.
+
+    Raises:
+        PlanError: `all_reduce=False` where there is no sum over replicas to put off, or under FSDP1.
+
+    >>> [step.name for step in reduction_steps(MeshSpec(shard=2, replicate=2))]  # doctest: +NORMALIZE_WHITESPACE
+    ['CAST_TO_REDUCED', 'DIVIDE_BEFORE', 'REDUCE_SCATTER', 'DIVIDE_BETWEEN', 'ALL_REDUCE', 'DIVIDE_AFTER', 'CAST_TO_KEPT',
+     'ACCUMULATE']
+    """
+    step = ReductionStep
+    steps = [step.CAST_TO_REDUCED, step.DIVIDE_BEFORE]
+    if mesh.shard > 1:
+        steps += [step.REDUCE_SCATTER]
+    steps += [step.DIVIDE_BETWEEN]
+    if mesh.replicate > 1:
+        if face is Face.FSDP2:
+            steps += [step.ADD_PARTIAL]
+        if not all_reduce:
+            if face is Face.FSDP1:
+                raise PlanError(
+                    "FSDP1 cannot put off the sum over replicas: use no_sync, or FSDP2's set_requires_all_reduce"
+                )
+            return (*steps, step.KEEP_PARTIAL)
+        steps += [step.ALL_REDUCE]
+    elif not all_reduce:
+        raise PlanError(f"there is no sum over replicas to put off: the mesh has one replica of {mesh.shard} shards")
+    return (*steps, step.DIVIDE_AFTER, step.CAST_TO_KEPT, step.ACCUMULATE)
 
 
 @dataclass(frozen=True)
 class DivideFactors:
-    """Divide by `before` ahead of the sum and by `after` behind it; their product is the number of ranks."""
+    """Divide by `before` ahead of the sums, by `between` behind that over shards, and by `after` behind that over replicas.
+    Their product is the number of ranks, or the user's own factor (R27)."""
 
     before: float
     after: float
+    between: float = 1.0
 
 
 def divide_factors(num_ranks: int) -> DivideFactors:
@@ -23,31 +80,82 @@ def divide_factors(num_ranks: int) -> DivideFactors:
     `f = 1; while N % f == 0 and N / f > f: f *= 2` (torch's FSDP1 does this in every dtype).
 
     >>> divide_factors(8), divide_factors(6)
-    (DivideFactors(before=4.0, after=2.0), DivideFactors(before=4.0, after=1.5))
+    (DivideFactors(before=4.0, after=2.0, between=1.0), DivideFactors(before=4.0, after=1.5, between=1.0))
     """
     check_world_size(num_ranks)
+    return _split(num_ranks)
+
+
+def _split(factor: float) -> DivideFactors:
     before = 1
-    while num_ranks % before == 0 and num_ranks / before > before:
+    while factor % before == 0 and factor / before > before:
         before *= 2
-    return DivideFactors(float(before), num_ranks / before)
+    return DivideFactors(float(before), factor / before)
 
 
-def mean_factors(num_ranks: int, dtype: str) -> DivideFactors:
-    """FSDP2's division (R26): float32 and bfloat16 are averaged by the collective, which divides once behind the sum; other
-    dtypes are split as FSDP1 splits them.
+def mean_factors(num_ranks: int, dtype: str, *, replicate: int = 1) -> DivideFactors:
+    """FSDP2's division (R26): float32 and bfloat16 are averaged by the collectives, each of which divides by its own number of
+    ranks behind its sum; other dtypes are split as FSDP1 splits them.
+
+    Args:
+        num_ranks: ranks that are summed over, replicas included.
+        replicate: how many of these are replicas.
 
     >>> mean_factors(3, "float32"), mean_factors(3, "float64")
-    (DivideFactors(before=1.0, after=3.0), DivideFactors(before=2.0, after=1.5))
+    (DivideFactors(before=1.0, after=3.0, between=1.0), DivideFactors(before=2.0, after=1.5, between=1.0))
+    >>> mean_factors(6, "float32", replicate=2)
+    DivideFactors(before=1.0, after=2.0, between=3.0)
     """
     check_world_size(num_ranks)
+    check_world_size(replicate)
+    if num_ranks % replicate:
+        raise PlanError(f"expected a number of replicas that divides the {num_ranks} ranks, got {replicate}")
     itemsize(dtype)
-    if dtype in ("float32", "bfloat16"):
+    if dtype not in ("float32", "bfloat16"):
+        return divide_factors(num_ranks)
+    if replicate == 1:
         return DivideFactors(1.0, float(num_ranks))
-    return divide_factors(num_ranks)
+    return DivideFactors(1.0, float(replicate), float(num_ranks // replicate))
 
 
-def custom_factors(factor: float) -> DivideFactors:
-    """A divide factor of the user's own (R27): applied once, ahead of the sum."""
+def custom_factors(factor: float, dtype: str = "float32") -> DivideFactors:
+    """A divide factor of the user's own in the place of the number of ranks (R27): split around the sum where the dtype may
+    overflow, and otherwise applied once, ahead of it.
+
+    >>> custom_factors(3.0), custom_factors(8.0, "float16")
+    (DivideFactors(before=3.0, after=1.0, between=1.0), DivideFactors(before=4.0, after=2.0, between=1.0))
+    """
+    itemsize(dtype)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise PlanError(f"expected a finite gradient divide factor above 0, got {factor!r}")
-    return DivideFactors(float(factor), 1.0)
+    if dtype in ("float32", "bfloat16"):
+        return DivideFactors(float(factor), 1.0)
+    return _split(float(factor))
+
+
+def factors_of(mesh: MeshSpec, face: Face, dtype: str, custom: float | None = None) -> DivideFactors:
+    """The division of a reduction in `dtype` on a mesh: the face's (R26), or the user's own (R27).
+
+    >>> factors_of(MeshSpec(shard=4, replicate=2), Face.FSDP1, "float32")
+    DivideFactors(before=4.0, after=2.0, between=1.0)
+    """
+    if custom is not None:
+        return custom_factors(custom, dtype)
+    if face is Face.FSDP1:
+        return divide_factors(mesh.world_size)
+    return mean_factors(mesh.world_size, dtype, replicate=mesh.replicate)
+
+
+class Missing(Enum):
+    """What the optimizer finds as the gradient of a parameter that no rank's backward reached (R29)."""
+
+    ZEROS = "zeros"
+    NONE = "none"
+
+
+def missing_grad(face: Face, *, unit_used: bool) -> Missing:
+    """What a parameter without a gradient gets, in a unit of which some other parameter was used, or none (R29).
+
+    With zeros, AdamW decays the parameter and its moments; with none, it leaves both alone.
+    """
+    return Missing.ZEROS if face is Face.FSDP1 and unit_used else Missing.NONE

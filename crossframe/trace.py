@@ -2,13 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
-FREE = "free"
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+
+FREE = "free"  # the full parameters are given back
+RESHARD_TO_GROUP = "reshard_to_group"  # all of them but a smaller group's shard (R08)
+CAST = "cast"  # full parameters in a low precision are made where there is nothing to gather
+COMPUTE = "compute"  # the unit's forward or backward
+STEP = "step"  # the optimizer
 
 
 @dataclass(frozen=True)
@@ -16,13 +21,15 @@ class Event:
     """One thing that one rank does.
 
     Attributes:
-        kind: ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE or FREE.
+        kind: one of the kinds above.
         unit: the unit that it is done for; "" is the root.
-        phase: "forward" or "backward".
-        dtype: dtype of what travels, or of what is freed.
+        phase: "forward", "backward" or "step".
+        dtype: dtype of what travels, is freed, or is computed with.
         num_bytes: bytes of the unsharded side on one rank: what an all-gather fills, a reduce-scatter or an all-reduce takes
-            in, a free gives back.
-        group: the ranks that take part.
+            in, a free gives back, a computation reads of its parameters.
+        group: the ranks that take part. Evenly spaced ranks are kept as a `range`, whose size does not grow with them.
+        microbatch: which of the step's microbatches it belongs to.
+        bucket: which bucket of the unit. Neither counts when two events are compared: who watches a backend cannot tell.
     """
 
     kind: str
@@ -30,7 +37,13 @@ class Event:
     phase: str
     dtype: str
     num_bytes: int
-    group: tuple[int, ...]
+    group: Sequence[int]
+    microbatch: int = field(default=0, compare=False)
+    bucket: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, range):
+            object.__setattr__(self, "group", _compact(tuple(self.group)))
 
     def to_json(self) -> dict:
         """The event as a JSON object."""
@@ -40,7 +53,14 @@ class Event:
     def from_json(cls, fields: dict) -> "Event":
         """The event that `to_json` wrote."""
         names = ("kind", "unit", "phase", "dtype", "num_bytes")
-        return cls(*(fields[name] for name in names), group=tuple(fields["group"]))
+        later = {name: fields[name] for name in ("microbatch", "bucket") if name in fields}
+        return cls(*(fields[name] for name in names), group=tuple(fields["group"]), **later)
+
+
+def _compact(ranks: tuple[int, ...]) -> Sequence[int]:
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    even = range(ranks[0], ranks[0] + step * len(ranks), step) if ranks and step else None
+    return even if even is not None and tuple(even) == ranks else ranks
 
 
 def collectives(events: Iterable[Event]) -> list[Event]:

@@ -1,8 +1,28 @@
-"""What a user's unshard asks for, and what is refused (R18-R23)."""
+"""Full parameters for the user: what may be asked for, who sees what, what remains, and in which order it ends (R18-R24)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from crossframe.errors import UnsupportedError
+from crossframe.lifecycle import Residency
+from crossframe.precision import Precision
+
+
+class Truth(Enum):
+    """Where the values live that a step updates: in shards, or, where nothing is sharded, in the full parameters' storage."""
+
+    SHARDS = "shards"
+    FULL_STORAGE = "full storage"
+
+
+class ExitStep(Enum):
+    """What ends an unsharding, in this order, also when an exception ends it (R24)."""
+
+    BACK_FROM_CPU = "full parameters return to the device that the shards are on"
+    WRITEBACK = "each rank copies back the slice that it owns"
+    RESHARD = "the full parameters are freed"
+    RESHARD_GRADS = "the full gradients are freed"
 
 
 @dataclass(frozen=True)
@@ -12,15 +32,22 @@ class UnshardRequest:
     Attributes:
         writeback: edits persist on exit (R20).
         rank0_only: only rank 0 of the group sees full parameters (R19).
+        offload_to_cpu: full parameters are shown on the CPU.
         with_grads: full gradients are shown beside the parameters (R22).
     """
 
     writeback: bool = True
     rank0_only: bool = False
+    offload_to_cpu: bool = False
     with_grads: bool = False
 
-    def check(self, *, keeps_original: bool) -> None:
-        """Raise UnsupportedError for a combination that has no meaning."""
+    def check(self, *, keeps_original: bool, truth: Truth = Truth.SHARDS) -> None:
+        """Raise UnsupportedError for a combination that has no meaning.
+
+        Args:
+            keeps_original: whether the unit keeps its original parameters (`use_orig_params=True`, or FSDP2).
+            truth: whether the unit is sharded at all.
+        """
         if self.writeback and self.rank0_only:
             raise UnsupportedError(
                 "writeback=True with rank0_only=True: the other ranks hold no full parameters to write back from; "
@@ -31,7 +58,52 @@ class UnshardRequest:
                 "with_grads=True with use_orig_params=False: the gradient belongs to the flat parameter, not to the "
                 "original ones; build the module with use_orig_params=True"
             )
+        if self.with_grads and self.offload_to_cpu:
+            raise UnsupportedError(
+                "with_grads=True with offload_to_cpu=True: a parameter and its gradient must be on one device; "
+                "pass offload_to_cpu=False, or copy the gradients inside the context"
+            )
+        if self.offload_to_cpu and truth is Truth.FULL_STORAGE:
+            raise UnsupportedError(
+                "offload_to_cpu=True where nothing is sharded (NO_SHARD): the full parameters are the only copy; "
+                "pass offload_to_cpu=False, and copy them inside the context"
+            )
+
+    @property
+    def warning(self) -> str | None:
+        """What to warn of, if anything: every rank of a machine that copies all parameters to one CPU memory."""
+        if self.offload_to_cpu and not self.rank0_only:
+            return (
+                "offload_to_cpu=True on every rank: ranks of one machine each put a full copy into the same CPU memory; "
+                "pass rank0_only=True with writeback=False if one copy will do"
+            )
+        return None
 
     def visible(self, rank: int) -> bool:
         """Whether this rank sees full parameters."""
         return rank == 0 or not self.rank0_only
+
+    def persists(self, truth: Truth = Truth.SHARDS) -> bool:
+        """Whether edits remain after exit: with `writeback`, and always where the storage shown is the truth itself (R20)."""
+        return self.writeback or truth is Truth.FULL_STORAGE
+
+
+def residency_after(before: Residency, precision: Precision) -> Residency:
+    """What memory holds once an unsharding is over: what it held before, except that a low-precision copy, which the full
+    precision that was shown has replaced, is freed (R21).
+
+    >>> from crossframe.precision import resolve_precision
+    >>> residency_after(Residency.FULL, resolve_precision("float32", param_dtype="bfloat16"))
+    <Residency.SHARD: 0>
+    """
+    return Residency.SHARD if precision.is_mixed else before
+
+
+def shows_grad(present: Iterable[bool]) -> bool:
+    """Whether a full gradient is shown, given which ranks have one: none on all ranks gives none; where some have it, those that
+    have none count as zeros (R22).
+
+    >>> shows_grad([False, False]), shows_grad([True, False])
+    (False, True)
+    """
+    return any(present)

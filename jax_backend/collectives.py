@@ -31,7 +31,7 @@ def scope_unit(kind: str, name_stack: str) -> str | None:
 
 def all_gather(shard: jax.Array, unit: str) -> jax.Array:
     """The shards of all ranks, one behind the other: (padded_shard_numel,) to (gathered_numel,)."""
-    if not shard.size:  # XLA has no collective of nothing
+    if _moves_nothing(shard):
         return shard
     with jax.named_scope(scope_name(ALL_GATHER, unit)):
         return jax.lax.all_gather(shard, SHARD_AXIS, tiled=True)
@@ -39,7 +39,7 @@ def all_gather(shard: jax.Array, unit: str) -> jax.Array:
 
 def reduce_scatter(buffer: jax.Array, unit: str) -> jax.Array:
     """This rank's part of the sum over ranks, in XLA's order: (gathered_numel,) to (padded_shard_numel,)."""
-    if not buffer.size:
+    if _moves_nothing(buffer):
         return buffer
     with jax.named_scope(scope_name(REDUCE_SCATTER, unit)):
         return jax.lax.psum_scatter(buffer, SHARD_AXIS, tiled=True)
@@ -49,6 +49,11 @@ def all_reduce(array: jax.Array, unit: str) -> jax.Array:
     """The sum over ranks, in XLA's order, of the array's own shape."""
     with jax.named_scope(scope_name(ALL_REDUCE, unit)):
         return jax.lax.psum(array, SHARD_AXIS)
+
+
+def _moves_nothing(array: jax.Array) -> bool:
+    """Whether there is no one to exchange anything with (R14), or nothing to exchange, which XLA has no collective for."""
+    return not array.size or jax.lax.axis_size(SHARD_AXIS) == 1
 
 
 def rank_index() -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from crossframe.errors import UnsupportedError
 from crossframe.plan import PlannedUnit, Strategy, plan_units
 from jax_backend.collectives import rank_index
 from jax_backend.contract import Contract
@@ -72,6 +73,10 @@ def value_and_grad(
         form.
     """
     check_mesh(mesh)
+    if strategy not in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP):
+        raise UnsupportedError(
+            f"strategy: expected FULL_SHARD or SHARD_GRAD_OP, which shard over all ranks, got {strategy!r}"
+        )
     ranks = num_ranks(mesh)
     contract = Contract(has_state, has_rng, has_aux)
 

@@ -17,6 +17,18 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Done:
+    """What stands for the work of a collective between no one: a rank alone in its group copies (R14)."""
+
+    def wait(self) -> bool:
+        """It is over."""
+        return True
+
+
+Work = dist.Work | Done
+"""What was issued and may be waited for."""
+
+
 class Communicator:
     """The ranks that one unit is sharded over, and the collectives between them.
 
@@ -31,13 +43,19 @@ class Communicator:
         self.size = group.size()
         self.ranks = tuple(dist.get_process_group_ranks(group))
 
-    def all_gather(self, gathered: Tensor, shard: Tensor, *, unit: str, phase: str) -> dist.Work:
+    def all_gather(self, gathered: Tensor, shard: Tensor, *, unit: str, phase: str) -> Work:
         """Start filling `gathered` (size * n elements) with the `shard`s (n elements) of all ranks, in rank order."""
+        if self.size == 1:
+            gathered.copy_(shard)
+            return Done()
         self._tell(ALL_GATHER, gathered, unit, phase)
         return _all_gather(gathered, shard, group=self.group, async_op=True)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, unit: str, phase: str) -> dist.Work:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, *, unit: str, phase: str) -> Work:
         """Start summing the `full`s (size * n elements) of all ranks; this rank's n elements of it arrive in `shard`."""
+        if self.size == 1:
+            shard.copy_(full)
+            return Done()
         self._tell(REDUCE_SCATTER, full, unit, phase)
         return _reduce_scatter(shard, full, group=self.group, async_op=True)
 

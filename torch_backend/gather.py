@@ -1,11 +1,10 @@
 """GatherBuffer: the memory of a bucket's full parameters, and the parameters that alias it."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from crossframe.layout import Layout
-from torch_backend.collectives import Communicator
+from torch_backend.collectives import Communicator, Work
 
 
 class GatherBuffer:
@@ -36,7 +35,7 @@ class GatherBuffer:
         ]
         self._targets = self._columns()
         self._landing: Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         self.free()
 
     def start(self, shard: Tensor, communicator: Communicator, *, unit: str, phase: str) -> None:

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from crossframe import reduction
 from crossframe.layout import Layout
-from torch_backend.collectives import Communicator, dtype_name
+from torch_backend.collectives import Communicator, Work, dtype_name
 
 
 class GradStore:
@@ -23,7 +22,7 @@ class GradStore:
         self._stored = stored
         self._reduced = reduced
         self._divides_once = divides_once
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         self._full: Tensor | None = None
         self._shard: Tensor | None = None
         self._divide_after = 1.0

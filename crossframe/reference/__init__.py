@@ -1,6 +1,25 @@
-"""The reference: sharded training in numpy, all ranks in one process. Slow, plain, and what the backends are held against."""
+"""The reference: sharded training in numpy, all ranks in one process. Slow, plain, and what the backends are held against.
+
+`collectives` moves and sums; `unit` shards one unit and reduces its gradients; `live` is a unit through its life, with each
+rank's memory; `world` executes a plan; `optim` and `net` are what is trained by and what is trained.
+"""
 
 from crossframe.reference.collectives import all_gather, all_reduce, reduce_scatter
-from crossframe.reference.world import ReferenceUnit
+from crossframe.reference.live import LiveUnit
+from crossframe.reference.net import Layers, Net
+from crossframe.reference.optim import SGD, AdamW
+from crossframe.reference.unit import ReferenceUnit
+from crossframe.reference.world import World
 
-__all__ = ["ReferenceUnit", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Layers",
+    "LiveUnit",
+    "Net",
+    "ReferenceUnit",
+    "World",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+]

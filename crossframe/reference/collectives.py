@@ -1,16 +1,18 @@
 """Collectives over a list of arrays, one a rank. Sums are taken in rank order, in the arrays' own dtype (R32)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+Arrays = Sequence[np.ndarray]
 
-def all_gather(shards: Sequence[np.ndarray]) -> list[np.ndarray]:
+
+def all_gather(shards: Arrays) -> list[np.ndarray]:
     """Every rank receives the shards of all ranks, one behind the other."""
     return [np.concatenate(shards) for _ in shards]
 
 
-def all_reduce(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def all_reduce(arrays: Arrays) -> list[np.ndarray]:
     """Every rank receives the sum, added up in rank order."""
     total = arrays[0].copy()
     for array in arrays[1:]:
@@ -18,6 +20,20 @@ def all_reduce(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [total.copy() for _ in arrays]
 
 
-def reduce_scatter(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def reduce_scatter(arrays: Arrays) -> list[np.ndarray]:
     """Rank i receives the i-th of equal parts of the sum, added up in rank order."""
     return np.split(all_reduce(arrays)[0], len(arrays))
+
+
+def over_groups(
+    collective: Callable[[Arrays], list[np.ndarray]], arrays: Arrays, groups: Iterable[Sequence[int]]
+) -> list[np.ndarray]:
+    """A collective inside each of some groups of ranks, which together are all ranks.
+
+    >>> over_groups(all_reduce, [np.array([1]), np.array([2]), np.array([3]), np.array([4])], [(0, 2), (1, 3)])
+    [array([4]), array([6]), array([4]), array([6])]
+    """
+    results = dict.fromkeys(range(len(arrays)), np.empty(0))
+    for group in groups:
+        results |= zip(group, collective([arrays[rank] for rank in group]), strict=True)
+    return list(results.values())

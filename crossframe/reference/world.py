@@ -1,96 +1,229 @@
-"""One unit of a sharded model on all ranks at once."""
+"""A small world: all units of a model on all ranks, which executes a plan event by event."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
-from crossframe.dtypes import numpy_dtype
-from crossframe.errors import MeshError, ParamError
-from crossframe.layout import Layout, views
-from crossframe.mesh import check_rank
-from crossframe.reduction import DivideFactors
-from crossframe.reference.collectives import all_gather, reduce_scatter
-from crossframe.writeback import writeback_copies
+from crossframe.errors import PlanError
+from crossframe.faces import Face
+from crossframe.layout import views
+from crossframe.lifecycle import Activity, Exposure
+from crossframe.mesh import MeshSpec
+from crossframe.plan import PlannedUnit
+from crossframe.reduction import ReductionStep
+from crossframe.reference.live import LiveUnit
+from crossframe.reference.net import Batch, Net
+from crossframe.reference.optim import SGD, Optimizer
+from crossframe.trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    CAST,
+    COMPUTE,
+    FREE,
+    REDUCE_SCATTER,
+    RESHARD_TO_GROUP,
+    STEP,
+    Event,
+)
+from crossframe.unshard import UnshardRequest
 
-Params = Mapping[str, np.ndarray]
 
+class World:
+    """A sharded model, its gradients and its optimizer.
 
-class ReferenceUnit:
-    """The shards of one unit, `shards[rank]` of shape (padded_shard_numel,), and what is done with them."""
+    Attributes:
+        units: by name.
+        mesh: the ranks.
+        face: whose particulars hold.
+    """
 
-    def __init__(self, layout: Layout, params: Params, *, fill: bool = True) -> None:
-        """Shard full parameters.
+    def __init__(
+        self,
+        units: Sequence[PlannedUnit],
+        mesh: MeshSpec,
+        params: Mapping[str, np.ndarray],
+        *,
+        face: Face = Face.FSDP1,
+        optimizer: Optimizer | None = None,
+        divide_factor: float | None = None,
+        fill: bool = True,
+    ) -> None:
+        """Shard a model.
 
         Args:
-            params: every parameter of the layout by name, in full.
-            fill: store torch's values in the padding (42 and 0, R05); False stores 0 everywhere, as JAX does.
+            units: from `plan_units`.
+            params: every parameter by name, in full.
+            optimizer: None: SGD with its defaults.
+            divide_factor: what to divide gradients by in the place of the number of ranks (R27).
+            fill: store torch's values in the padding (R05); False stores zeros.
         """
-        self.layout = layout
-        self._check([params] * layout.world_size)
-        self.shards = [self._shard(params, rank, fill) for rank in range(layout.world_size)]
+        self.units = {unit.name: LiveUnit(unit, mesh, params, face, fill) for unit in units}
+        self.mesh, self.face = mesh, face
+        self._optimizer = optimizer or SGD()
+        self._divide_factor = divide_factor
 
-    def _shard(self, params: Params, rank: int, fill: bool) -> np.ndarray:
-        shard = np.zeros(self.layout.padded_shard_numel, numpy_dtype(self.layout.dtype))
-        for run in self.layout.padding(rank) if fill else ():
-            shard[run.start : run.stop] = run.fill
-        self._write(shard, params, rank)
-        return shard
+    # A step
 
-    def _write(self, shard: np.ndarray, params: Params, rank: int) -> None:
-        for copy in writeback_copies(self.layout, rank):
-            full = params[self.layout.params[copy.index].name]
-            shard[copy.shard_start : copy.shard_stop] = full.reshape(-1)[copy.param_start : copy.param_stop]
+    def run(self, plan: Sequence[Event], net: Net, batches: Sequence[Sequence[Batch]]) -> np.ndarray:
+        """Execute a plan for all ranks.
 
-    def _check(self, arrays: Sequence[Params], *, missing: bool = False) -> None:
-        """Refuse anything but the arrays of every rank, in the parameters' shapes; some may be missing where that is allowed."""
-        if len(arrays) != self.layout.world_size:
-            raise MeshError(f"expected the arrays of {self.layout.world_size} ranks, got those of {len(arrays)}")
-        for rank, params in enumerate(arrays):
-            for spec in self.layout.params:
-                array = params.get(spec.name)
-                got = "nothing" if array is None else tuple(array.shape)
-                if got != spec.shape and not (array is None and missing):
-                    raise ParamError(f"parameter {spec.name!r}: expected shape {spec.shape}, got {got} on rank {rank}")
+        Args:
+            plan: from `step_plan`; any rank's, since all ranks do the same in their own groups.
+            batches: of each microbatch, each rank's.
 
-    def gather(self) -> list[np.ndarray]:
-        """The gathered buffer of every rank, of shape (gathered_numel,), padding included."""
-        return all_gather(self.shards)
+        Returns:
+            Each rank's losses, of shape (microbatches, ranks).
 
-    def unshard(self) -> list[dict[str, np.ndarray]]:
-        """Every rank's full parameters, by name: copies, which a user may edit."""
-        return [{name: value.copy() for name, value in views(self.layout, buffer).items()} for buffer in self.gather()]
-
-    def writeback(self, edited: Sequence[Params]) -> None:
-        """Persist what each rank made of its full parameters: the slice that it owns (R20). All of it, or, refused, nothing."""
-        self._check(edited)
-        for rank, params in enumerate(edited):
-            self._write(self.shards[rank], params, rank)
-
-    def reduce(self, grads: Sequence[Params], factors: DivideFactors) -> list[np.ndarray]:
-        """Full gradients of every rank to sharded mean gradients, each of shape (padded_shard_numel,) (R26).
-
-        A parameter that a rank has no gradient for counts as zeros there (R29).
+        Raises:
+            PlanError: batches of other numbers than the plan's microbatches and the world's ranks.
+            StateError: an event that is not legal where it stands.
+        An exception brings all units back to their shards (R17) and goes on.
         """
-        self._check(grads, missing=True)
-        buffers = []
-        for params in grads:
-            buffer = np.zeros(self.layout.gathered_numel, numpy_dtype(self.layout.dtype))
-            for rank in range(self.layout.world_size):
-                start = rank * self.layout.padded_shard_numel
-                for copy in writeback_copies(self.layout, rank):
-                    grad = params.get(self.layout.params[copy.index].name)
-                    if grad is not None:
-                        part = grad.reshape(-1)[copy.param_start : copy.param_stop]
-                        buffer[start + copy.shard_start : start + copy.shard_stop] = part
-            buffers.append(_divided(buffer, factors.before))
-        return [_divided(shard, factors.after) for shard in reduce_scatter(buffers)]
+        microbatches = 1 + max(event.microbatch for event in plan)
+        if len(batches) != microbatches or any(len(of_ranks) != self.mesh.world_size for of_ranks in batches):
+            raise PlanError(
+                f"expected batches of {microbatches} microbatches for {self.mesh.world_size} ranks, got those of "
+                f"{len(batches)} for {[len(of_ranks) for of_ranks in batches]}"
+            )
+        losses = np.zeros((microbatches, self.mesh.world_size))
+        try:
+            for event in plan:
+                self._begin_phase(event, net, batches, losses)
+                self.execute(event, net)
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self._at = None
+        return losses
 
-    def pieces(self, shard: np.ndarray, rank: int) -> dict[str, np.ndarray]:
-        """What a shard holds of each parameter, as flat runs by name; padding is in none of them."""
-        check_rank(rank, self.layout.world_size)
-        return {p.name: shard[p.shard_start : p.shard_stop] for p in self.layout.pieces(rank)}
+    _at: tuple[int, str] | None = None
 
+    def _begin_phase(self, event: Event, net: Net, batches: Sequence[Sequence[Batch]], losses: np.ndarray) -> None:
+        """Hand out a microbatch ahead of its forward, and read the losses ahead of its backward."""
+        at = (event.microbatch, event.phase)
+        if at != self._at:
+            self._at = at
+            for rank in range(self.mesh.world_size):
+                if event.phase == "forward":
+                    net.start(rank, batches[event.microbatch][rank])
+                elif event.phase == "backward":
+                    losses[event.microbatch, rank] = net.loss(rank)
 
-def _divided(array: np.ndarray, factor: float) -> np.ndarray:
-    """An array divided in its own dtype; below float32 the quotient is taken in float32 and rounded once, as torch does."""
-    return (array.astype(np.promote_types(array.dtype, np.float32)) / factor).astype(array.dtype)
+    def execute(self, event: Event, net: Net) -> None:
+        """Do what one event says. Events of several buckets of a unit act on the unit once, with the first."""
+        if event.kind == STEP:
+            self.step()
+            return
+        unit = self.units[event.unit]
+        if event.kind in (REDUCE_SCATTER, ALL_REDUCE):
+            self._reduce(unit, event)
+        elif event.bucket == 0:
+            if event.kind in (ALL_GATHER, CAST):
+                unit.gather()
+            elif event.kind == FREE:
+                unit.reshard()
+            elif event.kind == RESHARD_TO_GROUP:
+                unit.reshard_to_group()
+            elif event.kind == COMPUTE:
+                self._compute(unit, event.phase, net)
+
+    def _compute(self, unit: LiveUnit, phase: str, net: Net) -> None:
+        if phase == "forward":
+            unit.compute(phase, lambda rank, params: net.forward(unit.name, rank, params))
+        else:
+            unit.compute(phase, lambda rank, params: net.backward(unit.name, rank, params))
+
+    def _reduce(self, unit: LiveUnit, event: Event) -> None:
+        """A reduction is one list of steps; where it holds two collectives, the second begins with what the first left."""
+        bucket = unit.buckets[event.bucket]
+        steps = unit.reduction()
+        if ReductionStep.ALL_REDUCE in steps and ReductionStep.REDUCE_SCATTER in steps:
+            at = steps.index(ReductionStep.ALL_REDUCE)
+            steps = (*steps[:at], ReductionStep.KEEP_PARTIAL) if event.kind == REDUCE_SCATTER else steps[at:]
+        bucket.reduce(steps, self._divide_factor)
+
+    def reduce(self, name: str) -> None:
+        """Reduce what gradients a unit has, at once."""
+        unit = self.units[name]
+        for bucket in unit.buckets:
+            if any(bucket.grads):
+                bucket.reduce(unit.reduction(), self._divide_factor)
+
+    def step(self) -> None:
+        """The optimizer's step, and its `zero_grad`. Alone in the world, a rank's own gradients are the mean (R26)."""
+        for name, unit in self.units.items():
+            if self.mesh.world_size == 1:
+                self.reduce(name)
+            unit.edited()
+            for bucket in unit.buckets:
+                bucket.step(self._optimizer)
+                bucket.zero_grad()
+
+    def reset(self) -> None:
+        """Bring every unit back to its shards (R17)."""
+        for unit in self.units.values():
+            unit.reset()
+
+    # What is there
+
+    def full_params(self) -> dict[str, np.ndarray]:
+        """All parameters in full, gathered aside: nothing that the units hold is touched."""
+        return {
+            name: value
+            for unit in self.units.values()
+            for bucket in unit.buckets
+            for name, value in bucket.unit.unshard()[0].items()
+        }
+
+    def full_grads(self) -> dict[str, np.ndarray]:
+        """All reduced gradients in full; a parameter without one is left out."""
+        found = {}
+        for unit in self.units.values():
+            for bucket in unit.buckets:
+                if bucket.sharded_grads is not None:
+                    full = views(bucket.layout, bucket.unit.gather(bucket.sharded_grads)[0])
+                    found |= {name: full[name].copy() for name in bucket.reached}
+        return found
+
+    # Full parameters for the user
+
+    @contextmanager
+    def summon_full_params(
+        self, request: UnshardRequest | None = None, names: Sequence[str] | None = None
+    ) -> Iterator[None]:
+        """Inside, the units show full parameters (R18-R24).
+
+        Args:
+            names: which units; None: all of them (`recurse=True`).
+
+        Raises:
+            StateError: one of them is in its forward or backward, or summoned. Then none is touched.
+            UnsupportedError: a combination that no rank could do (R23).
+        """
+        chosen = [self.units[name] for name in (self.units if names is None else names)]
+        request = request or UnshardRequest()
+        self._check_idle()
+        for unit in chosen:
+            unit.check_summon(request)
+        for unit in chosen:
+            unit.summon(request)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            for unit in reversed(chosen):
+                unit.dismiss(failed=failed)
+
+    def _check_idle(self) -> None:
+        """Nothing is shown while any unit computes: its neighbours' parameters are about to be used (R18)."""
+        for unit in self.units.values():
+            if unit.state.activity is not Activity.IDLE:
+                unit.check_summon(UnshardRequest())
+
+    @property
+    def summoned(self) -> bool:
+        """Whether any unit is shown to the user."""
+        return any(unit.state.exposure is Exposure.SUMMONED for unit in self.units.values())

@@ -52,7 +52,7 @@ class RunSettings:
                 raise UsageError(f"{name.replace('_', '-')}: expected an integer of at least {least}, got {value!r}")
         if not 0 < self.learning_rate < float("inf"):
             raise UsageError(f"learning-rate: expected a number above 0, got {self.learning_rate!r}")
-        strategies = tuple(strategy.value for strategy in Strategy)
+        strategies = (Strategy.FULL_SHARD.value, Strategy.SHARD_GRAD_OP.value)
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("strategy", strategies)):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -30,8 +30,8 @@ def test_R10_a_shard_group_varies_along_shard_only_and_a_replicate_group_along_r
     ranks = range(mesh.world_size)
     for rank in ranks:
         replica, shard = mesh.coordinate(rank)
-        assert mesh.shard_group(rank) == tuple(r for r in ranks if mesh.coordinate(r)[0] == replica)
-        assert mesh.replicate_group(rank) == tuple(r for r in ranks if mesh.coordinate(r)[1] == shard)
+        assert tuple(mesh.shard_group(rank)) == tuple(r for r in ranks if mesh.coordinate(r)[0] == replica)
+        assert tuple(mesh.replicate_group(rank)) == tuple(r for r in ranks if mesh.coordinate(r)[1] == shard)
 
 
 @pytest.mark.parametrize("rank", [-1, 6, 1.0, True, None, "0"])

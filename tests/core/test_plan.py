@@ -10,9 +10,9 @@ from crossframe.errors import MeshError, PlanError
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.plan import PlannedUnit, Strategy, plan_units, step_plan
+from crossframe.plan import PlannedBucket, PlannedUnit, Prefetch, Strategy, plan_units, step_plan
 from crossframe.precision import resolve_precision
-from crossframe.trace import ALL_GATHER, ALL_REDUCE, FREE, REDUCE_SCATTER, Event
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, FREE, REDUCE_SCATTER, Event
 from tests.core.random_layouts import QUICK, specs
 
 STRATEGIES = st.sampled_from(list(Strategy))
@@ -27,14 +27,19 @@ def layouts(names: list[str], world_size: int) -> list[tuple[str, FlatLayout]]:
     ]
 
 
+def moving(events: list[Event]) -> list[Event]:
+    """The events that move or free parameters and gradients."""
+    return [event for event in events if event.kind in (*COLLECTIVES, FREE)]
+
+
 def short(events: list[Event]) -> list[str]:
-    return [f"{event.phase[0]} {SHORT[event.kind]} {event.unit or 'root'}" for event in events]
+    return [f"{event.phase[0]} {SHORT[event.kind]} {event.unit or 'root'}" for event in moving(events)]
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[PlannedUnit], MeshSpec]:
     """Some units, each with its own choice of resharding and training, on a mesh."""
-    mesh = MeshSpec(shard=draw(st.integers(1, 4)), replicate=draw(st.integers(1, 3)))
+    mesh = MeshSpec(shard=draw(st.integers(2, 4)), replicate=draw(st.integers(1, 3)))
     units = []
     for i in range(draw(st.integers(1, 5))):
         params = tuple(
@@ -42,13 +47,14 @@ def steps(draw: st.DrawFn) -> tuple[list[PlannedUnit], MeshSpec]:
         )
         make = draw(st.sampled_from([lambda p, n: FlatLayout(p, n, True), PerParamLayout]))
         precision = resolve_precision("float32", draw(st.sampled_from([None, "bfloat16"])), "float64")
-        units.append(PlannedUnit(f"u{i}", make(params, mesh.shard), draw(st.booleans()), precision))
+        bucket = PlannedBucket(make(params, mesh.shard), precision)
+        units.append(PlannedUnit(f"u{i}", (bucket,), draw(st.booleans())))
     return units, mesh
 
 
 def test_R13_R14_full_shard_gathers_everything_twice_but_the_root():
     units = plan_units(layouts(["", "a", "b"], 2), Strategy.FULL_SHARD)
-    assert short(step_plan(units, MeshSpec(2), backward_prefetch=False)) == [
+    assert short(step_plan(units, MeshSpec(2), backward_prefetch=None)) == [
         *("f gather root", "f gather a", "f free a", "f gather b", "f free b"),
         *("b gather b", "b free b", "b reduce b"),
         *("b gather a", "b free a", "b reduce a"),
@@ -78,24 +84,25 @@ def test_R13_the_root_is_the_unit_of_the_empty_name_wherever_it_stands():
     for names in (["", "a"], ["a", ""], ["a", "b"]):
         for strategy in Strategy:
             for unit in plan_units(layouts(names, 2), strategy):
-                assert unit.reshard_after_forward == (strategy is Strategy.FULL_SHARD and unit.name != "")
+                reshards = strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+                assert unit.reshard_after_forward == (reshards and unit.name != "")
     assert Strategy("full_shard").reshards_after_forward and not Strategy("shard_grad_op").reshards_after_forward
 
 
 def test_units_are_planned_in_the_order_and_dtype_in_which_they_are_given():
     given_units = layouts(["b", "", "a"], 2)
     planned = plan_units(given_units, Strategy.FULL_SHARD)
-    assert [(unit.name, unit.layout) for unit in planned] == given_units
-    assert {unit.precision for unit in planned} == {resolve_precision("float32")}
+    assert [(unit.name, unit.buckets[0].layout) for unit in planned] == given_units
+    assert {unit.buckets[0].precision for unit in planned} == {resolve_precision("float32")}
 
 
 @QUICK
-@given(steps(), st.booleans())
+@given(steps(), st.sampled_from([None, *Prefetch]))
 def test_R14_a_unit_is_full_when_it_computes_and_nothing_is_full_at_the_end(step, prefetch):
     units, mesh = step
     full: set[str] = set()
     computed = Counter()
-    for event in step_plan(units, mesh, backward_prefetch=prefetch):
+    for event in moving(step_plan(units, mesh, backward_prefetch=prefetch)):
         if event.kind == ALL_GATHER:
             assert event.unit not in full
             full.add(event.unit)
@@ -114,12 +121,12 @@ def test_R14_a_unit_is_full_when_it_computes_and_nothing_is_full_at_the_end(step
 @given(steps())
 def test_R14_units_are_gathered_in_order_and_reduced_in_reverse(step):
     units, mesh = step
-    events = step_plan(units, mesh)
+    events = moving(step_plan(units, mesh))
     forward = [event.unit for event in events if (event.kind, event.phase) == (ALL_GATHER, "forward")]
     assert forward == [unit.name for unit in units]
     reduced = [event.unit for event in events if event.kind == REDUCE_SCATTER]
     assert reduced == [
-        unit.name for unit in reversed(units) if any(param.requires_grad for param in unit.layout.params)
+        unit.name for unit in reversed(units) if any(param.requires_grad for param in unit.buckets[0].layout.params)
     ]
     backward = [event.unit for event in events if (event.kind, event.phase) == (ALL_GATHER, "backward")]
     assert backward == [unit.name for unit in reversed(units) if unit.reshard_after_forward]
@@ -129,7 +136,9 @@ def test_R14_units_are_gathered_in_order_and_reduced_in_reverse(step):
 @given(steps())
 def test_R16_prefetch_moves_gathers_and_nothing_else(step):
     units, mesh = step
-    plain, ahead = (step_plan(units, mesh, backward_prefetch=prefetch) for prefetch in (False, True))
+    plain, ahead = (
+        moving(step_plan(units, mesh, backward_prefetch=prefetch)) for prefetch in (None, Prefetch.BACKWARD_PRE)
+    )
     assert Counter(plain) == Counter(ahead)
     for kept in (lambda e: e.kind != ALL_GATHER, lambda e: e.kind == ALL_GATHER, lambda e: e.phase == "forward"):
         assert [e for e in plain if kept(e)] == [e for e in ahead if kept(e)]
@@ -152,8 +161,9 @@ def test_R28_bytes_dtypes_and_groups_of_every_event(step, data):
     rank = data.draw(st.integers(0, mesh.world_size - 1))
     by_name = {unit.name: unit for unit in units}
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}
-    for event in step_plan(units, mesh, rank):
-        layout, precision = by_name[event.unit].layout, by_name[event.unit].precision
+    for event in moving(step_plan(units, mesh, rank)):
+        bucket = by_name[event.unit].buckets[0]
+        layout, precision = bucket.layout, bucket.precision
         shard_numel = sum(p.numel for p in layout.pieces(0)) + sum(r.stop - r.start for r in layout.padding(0))
         whole_numel = shard_numel * mesh.shard
         if event.kind in (ALL_GATHER, FREE):
@@ -171,7 +181,7 @@ def test_R28_bytes_dtypes_and_groups_of_every_event(step, data):
 @given(steps())
 def test_R28_replicas_sum_each_reduced_gradient_right_after_the_reduction(step):
     units, mesh = step
-    events = step_plan(units, mesh)
+    events = moving(step_plan(units, mesh))
     sums = [i for i, event in enumerate(events) if event.kind == ALL_REDUCE]
     reductions = [i for i, event in enumerate(events) if event.kind == REDUCE_SCATTER]
     assert sums == ([i + 1 for i in reductions] if mesh.replicate > 1 else [])
@@ -182,7 +192,7 @@ def test_R28_replicas_sum_each_reduced_gradient_right_after_the_reduction(step):
 @given(steps())
 def test_R29_whoever_is_in_a_group_does_the_same_at_the_same_place(step):
     units, mesh = step
-    plans = [step_plan(units, mesh, rank) for rank in range(mesh.world_size)]
+    plans = [moving(step_plan(units, mesh, rank)) for rank in range(mesh.world_size)]
     for place in zip(*plans, strict=True):
         for event in place:
             assert all(place[rank] == event for rank in event.group)
@@ -191,7 +201,7 @@ def test_R29_whoever_is_in_a_group_does_the_same_at_the_same_place(step):
 def test_R28_a_step_on_two_replicas_of_two_shards():
     layout = PerParamLayout(specs([(5, 3)]), 2)  # 3 and 2 rows: 9 elements a shard
     units = plan_units([("", layout)], Strategy.FULL_SHARD)
-    assert step_plan(units, MeshSpec(shard=2, replicate=2), rank=3) == [
+    assert moving(step_plan(units, MeshSpec(shard=2, replicate=2), rank=3)) == [
         Event(ALL_GATHER, "", "forward", "float32", 72, (2, 3)),
         Event(FREE, "", "backward", "float32", 72, (2, 3)),
         Event(REDUCE_SCATTER, "", "backward", "float32", 72, (2, 3)),
@@ -205,7 +215,7 @@ def test_frozen_units_are_gathered_but_not_reduced():
         [(name, FlatLayout(params, 2, True)) for name, params in (("", (frozen,)), ("a", (frozen, trained)))],
         Strategy.FULL_SHARD,
     )
-    assert [unit.trained for unit in units] == [False, True]
+    assert [unit.buckets[0].trained for unit in units] == [False, True]
     events = step_plan(units, MeshSpec(shard=2, replicate=2))
     assert {event.unit for event in events if event.kind in (REDUCE_SCATTER, ALL_REDUCE)} == {"a"}
     assert {event.unit for event in events if event.kind == ALL_GATHER} == {"", "a"}

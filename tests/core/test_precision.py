@@ -16,7 +16,7 @@ from crossframe.precision import Precision, resolve_precision
     ],
 )
 def test_R33_shards_stay_in_full_precision_and_reduce_dtype_defaults_to_param_dtype(policy, gathered, reduced):
-    assert resolve_precision("float32", *policy) == Precision("float32", gathered, reduced)
+    assert resolve_precision("float32", *policy) == Precision("float32", gathered, reduced, "float32")
 
 
 def test_R34_dtypes_that_change_nothing_are_as_if_not_given():

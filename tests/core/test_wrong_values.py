@@ -38,7 +38,7 @@ RIGHT = {
     MapEntry: {"name": "w", "path": "k", "axes": (1, 0)},
     ParamMap: {"entries": (MapEntry("w", "k"),)},
     ParamMap.from_json: {"rows": [["w", "k", [1, 0]]]},
-    Precision: {"stored": "float32", "gathered": "float32", "reduced": "float32"},
+    Precision: {"stored": "float32", "gathered": "float32", "reduced": "float32", "kept": "float32"},
     custom_factors: {"factor": 2.0},
     divide_factors: {"num_ranks": 2},
     mean_factors: {"num_ranks": 2, "dtype": "float32"},

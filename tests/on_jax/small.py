@@ -7,10 +7,12 @@ import numpy as np
 from crossframe import MeshSpec
 from crossframe.dtypes import numpy_dtype
 from crossframe.names import MapEntry, ParamMap
+from crossframe.plan import Strategy
 from jax_backend import make_mesh
 
 UNITS = ("blocks.0", "blocks.1")
 WORLDS = (1, 2, 3, 4)
+SHARDING = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP)
 SIZES = {"inp": (3, 5), "blocks.0": (5, 5), "blocks.1": (5, 5), "out": (5, 2)}
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from crossframe.errors import UsageError
-from crossframe.plan import Strategy
 from jax_backend import ShardedParams, per_rank, shard, unshard, value_and_grad
 
-from .small import UNITS, WORLDS, mesh_of_size, small_batch, small_loss, small_map, small_params
+from .small import SHARDING, UNITS, WORLDS, mesh_of_size, small_batch, small_loss, small_map, small_params
 
 
 def sharded_over(world_size, **kwargs):
@@ -18,7 +17,7 @@ def batch_of_rank(batch, rank, world_size):
     return jax.tree.map(lambda leaf: np.split(leaf, world_size)[rank], batch)
 
 
-@pytest.mark.parametrize("strategy", Strategy)
+@pytest.mark.parametrize("strategy", SHARDING)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_R26_loss_and_gradients_are_those_of_the_mean_loss_unsharded(world_size, strategy):
     batch = small_batch()
@@ -45,7 +44,7 @@ def test_R14_both_strategies_give_the_same_bits(dtype):
     batch = small_batch(dtype=dtype)
     one, other = (
         value_and_grad(small_loss, mesh_of_size(3), strategy=strategy)(sharded_over(3, dtype=dtype), batch)
-        for strategy in Strategy
+        for strategy in SHARDING
     )
     np.testing.assert_array_equal(one.losses, other.losses)
     jax.tree.map(np.testing.assert_array_equal, one.grads.shards, other.grads.shards)
@@ -180,7 +179,7 @@ def test_parameters_that_are_not_sharded_for_this_mesh_are_refused():
     refused(r"expected arrays of shapes \{'': \(34,\).*got \{'': \(32,\)", args=(cut, small_batch()))
 
 
-@pytest.mark.parametrize("strategy", Strategy)
+@pytest.mark.parametrize("strategy", SHARDING)
 def test_R29_unused_parameters_and_units_get_zeros(strategy):
     def loss(params, batch):
         hidden = batch["x"] @ params["inp"]["kernel"]

@@ -50,7 +50,7 @@ def _trace(rank, world_size, face, options):
     assert difference(plan, events, ordered=True) == []
     frees = [(e.unit, e.phase, e.num_bytes) for e in plan if e.kind == "free"]
     assert sorted(frees) == sorted((e.unit, e.phase, e.num_bytes) for e in events if e.kind == "free")
-    told = [(e.kind, e.dtype, e.num_bytes, e.group) for e in collectives(events)]
+    told = [(e.kind, e.dtype, e.num_bytes, tuple(e.group)) for e in collectives(events)]
     assert told == watcher.seen
     assert debug.get_total_counts() == len(told)
     kinds = summary(events)

@@ -1,0 +1,317 @@
+"""What a planned step costs one rank: bytes that travel, memory, and time under a model of bandwidth and latency.
+
+The time model issues events in the order of the plan. Computations run one behind the other; so do the collectives of one group,
+beside them. A collective begins when what was issued before it has been computed and its group is free (a stream of a
+collective library first waits for the stream that issues); a computation begins when its unit is gathered; a reduction is issued
+when the one before it is done, so that one at a time holds its buffers. What computation waits for is *exposed* communication.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from crossframe.dtypes import itemsize
+from crossframe.errors import PlanError
+from crossframe.plan import PlannedBucket, PlannedUnit
+from crossframe.trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    CAST,
+    COLLECTIVES,
+    COMPUTE,
+    FREE,
+    REDUCE_SCATTER,
+    RESHARD_TO_GROUP,
+    STEP,
+    Event,
+    summary,
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a rank computes and moves in a second. The defaults are of the order of one accelerator of 2023 and a 400 Gb/s link.
+
+    Attributes:
+        flops_per_second: floating point operations that compute reaches.
+        bytes_per_second: bandwidth of one rank inside its shard group.
+        replica_bytes_per_second: that between replicas; None: the same.
+        latency_seconds: time of one message without content.
+    """
+
+    flops_per_second: float = 4e14
+    bytes_per_second: float = 5e10
+    replica_bytes_per_second: float | None = None
+    latency_seconds: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_second", "bytes_per_second", "replica_bytes_per_second", "latency_seconds"):
+            value = getattr(self, name)
+            if value is None and name == "replica_bytes_per_second":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise PlanError(f"{name}: expected a finite number of at least 0, got {value!r}")
+            if value == 0 and name != "latency_seconds":
+                raise PlanError(f"{name}: expected a number above 0, got {value!r}")
+
+    def collective_seconds(self, kind: str, num_bytes: int, num_ranks: int) -> float:
+        """Time of a collective whose unsharded side has `num_bytes`, over p ranks with latency a and bandwidth 1/b:
+        a log2(p) + b n (p - 1) / p for an all-gather (recursive doubling) and a reduce-scatter (recursive halving), twice that
+        for an all-reduce (Rabenseifner's). Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication
+        Operations in MPICH, 2005, without the cost of adding.
+        """
+        between_replicas = kind == ALL_REDUCE and self.replica_bytes_per_second is not None
+        bandwidth = self.replica_bytes_per_second if between_replicas else self.bytes_per_second
+        assert bandwidth is not None
+        once = (
+            self.latency_seconds * math.ceil(math.log2(num_ranks)) + num_bytes / bandwidth * (num_ranks - 1) / num_ranks
+        )
+        return 2 * once if kind == ALL_REDUCE else once
+
+    def compute_seconds(self, numel: int, tokens: int, phase: str) -> float:
+        """Time of a unit with `numel` parameters on `tokens` tokens: 2 operations a parameter and token in forward and 4 in
+        backward (Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1)."""
+        return (2 if phase == "forward" else 4) * numel * tokens / self.flops_per_second
+
+
+# What memory holds for a while; "shards" and "optimizer" are held throughout.
+PASSING = (
+    "full parameters",
+    "full gradients",
+    "sharded gradients",
+    "gather buffers",
+    "reduction buffers",
+    "activations",
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """An event, when it runs, and the rank's memory from its issue on, by what it is for, in bytes."""
+
+    event: Event
+    start_seconds: float
+    stop_seconds: float
+    memory: Mapping[str, int]
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of it."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs one rank.
+
+    Attributes:
+        spans: one an event, in the order of issue.
+        collectives: count and bytes by kind, as `crossframe.trace.summary` gives them.
+        compute_seconds: time spent computing.
+        communication_seconds: time of all collectives.
+        exposed_seconds: how long computing waited for them.
+    """
+
+    spans: tuple[Span, ...]
+    collectives: Mapping[str, Mapping[str, int]]
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of the step: computing and waiting. The optimizer's own arithmetic is not counted."""
+        return self.compute_seconds + self.exposed_seconds
+
+    @property
+    def peak(self) -> Span:
+        """Where memory is highest, the first time that it is."""
+        return max(self.spans, key=lambda span: span.memory_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest memory of the rank."""
+        return self.peak.memory_bytes
+
+
+def step_cost(
+    plan: Sequence[Event],
+    units: Sequence[PlannedUnit],
+    hardware: Hardware | None = None,
+    *,
+    tokens: int = 1,
+    optimizer_states: int = 2,
+    activation_bytes: Mapping[str, int] | None = None,
+) -> Cost:
+    """The cost of a plan for the rank that it was made for.
+
+    Memory is what the engine holds: shards, the optimizer's state, sharded gradients, full parameters (a layout that is not
+    contiguous is gathered into a buffer of its own and copied out), full gradients, and one reduction's buffers at a time.
+
+    Args:
+        plan: from `step_plan`.
+        units: those that it was made from.
+        hardware: None: its defaults.
+        tokens: processed by one rank in one microbatch.
+        optimizer_states: values that the optimizer keeps for each element of a shard: 2 for AdamW, 1 for momentum.
+        activation_bytes: by unit, what its forward keeps for backward. Default: not counted.
+
+    Raises:
+        PlanError: an event of another unit, or counts below 0.
+    """
+    for name, value, least in (("tokens", tokens, 1), ("optimizer_states", optimizer_states, 0)):
+        if type(value) is not int or value < least:
+            raise PlanError(f"{name}: expected a number of at least {least}, got {value!r}")
+    ledger = _Ledger({unit.name: unit for unit in units}, optimizer_states, activation_bytes or {})
+    clock = _Clock(hardware or Hardware(), tokens)
+    spans = []
+    for event in plan:
+        bucket = ledger.bucket(event)
+        start, stop = clock.run(event, bucket)
+        ledger.enter(event, bucket)
+        spans.append(Span(event, start, stop, ledger.snapshot()))
+    return Cost(tuple(spans), summary(plan), clock.compute, clock.communication, clock.exposed)
+
+
+@dataclass
+class _Clock:
+    """When events run. See the module's docstring."""
+
+    hardware: Hardware
+    tokens: int
+    now: float = 0.0  # when what was issued to compute so far is done
+    compute: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+    free_at: dict[Sequence[int], float] = field(default_factory=dict)  # by group
+    gathered_at: dict[str, float] = field(default_factory=dict)
+    reduced_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    last_reduction: float = 0.0
+
+    def run(self, event: Event, bucket: PlannedBucket | None) -> tuple[float, float]:
+        if event.kind in COLLECTIVES:
+            return self._collective(event)
+        if event.kind == COMPUTE:
+            assert bucket is not None
+            self._wait(self.gathered_at.get(event.unit, 0.0))
+            start = self.now
+            numel = event.num_bytes // itemsize(event.dtype)
+            seconds = self.hardware.compute_seconds(numel, self.tokens, event.phase)
+            self.now += seconds
+            self.compute += seconds
+            return start, self.now
+        if event.kind == STEP:
+            self._wait(max(self.free_at.values(), default=0.0))
+        return self.now, self.now
+
+    def _wait(self, until: float) -> None:
+        self.exposed += max(0.0, until - self.now)
+        self.now = max(self.now, until)
+
+    def _collective(self, event: Event) -> tuple[float, float]:
+        if event.kind == REDUCE_SCATTER:
+            self._wait(self.last_reduction)  # whose buffers this one takes over
+        start = max(self.now, self.free_at.get(event.group, 0.0))
+        if event.kind == ALL_REDUCE:
+            start = max(start, self.reduced_at.get((event.unit, event.bucket), 0.0))
+        seconds = self.hardware.collective_seconds(event.kind, event.num_bytes, len(event.group))
+        stop = start + seconds
+        self.free_at[event.group] = stop
+        self.communication += seconds
+        if event.kind == ALL_GATHER:
+            self.gathered_at[event.unit] = max(stop, self.gathered_at.get(event.unit, 0.0))
+        elif event.kind == REDUCE_SCATTER:
+            self.reduced_at[event.unit, event.bucket] = stop
+        if event.kind != ALL_GATHER:
+            self.last_reduction = stop
+        return start, stop
+
+
+class _Ledger:
+    """What memory holds, by what it is for."""
+
+    def __init__(
+        self, units: Mapping[str, PlannedUnit], optimizer_states: int, activation_bytes: Mapping[str, int]
+    ) -> None:
+        self._units = units
+        self._activation_bytes = activation_bytes
+        shards = sum(
+            bucket.layout.padded_shard_numel * itemsize(bucket.layout.dtype)
+            for unit in units.values()
+            for bucket in unit.buckets
+        )
+        trained = sum(
+            bucket.layout.padded_shard_numel * itemsize(bucket.layout.dtype)
+            for unit in units.values()
+            for bucket in unit.buckets
+            if bucket.trained
+        )
+        # What is held for each bucket, by purpose; and the sums of it, with what is held throughout.
+        self._held: dict[str, dict[tuple[str, int], int]] = {purpose: {} for purpose in PASSING}
+        self._memory = {"shards": shards, "optimizer": optimizer_states * trained} | dict.fromkeys(PASSING, 0)
+
+    def bucket(self, event: Event) -> PlannedBucket | None:
+        """The bucket that an event is about."""
+        if event.kind == STEP:
+            return None
+        unit = self._units.get(event.unit)
+        if unit is None or event.bucket >= len(unit.buckets):
+            raise PlanError(
+                f"the plan has an event of unit {event.unit!r}, bucket {event.bucket}, which is not among the units"
+            )
+        return unit.buckets[event.bucket]
+
+    def snapshot(self) -> dict[str, int]:
+        return dict(self._memory)
+
+    def _hold(self, purpose: str, event: Event, num_bytes: int) -> None:
+        """Let this much be held for the event's bucket, whatever was before."""
+        held, key = self._held[purpose], (event.unit, event.bucket)
+        self._memory[purpose] += num_bytes - held.get(key, 0)
+        held[key] = num_bytes
+
+    def enter(self, event: Event, bucket: PlannedBucket | None) -> None:
+        if bucket is None:
+            for purpose in ("sharded gradients", "full gradients", "reduction buffers"):
+                self._clear(purpose)
+            return
+        layout, precision = bucket.layout, bucket.precision
+        wide = itemsize(precision.gathered)
+        if event.kind in (ALL_GATHER, CAST):
+            self._hold("full parameters", event, layout.unsharded_numel * wide)
+            landing = 0 if layout.contiguous else event.num_bytes
+            cast_shard = layout.padded_shard_numel * wide if precision.is_mixed and event.kind == ALL_GATHER else 0
+            self._hold("gather buffers", event, landing + cast_shard)
+        elif event.kind == COMPUTE:
+            self._hold("gather buffers", event, 0)
+            if event.phase == "forward":
+                self._hold_activations(event, self._activation_bytes.get(event.unit, 0))
+            else:
+                self._hold_activations(event, 0)
+                numel = sum(param.numel for param in layout.params if param.requires_grad)
+                self._hold("full gradients", event, numel * wide)
+        elif event.kind == FREE:
+            self._hold("full parameters", event, 0)
+        elif event.kind == RESHARD_TO_GROUP:
+            self._hold("full parameters", event, layout.gathered_numel * wide - event.num_bytes)
+        elif event.kind in (REDUCE_SCATTER, ALL_REDUCE):
+            self._reduce(event, bucket)
+
+    def _hold_activations(self, event: Event, num_bytes: int) -> None:
+        if event.bucket == 0:
+            self._hold("activations", event, num_bytes)
+
+    def _reduce(self, event: Event, bucket: PlannedBucket) -> None:
+        """One reduction is under way at a time: the buffers of the one before are given back."""
+        layout, precision = bucket.layout, bucket.precision
+        if event.kind == REDUCE_SCATTER or layout.world_size == 1:
+            self._clear("reduction buffers")
+            self._hold("full gradients", event, 0)
+            whole = event.num_bytes if event.kind == REDUCE_SCATTER else 0
+            shard = layout.padded_shard_numel * itemsize(precision.reduced)
+            self._hold("reduction buffers", event, whole + shard)
+            self._hold("sharded gradients", event, layout.padded_shard_numel * itemsize(precision.kept))
+
+    def _clear(self, purpose: str) -> None:
+        self._memory[purpose] = 0
+        self._held[purpose].clear()

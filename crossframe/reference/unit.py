@@ -1,0 +1,166 @@
+"""One unit's bucket on all ranks at once: its shards, and the copies and sums that are made of them."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.errors import MeshError, ParamError
+from crossframe.faces import Face
+from crossframe.layout import Layout, views
+from crossframe.mesh import MeshSpec, check_rank
+from crossframe.precision import Precision, resolve_precision
+from crossframe.reduction import DivideFactors, ReductionStep, reduction_steps
+from crossframe.reference.collectives import all_gather, all_reduce, over_groups, reduce_scatter
+from crossframe.writeback import writeback_copies
+
+Params = Mapping[str, np.ndarray]
+
+
+class ReferenceUnit:
+    """The shards of one unit, `shards[rank]` of shape (padded_shard_numel,), and what is done with them.
+
+    Attributes:
+        layout: where in its shard each rank holds what.
+        mesh: the ranks; every replica holds all shards.
+        precision: dtypes.
+        shards: by rank; the truth.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Params,
+        *,
+        fill: bool = True,
+        mesh: MeshSpec | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        """Shard full parameters.
+
+        Args:
+            params: every parameter of the layout by name, in full.
+            fill: store torch's values in the padding (42 and 0, R05); False stores 0 everywhere, as JAX does.
+            mesh: None: one replica of the layout's ranks.
+            precision: None: everything as stored.
+        """
+        self.layout = layout
+        self.mesh = mesh or MeshSpec(shard=layout.world_size)
+        self.precision = precision or resolve_precision(layout.dtype)
+        if self.mesh.shard != layout.world_size:
+            raise MeshError(f"the layout is over {layout.world_size} ranks, the mesh shards over {self.mesh.shard}")
+        self._check([params] * self.mesh.world_size)
+        self.shards = [self._shard(params, rank, fill) for rank in range(self.mesh.world_size)]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, replicas included."""
+        return self.mesh.world_size
+
+    def shard_index(self, rank: int) -> int:
+        """Which shard a rank holds."""
+        return self.mesh.coordinate(rank)[1]
+
+    def _shard(self, params: Params, rank: int, fill: bool) -> np.ndarray:
+        shard = np.zeros(self.layout.padded_shard_numel, numpy_dtype(self.layout.dtype))
+        for run in self.layout.padding(self.shard_index(rank)) if fill else ():
+            shard[run.start : run.stop] = run.fill
+        self.write(shard, params, rank)
+        return shard
+
+    def write(self, shard: np.ndarray, params: Params, rank: int) -> None:
+        """Copy what a rank owns of full arrays into its shard; padding is left alone (R20)."""
+        for copy in writeback_copies(self.layout, self.shard_index(rank)):
+            full = params[self.layout.params[copy.index].name]
+            shard[copy.shard_start : copy.shard_stop] = full.reshape(-1)[copy.param_start : copy.param_stop]
+
+    def _check(self, arrays: Sequence[Params], *, missing: bool = False) -> None:
+        """Refuse anything but the arrays of every rank, in the parameters' shapes; some may be missing where that is allowed."""
+        if len(arrays) != self.world_size:
+            raise MeshError(f"expected the arrays of {self.world_size} ranks, got those of {len(arrays)}")
+        for rank, params in enumerate(arrays):
+            for spec in self.layout.params:
+                array = params.get(spec.name)
+                got = "nothing" if array is None else tuple(array.shape)
+                if got != spec.shape and not (array is None and missing):
+                    raise ParamError(f"parameter {spec.name!r}: expected shape {spec.shape}, got {got} on rank {rank}")
+
+    def shard_groups(self) -> list[range]:
+        """The groups of ranks that hold one copy of the unit."""
+        return [self.mesh.shard_group(replica * self.mesh.shard) for replica in range(self.mesh.replicate)]
+
+    def replicate_groups(self) -> list[range]:
+        """The groups of ranks that hold the same shard."""
+        return [self.mesh.replicate_group(index) for index in range(self.mesh.shard)]
+
+    def gather(self, shards: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
+        """The gathered buffer of every rank, of shape (gathered_numel,), padding included: of its shards, or of sharded
+        gradients. Each rank receives from its own shard group (R10)."""
+        return over_groups(all_gather, self.shards if shards is None else shards, self.shard_groups())
+
+    def unshard(self) -> list[dict[str, np.ndarray]]:
+        """Every rank's full parameters, by name: copies, which a user may edit."""
+        return [{name: value.copy() for name, value in views(self.layout, buffer).items()} for buffer in self.gather()]
+
+    def writeback(self, edited: Sequence[Params]) -> None:
+        """Persist what each rank made of its full parameters: the slice that it owns (R20). All of it, or, refused, nothing."""
+        self._check(edited)
+        for rank, params in enumerate(edited):
+            self.write(self.shards[rank], params, rank)
+
+    def reduce(self, grads: Sequence[Params], factors: DivideFactors, face: Face = Face.FSDP1) -> list[np.ndarray]:
+        """Full gradients of every rank to sharded mean gradients, each of shape (padded_shard_numel,), step by step as
+        `reduction_steps` says (R26, R28). A parameter that a rank has no gradient for counts as zeros there (R29)."""
+        buffers = self.collect(grads)
+        for step in reduction_steps(self.mesh, face):
+            buffers = self.apply(step, buffers, factors)
+        return buffers
+
+    def collect(self, grads: Sequence[Params]) -> list[np.ndarray]:
+        """Each rank's full gradients in one buffer of shape (gathered_numel,), laid out like the gathered parameters."""
+        self._check(grads, missing=True)
+        buffers = []
+        for params in grads:
+            given = next((grad.dtype for grad in params.values()), numpy_dtype(self.precision.gathered))
+            buffer = np.zeros(self.layout.gathered_numel, given)
+            for index in range(self.mesh.shard):
+                start = index * self.layout.padded_shard_numel
+                for copy in writeback_copies(self.layout, index):
+                    grad = params.get(self.layout.params[copy.index].name)
+                    if grad is not None:
+                        part = grad.reshape(-1)[copy.param_start : copy.param_stop]
+                        buffer[start + copy.shard_start : start + copy.shard_stop] = part
+            buffers.append(buffer)
+        return buffers
+
+    def apply(self, step: ReductionStep, buffers: list[np.ndarray], factors: DivideFactors) -> list[np.ndarray]:
+        """One step of a reduction on every rank's buffer. Steps that wait or accumulate are the caller's to take."""
+        match step:
+            case ReductionStep.CAST_TO_REDUCED:
+                return [buffer.astype(numpy_dtype(self.precision.reduced)) for buffer in buffers]
+            case ReductionStep.DIVIDE_BEFORE:
+                return [_divided(buffer, factors.before) for buffer in buffers]
+            case ReductionStep.REDUCE_SCATTER:
+                return over_groups(reduce_scatter, buffers, self.shard_groups())
+            case ReductionStep.DIVIDE_BETWEEN:
+                return [_divided(buffer, factors.between) for buffer in buffers]
+            case ReductionStep.ALL_REDUCE:
+                return over_groups(all_reduce, buffers, self.replicate_groups())
+            case ReductionStep.DIVIDE_AFTER:
+                return [_divided(buffer, factors.after) for buffer in buffers]
+            case ReductionStep.CAST_TO_KEPT:
+                return [buffer.astype(numpy_dtype(self.precision.kept)) for buffer in buffers]
+            case ReductionStep.ADD_PARTIAL | ReductionStep.KEEP_PARTIAL | ReductionStep.ACCUMULATE:
+                return buffers
+
+    def pieces(self, shard: np.ndarray, rank: int) -> dict[str, np.ndarray]:
+        """What a shard holds of each parameter, as flat arrays by name; padding is in none of them."""
+        check_rank(rank, self.world_size)
+        return {p.name: shard[p.shard_start : p.shard_stop] for p in self.layout.pieces(self.shard_index(rank))}
+
+
+def _divided(array: np.ndarray, factor: float) -> np.ndarray:
+    """An array divided in its own dtype; below float32 the quotient is taken in float32 and rounded once, as torch does."""
+    if factor == 1:
+        return array
+    return (array.astype(np.promote_types(array.dtype, np.float32)) / factor).astype(array.dtype)
