@@ -82,8 +82,7 @@ def init_plan(
         name: (unit.name, spec.name) for unit in units for spec in unit.params for name in (spec.name, *spec.aliases)
     }
     ordered = post_order(modules) if order is Order.POST_ORDER else list(modules)
-    by_module = {module: [slot for slot in slots if slot.module == module] for module in modules}
-    buffers_of = {module: [slot for slot in buffers if slot.module == module] for module in modules}
+    by_module, buffers_of = _by_module(modules, slots), _by_module(modules, buffers)
     on_meta = set(meta)
     called = [
         module
@@ -120,6 +119,13 @@ def init_plan(
         )
         for module in called
     )
+
+
+def _by_module(modules: Sequence[str], slots: Sequence[Slot]) -> dict[str, list[Slot]]:
+    found: dict[str, list[Slot]] = {module: [] for module in modules}
+    for slot in slots:
+        found[slot.module].append(slot)
+    return found
 
 
 def _unreached(slots: Sequence[Slot], on_meta: set[Hashable], drawn: Mapping[Hashable, list[Slot]]) -> list[str]:
