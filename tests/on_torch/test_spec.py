@@ -1,0 +1,287 @@
+"""`crossframe spec`: the sample of its cases, what it counts, and what it says and returns when something is wrong."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.fsdp import fully_shard
+
+from crossframe.errors import UsageError
+from crossframe.layout import FlatLayout, PerParamLayout
+from experiments.spec import cases, checks, command, run, table
+from experiments.spec.checks import CHECKS, CLOSED_FORM, TORCH, Check, Scope
+from experiments.spec.fake_ranks import fake_group, fake_mesh
+from experiments.spec.rules import TITLES
+from experiments.spec.tally import KEPT_CASES, Tallies, Tally
+
+ROOT = Path(__file__).parents[2]
+WITH_CHECKS = sorted({rule for check in CHECKS for rule in check.rules})
+
+
+def spec(*rules, quick=True):
+    """The exit status and what was printed, in lines of 160 characters."""
+    text = io.StringIO()
+    status = command.run_spec(quick=quick, rules=rules, console=Console(file=text, width=160, soft_wrap=True))
+    return status, text.getvalue()
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """At most 60 cases of a kind."""
+    take = Scope.take
+    monkeypatch.setattr(Scope, "take", lambda scope, cases, num_quick: take(scope, cases, min(num_quick, 60)))
+
+
+def row(printed, rule):
+    """The row of a rule, cut into words."""
+    return next(line for line in printed.splitlines() if line.startswith(rule + " ")).split()
+
+
+def numbers(printed, rule):
+    """Cases, agreed, explained, unexplained."""
+    return tuple(int(word.replace(",", "")) for word in row(printed, rule) if word.replace(",", "").isdigit())[:4]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The quick form of everything."""
+    return spec()
+
+
+def test_every_rule_that_is_checked_agrees_or_is_explained(whole):
+    status, printed = whole
+    assert status == 0, printed
+    for rule in WITH_CHECKS:
+        num_cases, agreed, explained, unexplained = numbers(printed, rule)
+        assert agreed > 0 and unexplained == 0 and num_cases == agreed + explained, rule
+    assert "0 unexplained" in printed.splitlines()[-1]
+
+
+def test_every_rule_has_a_row_with_its_title(whole):
+    rows = [line for line in whole[1].splitlines() if line.startswith("R")]
+    assert [line[:3] for line in rows[: len(TITLES)]] == [f"R{n:02}" for n in range(1, 39)] == list(TITLES)
+    for line in rows[: len(TITLES)]:
+        assert " ".join(TITLES[line[:3]].split()) in " ".join(line.split())
+
+
+def test_what_is_explained_is_what_is_known(whole):
+    _, printed = whole
+    explained = {rule: numbers(printed, rule)[2] for rule in WITH_CHECKS}
+    assert {rule for rule, count in explained.items() if count} == {"R04", "R06", "R07", "R08"}
+    notes = [line for line in printed.splitlines() if line.startswith("note ")]
+    assert len(notes) == 4 and all("For instance: " in note for note in notes)
+
+
+def test_the_sample_is_the_same_every_time():
+    def sample():
+        return list(Scope(quick=True).take(cases.flat_cases(), 20))
+
+    assert sample() == sample() and len(set(sample())) == 20
+
+
+def test_only_the_rules_asked_for_are_shown(few):
+    status, printed = spec("R33", "R10")
+    assert status == 0
+    assert [line[:3] for line in printed.splitlines() if line.startswith("R")] == ["R10", "R33"]
+
+
+def test_a_rule_without_checks_is_no_success():
+    status, printed = spec("R17")
+    assert status == 2
+    assert "by the tests alone" in printed
+
+
+def test_a_rule_that_does_not_exist_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"from R01 to R38, got 'R39', 'r04'"):
+        spec("R39", "R01", "r04")
+
+
+# --- the cases ---
+
+
+def test_the_parts_of_the_full_form_are_all_cases_once():
+    everything = list(range(23))
+    parts = [list(Scope(part=part, num_parts=4).take(everything, 2)) for part in range(4)]
+    assert sorted(case for part in parts for case in part) == everything
+
+
+def test_the_cases_are_every_list_of_up_to_three_shapes_at_every_world_size():
+    found = {(case.shapes, case.world_size, case.keep_original) for case in cases.flat_cases()}
+    for length in (1, 2, 3):
+        lists = {shapes for shapes, _, _ in found if len(shapes) == length}
+        assert len(lists) == len(cases.SHAPES) ** length
+        assert all((shapes, size, keep) in found for shapes in lists for size in range(1, 9) for keep in (False, True))
+    assert any(len(shapes) == 4 for shapes, _, _ in found)
+    assert {(case.stored, case.computed) for case in cases.flat_cases() if len(case.shapes) == 3} == set(cases.PAIRS)
+
+
+def test_R05_no_value_equals_a_padding_value_and_bfloat16_holds_each():
+    for case in cases.flat_cases():
+        numel = sum(spec.numel for spec in case.layout().params) if case.world_size == 1 else 0
+        values = range(cases.FIRST_VALUE, cases.FIRST_VALUE + numel)
+        assert 42 not in values and 0 not in values and values.stop <= 256
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (4, 3)])
+def test_fake_ranks_are_the_ranks_that_they_say(size, rank):
+    group = fake_group(size, rank)
+    assert (group.size(), group.rank()) == (size, rank)
+    with fake_mesh(rank, size) as mesh:
+        assert (mesh.size(), mesh.get_coordinate()) in [(size, (rank,)), (size, [rank])]
+    assert not torch.distributed.is_initialized()
+
+
+def _shown_between_forward_and_backward(rank, world_size):
+    """A weight of 5 rows and another of 8, as torch's FSDP2 shows them resharded to groups of two ranks."""
+    full = []
+    for rows in (5, 8):
+        layer = torch.nn.Linear(1, rows, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(torch.arange(1.0, rows + 1).view(rows, 1))
+        mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+        layer(torch.ones(1, 1))
+        full.append(layer.weight.full_tensor().flatten().tolist())
+    return full
+
+
+def test_R08_on_four_real_ranks_torch_shows_the_wrong_rows_that_the_table_names(ranks):
+    for uneven, even in ranks.run(4, _shown_between_forward_and_backward):
+        assert even == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert uneven[:3] == [1, 2, 3] and uneven[3] != 4 and uneven[4] != 5
+
+
+# --- what is wrong is seen ---
+
+
+def shifted(layout, rank):
+    """Pieces that begin one element later in the parameter than they should."""
+    return tuple(
+        replace(piece, param_start=piece.param_start + 1, shard_start=piece.shard_start + 1)
+        for piece in layout
+        if piece.numel > 1
+    )
+
+
+def test_a_wrong_layout_is_unexplained_with_a_case_that_reproduces_it(monkeypatch, few):
+    right = FlatLayout.pieces
+    monkeypatch.setattr(FlatLayout, "pieces", lambda layout, rank: shifted(right(layout, rank), rank))
+    status, printed = spec("R06")
+    assert status == 1
+    assert numbers(printed, "R06")[3] > 0
+    line = printed.partition("the first of them:\n")[2].partition("\n")[0]
+    case = eval(line[line.index("FlatCase") : line.index(", rank")], {"FlatCase": cases.FlatCase})
+    rank = int(line.split(", rank ")[1].split(",")[0].split(":")[0])
+    assert case in cases.flat_cases() and 0 <= rank < case.world_size
+    assert ": ours (" in line and ", torch (" in line
+
+
+def test_a_wrong_dim_is_unexplained(monkeypatch, few):
+    right = PerParamLayout.shard_shape
+    monkeypatch.setattr(PerParamLayout, "shard_shape", lambda layout, i, rank: right(layout, i, rank)[::-1])
+    status, printed = spec("R07")
+    assert status == 1 and numbers(printed, "R07")[3] > 0
+
+
+def test_a_check_that_crashes_is_an_unexplained_case_of_each_of_its_rules(monkeypatch):
+    monkeypatch.setattr(command, "CHECKS", (Check("no_such_module:at_all", ("R01", "R12"), CLOSED_FORM),))
+    status, printed = spec()
+    assert status == 1
+    assert "no_such_module:at_all" in printed and "ModuleNotFoundError" in printed and "Traceback" not in printed
+    assert "2 cases" in printed and "2 unexplained" in printed
+
+
+def test_without_torch_the_other_checks_run_and_the_table_says_so(monkeypatch, few):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [
+        name for name in sys.modules if name.startswith("experiments.spec.") and "torch" in vars(sys.modules[name])
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    assert not run.torch_installed()
+    status, printed = spec("R04", "R10", "R26")
+    assert status == 0
+    assert "torch is not installed" in " ".join(row(printed, "R04"))
+    assert numbers(printed, "R04")[0] > 0 and numbers(printed, "R04")[3] == 0
+    assert numbers(printed, "R10") == ()
+    assert spec("R10")[0] == 2
+
+
+def test_a_tally_keeps_the_first_cases_and_one_example_a_reason():
+    tally, other = Tally(), Tally()
+    for i in range(5):
+        tally.compare(i, i + 1, f"case {i}", "the other")
+        tally.explain("known", f"case {i}")
+        other.compare(i, i, "unused")
+        other.explain("known too", (f"case {i}", "rank 0"))
+    tally.add(other)
+    assert (tally.num_cases, tally.agreed, tally.unexplained) == (20, 5, 5)
+    assert tally.failures == [f"case {i}: ours {i}, the other {i + 1}" for i in range(KEPT_CASES)]
+    assert tally.explained == {"known": 5, "known too": 5}
+    assert tally.examples == {"known": "case 0", "known too": "case 0, rank 0"}
+
+
+def test_a_check_may_only_count_the_rules_that_it_names():
+    with pytest.raises(KeyError):
+        Tallies(("R01",))["R02"]
+
+
+def test_every_check_is_there_and_names_rules_that_exist():
+    assert all(rule in TITLES for check in CHECKS for rule in check.rules)
+    assert len({check.target for check in CHECKS}) == len(CHECKS)
+    assert {check.against for check in CHECKS} == {TORCH, CLOSED_FORM, checks.REFERENCE}
+    for check in CHECKS:
+        module, _, function = check.target.partition(":")
+        assert (ROOT / "experiments" / "spec" / f"{module}.py").read_text().count(f"\ndef {function}(") == 1
+
+
+# --- the full form ---
+
+
+def test_the_full_form_runs_in_processes_of_its_own():
+    few = [check for check in CHECKS if check.target in ("closed_form:divide_products", "refusals:zero_dim")]
+    seen = []
+    found = run.run_checks(few, quick=False, progress=lambda done, total: seen.append((done, total)))
+    assert found["R26"].unexplained == found["R07"].unexplained == 0
+    assert found["R26"].agreed == 4096 * 6 and found["R07"].agreed > 0
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_an_interrupted_run_leaves_no_process_behind():
+    code = (
+        "from rich.console import Console; from experiments.spec.command import run_spec\n"
+        "if __name__ == '__main__': run_spec(quick=False, rules=('R26',), console=Console())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while len(workers := children(process.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        for pid in (*workers, process.pid):  # as a terminal does
+            os.kill(pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode != 0 and said.rstrip().endswith("KeyboardInterrupt")
+    assert said.count("Traceback") == 1
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def children(pid):
+    """The processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_the_table_says_which_sides_were_compared():
+    text = io.StringIO()
+    tally = Tally(agreed=1234)
+    table.print_table(Console(file=text, width=160), ["R04"], {"R04": tally}, CHECKS)
+    assert row(text.getvalue(), "R04")[3:] == ["1,234", "1,234", "0", "0", "torch,", "closed", "form,", "reference"]
