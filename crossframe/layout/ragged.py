@@ -31,6 +31,7 @@ class RaggedLayout(LineLayout):
     Raises:
         LayoutError: no parameters, mixed dtypes, or a block that is no int of at least 1 or does not divide its parameter.
 
+    >>> from crossframe.params import ParamSpec
     >>> layout = RaggedLayout((ParamSpec("w", (5, 3)), ParamSpec("b", (5,))), world_size=2)
     >>> layout.padded_shard_numel, layout.offsets, layout.padding_numel
     (11, (2, 17), 2)
