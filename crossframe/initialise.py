@@ -23,6 +23,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import InitialisationError
 from crossframe.layout import Piece, Sharding
+from crossframe.shown import shown
 from crossframe.units import Order, Slot, UnitSpec, post_order
 
 
@@ -76,8 +77,9 @@ def init_plan(
         order: POST_ORDER: a module draws after those inside it, as a constructor does that ends with drawing.
 
     Raises:
-        InitialisationError: what cannot be initialised, all of it in one error.
+        InitialisationError: what cannot be initialised, all of it in one error; slots, units or names that are none.
     """
+    _check_described(modules, (*slots, *buffers), units, tied_to)
     owners = {
         name: (unit.name, spec.name) for unit in units for spec in unit.params for name in (spec.name, *spec.aliases)
     }
@@ -119,6 +121,21 @@ def init_plan(
         )
         for module in called
     )
+
+
+def _check_described(
+    modules: Sequence[str], slots: Sequence[Slot], units: Sequence[UnitSpec], tied_to: Mapping[str, str] | None
+) -> None:
+    known = set(modules)
+    for slot in slots:
+        if not isinstance(slot, Slot) or slot.module not in known:
+            raise InitialisationError(f"expected Slots of the modules {shown(sorted(known))}, got {shown(slot)}")
+    if wrong := [unit for unit in units if not isinstance(unit, UnitSpec)]:
+        raise InitialisationError(f"expected units as UnitSpecs, got {shown(wrong[0])}")
+    names = {slot.name for slot in slots}
+    ties = {} if tied_to is None else tied_to
+    if not isinstance(ties, Mapping) or any(name not in names for name in (*ties, *map(str, ties.values()))):
+        raise InitialisationError(f"tied_to: expected names of parameters by names, got {shown(tied_to)}")
 
 
 def _by_module(modules: Sequence[str], slots: Sequence[Slot]) -> dict[str, list[Slot]]:

@@ -32,7 +32,7 @@ def state_by_name(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> 
     >>> state_by_name(by_id, [[ParamSpec("w", (2,))], [ParamSpec("b", (2,))]])
     {'state': {'b': {'step': 3}}, 'param_groups': [{'params': ['w'], 'lr': 0.1}, {'params': ['b'], 'lr': 0.2}]}
     """
-    return _rekeyed(state_dict, {i: spec.name for i, spec in enumerate(spec for group in own for spec in group)})
+    return _rekeyed(state_dict, {i: spec.name for i, spec in enumerate(_in_a_row(own))})
 
 
 def state_by_id(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def state_by_id(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> di
     >>> state_by_id(by_name, [[ParamSpec("b", (2,))], [ParamSpec("w", (2,))]])
     {'state': {0: {'step': 3}}, 'param_groups': [{'params': [0], 'lr': 0.2}, {'params': [1], 'lr': 0.1}]}
     """
-    flat = [spec for group in own for spec in group]
+    flat = _in_a_row(own)
     by_id = _rekeyed(state_dict, {name: i for i, spec in enumerate(flat) for name in (spec.name, *spec.aliases)})
     numbers = iter(range(len(flat)))
     return by_id | {"param_groups": _in_order(by_id["param_groups"], [[next(numbers) for _ in group] for group in own])}
@@ -105,7 +105,7 @@ def _in_order(groups: Groups, own: Sequence[Sequence[int]]) -> list[dict[str, An
 
 
 def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """The state dict with every key replaced. Several old keys may mean one new key (aliases), which then occurs once."""
+    """The state dict with every key replaced. Several old keys may mean one new key (aliases)."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise StateDictError(f"expected an optimizer's 'state' and 'param_groups', got {shown(state_dict)}")
     state, groups = state_dict["state"], state_dict["param_groups"]
@@ -122,7 +122,7 @@ def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any]) -> dict[str, Any]:
         )
     new_groups, taken = [], {}
     for at, group in enumerate(groups):
-        params = list(dict.fromkeys(keys[key] for key in group["params"]))
+        params = [keys[key] for key in group["params"]]
         for key in params:
             if taken.setdefault(key, at) != at:
                 raise StateDictError(
@@ -134,6 +134,15 @@ def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any]) -> dict[str, Any]:
             f"parameters {shown(without)} of this optimizer are in no parameter group of the state dict"
         )
     return {**state_dict, "state": {keys[key]: value for key, value in state.items()}, "param_groups": new_groups}
+
+
+def _in_a_row(own: Sequence[Sequence[ParamSpec]]) -> list[ParamSpec]:
+    if not isinstance(own, Sequence) or not all(isinstance(group, list | tuple) for group in own):
+        raise StateDictError(f"expected the optimizer's groups as lists of ParamSpec, got {shown(own)}")
+    flat = [spec for group in own for spec in group]
+    if wrong := [spec for spec in flat if not isinstance(spec, ParamSpec)]:
+        raise StateDictError(f"expected the optimizer's groups as lists of ParamSpec, got {shown(wrong[0])} among them")
+    return flat
 
 
 def _known(key: object, keys: Mapping[Any, Any]) -> bool:

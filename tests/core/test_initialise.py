@@ -271,6 +271,19 @@ def test_R38_modules_of_one_unit_need_not_stand_together():
     assert [(step.module, step.keeps[0].unit) for step in plan] == [("first", ""), ("block", "block"), ("last", "")]
 
 
+@pytest.mark.parametrize("wrong", [3, ["a"], {"head.w": "tail.w"}, {"tail.w": "head.w"}, {1: "head.w"}])
+def test_R38_ties_are_told_by_names_of_parameters(wrong):
+    with pytest.raises(InitialisationError, match="tied_to: expected names"):
+        small(tied_to=wrong)
+
+
+def test_R38_slots_and_units_that_are_none_are_refused():
+    slot = Slot("elsewhere", "w", 0, (2,), "float32")
+    for slots, units in (([slot], []), ([3], []), ([], ["u"])):
+        with pytest.raises(InitialisationError, match="expected"):
+            init_plan([""], slots, units, meta=set(), initialisers=[])
+
+
 @pytest.mark.parametrize(("drawn", "said"), [({}, "nothing"), ({"w": np.zeros(3, np.float32)}, r"shape \(3,\)")])
 def test_R38_an_initialiser_that_draws_something_else_is_refused(drawn, said):
     plan = small()

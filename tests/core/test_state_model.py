@@ -73,6 +73,7 @@ def test_R36_full_keys_are_the_unwrapped_models_and_every_rank_that_has_them_has
             else:
                 assert entry.has is not None
                 assert elements(entry.has) == list(range(numel))
+                assert len(entry.has) == (1 if numel else 0)
                 assert all(piece.rank == rank and piece.shard_start == 0 for piece in entry.has)
             if rank < sharding.mesh.shard:  # one replica gives every element once
                 given_by_all.setdefault(entry.key, []).extend(elements(entry.gives))
@@ -123,6 +124,7 @@ def test_R36_local_entries_are_the_shards_of_flat_parameters(sharding):
             assert entry.tensor == TensorSpec((layout.flat_numel,), layout.dtype)
             assert entry.gives == entry.has
             assert elements(entry.gives) == list(range(start, stop))
+            assert len(entry.gives) == (1 if start < stop else 0)
 
 
 def test_R36_kinds_that_a_layout_or_an_option_does_not_fit_are_refused():

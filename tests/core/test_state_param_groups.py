@@ -116,6 +116,14 @@ def test_R37_ids_that_no_parameter_has_are_refused():
             state_by_name({"state": {wrong: {}}, "param_groups": [{"params": [0, 1]}]}, PARAMS)
 
 
+@pytest.mark.parametrize("own", [None, [None], PARAMS[0], [["a", "b"]], {"a": 1}, ["ab"]])
+def test_R37_an_optimizer_is_described_by_groups_of_parameters(own):
+    by_name = {"state": {}, "param_groups": [{"params": ["a", "b"]}]}
+    for convert in (state_by_id, state_by_name):
+        with pytest.raises(StateDictError, match="lists of ParamSpec"):
+            convert(by_name, own)
+
+
 UNITS = [("a", "b"), ("c",), ("d", "e")]
 
 
