@@ -42,7 +42,7 @@ class FSDPModule(nn.Module):
         unit = unit_of(self)
         unit.free_outdated("summon", training=False)
         unit.gather("summon")
-        unit.keep_for_user()
+        unit.keep()
         handle = UnshardHandle(unit)
         if async_op:
             return handle

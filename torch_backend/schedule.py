@@ -216,6 +216,8 @@ class Schedule:
                 self._reduce(unit)
             if unit.reduces or not unit.keeps_full_unreduced:
                 unit.reshard("backward")
+            else:
+                unit.keep()
             unit.end_backward()
         self._finish_reduction()
         self._leave_backward()

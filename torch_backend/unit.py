@@ -67,8 +67,8 @@ class Unit:
         self.reduces = True
         self.keeps_full_unreduced = keeps_full_unreduced
         self.schedule: Schedule | None = None
-        # Whether the user asked for the full parameters that are here, and how many optimizer steps they have seen.
-        self._asked_for = False
+        # Whether the full parameters that are here are for the next forward, and how many optimizer steps they have seen.
+        self._kept = False
         self._steps_seen = 0
         # The unsharded parameters, bucket by bucket, and whether any of them takes a gradient.
         self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
@@ -110,7 +110,7 @@ class Unit:
             bucket.exposure.adopt()
         self.move(Move.GATHER)
         self._steps_seen = optimizer_steps()
-        self._asked_for = False
+        self._kept = False
         for bucket in self.buckets:
             bucket.buffer.start(bucket.store.buffer, self.communicator, unit=self.name, phase=phase)
 
@@ -173,9 +173,10 @@ class Unit:
             bucket.buffer.free()
             self._tell_free(bucket, phase)
 
-    def keep_for_user(self) -> None:
-        """The user asked for the full parameters: the next forward takes them as they are."""
-        self._asked_for = True
+    def keep(self) -> None:
+        """The next forward takes the full parameters as they are: the user asked for them, or a backward that reduced nothing
+        left them (R15)."""
+        self._kept = True
 
     def free_outdated(self, phase: str, *, training: bool) -> None:
         """Free full parameters that an earlier forward left behind and that may no longer equal the shards.
@@ -189,7 +190,7 @@ class Unit:
             self.move(Move.EDIT_SHARDS)
             assert self.state.freshness == Freshness.STALE
             self.reshard(phase)
-        elif training and not self._asked_for:
+        elif training and not self._kept:
             self.reshard(phase)
 
     def begin_backward(self) -> None:
