@@ -1,0 +1,147 @@
+"""The shapes of a model: from the models here, from a published configuration, or from a file of the user's."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crossframe.errors import CrossframeError, ParamError, UsageError
+from crossframe.params import ParamSpec
+from crossframe.shown import shown
+from experiments.models import MODELS
+from experiments.models.definition import ModelShapes
+from experiments.models.llama import LLAMA_3_8B, LLAMA_3_405B, LlamaConfig
+
+LLAMAS: dict[str, LlamaConfig] = {"llama-3-8b": LLAMA_3_8B, "llama-3-405b": LLAMA_3_405B}
+# What a file says of a parameter, and what JSON has for it. The first two are needed.
+FIELDS = {"name": str, "shape": list, "dtype": str, "aliases": list, "requires_grad": bool}
+NEEDED = ("name", "shape")
+
+
+def model_shapes(name_or_path: str, dtype: str = "float32") -> ModelShapes:
+    """The parameters and units of a model, without its values.
+
+    Args:
+        name_or_path: `gpt`, `gpt-tiny`, `llama-3-8b`, `llama-3-405b`, or the path of a file that ends in `.json`. The file is
+            one mapping: of names to shapes, or
+
+                {"params": [{"name": "head.weight", "shape": [256, 128]}, ...], "units": ["blocks.0", ...]}
+
+            where a parameter may also have "dtype", "aliases" and "requires_grad", and "units" may be left out. Both are in
+            order: parameters as they are registered, units as forward reaches them; the root is not listed.
+        dtype: of every parameter that does not say its own.
+
+    Raises:
+        UsageError: an unknown name, a file that cannot be read, is not JSON, or is no such mapping.
+        ParamError: a parameter in the file that is not described as above, or a name that belongs to two.
+        UnitError: units that own nothing, or that stand twice.
+
+    >>> shapes = model_shapes("llama-3-8b", "bfloat16")
+    >>> len(shapes.params), shapes.units[-1], shapes.params[0].shape
+    (291, 'model.layers.31', (128256, 4096))
+    """
+    if not isinstance(name_or_path, str):
+        raise UsageError(f"expected the name of a model or the path of a .json file, got {shown(name_or_path)}")
+    if name_or_path in MODELS:
+        return MODELS[name_or_path].model_shapes(dtype)
+    if name_or_path in LLAMAS:
+        config = LLAMAS[name_or_path]
+        return ModelShapes(name_or_path, _specs(config.shapes, dtype), config.units)
+    if name_or_path.endswith(".json"):
+        return _from_file(Path(name_or_path), dtype)
+    raise UsageError(
+        f"unknown model {shown(name_or_path)}: expected one of {', '.join(sorted((*MODELS, *LLAMAS)))}, or the path of a "
+        "file that ends in .json"
+    )
+
+
+def _specs(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[ParamSpec, ...]:
+    return tuple(ParamSpec(name, shape, dtype) for name, shape in shapes.items())
+
+
+def _from_file(path: Path, dtype: str) -> ModelShapes:
+    top = _read(path)
+    if not isinstance(top, dict):
+        raise UsageError(
+            f'{path}: expected a mapping of names to shapes, or of "params" and "units", got {_kind(top)} at the top'
+        )
+    units: Any = []
+    if "params" in top:
+        if unknown := sorted(set(top) - {"params", "units"}):
+            raise UsageError(f'{path}: expected "params" and "units" alone, got {shown(unknown)} besides')
+        entries, units = top["params"], top.get("units", [])
+        if not isinstance(entries, list):
+            raise UsageError(f'{path}: "params": expected a list of parameters, got {_kind(entries)}')
+        if not isinstance(units, list):
+            raise UsageError(f'{path}: "units": expected a list of names, got {_kind(units)}')
+        params = [_spec(entry, f"{path}: params[{i}]", dtype) for i, entry in enumerate(entries)]
+    else:
+        params = [_spec({"name": name, "shape": shape}, str(path), dtype) for name, shape in top.items()]
+    if not params:
+        raise UsageError(f"{path}: expected at least one parameter, got none")
+    try:
+        return ModelShapes(path.stem, tuple(params), tuple(units))
+    except CrossframeError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> Any:
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: expected a file with the shapes of a model, cannot read it: {reason}") from None
+    try:
+        return json.loads(content, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: expected the shapes of a model as JSON, got brackets nested too deep") from None
+    except ValueError as error:  # bytes that are no text, a number of too many digits, and what is no JSON
+        raise UsageError(f"{path}: expected the shapes of a model as JSON, cannot parse it: {error}") from None
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        double = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise UsageError(f"the key {shown(double)} stands twice in one mapping; name each once")
+    return found
+
+
+def _no_constant(text: str) -> None:
+    raise UsageError(f"expected the shapes of a model as JSON, got the number {text}, which JSON has not")
+
+
+def _spec(entry: Any, where: str, dtype: str) -> ParamSpec:
+    """The parameter that one entry describes."""
+    if not isinstance(entry, dict):
+        raise ParamError(f'{where}: expected a parameter as a mapping with "name" and "shape", got {_kind(entry)}')
+    if isinstance(entry.get("name"), str):
+        where = f"{where}, parameter {shown(entry['name'])}"
+    if missing := [field for field in NEEDED if field not in entry]:
+        raise ParamError(f"{where}: a parameter needs {' and '.join(map(repr, missing))}, got {shown(sorted(entry))}")
+    if unknown := sorted(set(entry) - set(FIELDS)):
+        raise ParamError(f"{where}: unknown fields {shown(unknown)}, expected among {', '.join(FIELDS)}")
+    for field, kind in FIELDS.items():
+        if field in entry and not isinstance(entry[field], kind):
+            raise ParamError(f"{where}: {field!r}: expected {KINDS[kind]}, got {_kind(entry[field])}")
+    try:
+        return ParamSpec(
+            entry["name"],
+            tuple(entry["shape"]),
+            entry.get("dtype", dtype),
+            tuple(entry.get("aliases", ())),
+            entry.get("requires_grad", True),
+        )
+    except ParamError as error:
+        raise ParamError(f"{where}: {error}") from None
+
+
+KINDS = {str: "a string", list: "a list", bool: "true or false", dict: "a mapping", type(None): "null"}
+
+
+def _kind(value: Any) -> str:
+    """What a value is in JSON's words, or the number itself."""
+    return KINDS.get(type(value)) or shown(value)
