@@ -74,6 +74,7 @@ CHECKS = (
     Check("partition:flat_elements", ("R02", "R03", "R04", "R06"), CLOSED_FORM, num_parts=4),
     Check("partition:per_param_elements", ("R07",), CLOSED_FORM),
     Check("partition:shards_and_gather", ("R04", "R05", "R07"), REFERENCE, num_parts=4),
+    Check("ragged:blocks_stay_whole", ("R09",), CLOSED_FORM, num_parts=8),
     Check("per_param:single", ("R07",), TORCH, num_parts=8),
     Check("per_param:units", ("R07",), TORCH, num_parts=4),
     Check("post_forward:smaller_groups", ("R08",), TORCH),

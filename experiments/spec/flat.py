@@ -34,6 +34,9 @@ def flat_units(tallies: Tallies, scope: Scope) -> None:
                 _compare_shard(tallies, case, layout, handle, rank)
             else:
                 _empty_unit(tallies, case, layout, handle, rank)
+            # Views that torch puts on the module hold the flat parameter where Python's collector cannot see it, and the
+            # flat parameter holds the module: without this every handle would stay.
+            vars(handle.flat_param).clear()
 
 
 def _compare_unit(tallies: Tallies, case: FlatCase, layout: FlatLayout, handle: FlatParamHandle) -> None:

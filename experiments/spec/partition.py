@@ -6,7 +6,7 @@ import numpy as np
 
 from crossframe.dtypes import itemsize, numpy_dtype
 from crossframe.errors import LayoutError
-from crossframe.layout import FlatLayout, views
+from crossframe.layout import FlatLayout, Layout, views
 from crossframe.reference import ReferenceUnit
 from crossframe.writeback import writeback_copies
 from experiments.spec.cases import (
@@ -18,7 +18,7 @@ from experiments.spec.cases import (
     single_cases,
 )
 from experiments.spec.checks import Scope
-from experiments.spec.tally import Tallies
+from experiments.spec.tally import Tallies, Tally
 
 MODEL = "the model"
 
@@ -47,6 +47,26 @@ def _told(layout: FlatLayout, rank: int) -> list[tuple[object, int] | None]:
     return found
 
 
+def _compare_found(tally: Tally, case: object, layout: Layout) -> None:
+    """What `find` yields for each parameter, whole and without its ends, beside where the ranks say that its elements are."""
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank in range(layout.world_size):
+        for copy in writeback_copies(layout, rank):
+            for i in range(copy.param_stop - copy.param_start):
+                places[copy.index, copy.param_start + i] = (rank, copy.shard_start + i)
+    for index, spec in enumerate(layout.params):
+        for start, stop in {(0, spec.numel), (min(1, spec.numel), max(1, spec.numel - 1))}:
+            if start > stop or stop > spec.numel:
+                continue
+            found = [
+                (piece.rank, piece.shard_start + i)
+                for piece in layout.find(index, start, stop)
+                for i in range(piece.numel)
+            ]
+            here = (case, spec.name, f"elements {start} to {stop}")
+            tally.compare(found, [places.get((index, at)) for at in range(start, stop)], here, MODEL)
+
+
 def flat_elements(tallies: Tallies, scope: Scope) -> None:
     """Every element of every shard of `flat_cases`."""
     for case in scope.take(flat_cases(), num_quick=1500):
@@ -55,6 +75,7 @@ def flat_elements(tallies: Tallies, scope: Scope) -> None:
         offsets = [o if spec.numel else None for o, spec in zip(layout.offsets, layout.params, strict=True)]
         tallies["R02"].compare(offsets, starts, case, MODEL)
         tallies["R03"].compare(layout.flat_numel, len(line), case, MODEL)
+        _compare_found(tallies["R06"], case, layout)
         size = -(-len(line) // case.world_size)
         for rank in range(case.world_size):
             chunk: list[tuple[object, int] | None] = [*line[rank * size : (rank + 1) * size]]
@@ -78,6 +99,7 @@ def per_param_elements(tallies: Tallies, scope: Scope) -> None:
             tallies["R07"].compare(refused, True, case, MODEL)
             continue
         tallies["R07"].compare(True, dim == 0 or size % case.world_size == 0, case, MODEL)
+        _compare_found(tallies["R07"], case, layout)
         full = np.arange(FIRST_VALUE, FIRST_VALUE + np.prod(case.shape, dtype=int), dtype=float).reshape(case.shape)
         width = full.size // size * chunk if size else 0
         for rank in range(case.world_size):

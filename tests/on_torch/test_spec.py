@@ -270,9 +270,17 @@ def test_an_interrupted_run_leaves_no_process_behind():
     assert process.returncode != 0 and said.rstrip().endswith("KeyboardInterrupt")
     assert said.count("Traceback") == 1
     deadline = time.monotonic() + 10
-    while left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
+    while left := [pid for pid in workers if runs(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def runs(pid):
+    """Whether a process does, and is not merely waiting to be fetched by a parent that is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def children(pid):
