@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.plan import PlannedBucket, PlannedUnit
+from crossframe.shown import shown
 from crossframe.trace import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -50,9 +51,9 @@ class Hardware:
             if value is None and name == "replica_bytes_per_second":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise PlanError(f"{name}: expected a finite number of at least 0, got {value!r}")
+                raise PlanError(f"{name}: expected a finite number of at least 0, got {shown(value)}")
             if value == 0 and name != "latency_seconds":
-                raise PlanError(f"{name}: expected a number above 0, got {value!r}")
+                raise PlanError(f"{name}: expected a number above 0, got {shown(value)}")
 
     def collective_seconds(self, kind: str, num_bytes: int, num_ranks: int) -> float:
         """Time of a collective whose unsharded side has `num_bytes`, over p ranks with latency a and bandwidth 1/b:
@@ -159,9 +160,13 @@ def step_cost(
     Raises:
         PlanError: an event of another unit, or counts below 0.
     """
+    if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
+        raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {shown(units)}")
+    if not isinstance(plan, list | tuple) or not all(isinstance(event, Event) for event in plan):
+        raise PlanError(f"expected a list of events, as step_plan gives it, got {shown(plan)}")
     for name, value, least in (("tokens", tokens, 1), ("optimizer_states", optimizer_states, 0)):
         if type(value) is not int or value < least:
-            raise PlanError(f"{name}: expected a number of at least {least}, got {value!r}")
+            raise PlanError(f"{name}: expected a number of at least {least}, got {shown(value)}")
     ledger = _Ledger({unit.name: unit for unit in units}, optimizer_states, activation_bytes or {})
     clock = _Clock(hardware or Hardware(), tokens)
     spans = []

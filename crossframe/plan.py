@@ -12,10 +12,11 @@ from enum import Enum
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.faces import Face
-from crossframe.layout import Layout, post_forward, post_forward_group
+from crossframe.layout import LAYOUTS, Layout, post_forward, post_forward_group
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision, PrecisionPolicy, resolve_precision
 from crossframe.reduction import ReductionStep, reduction_steps
+from crossframe.shown import shown
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
 from crossframe.units import enclosing_unit
 
@@ -54,7 +55,7 @@ class Strategy(Enum):
         world = MeshSpec(shard=world_size)
         if self.is_hybrid != (shard is not None):
             expected = "the number of ranks in a shard group" if self.is_hybrid else "no size of a shard group"
-            raise PlanError(f"{self.value}: expected {expected}, got {shard!r}")
+            raise PlanError(f"{self.value}: expected {expected}, got {shown(shard)}")
         if shard is not None:
             group = MeshSpec(shard=shard)
             if world.shard % group.shard:
@@ -92,6 +93,10 @@ class PlannedBucket:
     layout: Layout
     precision: Precision
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, LAYOUTS) or not isinstance(self.precision, Precision):
+            raise PlanError(f"expected a layout and a Precision, got {shown(self.layout)} and {shown(self.precision)}")
+
     @property
     def trained(self) -> bool:
         """Whether any of its parameters takes a gradient."""
@@ -115,6 +120,18 @@ class PlannedUnit:
     reshard_after_forward: bool | int
     keeps_full_unreduced: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise PlanError(f"expected the name of a unit as a string, got {shown(self.name)}")
+        buckets = self.buckets
+        if not isinstance(buckets, tuple) or not buckets or not all(isinstance(b, PlannedBucket) for b in buckets):
+            raise PlanError(f"unit {self.name!r}: expected a tuple of at least one PlannedBucket, got {shown(buckets)}")
+        if type(self.reshard_after_forward) not in (bool, int):
+            raise PlanError(
+                f"unit {self.name!r}: expected a bool or a number of ranks as reshard_after_forward, got "
+                f"{shown(self.reshard_after_forward)}"
+            )
+
 
 def plan_units(
     layouts: Sequence[tuple[str, Layout]],
@@ -136,11 +153,12 @@ def plan_units(
     """
     if not (reshard_after_forward is None or type(reshard_after_forward) in (bool, int)):
         raise PlanError(
-            f"reshard_after_forward: expected None, a bool or a number of ranks, got {reshard_after_forward!r}"
+            f"reshard_after_forward: expected None, a bool or a number of ranks, got {shown(reshard_after_forward)}"
         )
-    policy = policy or PrecisionPolicy()
+    policy = PrecisionPolicy() if policy is None else policy
+    _expect(("strategy", strategy, Strategy), ("face", face, Face), ("policy", policy, PrecisionPolicy))
     buckets: dict[str, list[PlannedBucket]] = {}
-    for name, layout in layouts:
+    for name, layout in _pairs(layouts):
         precision = resolve_precision(
             layout.dtype,
             policy.param_dtype,
@@ -157,6 +175,19 @@ def plan_units(
         keeps = face is Face.FSDP1 and not strategy.reshards_after_forward
         units.append(PlannedUnit(name, tuple(members), reshards, keeps))
     return tuple(units)
+
+
+def _expect(*wanted: tuple[str, object, type]) -> None:
+    for name, value, kind in wanted:
+        if not isinstance(value, kind):
+            raise PlanError(f"{name}: expected a {kind.__name__}, got {shown(value)}")
+
+
+def _pairs(layouts: Sequence[tuple[str, Layout]]) -> Sequence[tuple[str, Layout]]:
+    pairs = isinstance(layouts, tuple | list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in layouts)
+    if not pairs or not all(isinstance(name, str) and isinstance(layout, LAYOUTS) for name, layout in layouts):
+        raise PlanError(f"expected a list of (unit name, layout), got {shown(layouts)}")
+    return layouts
 
 
 def _choice(asked: bool | int, num_shards: int) -> bool | int:
@@ -192,6 +223,8 @@ def step_plan(
         PlanError: no units, layouts that are not of the mesh's shard size, counts below their least, or a `sync` that the face or
             the mesh does not have.
     """
+    if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
+        raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {shown(units)}")
     return list(
         _Planner(tuple(units), mesh, rank, face, backward_prefetch, forward_prefetch, microbatches, sync).step()
     )
@@ -211,6 +244,9 @@ class _Planner:
         microbatches: int,
         sync: Sync,
     ) -> None:
+        _expect(("mesh", mesh, MeshSpec), ("face", face, Face), ("sync", sync, Sync))
+        if backward_prefetch is not None:
+            _expect(("backward_prefetch", backward_prefetch, Prefetch))
         _check(units, mesh, forward_prefetch, microbatches)
         self.mesh, self.rank = mesh, rank
         self.shard_group, self.replicas = mesh.shard_group(rank), mesh.replicate_group(rank)
@@ -347,7 +383,7 @@ def _check(units: Sequence[PlannedUnit], mesh: MeshSpec, forward_prefetch: int, 
         raise PlanError(f"a unit stands twice among {names}: give its layouts to plan_units together")
     for name, value, least in (("forward_prefetch", forward_prefetch, 0), ("microbatches", microbatches, 1)):
         if type(value) is not int or value < least:
-            raise PlanError(f"{name}: expected a number of at least {least}, got {value!r}")
+            raise PlanError(f"{name}: expected a number of at least {least}, got {shown(value)}")
     for unit in units:
         for bucket in unit.buckets:
             if bucket.layout.world_size != mesh.shard:

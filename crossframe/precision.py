@@ -8,7 +8,9 @@ Shards keep full precision. What is gathered, computed with and reduced may be o
 from dataclasses import dataclass
 
 from crossframe.dtypes import FLOATING, itemsize
+from crossframe.errors import PlanError
 from crossframe.faces import Face
+from crossframe.shown import shown
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class PrecisionPolicy:
 
     Raises:
         ParamError: an unknown dtype.
+        PlanError: a choice that is no bool.
     """
 
     param_dtype: str | None = None
@@ -40,6 +43,10 @@ class PrecisionPolicy:
         for dtype in (self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.output_dtype):
             if dtype is not None:
                 itemsize(dtype)
+        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "cast_forward_inputs"):
+                raise PlanError(f"{name}: expected a bool, got {shown(value)}")
 
     def input_dtype(self, dtype: str, face: Face, *, is_root: bool) -> str:
         """What an input of this dtype becomes before a unit's forward (R35). Integers and keys are left alone.

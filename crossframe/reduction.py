@@ -12,6 +12,7 @@ from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.faces import Face
 from crossframe.mesh import MeshSpec, check_world_size
+from crossframe.shown import shown
 
 
 class ReductionStep(Enum):
@@ -43,6 +44,8 @@ def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool
     ['CAST_TO_REDUCED', 'DIVIDE_BEFORE', 'REDUCE_SCATTER', 'DIVIDE_BETWEEN', 'ALL_REDUCE', 'DIVIDE_AFTER', 'CAST_TO_KEPT',
      'ACCUMULATE']
     """
+    if not isinstance(mesh, MeshSpec) or not isinstance(face, Face):
+        raise PlanError(f"expected a MeshSpec and a Face, got {shown(mesh)} and {shown(face)}")
     step = ReductionStep
     steps = [step.CAST_TO_REDUCED, step.DIVIDE_BEFORE]
     if mesh.shard > 1:
@@ -127,7 +130,7 @@ def custom_factors(factor: float, dtype: str = "float32") -> DivideFactors:
     """
     itemsize(dtype)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise PlanError(f"expected a finite gradient divide factor above 0, got {factor!r}")
+        raise PlanError(f"expected a finite gradient divide factor above 0, got {shown(factor)}")
     if dtype in ("float32", "bfloat16"):
         return DivideFactors(float(factor), 1.0)
     return _split(float(factor))
