@@ -55,7 +55,7 @@ def gather_state(layout: Layout, held: Sequence[State]) -> dict[str, dict[str, A
                 lines = [(piece, values[rank].reshape(-1)) for rank, own in enumerate(pieces) for piece in own]
                 full[entry] = _assembled(spec, lines, next(iter(values.values())).dtype)
             else:
-                full[entry] = agreed(spec.name, entry, values, numels)
+                full[entry] = _copied(agreed(spec.name, entry, values, numels))
         if full:
             found[spec.name] = full
     return found
@@ -71,7 +71,6 @@ def shard_state(layout: Layout, full: State, rank: int) -> dict[str, dict[str, A
             parameter without dims.
         MeshError: no such rank.
     """
-    check_rank(rank, layout.world_size)
     _check_names(layout, full)
     found, by_name = {}, _pieces_by_name(layout, rank)
     for spec in layout.params:

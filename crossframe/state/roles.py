@@ -33,7 +33,7 @@ class Seen:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements; 1 for a plain value."""
         return prod(self.shape or ())
 
 
@@ -51,8 +51,8 @@ def seen(value: Any) -> Seen:
 def classify(owner: str, entry: str, by_rank: Sequence[Seen | None], held: Sequence[int]) -> Role:
     """The role of one entry of the state of `owner`, a parameter or a flat unit.
 
-    A plain value and an array without dims are scalars. What has as many elements as each rank holds is elementwise, and
-    what else has one element is a scalar. (One element held by each, and shape (1,): elementwise.)
+    What has dims and as many elements as each rank holds is elementwise; what else has one element, a plain value among
+    them, is a scalar. (One element held by each, and shape (1,): elementwise.)
 
     Args:
         by_rank: what each rank has; None where the entry is absent.
@@ -68,9 +68,7 @@ def classify(owner: str, entry: str, by_rank: Sequence[Seen | None], held: Seque
             f"{where}: ranks {shown(lacking)} hold elements and have no such state, ranks {shown(sorted(present))} have it; "
             "every rank that holds a part of a parameter must have stepped it as often"
         )
-    if all(not what.shape for what in present.values()):
-        role = Role.SCALAR
-    elif all(what.shape and what.numel == held[rank] for rank, what in present.items()):
+    if all(what.shape and what.numel == held[rank] for rank, what in present.items()):
         role = Role.ELEMENTWISE
     elif all(what.numel == 1 for what in present.values()):
         role = Role.SCALAR

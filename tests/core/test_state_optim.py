@@ -216,6 +216,7 @@ def test_R37_roles(shapes, held, role):
         ),  # Adafactor
         ([(6,), (5,)], [6, 6], r"rank 1 holds 6 elements and has a value of shape \(5,\)"),
         ([(6,), ()], [6, 6], r"rank 1 holds 6 elements and has a value of shape \(\)"),
+        ([(6,), ()], [6, 1], r"rank 1 holds 1 elements and has a value of shape \(\)"),
         ([(6,), None], [6, 6], r"rank 1 .* shape None"),
         ([(2,), "-"], [2, 1], r"ranks \[1\] hold elements and have no such state, ranks \[0\] have it"),
         (["-", None, "-"], [1, 1, 1], r"ranks \[0, 2\] hold elements"),
@@ -229,6 +230,15 @@ def test_R37_what_is_of_neither_role_is_refused_by_name(shapes, held, said):
 def test_R37_elementwise_state_has_one_dtype_on_all_ranks():
     with pytest.raises(StateDictError, match=r"'m' of 'w'.*0: 'float32', 1: 'float64'"):
         classify("w", "m", [Seen((2,), "float32"), Seen((2,), "float64")], [2, 2])
+    held = [{"p0": {"m": np.ones(2, dtype)}} for dtype in (np.float32, np.float64)]
+    with pytest.raises(StateDictError, match="one dtype"):
+        gather_state(FlatLayout(specs([(4,)]), 2, True), held)
+
+
+def test_R37_what_a_rank_tells_of_a_value():
+    assert seen(np.zeros((2, 3), np.float32)) == Seen((2, 3), "float32")
+    assert seen(np.array(1.0)) == seen(np.float64(1.0)) == Seen((), "float64")
+    assert seen(1.0) == Seen(None, "float")
 
 
 @pytest.mark.parametrize(
@@ -264,14 +274,16 @@ def test_R37_no_array_of_a_converted_state_is_another_ones_memory():
     layout = FlatLayout(specs([(4,), (3,)]), 1, True)
     full = {name: {"step": np.array(1.0), "m": np.zeros(n)} for name, n in (("p0", 4), ("p1", 3))}
     flat = flatten_state(layout, full, 0)
-    for converted in (shard_state(layout, full, 0), {"flat": flat}, unflatten_state(layout, [flat])):
+    for converted in (
+        shard_state(layout, full, 0), gather_state(layout, [full]), {"flat": flat}, unflatten_state(layout, [flat]),
+    ):  # fmt: skip
         for state in converted.values():
             state["step"] += 1
             state["m"] += 1
     assert all(state["step"] == 1 and not state["m"].any() for state in full.values())
     spread = unflatten_state(layout, [flat])
     spread["p0"]["step"] += 5
-    assert spread["p1"]["step"] == flat["step"]
+    assert spread["p1"]["step"] == flat["step"] == 2
 
 
 @pytest.mark.parametrize(
