@@ -270,6 +270,7 @@ class _Planner:
         self.ended_at = {unit.name: i for i, unit in enumerate(self.ended)}
         self.full: set[str] = set()
         self.part: set[str] = set()
+        self.computed_backward: set[str] = set()
         self.microbatch = 0
 
     def _walk(self, parent: str | None, *, outer_first: bool) -> Iterator[PlannedUnit]:
@@ -284,6 +285,7 @@ class _Planner:
     def step(self) -> Iterator[Event]:
         for microbatch in range(self.microbatches):
             self.microbatch = microbatch
+            self.computed_backward.clear()
             for unit in self.children[None]:
                 yield from self._forward(unit)
             for unit in reversed(self.children[None]):
@@ -303,6 +305,7 @@ class _Planner:
 
     def _backward(self, unit: PlannedUnit) -> Iterator[Event]:
         yield from self._gather(unit, "backward")
+        self.computed_backward.add(unit.name)
         if self.prefetch is Prefetch.BACKWARD_PRE:
             yield from self._gather_before(unit)
         yield from self._compute(unit, "backward")
@@ -319,7 +322,7 @@ class _Planner:
 
     def _gather_before(self, unit: PlannedUnit) -> Iterator[Event]:
         at = self.ended_at[unit.name]
-        if at:
+        if at and self.ended[at - 1].name not in self.computed_backward:
             yield from self._gather(self.ended[at - 1], "backward")
 
     def _event(

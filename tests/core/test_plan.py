@@ -7,12 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossframe.errors import MeshError, PlanError
+from crossframe.faces import Face
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.plan import PlannedBucket, PlannedUnit, Prefetch, Strategy, plan_units, step_plan
-from crossframe.precision import resolve_precision
-from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, FREE, REDUCE_SCATTER, Event
+from crossframe.plan import PlannedBucket, PlannedUnit, Prefetch, Strategy, Sync, plan_units, step_plan
+from crossframe.precision import PrecisionPolicy, resolve_precision
+from crossframe.trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    CAST,
+    COLLECTIVES,
+    COMPUTE,
+    FREE,
+    REDUCE_SCATTER,
+    RESHARD_TO_GROUP,
+    STEP,
+    Event,
+)
 from tests.core.random_layouts import QUICK, specs
 
 STRATEGIES = st.sampled_from(list(Strategy))
@@ -229,3 +241,171 @@ def test_steps_that_cannot_be_planned_are_refused():
         step_plan(units, MeshSpec(shard=2, replicate=3))
     with pytest.raises(MeshError, match="from 0 to 1"):
         step_plan(units[:1], MeshSpec(2), rank=2)
+
+
+def nested(*names: str, world_size: int = 2, **options) -> tuple[PlannedUnit, ...]:
+    return plan_units(layouts(list(names), world_size), **options)
+
+
+def lines(events: list[Event]) -> list[str]:
+    """All but what is computed and freed, as short words with the microbatch in front."""
+    words = {**SHORT, RESHARD_TO_GROUP: "shrink", STEP: "step", CAST: "cast"}
+    return [
+        f"{event.microbatch}{event.phase[0]} {words[event.kind]} {event.unit or 'root'}"
+        for event in events
+        if event.kind not in (FREE, COMPUTE)
+    ]
+
+
+def test_units_nest_as_their_names_do_wherever_they_stand_in_the_list():
+    expected = [
+        *("f gather root", "f gather a", "f gather a.b", "f free a.b", "f free a", "f gather ab", "f free ab"),
+        *("b gather ab", "b free ab", "b reduce ab"),
+        *("b gather a", "b gather a.b", "b free a.b", "b reduce a.b", "b free a", "b reduce a"),
+        *("b free root", "b reduce root"),
+    ]
+    for names in (["", "a", "a.b", "ab"], ["a.b", "a", "ab", ""]):
+        assert short(step_plan(nested(*names), MeshSpec(2), backward_prefetch=None)) == expected
+    computed = [
+        (event.phase[0], event.unit)
+        for event in step_plan(nested("", "a", "a.b"), MeshSpec(2))
+        if event.kind == COMPUTE
+    ]
+    assert computed == [("f", "a.b"), ("f", "a"), ("f", ""), ("b", ""), ("b", "a"), ("b", "a.b")]
+
+
+def test_R16_prefetch_behind_a_unit_and_in_forward():
+    events = step_plan(nested("", "a", "b", "c"), MeshSpec(2), backward_prefetch=Prefetch.BACKWARD_POST)
+    assert short(events)[7:] == [
+        *("b gather c", "b free c", "b gather b", "b reduce c"),
+        *("b free b", "b gather a", "b reduce b"),
+        *("b free a", "b reduce a", "b free root", "b reduce root"),
+    ]
+    ahead = step_plan(nested("", "a", "b", "c"), MeshSpec(2), forward_prefetch=2)
+    assert short(ahead)[:7] == [
+        *("f gather root", "f gather a", "f gather b", "f gather c"),
+        *("f free a", "f free b", "f free c"),
+    ]
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_R15_what_a_microbatch_without_reduction_leaves_full(strategy):
+    """FSDP1 keeps what its strategy keeps after forward; FSDP2 frees behind every backward."""
+    units = nested("", "a", strategy=strategy)
+    events = step_plan(units, MeshSpec(2), microbatches=2, sync=Sync.LAST)
+    gathers = [line for line in lines(events) if "gather" in line]
+    if strategy.reshards_after_forward:
+        assert gathers == [
+            "0f gather root",
+            "0f gather a",
+            "0b gather a",
+            "1f gather root",
+            "1f gather a",
+            "1b gather a",
+        ]
+    else:
+        assert gathers == ["0f gather root", "0f gather a"]
+    assert [line for line in lines(events) if "reduce" in line] == ["1b reduce a", "1b reduce root"]
+    again = step_plan(nested("", "a", strategy=strategy, face=Face.FSDP2), MeshSpec(2), face=Face.FSDP2,
+                      microbatches=2, sync=Sync.LAST)  # fmt: skip
+    assert sum("f gather" in line for line in lines(again)) == 4
+
+
+def test_R28_the_sum_over_replicas_waits_for_the_last_microbatch():
+    mesh, units = MeshSpec(2, 2), nested("a", face=Face.FSDP2)
+    for sync, reductions, sums in ((Sync.EACH, 3, 3), (Sync.ALL_REDUCE_LAST, 3, 1), (Sync.LAST, 1, 1)):
+        events = lines(step_plan(units, mesh, face=Face.FSDP2, microbatches=3, sync=sync))
+        assert (sum("reduce" in e for e in events), sum("sum" in e for e in events)) == (reductions, sums)
+        assert events[-2:] == ["2b sum a", "2s step root"]
+    with pytest.raises(PlanError, match="use no_sync, or FSDP2's set_requires_all_reduce"):
+        step_plan(units, mesh, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
+    with pytest.raises(PlanError, match="one replica of 2 shards"):
+        step_plan(units, MeshSpec(2), face=Face.FSDP2, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
+
+
+def test_R08_a_smaller_group_keeps_its_part_between_forward_and_backward():
+    layout = PerParamLayout(specs([(5, 3)]), 4)  # 2, 2, 1 and 0 rows; over 2 ranks 3 and 2
+    units = plan_units([("", layout)], face=Face.FSDP2, reshard_after_forward=2)
+    events = step_plan(units, MeshSpec(4, 2), rank=7, face=Face.FSDP2)
+    assert [e for e in events if e.kind not in (COMPUTE, REDUCE_SCATTER, ALL_REDUCE, STEP)] == [
+        Event(ALL_GATHER, "", "forward", "float32", 4 * 24, range(4, 8)),
+        Event(RESHARD_TO_GROUP, "", "forward", "float32", 4 * (24 - 9), range(4, 8)),
+        Event(ALL_GATHER, "", "backward", "float32", 4 * 18, range(6, 8)),
+        Event(FREE, "", "backward", "float32", 4 * 24, range(4, 8)),
+    ]
+
+
+def test_R13_a_users_own_choice_holds_for_the_root_too():
+    given_units = layouts(["", "a"], 4)
+    for asked, meant in ((None, [False, True]), (True, [True] * 2), (False, [False] * 2), (2, [2] * 2), (4, [True] * 2),
+                         (1, [False] * 2)):  # fmt: skip
+        planned = plan_units(given_units, reshard_after_forward=asked, face=Face.FSDP2)
+        assert [unit.reshard_after_forward for unit in planned] == meant
+    with pytest.raises(MeshError, match="divides the 4 ranks"):
+        step_plan(plan_units(given_units, reshard_after_forward=3), MeshSpec(4))
+    for wrong in ("2", 2.0, [2]):
+        with pytest.raises(PlanError, match="reshard_after_forward: expected None, a bool or a number"):
+            plan_units(given_units, reshard_after_forward=wrong)
+
+
+def test_R14_without_shards_nothing_is_gathered_or_freed_and_replicas_average():
+    units = nested("", "a", world_size=1, strategy=Strategy.NO_SHARD)
+    assert lines(step_plan(units, MeshSpec(1))) == ["0s step root"]
+    assert lines(step_plan(units, MeshSpec(1, 3))) == ["0b sum a", "0b sum root", "0s step root"]
+    mixed = plan_units(layouts(["a"], 1), Strategy.FULL_SHARD, policy=PrecisionPolicy("bfloat16"))
+    events = step_plan(mixed, MeshSpec(1, 3))
+    assert lines(events) == ["0f cast a", "0b cast a", "0b sum a", "0s step root"]
+    assert [(e.dtype, e.num_bytes) for e in events if e.kind == CAST] == [("bfloat16", 6)] * 2
+
+
+def test_R11_a_unit_of_two_dtypes_has_two_buckets_that_go_together():
+    wide, narrow = FlatLayout(specs([(4,)]), 2, True), FlatLayout((ParamSpec("n", (4,), "bfloat16"),), 2, True)
+    (unit,) = plan_units([("", wide), ("", narrow)])
+    assert [bucket.layout for bucket in unit.buckets] == [wide, narrow]
+    events = step_plan([unit], MeshSpec(2))
+    assert [(e.kind, e.bucket, e.num_bytes) for e in events if e.kind in COLLECTIVES] == [
+        (ALL_GATHER, 0, 16), (ALL_GATHER, 1, 8), (REDUCE_SCATTER, 0, 16), (REDUCE_SCATTER, 1, 8),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_R10_the_mesh_of_each_strategy(strategy):
+    if strategy.is_hybrid:
+        assert strategy.mesh(12, 3) == MeshSpec(3, 4)
+        with pytest.raises(PlanError, match="expected the number of ranks in a shard group, got None"):
+            strategy.mesh(12)
+        with pytest.raises(PlanError, match="whose size divides 12 ranks, got 5"):
+            strategy.mesh(12, 5)
+    else:
+        assert strategy.mesh(12) == (MeshSpec(1, 12) if strategy is Strategy.NO_SHARD else MeshSpec(12))
+        with pytest.raises(PlanError, match="expected no size of a shard group, got 3"):
+            strategy.mesh(12, 3)
+    for wrong in (0, -1, 2.0, "4", None, True):
+        with pytest.raises(MeshError):
+            strategy.mesh(wrong, 1 if strategy.is_hybrid else None)
+
+
+def test_what_is_no_plan_is_refused_by_name():
+    units = nested("", "a")
+    for field, value in (("face", "fsdp1"), ("sync", "each"), ("backward_prefetch", True), ("forward_prefetch", -1),
+                         ("forward_prefetch", 1.0), ("microbatches", 0), ("microbatches", True)):  # fmt: skip
+        with pytest.raises(PlanError, match=field):
+            step_plan(units, MeshSpec(2), **{field: value})
+    for wrong in (5, [5], None, "ab"):
+        with pytest.raises(PlanError, match="as plan_units gives them"):
+            step_plan(wrong, MeshSpec(2))
+        with pytest.raises(PlanError, match=r"a list of \(unit name, layout\)"):
+            plan_units(wrong)
+    with pytest.raises(PlanError, match="mesh: expected a MeshSpec"):
+        step_plan(units, 2)
+    with pytest.raises(PlanError, match=r"unit stands twice among \['', 'a', ''\]"):
+        step_plan((*units, units[0]), MeshSpec(2))
+    for field in ("strategy", "face", "policy"):
+        with pytest.raises(PlanError, match=f"{field}: expected a"):
+            plan_units(layouts([""], 2), **{field: 3})
+    with pytest.raises(PlanError, match="expected a layout and a Precision"):
+        PlannedBucket(layouts([""], 2)[0][1], "float32")
+    bucket = units[0].buckets[0]
+    for args in ((5, (bucket,), True), ("a", (), True), ("a", [bucket], True), ("a", (bucket,), None)):
+        with pytest.raises(PlanError):
+            PlannedUnit(*args)

@@ -6,7 +6,18 @@ from fractions import Fraction
 import pytest
 
 from crossframe.errors import MeshError, PlanError
-from crossframe.reduction import DivideFactors, custom_factors, divide_factors, mean_factors
+from crossframe.faces import Face
+from crossframe.mesh import MeshSpec
+from crossframe.reduction import (
+    DivideFactors,
+    Missing,
+    custom_factors,
+    divide_factors,
+    factors_of,
+    mean_factors,
+    missing_grad,
+    reduction_steps,
+)
 
 SIZES = range(1, 65)
 
@@ -62,3 +73,70 @@ def test_a_number_of_ranks_that_is_none_is_refused(num_ranks):
     for factors in (divide_factors, lambda n: mean_factors(n, "float32")):
         with pytest.raises(MeshError, match="world size"):
             factors(num_ranks)
+
+
+CAST, BEFORE, SCATTER, BETWEEN = "CAST_TO_REDUCED", "DIVIDE_BEFORE", "REDUCE_SCATTER", "DIVIDE_BETWEEN"
+REST = ["DIVIDE_AFTER", "CAST_TO_KEPT", "ACCUMULATE"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "face", "expected"),
+    [
+        (MeshSpec(1), Face.FSDP1, [CAST, BEFORE, BETWEEN, *REST]),
+        (MeshSpec(4), Face.FSDP1, [CAST, BEFORE, SCATTER, BETWEEN, *REST]),
+        (MeshSpec(4), Face.FSDP2, [CAST, BEFORE, SCATTER, BETWEEN, *REST]),
+        (MeshSpec(1, 4), Face.FSDP1, [CAST, BEFORE, BETWEEN, "ALL_REDUCE", *REST]),
+        (MeshSpec(2, 2), Face.FSDP1, [CAST, BEFORE, SCATTER, BETWEEN, "ALL_REDUCE", *REST]),
+        (MeshSpec(2, 2), Face.FSDP2, [CAST, BEFORE, SCATTER, BETWEEN, "ADD_PARTIAL", "ALL_REDUCE", *REST]),
+    ],
+)
+def test_R28_the_order_of_a_reduction(mesh, face, expected):
+    assert [step.name for step in reduction_steps(mesh, face)] == expected
+
+
+def test_R28_a_sum_over_replicas_that_is_put_off_ends_with_what_waits():
+    steps = [step.name for step in reduction_steps(MeshSpec(2, 2), Face.FSDP2, all_reduce=False)]
+    assert steps == [CAST, BEFORE, SCATTER, BETWEEN, "ADD_PARTIAL", "KEEP_PARTIAL"]
+    with pytest.raises(PlanError, match="use no_sync"):
+        reduction_steps(MeshSpec(2, 2), Face.FSDP1, all_reduce=False)
+    with pytest.raises(PlanError, match="one replica of 2 shards"):
+        reduction_steps(MeshSpec(2), Face.FSDP2, all_reduce=False)
+    for wrong in ((4, Face.FSDP1), (MeshSpec(4), "fsdp1")):
+        with pytest.raises(PlanError, match="expected a MeshSpec and a Face"):
+            reduction_steps(*wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("face", Face)
+@pytest.mark.parametrize(("shard", "replicate"), [(1, 1), (4, 1), (1, 4), (3, 2), (2, 3), (8, 8)])
+def test_R26_the_factors_of_a_mesh_multiply_to_its_ranks(shard, replicate, face, dtype):
+    mesh = MeshSpec(shard, replicate)
+    factors = factors_of(mesh, face, dtype)
+    assert factors.before * factors.between * factors.after == mesh.world_size
+    if face is Face.FSDP2 and dtype in ("float32", "bfloat16") and replicate > 1:
+        # Each collective averages over its own ranks.
+        assert (factors.before, factors.between, factors.after) == (1, shard, replicate)
+    elif face is Face.FSDP1 or dtype in ("float64", "float16"):
+        assert (factors.before, factors.between) == (divide_factors(mesh.world_size).before, 1)
+
+
+def test_R27_a_custom_factor_takes_the_place_of_the_number_of_ranks_in_either_face():
+    for face in Face:
+        assert factors_of(MeshSpec(3, 2), face, "float32", 5.0) == DivideFactors(5.0, 1.0)
+        # Where a sum may overflow it is split as the number of ranks is: by the power of two about its root.
+        assert factors_of(MeshSpec(3, 2), face, "float16", 8.0) == DivideFactors(4.0, 2.0)
+    with pytest.raises(PlanError, match="above 0"):
+        factors_of(MeshSpec(2), Face.FSDP1, "float32", 0.0)
+
+
+def test_a_number_of_replicas_that_does_not_divide_the_ranks_is_refused():
+    with pytest.raises(PlanError, match="divides the 6 ranks, got 4"):
+        mean_factors(6, "float32", replicate=4)
+    with pytest.raises(MeshError):
+        mean_factors(6, "float32", replicate=0)
+
+
+def test_R29_what_an_unused_parameter_gets():
+    found = {(face, used): missing_grad(face, unit_used=used) for face in Face for used in (True, False)}
+    assert [key for key, missing in found.items() if missing is Missing.ZEROS] == [(Face.FSDP1, True)]
+    assert set(found.values()) == {Missing.ZEROS, Missing.NONE}
