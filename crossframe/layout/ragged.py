@@ -107,7 +107,8 @@ class RaggedLayout(LineLayout):
         of every block, and a parameter that starts at a multiple of its block is never split inside one; to get there costs
         at most block - 1 elements of padding, and the first parameter starts at 0. If no parameter is larger than S, no
         parameter need be split: put each into the shard where the last one ended, or else into the next one. Any two
-        neighbouring shards then hold more than S together, so fewer than 2 * numel / S + 1 of them are used: no more than there are.
+        neighbouring shards then hold more than S together, so fewer than 2 * numel / S + 1 of them are used, which is no more
+        than there are.
         """
         return self.world_size * self._sure_shard_numel - self.numel
 

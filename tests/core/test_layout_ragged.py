@@ -96,6 +96,28 @@ def test_R09_the_shard_is_nearly_always_the_smallest_there_is():
     assert num_smallest >= 0.998 * num_worlds and worst <= 1.1, (seed, num_smallest, worst)
 
 
+@pytest.mark.parametrize(
+    ("line", "world_size", "least"),
+    [
+        (
+            [(64, 32), (63, 7)],
+            9,
+            35,
+        ),  # the smaller parameter's block alone divides it: 64 is the next that any other does
+        (
+            [(384, 192), (57, 1)],
+            2,
+            249,
+        ),  # far from 221, where the search begins, and a multiple of nothing: found in leaps
+        ([(8, 4), (24, 8), (49, 7)], 3, 29),  # and this one in steps
+    ],
+)
+def test_R09_each_part_of_the_search_finds_what_the_others_do_not(line, world_size, least):
+    assert smallest(line, world_size) == least
+    blocks = tuple(block for _, block in line)
+    assert RaggedLayout(specs([(numel,) for numel, _ in line]), world_size, blocks).padded_shard_numel == least
+
+
 def test_R09_rows_of_five_on_two_ranks():
     layout = RaggedLayout(specs([(5, 3), (5,)]), 2)
     assert layout.block_numels == (3, 1)
