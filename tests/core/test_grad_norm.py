@@ -204,7 +204,7 @@ def test_R30_clipped_gradients_have_the_norm_asked_for():
     assert after == pytest.approx(1.5 * norm / (norm + 1e-6), rel=1e-12)
 
 
-@pytest.mark.parametrize("order", [0, -1, -(10**5000), -math.inf, math.nan, None, True, "2", "max", [2], 2j])
+@pytest.mark.parametrize("order", [0, -1, -math.inf, math.nan, None, True, "2", "max", [2], 2j])
 def test_R30_orders_without_meaning_are_refused(order):
     with pytest.raises(UsageError, match="norm_type"):
         check_norm_type(order)
@@ -217,7 +217,7 @@ def test_R30_orders_without_meaning_are_refused(order):
             use()
 
 
-@pytest.mark.parametrize("bound", [-1, -(10**5000), -1e-9, math.nan, None, True, "1", [1.0]])
+@pytest.mark.parametrize("bound", [-1, -1e-9, math.nan, None, True, "1", [1.0]])
 def test_R30_bounds_without_meaning_are_refused(bound):
     with pytest.raises(UsageError, match="max_norm"):
         check_max_norm(bound)
@@ -229,6 +229,9 @@ def test_R30_numbers_of_every_kind_are_taken():
     assert check_norm_type(np.float32(2)) == check_norm_type(np.int64(2)) == check_norm_type(2) == 2.0
     assert check_max_norm(0) == 0.0
     assert check_max_norm(10**400) == math.inf
+    for check in (check_max_norm, check_norm_type):
+        with pytest.raises(UsageError, match="an int that cannot be written out"):
+            check(-(10**5000))
 
 
 def test_R30_meshes_that_do_not_fit_are_refused():
