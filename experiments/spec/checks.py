@@ -78,6 +78,8 @@ CHECKS = (
     Check("per_param:single", ("R07",), TORCH, num_parts=8),
     Check("per_param:units", ("R07",), TORCH, num_parts=4),
     Check("post_forward:smaller_groups", ("R08",), TORCH),
+    Check("post_forward:groups", ("R08",), TORCH),
+    Check("post_forward:other_dims", ("R08",), TORCH),
     Check("trees:flat_order", ("R01",), TORCH, num_parts=4),
     Check("trees:per_param_order", ("R01",), TORCH, num_parts=4),
     Check("mesh:coordinates", ("R10",), TORCH, num_parts=4),

@@ -1,6 +1,7 @@
 """Any rank of any world in one process: fake groups that know a rank and a size and communicate nothing."""
 
 import io
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -81,6 +82,11 @@ def fake_mesh(rank: int, shard: int, replicate: int | None = None) -> Iterator[D
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keeps torch's warnings, and the stacks that it prints where it refuses, off the screen."""
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

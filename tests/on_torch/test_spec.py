@@ -77,7 +77,7 @@ def test_what_is_explained_is_what_is_known(whole):
     explained = {rule: numbers(printed, rule)[2] for rule in WITH_CHECKS}
     assert {rule for rule, count in explained.items() if count} == {"R04", "R06", "R07", "R08"}
     notes = [line for line in printed.splitlines() if line.startswith("note ")]
-    assert len(notes) == 4 and all("For instance: " in note for note in notes)
+    assert len(notes) == 5 and all("For instance: " in note for note in notes)
 
 
 def test_the_sample_is_the_same_every_time():
