@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UnsupportedError
-from crossframe.plan import PlannedUnit, Strategy, plan_units
+from crossframe.plan import PlannedUnit, plan_units
+from crossframe.strategy import Strategy
 from jax_backend.collectives import rank_index
 from jax_backend.contract import Contract
 from jax_backend.gather import gather

@@ -12,7 +12,7 @@ from torch import nn
 
 from crossframe.errors import UsageError
 from crossframe.layout import FlatLayout
-from crossframe.plan import Strategy
+from crossframe.strategy import Strategy
 from crossframe.units import Order
 from crossframe.unshard import UnshardRequest
 from torch_backend.build import build_unit, default_process_group, move_to_device

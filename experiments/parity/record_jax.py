@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
-from crossframe.plan import Strategy
 from crossframe.recording import Manifest, RecordingWriter, create_recording
+from crossframe.strategy import Strategy
 from experiments.models.definition import ModelDefinition
 from experiments.parity.faults import fault_in_effect
 from experiments.parity.settings import RunSettings, choose_device

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from crossframe.errors import UsageError
-from crossframe.plan import Strategy
 from crossframe.recording import Manifest, RecordingWriter, create_recording
+from crossframe.strategy import Strategy
 from crossframe.trace import Event
 from experiments.parity.faults import fault_in_effect
 from experiments.parity.settings import RunSettings, choose_device

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
-from crossframe.plan import Strategy
 from crossframe.recording import Manifest, Schedule
+from crossframe.strategy import Strategy
 from experiments.data import Batch, text_batch
 from experiments.models import ModelDefinition, model_named
 from experiments.parity.faults import check_fault

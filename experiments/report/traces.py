@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from crossframe.plan import Strategy, plan_units, step_plan
+from crossframe.plan import plan_units, step_plan
 from crossframe.recording import Recording
+from crossframe.strategy import Strategy
 from crossframe.trace import Event, collectives, difference, summary
 
 STEP, RANK = 0, 0

@@ -13,8 +13,9 @@ from crossframe.faces import Face
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.plan import Prefetch, Strategy, Sync, plan_units, step_plan
+from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
+from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP
 from tests.core.random_layouts import QUICK
 

@@ -11,8 +11,9 @@ from crossframe.faces import Face
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.plan import PlannedBucket, PlannedUnit, Prefetch, Strategy, Sync, plan_units, step_plan
+from crossframe.plan import PlannedBucket, PlannedUnit, plan_units, step_plan
 from crossframe.precision import PrecisionPolicy, resolve_precision
+from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import (
     ALL_GATHER,
     ALL_REDUCE,

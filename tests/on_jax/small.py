@@ -7,7 +7,7 @@ import numpy as np
 from crossframe import MeshSpec
 from crossframe.dtypes import numpy_dtype
 from crossframe.names import MapEntry, ParamMap
-from crossframe.plan import Strategy
+from crossframe.strategy import Strategy
 from jax_backend import make_mesh
 
 UNITS = ("blocks.0", "blocks.1")

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from crossframe import MeshSpec
-from crossframe.plan import Strategy, plan_units, step_plan
+from crossframe.plan import plan_units, step_plan
+from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collectives, difference
 from jax_backend import gather, shard, trace_of, value_and_grad
 

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
-from crossframe.plan import Strategy, Sync, plan_units, step_plan
+from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
+from crossframe.strategy import Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collectives, difference
 from tests.on_torch.models import Block, build_net, loss_of
 from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2

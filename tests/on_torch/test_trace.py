@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_backend
 from crossframe.mesh import MeshSpec
-from crossframe.plan import Strategy, plan_units, step_plan
+from crossframe.plan import plan_units, step_plan
+from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER, collectives, difference, summary
 from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, OPTIONS, _our_fsdp1
