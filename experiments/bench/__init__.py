@@ -1,0 +1,1 @@
+"""How long things take, measured beside something that every machine can do."""
