@@ -1,0 +1,172 @@
+"""What a drawing of a plan shows: lanes of bars, what was waited for, and when memory changes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from crossframe.cost import Cost, Span
+from crossframe.draw.amounts import bytes_text, one_line, ranks_text, seconds_text
+from crossframe.errors import PlanError
+from crossframe.shown import shown
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, COMPUTE, REDUCE_SCATTER, STEP, Event
+
+COMPUTE_LANE, SHARD_LANE, SMALLER_LANE, REPLICA_LANE = "compute", "shard group", "smaller group", "replicas"
+WAITING = "waiting"
+# In what a table and a legend call them; the first letters stand for them in a line of text.
+WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    WAITING: "waiting",
+    ALL_GATHER: "all-gather",
+    REDUCE_SCATTER: "reduce-scatter",
+    ALL_REDUCE: "all-reduce",
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that takes time. `kind` is a key of WORDS, `unit` the unit's name in one line, `about` says all of it."""
+
+    start: float
+    stop: float
+    kind: str
+    unit: str
+    about: str
+
+
+def check_cost(cost: Cost) -> None:
+    """Raise PlanError unless this is the cost of a plan with events."""
+    if not isinstance(cost, Cost):
+        raise PlanError(f"expected the cost of a plan, as step_cost gives it, got {shown(cost)}")
+    if not cost.spans:
+        raise PlanError("expected the cost of a plan, got one without events")
+
+
+def rank_of(cost: Cost) -> int:
+    """The rank whose step it is: who computes and steps, does so alone."""
+    return next(span.event.group[0] for span in cost.spans if span.event.kind in (COMPUTE, STEP))
+
+
+def unit_text(event: Event) -> str:
+    """The unit of an event, in one line."""
+    return one_line(event.unit) or "(root)"
+
+
+def lanes(cost: Cost) -> dict[str, list[Bar]]:
+    """The bars of a step by lane, in the order of time; lanes without bars are left out, but for "compute"."""
+    found: dict[str, list[Bar]] = {name: [] for name in (COMPUTE_LANE, SHARD_LANE, SMALLER_LANE, REPLICA_LANE)}
+    sharing = (len(span.event.group) for span in cost.spans if span.event.kind in (ALL_GATHER, REDUCE_SCATTER))
+    shard_group = max(sharing, default=1)
+    done = 0.0
+    for span in cost.spans:
+        event = span.event
+        if event.kind in (COMPUTE, STEP):
+            if span.start_seconds > done:
+                found[COMPUTE_LANE].append(_waiting(done, span))
+            done = span.stop_seconds
+        if event.kind == COMPUTE:
+            found[COMPUTE_LANE].append(_bar(span, event.phase))
+        elif event.kind == ALL_REDUCE:
+            found[REPLICA_LANE].append(_bar(span, event.kind))
+        elif event.kind in COLLECTIVES:
+            lane = SHARD_LANE if len(event.group) == shard_group else SMALLER_LANE
+            found[lane].append(_bar(span, event.kind))
+    return {name: bars for name, bars in found.items() if bars or name == COMPUTE_LANE}
+
+
+def _bar(span: Span, kind: str) -> Bar:
+    event = span.event
+    unit, seconds = unit_text(event), span.stop_seconds - span.start_seconds
+    what = f"{WORDS[kind]} of {unit}, microbatch {event.microbatch}"
+    when = f"{seconds_text(seconds)}, from {seconds_text(span.start_seconds)} on"
+    if event.kind == COMPUTE:
+        return Bar(span.start_seconds, span.stop_seconds, kind, unit, f"{what}\n{when}")
+    size = f"{bytes_text(event.num_bytes)} of {event.dtype} in {event.phase}, among ranks {ranks_text(event.group)}"
+    return Bar(span.start_seconds, span.stop_seconds, kind, unit, f"{what}\n{size}\n{when}")
+
+
+def _waiting(since: float, until: Span) -> Bar:
+    before = "the optimizer's step" if until.event.kind == STEP else f"{until.event.phase} of {unit_text(until.event)}"
+    waited = seconds_text(until.start_seconds - since)
+    return Bar(since, until.start_seconds, WAITING, "", f"waiting {waited} for communication, before {before}")
+
+
+def sampled(bars: Sequence[Bar], total: float, num_cells: int) -> list[str]:
+    """A kind for each of so many equal stretches of time, "" where nothing runs.
+
+    Of kinds that share a stretch, the one taken is that which has been taken least for its time so far. So each is seen in
+    proportion to its time, also where bars are shorter than a stretch.
+
+    >>> sampled([Bar(0, 5, "forward", "", ""), Bar(5, 6, "waiting", "", "")], 8, 4)
+    ['forward', 'forward', 'forward', '']
+    """
+    shares: list[dict[str, float]] = [{} for _ in range(num_cells)]
+    for bar in bars:
+        start, stop = bar.start / total * num_cells, bar.stop / total * num_cells
+        for cell in range(min(num_cells - 1, int(start)), min(num_cells, int(stop) + 1)):
+            share = min(stop, cell + 1) - max(start, cell)
+            if share > 0:
+                shares[cell][bar.kind] = shares[cell].get(bar.kind, 0.0) + share
+    owed: dict[str, float] = {}
+    taken = []
+    for here in shares:
+        idle = 1 - sum(here.values())
+        if idle > 1e-9:
+            here[""] = idle
+        for kind, share in here.items():
+            owed[kind] = owed.get(kind, 0.0) + share
+        kind = max(here, key=lambda kind: owed[kind])
+        owed[kind] -= 1
+        taken.append(kind)
+    return taken
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A microbatch's forward or backward, from the end of the one before to the end of its computations; the last one to the
+    end of the step."""
+
+    microbatch: int
+    name: str
+    start: float
+    stop: float
+
+
+def phases(cost: Cost) -> list[Phase]:
+    """The phases of a step, one behind the other from 0 to its end."""
+    found: list[Phase] = []
+    for span in cost.spans:
+        event = span.event
+        if event.kind != COMPUTE:
+            continue
+        if found and (found[-1].microbatch, found[-1].name) == (event.microbatch, event.phase):
+            found[-1] = replace(found[-1], stop=span.stop_seconds)
+        else:
+            start = found[-1].stop if found else 0.0
+            found.append(Phase(event.microbatch, event.phase, start, span.stop_seconds))
+    if found:
+        found[-1] = replace(found[-1], stop=step_seconds(cost))
+    return found
+
+
+def issued(cost: Cost) -> Iterator[tuple[float, Span]]:
+    """Each event and the time at which it is issued, from which on memory is what its span says.
+
+    Collectives are issued behind what was computed before them and may begin later; a reduce-scatter is issued once the
+    reduction before it is done (see `crossframe.cost`).
+    """
+    now = reduced = 0.0
+    for span in cost.spans:
+        if span.event.kind not in COLLECTIVES:
+            yield span.start_seconds, span
+            now = span.stop_seconds
+            continue
+        if span.event.kind == REDUCE_SCATTER:
+            now = max(now, reduced)
+        yield now, span
+        if span.event.kind != ALL_GATHER:
+            reduced = span.stop_seconds
+
+
+def step_seconds(cost: Cost) -> float:
+    """When the last of it is done. The optimizer waits for everything, so that this is the length of the step."""
+    return max(span.stop_seconds for span in cost.spans)
