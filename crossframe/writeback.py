@@ -1,8 +1,11 @@
-"""What a user's edits of full parameters become (R20): each rank copies back the slice that it owns, nothing else."""
+"""What a user's edits of full parameters become: each rank copies back the slice that it owns, nothing else (R20); and what may
+be put in the place of a parameter (R25)."""
 
 from dataclasses import dataclass
 
+from crossframe.errors import ParamError
 from crossframe.layout import Layout
+from crossframe.params import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -31,3 +34,34 @@ def writeback_copies(layout: Layout, rank: int) -> tuple[Copy, ...]:
         for piece in layout.pieces(rank)
         for run in piece.runs()
     )
+
+
+def check_full(spec: ParamSpec, shape: tuple[int, ...]) -> None:
+    """Raise ParamError unless full values of this shape can be written back to a parameter."""
+    if shape != spec.shape:
+        raise ParamError(
+            f"parameter {spec.name!r}: expected the unsharded shape {spec.shape}, got {shape}; "
+            "write into the parameter instead of replacing it, or replace it with the same shape"
+        )
+
+
+def check_replaced(
+    name: str, rank: int, expected: tuple[tuple[int, ...], str], came: tuple[tuple[int, ...], str]
+) -> None:
+    """Raise ParamError unless what replaced a sharded parameter's data, outside of any unsharding, can be adopted (R25).
+
+    Args:
+        name: the parameter's, or what else was replaced.
+        expected: shape and dtype in which this rank's user sees its shard of it.
+        came: those of what was put there.
+    """
+    if came[0] != expected[0]:
+        raise ParamError(
+            f"parameter {name!r}, rank {rank}: its data was replaced outside of summon_full_params; expected this rank's "
+            f"sharded shape {expected[0]}, got {came[0]}; replace full values inside of it"
+        )
+    if came[1] != expected[1]:
+        raise ParamError(
+            f"parameter {name!r}, rank {rank}: expected {expected[1]}, as it was sharded, got {came[1]}; convert the module "
+            "before sharding it"
+        )

@@ -5,22 +5,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from crossframe.errors import ParamError
 from crossframe.layout import Layout
-from crossframe.writeback import writeback_copies
+from crossframe.writeback import check_full, writeback_copies
 
 
 class ShardStore:
     """One rank's shard: the all-gather sends this buffer as it stands, the optimizer writes into it.
 
     Attributes:
+        rank: this rank's place among the shards.
         buffer: shape (padded_shard_numel,), padding filled as the layout says (R05).
         pieces: for each parameter of the layout the elements that this rank holds, 1-D, as views of the buffer; empty
             where it holds none.
     """
 
     def __init__(self, layout: Layout, rank: int, full: Sequence[Tensor]) -> None:
-        self.layout = layout
+        self.layout, self.rank = layout, rank
         self._copies = writeback_copies(layout, rank)
         with torch.no_grad():
             self.buffer = torch.empty(layout.padded_shard_numel, dtype=full[0].dtype, device=full[0].device)
@@ -39,11 +39,7 @@ class ShardStore:
         """
         # All of them first, whether a piece lies here or not: a refusal changes nothing, and every rank refuses alike.
         for spec, value in zip(self.layout.params, full, strict=True):
-            if tuple(value.shape) != spec.shape:
-                raise ParamError(
-                    f"parameter {spec.name!r}: expected the unsharded shape {spec.shape}, got {tuple(value.shape)}; "
-                    "write into the parameter instead of replacing it, or replace it with the same shape"
-                )
+            check_full(spec, tuple(value.shape))
         with torch.no_grad():
             for copy in self._copies:
                 value = full[copy.index].reshape(-1)

@@ -53,7 +53,8 @@ class DTensorExposure(RegisteredParams):
             local = param._local_tensor  # type: ignore[attr-defined]
             piece = self._store.pieces[i]
             if local.data_ptr() != piece.data_ptr() and piece.numel():
-                copy_into(piece, local, repr(self._store.layout.params[i].name), self._local_shapes[i])
+                name = self._store.layout.params[i].name
+                copy_into(piece, local, name, self._store.rank, self._local_shapes[i])
                 param.data = self._dtensor(i, piece)
 
     def _check_dtensor(self, i: int, other: nn.Parameter) -> None:

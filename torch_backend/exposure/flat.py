@@ -73,7 +73,7 @@ class FlatExposure:
 
     def adopt(self) -> None:
         """The flat parameter may have been moved or assigned."""
-        adopt_data(self.flat_param, self._store.buffer, "the flat parameter")
+        adopt_data(self.flat_param, self._store.buffer, "_flat_param", self._store.rank)
 
     def add_grad(self, shard: Tensor) -> None:
         """The gradient of the flat parameter is the whole reduced shard."""

@@ -45,7 +45,7 @@ class OriginalExposure(RegisteredParams):
         store = self._store
         self._take_back_places(lambda i, other: None)
         for i, param in enumerate(self.params):
-            adopt_data(param, store.pieces[i], repr(store.layout.params[i].name))
+            adopt_data(param, store.pieces[i], store.layout.params[i].name, store.rank)
 
     def add_grad(self, shard: Tensor) -> None:
         """Each piece gets its part of the reduced shard; a parameter without a piece here gets none."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from crossframe.errors import ParamError
+from crossframe.writeback import check_replaced
+from torch_backend.collectives import dtype_name
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
@@ -49,24 +51,20 @@ def left_by_user(places: Sequence[Place], shown: Sequence[nn.Parameter]) -> list
     return current
 
 
-def adopt_data(param: nn.Parameter, piece: Tensor, name: str) -> None:
+def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None:
     """Copy in what the user put in place of `piece`, and let the parameter alias the piece again."""
     if param.data_ptr() != piece.data_ptr() and piece.numel():
-        copy_into(piece, param.data, name, tuple(piece.shape))
+        copy_into(piece, param.data, name, rank, tuple(piece.shape))
         param.data = piece
 
 
-def copy_into(piece: Tensor, value: Tensor, name: str, shape: tuple[int, ...]) -> None:
-    """Copy a sharded parameter's new data into the shard; ParamError for another shape, dtype or device."""
-    if tuple(value.shape) != shape:
+def copy_into(piece: Tensor, value: Tensor, name: str, rank: int, shape: tuple[int, ...]) -> None:
+    """Copy a sharded parameter's new data into the shard; ParamError for another shape, dtype or device (R25)."""
+    check_replaced(name, rank, (shape, dtype_name(piece.dtype)), (tuple(value.shape), dtype_name(value.dtype)))
+    if value.device != piece.device:
         raise ParamError(
-            f"parameter {name}: its data was replaced outside summon_full_params; expected this rank's sharded shape "
-            f"{shape}, got {tuple(value.shape)}; replace full values inside the context"
-        )
-    if value.dtype != piece.dtype or value.device != piece.device:
-        raise ParamError(
-            f"parameter {name}: expected {piece.dtype} on {piece.device}, as it was sharded, got {value.dtype} on "
-            f"{value.device}; convert or move the module before sharding it"
+            f"parameter {name!r}, rank {rank}: expected it on {piece.device}, as it was sharded, got {value.device}; "
+            "move the module before sharding it"
         )
     with torch.no_grad():
         piece.view(shape).copy_(value)
