@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from crossframe.errors import UnsupportedError
+from crossframe.errors import UnsupportedError, UsageError
 from crossframe.lifecycle import Residency
 from crossframe.precision import Precision
+from crossframe.shown import shown
 
 
 class Truth(Enum):
@@ -34,12 +35,20 @@ class UnshardRequest:
         rank0_only: only rank 0 of the group sees full parameters (R19).
         offload_to_cpu: full parameters are shown on the CPU.
         with_grads: full gradients are shown beside the parameters (R22).
+
+    Raises:
+        UsageError: one of them that is no bool.
     """
 
     writeback: bool = True
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("writeback", "rank0_only", "offload_to_cpu", "with_grads"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}: expected True or False, got {shown(getattr(self, name))}")
 
     def check(self, *, keeps_original: bool, truth: Truth = Truth.SHARDS) -> None:
         """Raise UnsupportedError for a combination that has no meaning.
@@ -83,20 +92,34 @@ class UnshardRequest:
         """Whether this rank sees full parameters."""
         return rank == 0 or not self.rank0_only
 
+    def exit_steps(self) -> tuple[ExitStep, ...]:
+        """What ends the unsharding, in order (R24): of ExitStep, what was asked for.
+
+        >>> [step.name for step in UnshardRequest(with_grads=True).exit_steps()]
+        ['WRITEBACK', 'RESHARD', 'RESHARD_GRADS']
+        """
+        asked = {
+            ExitStep.BACK_FROM_CPU: self.offload_to_cpu,
+            ExitStep.WRITEBACK: self.writeback,
+            ExitStep.RESHARD: True,
+            ExitStep.RESHARD_GRADS: self.with_grads,
+        }
+        return tuple(step for step in ExitStep if asked[step])
+
     def persists(self, truth: Truth = Truth.SHARDS) -> bool:
         """Whether edits remain after exit: with `writeback`, and always where the storage shown is the truth itself (R20)."""
         return self.writeback or truth is Truth.FULL_STORAGE
 
 
-def residency_after(before: Residency, precision: Precision) -> Residency:
+def residency_after(before: Residency, precisions: Iterable[Precision]) -> Residency:
     """What memory holds once an unsharding is over: what it held before, except that a low-precision copy, which the full
-    precision that was shown has replaced, is freed (R21).
+    precision that was shown has replaced, is freed (R21), and with it the unit's other buckets.
 
     >>> from crossframe.precision import resolve_precision
-    >>> residency_after(Residency.FULL, resolve_precision("float32", param_dtype="bfloat16"))
+    >>> residency_after(Residency.FULL, [resolve_precision("float32", param_dtype="bfloat16")])
     <Residency.SHARD: 0>
     """
-    return Residency.SHARD if precision.is_mixed else before
+    return Residency.SHARD if any(precision.is_mixed for precision in precisions) else before
 
 
 def shows_grad(present: Iterable[bool]) -> bool:

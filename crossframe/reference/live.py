@@ -4,169 +4,20 @@ The state machine of `crossframe.lifecycle` says what may happen; here it happen
 what is not legal is refused before anything is changed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from crossframe.dtypes import numpy_dtype
-from crossframe.errors import ParamError, StateError
+from crossframe.errors import ParamError, PlanError, StateError
 from crossframe.faces import Face
-from crossframe.layout import Layout, post_forward, post_forward_group, views
+from crossframe.layout import Layout
 from crossframe.lifecycle import Activity, Exposure, Move, Residency, UnitState
 from crossframe.mesh import MeshSpec
-from crossframe.plan import PlannedBucket, PlannedUnit
-from crossframe.reduction import Missing, ReductionStep, factors_of, missing_grad, reduction_steps
-from crossframe.reference.collectives import all_gather, over_groups
-from crossframe.reference.optim import Optimizer, State
-from crossframe.reference.unit import Params, ReferenceUnit
-from crossframe.unshard import Truth, UnshardRequest, residency_after, shows_grad
-
-Grads = dict[str, np.ndarray]
-
-
-class LiveBucket:
-    """The memory of one bucket. Lists have one entry a rank.
-
-    Attributes:
-        unit: the shards, which are the truth.
-        full: gathered buffers of shape (full_layout.gathered_numel,), or None; in the dtype that was gathered.
-        full_layout: how these are laid out: as the shards are, or as a smaller group's shards are (R08).
-        parts: shards of a smaller group, or None.
-        grads: full gradients that were not reduced yet, by name.
-        partials: sums over the shard group that wait for that over replicas (R28), or None.
-        sharded_grads: reduced gradients of shape (padded_shard_numel,), or None.
-        reached: parameters that have a reduced gradient.
-    """
-
-    def __init__(self, planned: PlannedBucket, mesh: MeshSpec, params: Params, face: Face, fill: bool) -> None:
-        self.unit = ReferenceUnit(planned.layout, params, fill=fill, mesh=mesh, precision=planned.precision)
-        self.face = face
-        self.layout: Layout = planned.layout
-        self.full_layout: Layout = planned.layout
-        self.precision = planned.precision
-        ranks = range(mesh.world_size)
-        self.full: list[np.ndarray | None] = [None for _ in ranks]
-        self.parts: list[np.ndarray | None] = [None for _ in ranks]
-        self.grads: list[Grads] = [{} for _ in ranks]
-        self.partials: list[np.ndarray] | None = None
-        self.sharded_grads: list[np.ndarray] | None = None
-        self.reached: set[str] = set()
-        self.shown_grads: list[Grads | None] = [None for _ in ranks]
-        self.optimizer_state: list[dict[str, State]] = [{} for _ in ranks]
-        self.steps = dict.fromkeys((param.name for param in planned.layout.params), 0)
-
-    @property
-    def truth(self) -> Truth:
-        """Where nothing is sharded, full parameters in the stored dtype are the truth itself, and no copy of it."""
-        return Truth.FULL_STORAGE if self.layout.world_size == 1 else Truth.SHARDS
-
-    @property
-    def full_is_truth(self) -> bool:
-        """Whether what is gathered is no copy, so that it cannot go stale."""
-        return self.truth is Truth.FULL_STORAGE and not self.precision.is_mixed
-
-    # Parameters
-
-    def gather(self, dtype: str) -> None:
-        """Fill every rank's full buffer from the shards, in a dtype (R33)."""
-        self.full_layout = self.layout
-        if self.truth is Truth.FULL_STORAGE and dtype == self.precision.stored:
-            self.full = list(self.unit.shards)
-        else:
-            self.full = list(self.unit.gather([shard.astype(numpy_dtype(dtype)) for shard in self.unit.shards]))
-        self.parts = [None] * len(self.parts)
-
-    def gather_parts(self, group_size: int) -> None:
-        """Fill every rank's full buffer from the shards of its smaller group (R08)."""
-        groups = {post_forward_group(self.unit.mesh, rank, group_size) for rank in range(self.unit.world_size)}
-        parts = [part for part in self.parts if part is not None]
-        self.full = list(over_groups(all_gather, parts, groups))
-        self.full_layout = post_forward(self.layout, group_size)
-        self.parts = [None] * len(self.parts)
-
-    def keep_parts(self, group_size: int) -> None:
-        """Keep a smaller group's shard of the full parameters, and free the rest (R08)."""
-        smaller = post_forward(self.layout, group_size)
-        for rank in range(self.unit.world_size):
-            index = post_forward_group(self.unit.mesh, rank, group_size).index(rank)
-            full = self.views(rank)
-            part = np.zeros(smaller.padded_shard_numel, next(iter(full.values())).dtype)
-            for piece in smaller.pieces(index):
-                for shard_start, param_start, numel in piece.runs():
-                    part[shard_start : shard_start + numel] = full[piece.name].reshape(-1)[
-                        param_start : param_start + numel
-                    ]
-            self.parts[rank], self.full[rank] = part, None
-
-    def free(self, ranks: Iterable[int]) -> None:
-        """Free what was gathered."""
-        for rank in ranks:
-            self.full[rank] = self.parts[rank] = None
-
-    def views(self, rank: int) -> dict[str, np.ndarray]:
-        """A rank's full parameters, which alias its buffer where the layout is contiguous."""
-        buffer = self.full[rank]
-        assert buffer is not None
-        return views(self.full_layout, buffer)
-
-    # Gradients
-
-    def add_grads(self, rank: int, grads: Params) -> None:
-        """Accumulate full gradients, in the dtype in which they wait (R15)."""
-        dtype = numpy_dtype(self.precision.accumulated(self.face))
-        for spec in self.layout.params:
-            grad = grads.get(spec.name)
-            if grad is not None and spec.requires_grad:
-                waiting = self.grads[rank].get(spec.name)
-                grad = grad.astype(dtype)
-                self.grads[rank][spec.name] = grad if waiting is None else waiting + grad
-
-    def reduce(self, steps: Sequence[ReductionStep], custom_factor: float | None) -> None:
-        """Take full gradients, or partial sums of them, through steps of a reduction (R26-R29)."""
-        factors = factors_of(self.unit.mesh, self.face, self.precision.reduced, custom_factor)
-        if ReductionStep.CAST_TO_REDUCED in steps:
-            self.reached |= {name for grads in self.grads for name in grads}
-            if missing_grad(self.face, unit_used=bool(self.reached)) is Missing.ZEROS:
-                self.reached |= {spec.name for spec in self.layout.params if spec.requires_grad}
-            buffers = self.unit.collect(self.grads)
-            self.grads = [{} for _ in self.grads]
-        else:
-            assert self.partials is not None
-            buffers, self.partials = self.partials, None
-        for step in steps:
-            buffers = self.unit.apply(step, buffers, factors)
-            if step is ReductionStep.ADD_PARTIAL and self.partials is not None:
-                buffers = [a + b for a, b in zip(buffers, self.partials, strict=True)]
-                self.partials = None
-            elif step is ReductionStep.KEEP_PARTIAL:
-                self.partials = buffers
-            elif step is ReductionStep.ACCUMULATE:
-                before = self.sharded_grads
-                after = buffers if before is None else [a + b for a, b in zip(before, buffers, strict=True)]
-                self.sharded_grads = after if self.reached else None
-
-    def drop_grads(self) -> None:
-        """Forget gradients that are on their way (R17)."""
-        self.grads = [{} for _ in self.grads]
-        self.partials = None
-
-    def zero_grad(self) -> None:
-        """Forget the reduced gradients, as an optimizer's `zero_grad` does."""
-        self.sharded_grads = None
-        self.reached = set()
-
-    def step(self, optimizer: Optimizer) -> None:
-        """Let the optimizer change the elements that have a gradient; padding has none (R05)."""
-        if self.sharded_grads is None:
-            return
-        for name in self.reached:
-            self.steps[name] += 1
-        for rank, grad in enumerate(self.sharded_grads):
-            for name, piece in self.unit.pieces(self.unit.shards[rank], rank).items():
-                if name in self.reached:
-                    own = self.unit.pieces(grad, rank)[name].astype(piece.dtype)
-                    state = self.optimizer_state[rank].setdefault(name, optimizer.init(piece))
-                    optimizer.update(piece, own, state, self.steps[name])
+from crossframe.plan import PlannedUnit
+from crossframe.reduction import ReductionStep, reduction_steps
+from crossframe.reference.bucket import Grads, LiveBucket
+from crossframe.reference.unit import Params
+from crossframe.unshard import ExitStep, UnshardRequest, residency_after
 
 
 class LiveUnit:
@@ -184,7 +35,7 @@ class LiveUnit:
         self.mesh, self.face = mesh, face
         self.states = [UnitState() for _ in range(mesh.world_size)]
         self.buckets = [LiveBucket(bucket, mesh, params, face, fill) for bucket in planned.buckets]
-        self._before_summon: list[Residency] = []
+        self._before_summon = Residency.SHARD
         self._request = UnshardRequest()
 
     @property
@@ -225,18 +76,38 @@ class LiveUnit:
             self.move(Move.EXPOSE)
 
     def reshard(self) -> None:
-        """Back to the shards alone."""
-        if self.state.exposure is Exposure.FULL:
-            self.move(Move.CONCEAL)
+        """Back to the shards alone.
+
+        Raises:
+            StateError: while the user is shown full parameters.
+        """
+        if self.state.exposure is Exposure.SUMMONED:
+            raise StateError(
+                f"unit {self.name!r}: cannot reshard {self.state.describe()}: leave summon_full_params, which reshards"
+            )
+        self._conceal()
         if self.state.residency is not Residency.SHARD:
             self.move(Move.RESHARD)
             for bucket in self.buckets:
                 bucket.free(self.ranks)
 
-    def reshard_to_group(self) -> None:
-        """Keep a smaller group's shard (R08)."""
+    def _conceal(self) -> None:
         if self.state.exposure is Exposure.FULL:
             self.move(Move.CONCEAL)
+
+    def reshard_to_group(self) -> None:
+        """Keep a smaller group's shard (R08).
+
+        Raises:
+            PlanError: the unit was planned without one.
+            StateError: there are no full parameters that are fresh.
+        """
+        if type(self.reshard_after_forward) is not int:
+            raise PlanError(
+                f"unit {self.name!r}: expected the size of a smaller group to reshard to, got "
+                f"reshard_after_forward={self.reshard_after_forward!r}; plan the unit with a number"
+            )
+        self._conceal()
         self.move(Move.RESHARD_TO_GROUP)
         for bucket in self.buckets:
             bucket.keep_parts(int(self.reshard_after_forward))
@@ -255,19 +126,24 @@ class LiveUnit:
         self.unshard()
         for rank in self.ranks:
             full = {name: value for bucket in self.buckets for name, value in bucket.views(rank).items()}
-            grads = work(rank, full)
-            for bucket in self.buckets if grads is not None else ():
-                bucket.add_grads(rank, grads or {})
+            grads = work(rank, full) or {}
+            if unknown := [name for name in grads if name not in full]:
+                raise ParamError(f"unit {self.name!r}: expected gradients of {list(full)}, got one of {unknown[0]!r}")
+            for bucket in self.buckets:
+                bucket.check_grads(rank, grads)
+                bucket.add_grads(rank, grads)
         self.move(Move.CONCEAL)
         self.move(Move.END_FORWARD if forward else Move.END_BACKWARD)
 
     def reset(self) -> None:
-        """After an exception: the shards alone, and no gradient half done (R17)."""
+        """After an exception: the shards alone, and no gradient of the step that failed, so that the next one begins as it
+        did (R17)."""
         self.move(Move.RESET)
         for bucket in self.buckets:
             bucket.free(self.ranks)
             bucket.drop_grads()
-            bucket.shown_grads = [None] * len(bucket.shown_grads)
+            bucket.zero_grad(self.ranks)
+            bucket.hide_grads(self.ranks)
 
     # Gradients
 
@@ -278,15 +154,24 @@ class LiveUnit:
     # What the user sees, and edits
 
     def shown(self, rank: int) -> dict[str, np.ndarray]:
-        """What a rank's module shows: full parameters, or flat pieces of what the rank holds. Arrays to read and to write."""
-        if self.states[rank].exposure is Exposure.SHARDED or self.buckets[0].full[rank] is None:
+        """What a rank's module shows: full parameters, or flat pieces of what the rank holds. To read; `edit` writes them."""
+        if not self._shows_full(rank):
             return {k: v for b in self.buckets for k, v in b.unit.pieces(b.unit.shards[rank], rank).items()}
         return {k: v for b in self.buckets for k, v in b.views(rank).items()}
 
+    def _shows_full(self, rank: int) -> bool:
+        return self.states[rank].exposure is not Exposure.SHARDED and self.buckets[0].full[rank] is not None
+
+    def check_edited(self) -> None:
+        """Raise what `edited` would: StateError in a forward, a backward or an unsharding."""
+        state = self.state
+        if state.exposure is not Exposure.FULL or state.activity is not Activity.IDLE:
+            state.after(Move.EDIT_SHARDS, self.name)
+
     def edited(self) -> None:
         """The shards were written: what was gathered from them is stale (R12), unless it is the truth itself."""
-        if self.state.exposure is Exposure.FULL:
-            self.move(Move.CONCEAL)
+        self.check_edited()
+        self._conceal()
         if not all(bucket.full_is_truth for bucket in self.buckets):
             self.move(Move.EDIT_SHARDS)
 
@@ -297,25 +182,47 @@ class LiveUnit:
             ParamError: a parameter that the rank does not show, or values of another shape (R25).
             StateError: an edit of the shards in the middle of a forward or backward.
         """
-        target = self.shown(rank).get(name)
-        if target is None:
-            raise ParamError(f"parameter {name!r}: rank {rank} shows none of it; unit {self.name!r} shows others")
-        if target.shape != values.shape:
-            raise ParamError(
-                f"parameter {name!r}: rank {rank} shows shape {target.shape}, got values of {values.shape}"
-            )
+        self._check_values(
+            rank, name, self.shown(rank).get(name), values, "parameter", "unshard or summon it to see all"
+        )
         if self.states[rank].exposure is Exposure.SHARDED:
             self.edited()
         self._overwrite(rank, name, values)
 
     def _overwrite(self, rank: int, name: str, values: np.ndarray) -> None:
         for bucket in self.buckets:
-            if name not in bucket.steps:
-                continue
-            if self.states[rank].exposure is Exposure.SHARDED or bucket.full[rank] is None:
+            if name in bucket.specs and self._shows_full(rank):
+                bucket.write_full(rank, name, values)
+            elif name in bucket.specs:
                 bucket.unit.pieces(bucket.unit.shards[rank], rank)[name][:] = values
-            else:
-                _write_view(bucket, rank, name, values)
+
+    def edit_grad(self, rank: int, name: str, values: np.ndarray) -> None:
+        """A user writes into a gradient that a rank is shown (R22).
+
+        Raises:
+            ParamError: a gradient that the rank is not shown, or values of another shape.
+        """
+        self._check_values(
+            rank, name, self.grads_shown(rank).get(name), values, "gradient of parameter", "summon it with_grads=True"
+        )
+        for bucket in self.buckets:
+            if name in bucket.specs:
+                bucket.write_shown_grad(rank, name, values)
+
+    def _check_values(
+        self, rank: int, name: str, shown: np.ndarray | None, values: np.ndarray, what: str, advice: str
+    ) -> None:
+        if shown is None or shown.shape != values.shape:
+            there = "nothing" if shown is None else f"shape {shown.shape}"
+            raise ParamError(
+                f"unit {self.name!r}, {what} {name!r}: rank {rank} shows {there} of it {self.states[rank].describe()}, got "
+                f"values of shape {values.shape}; {advice}"
+            )
+
+    def zero_grad(self, ranks: Iterable[int] | None = None) -> None:
+        """A user drops the reduced gradients of some ranks, or of all (R22)."""
+        for bucket in self.buckets:
+            bucket.zero_grad(self.ranks if ranks is None else ranks)
 
     def check_summon(self, request: UnshardRequest) -> None:
         """Raise what `summon` would."""
@@ -333,51 +240,38 @@ class LiveUnit:
             UnsupportedError: what no rank could do (R23).
         """
         self.check_summon(request)
-        self._before_summon = [state.residency for state in self.states]
+        self._before_summon = self.state.residency
         self._request = request
         self.reshard()
         self.move(Move.GATHER)
         for bucket in self.buckets:
             bucket.gather(bucket.precision.stored)
             if request.with_grads:
-                self._show_grads(bucket)
+                bucket.show_grads()
         self.move(Move.SUMMON)
         blind = [rank for rank in self.ranks if not request.visible(rank)]
         if blind:
             self.move(Move.RESHARD, blind)
             for bucket in self.buckets:
                 bucket.free(blind)
-
-    def _show_grads(self, bucket: LiveBucket) -> None:
-        """Full gradients of what was reduced; where no rank has any, none (R22)."""
-        if not shows_grad(spec.name in bucket.reached for spec in bucket.layout.params):
-            return
-        assert bucket.sharded_grads is not None
-        for rank, buffer in enumerate(bucket.unit.gather(bucket.sharded_grads)):
-            full = views(bucket.layout, buffer)
-            bucket.shown_grads[rank] = {name: full[name] for name in bucket.reached}
+                bucket.hide_grads(blind)
 
     def grads_shown(self, rank: int) -> Grads:
         """The full gradients that a rank's user sees; what has none is missing."""
-        return {name: grad for bucket in self.buckets for name, grad in (bucket.shown_grads[rank] or {}).items()}
+        return {name: grad for bucket in self.buckets for name, grad in bucket.grads_shown(rank).items()}
 
     def dismiss(self, *, failed: bool = False) -> None:
-        """End `summon`, in the order of `crossframe.unshard.ExitStep`: persist the edits if asked (R20), free, and return to
-        the memory that was there before (R21), unless the user's code has failed."""
+        """End `summon`: what was asked for, in its order (R24), and the memory that was there before (R21), unless the user's
+        code has failed: then the shards alone."""
         if self.state.exposure is not Exposure.SUMMONED:
             raise StateError(f"unit {self.name!r}: there is no unsharding to end {self.state.describe()}")
-        for bucket in self.buckets:
-            for rank in self.ranks if self._request.writeback else ():
-                bucket.unit.write(bucket.unit.shards[rank], bucket.views(rank), rank)
-                grads = bucket.shown_grads[rank]
-                if grads is not None and bucket.sharded_grads is not None:
-                    zeros = {spec.name: np.zeros(spec.shape) for spec in bucket.layout.params}
-                    bucket.unit.write(bucket.sharded_grads[rank], zeros | grads, rank)
-            bucket.shown_grads = [None] * len(bucket.shown_grads)
-            bucket.free(self.ranks)
-        self.move(Move.DISMISS)
-        self.move(Move.RESHARD, [rank for rank in self.ranks if self.states[rank].residency is not Residency.SHARD])
-        before = residency_after(self._before_summon[0], self.buckets[0].precision)
+        for step in self._request.exit_steps():
+            for bucket in self.buckets:
+                bucket.exit(step)
+            if step is ExitStep.RESHARD:
+                self.move(Move.DISMISS)
+                self.move(Move.RESHARD, [rank for rank in self.ranks if self.states[rank].residency is Residency.FULL])
+        before = residency_after(self._before_summon, [bucket.precision for bucket in self.buckets])
         if before is not Residency.SHARD and not failed:
             self.gather()
             if before is Residency.K_GROUP:
@@ -387,15 +281,3 @@ class LiveUnit:
 def keeps_original(layout: Layout) -> bool:
     """Whether the original parameters are what the user holds: always, but in a flat layout that says otherwise."""
     return getattr(layout, "keep_original", True)
-
-
-def _write_view(bucket: LiveBucket, rank: int, name: str, values: np.ndarray) -> None:
-    """Write one parameter of a full buffer, also where a view of it is a copy."""
-    layout, buffer = bucket.full_layout, bucket.full[rank]
-    assert buffer is not None
-    for index in range(layout.world_size):
-        shard = buffer[index * layout.padded_shard_numel : (index + 1) * layout.padded_shard_numel]
-        for piece in layout.pieces(index):
-            if piece.name == name:
-                for shard_start, param_start, numel in piece.runs():
-                    shard[shard_start : shard_start + numel] = values.reshape(-1)[param_start : param_start + numel]

@@ -121,7 +121,9 @@ class ReferenceUnit:
         self._check(grads, missing=True)
         buffers = []
         for params in grads:
-            given = next((grad.dtype for grad in params.values()), numpy_dtype(self.precision.gathered))
+            given = next(
+                (grad.dtype for grad in params.values() if grad is not None), numpy_dtype(self.precision.gathered)
+            )
             buffer = np.zeros(self.layout.gathered_numel, given)
             for index in range(self.mesh.shard):
                 start = index * self.layout.padded_shard_numel

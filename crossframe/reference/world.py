@@ -5,10 +5,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from crossframe.errors import PlanError
+from crossframe.errors import PlanError, UnitError
 from crossframe.faces import Face
-from crossframe.layout import views
-from crossframe.lifecycle import Activity, Exposure
+from crossframe.lifecycle import Activity, Exposure, Move
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit
 from crossframe.reduction import ReductionStep
@@ -77,9 +76,15 @@ class World:
 
         Raises:
             PlanError: batches of other numbers than the plan's microbatches and the world's ranks.
-            StateError: an event that is not legal where it stands.
-        An exception brings all units back to their shards (R17) and goes on.
+            StateError: a unit is summoned (then nothing is changed), or an event that is not legal where it stands.
+        An exception brings all units back to their shards, drops the gradients of the step that failed (R17), and goes on.
         """
+        if unknown := [event.unit for event in plan if event.kind != STEP and event.unit not in self.units]:
+            raise PlanError(f"the plan has a unit {unknown[0]!r}: expected those of the world, {list(self.units)}")
+        if not plan:
+            raise PlanError("expected a plan of at least one event, got none")
+        for unit in self.units.values():
+            unit.state.after(Move.BEGIN_FORWARD, unit.name)
         microbatches = 1 + max(event.microbatch for event in plan)
         if len(batches) != microbatches or any(len(of_ranks) != self.mesh.world_size for of_ranks in batches):
             raise PlanError(
@@ -145,21 +150,24 @@ class World:
         bucket.reduce(steps, self._divide_factor)
 
     def reduce(self, name: str) -> None:
-        """Reduce what gradients a unit has, at once."""
+        """Reduce what gradients a unit has, at once; StateError in a forward, a backward or an unsharding."""
         unit = self.units[name]
+        unit.check_edited()
         for bucket in unit.buckets:
-            if any(bucket.grads):
+            if any(bucket.grads):  # on any rank
                 bucket.reduce(unit.reduction(), self._divide_factor)
 
     def step(self) -> None:
         """The optimizer's step, and its `zero_grad`. Alone in the world, a rank's own gradients are the mean (R26)."""
+        for unit in self.units.values():
+            unit.check_edited()
         for name, unit in self.units.items():
             if self.mesh.world_size == 1:
                 self.reduce(name)
             unit.edited()
             for bucket in unit.buckets:
                 bucket.step(self._optimizer)
-                bucket.zero_grad()
+            unit.zero_grad()
 
     def reset(self) -> None:
         """Bring every unit back to its shards (R17)."""
@@ -179,13 +187,12 @@ class World:
 
     def full_grads(self) -> dict[str, np.ndarray]:
         """All reduced gradients in full; a parameter without one is left out."""
-        found = {}
-        for unit in self.units.values():
-            for bucket in unit.buckets:
-                if bucket.sharded_grads is not None:
-                    full = views(bucket.layout, bucket.unit.gather(bucket.sharded_grads)[0])
-                    found |= {name: full[name].copy() for name in bucket.reached}
-        return found
+        return {
+            name: grad
+            for unit in self.units.values()
+            for bucket in unit.buckets
+            for name, grad in bucket.full_grads().items()
+        }
 
     # Full parameters for the user
 
@@ -199,10 +206,11 @@ class World:
             names: which units; None: all of them (`recurse=True`).
 
         Raises:
+            UnitError: a name of no unit, or one given twice.
             StateError: one of them is in its forward or backward, or summoned. Then none is touched.
             UnsupportedError: a combination that no rank could do (R23).
         """
-        chosen = [self.units[name] for name in (self.units if names is None else names)]
+        chosen = self._chosen(names)
         request = request or UnshardRequest()
         self._check_idle()
         for unit in chosen:
@@ -215,7 +223,14 @@ class World:
             failed = False
         finally:
             for unit in reversed(chosen):
-                unit.dismiss(failed=failed)
+                if unit.state.exposure is Exposure.SUMMONED:  # a reset inside has ended it already
+                    unit.dismiss(failed=failed)
+
+    def _chosen(self, names: Sequence[str] | None) -> list[LiveUnit]:
+        asked = list(self.units) if names is None else list(names)
+        if isinstance(names, str) or len(set(asked)) != len(asked) or not set(asked) <= set(self.units):
+            raise UnitError(f"expected names of units out of {list(self.units)}, each once, got {names!r}")
+        return [self.units[name] for name in asked]
 
     def _check_idle(self) -> None:
         """Nothing is shown while any unit computes: its neighbours' parameters are about to be used (R18)."""

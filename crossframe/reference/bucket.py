@@ -1,0 +1,269 @@
+"""The memory of one bucket on all ranks: what was gathered, what waits to be reduced, and what the optimizer keeps."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.errors import ParamError
+from crossframe.faces import Face
+from crossframe.layout import Layout, post_forward, post_forward_group, views
+from crossframe.mesh import MeshSpec
+from crossframe.plan import PlannedBucket
+from crossframe.reduction import Missing, ReductionStep, factors_of, missing_grad
+from crossframe.reference.collectives import all_gather, over_groups
+from crossframe.reference.optim import Optimizer, State
+from crossframe.reference.unit import Params, ReferenceUnit
+from crossframe.unshard import ExitStep, Truth, shows_grad
+
+Grads = dict[str, np.ndarray]
+
+
+class LiveBucket:
+    """The memory of one bucket. Lists have one entry a rank.
+
+    Attributes:
+        unit: the shards, which are the truth.
+        full: gathered buffers of shape (full_layout.gathered_numel,), or None; in the dtype that was gathered.
+        full_layout: how these are laid out: as the shards are, or as a smaller group's shards are (R08).
+        parts: shards of a smaller group, or None.
+        grads: full gradients that were not reduced yet, by name.
+        partials: sums over the shard group that wait for that over replicas (R28), or None.
+        under_way: parameters that some rank has a gradient of in what is being reduced.
+        sharded_grads: reduced gradients of shape (padded_shard_numel,), or None where a rank has none.
+        reached: parameters that have a reduced gradient.
+        shown_grads: full gradients that the user is shown, of shape (gathered_numel,), or None.
+        shown_names: parameters whose gradient is shown.
+        optimizer_state: by name; `steps` counts the steps that each parameter took.
+    """
+
+    def __init__(self, planned: PlannedBucket, mesh: MeshSpec, params: Params, face: Face, fill: bool) -> None:
+        self.unit = ReferenceUnit(planned.layout, params, fill=fill, mesh=mesh, precision=planned.precision)
+        self.face = face
+        self.layout: Layout = planned.layout
+        self.full_layout: Layout = planned.layout
+        self.precision = planned.precision
+        self.specs = {param.name: param for param in planned.layout.params}
+        ranks = range(mesh.world_size)
+        self.full: list[np.ndarray | None] = [None for _ in ranks]
+        self.parts: list[np.ndarray | None] = [None for _ in ranks]
+        self.grads: list[Grads] = [{} for _ in ranks]
+        self.partials: list[np.ndarray] | None = None
+        self.under_way: set[str] = set()
+        self.sharded_grads: list[np.ndarray | None] = [None for _ in ranks]
+        self.reached: list[set[str]] = [set() for _ in ranks]
+        self.shown_grads: list[np.ndarray | None] = [None for _ in ranks]
+        self.shown_names: list[str] = []
+        self.optimizer_state: list[dict[str, State]] = [{} for _ in ranks]
+        self.steps: list[dict[str, int]] = [{} for _ in ranks]
+
+    @property
+    def truth(self) -> Truth:
+        """Where nothing is sharded, full parameters in the stored dtype are the truth itself, and no copy of it."""
+        return Truth.FULL_STORAGE if self.layout.world_size == 1 else Truth.SHARDS
+
+    @property
+    def full_is_truth(self) -> bool:
+        """Whether what is gathered is no copy, so that it cannot go stale."""
+        return self.truth is Truth.FULL_STORAGE and not self.precision.is_mixed
+
+    # Parameters
+
+    def gather(self, dtype: str) -> None:
+        """Fill every rank's full buffer from the shards, in a dtype (R33)."""
+        self.full_layout = self.layout
+        if self.truth is Truth.FULL_STORAGE and dtype == self.precision.stored:
+            self.full = list(self.unit.shards)
+        else:
+            self.full = list(self.unit.gather([shard.astype(numpy_dtype(dtype)) for shard in self.unit.shards]))
+        self.parts = [None] * len(self.parts)
+
+    def gather_parts(self, group_size: int) -> None:
+        """Fill every rank's full buffer from the shards of its smaller group (R08)."""
+        groups = {post_forward_group(self.unit.mesh, rank, group_size) for rank in range(self.unit.world_size)}
+        parts = [part for part in self.parts if part is not None]
+        self.full = list(over_groups(all_gather, parts, groups))
+        self.full_layout = post_forward(self.layout, group_size)
+        self.parts = [None] * len(self.parts)
+
+    def keep_parts(self, group_size: int) -> None:
+        """Keep a smaller group's shard of the full parameters, and free the rest (R08)."""
+        smaller = post_forward(self.layout, group_size)
+        for rank in range(self.unit.world_size):
+            index = post_forward_group(self.unit.mesh, rank, group_size).index(rank)
+            full = self.views(rank)
+            part = np.zeros(smaller.padded_shard_numel, next(iter(full.values())).dtype)
+            for piece in smaller.pieces(index):
+                for shard_start, param_start, numel in piece.runs():
+                    values = full[piece.name].reshape(-1)[param_start : param_start + numel]
+                    part[shard_start : shard_start + numel] = values
+            self.parts[rank], self.full[rank] = part, None
+
+    def free(self, ranks: Iterable[int]) -> None:
+        """Free what was gathered."""
+        for rank in ranks:
+            self.full[rank] = self.parts[rank] = None
+
+    def views(self, rank: int) -> dict[str, np.ndarray]:
+        """A rank's full parameters; they alias its buffer only where the layout is contiguous."""
+        buffer = self.full[rank]
+        assert buffer is not None
+        return views(self.full_layout, buffer)
+
+    def write_full(self, rank: int, name: str, values: np.ndarray) -> None:
+        """Write one parameter of a rank's full buffer, also where a view of it is a copy."""
+        buffer = self.full[rank]
+        assert buffer is not None
+        _write_view(self.full_layout, buffer, name, values)
+
+    # Gradients
+
+    def check_grads(self, rank: int, grads: Params) -> None:
+        """Refuse a gradient that does not have its parameter's shape."""
+        for name, grad in grads.items():
+            if name in self.specs and grad.shape != self.specs[name].shape:
+                raise ParamError(
+                    f"gradient of parameter {name!r}: expected shape {self.specs[name].shape}, got {grad.shape} on rank {rank}"
+                )
+
+    def add_grads(self, rank: int, grads: Params) -> None:
+        """Accumulate full gradients, in the dtype in which they wait (R15)."""
+        dtype = numpy_dtype(self.precision.accumulated(self.face))
+        for spec in self.layout.params:
+            grad = grads.get(spec.name)
+            if grad is not None and spec.requires_grad:
+                waiting = self.grads[rank].get(spec.name)
+                grad = grad.astype(dtype)
+                self.grads[rank][spec.name] = grad if waiting is None else waiting + grad
+
+    def reduce(self, steps: Sequence[ReductionStep], custom_factor: float | None) -> None:
+        """Take full gradients, or partial sums of them, through steps of a reduction (R26-R29)."""
+        factors = factors_of(self.unit.mesh, self.face, self.precision.reduced, custom_factor)
+        if ReductionStep.CAST_TO_REDUCED in steps:
+            self.under_way |= {name for grads in self.grads for name in grads}
+            if missing_grad(self.face, unit_used=bool(self.under_way)) is Missing.ZEROS:
+                self.under_way |= {spec.name for spec in self.layout.params if spec.requires_grad}
+            buffers = self.unit.collect(self.grads)
+            self.grads = [{} for _ in self.grads]
+        else:
+            assert self.partials is not None
+            buffers, self.partials = self.partials, None
+        for step in steps:
+            buffers = self.unit.apply(step, buffers, factors)
+            if step is ReductionStep.ADD_PARTIAL and self.partials is not None:
+                buffers = [a + b for a, b in zip(buffers, self.partials, strict=True)]
+                self.partials = None
+            elif step is ReductionStep.KEEP_PARTIAL:
+                self.partials = buffers
+            elif step is ReductionStep.ACCUMULATE:
+                self._accumulate(buffers)
+
+    def _accumulate(self, reduced: list[np.ndarray]) -> None:
+        for rank, own in enumerate(reduced if self.under_way else ()):
+            before = self.sharded_grads[rank]
+            self.sharded_grads[rank] = own if before is None else before + own
+            self.reached[rank] |= self.under_way
+        self.under_way = set()
+
+    def drop_grads(self) -> None:
+        """Forget gradients that are on their way (R17)."""
+        self.grads = [{} for _ in self.grads]
+        self.partials = None
+        self.under_way = set()
+
+    def zero_grad(self, ranks: Iterable[int]) -> None:
+        """Forget the reduced gradients of some ranks, as an optimizer's `zero_grad` does."""
+        for rank in ranks:
+            self.sharded_grads[rank] = None
+            self.reached[rank] = set()
+
+    def gather_grads(self) -> list[np.ndarray] | None:
+        """Reduced gradients in full, on every rank; a rank without any counts as zeros. None where no rank has any (R22).
+
+        Where nothing is sharded these are the gradients themselves, and no copy.
+        """
+        if not shows_grad(grad is not None for grad in self.sharded_grads):
+            return None
+        zeros = np.zeros(self.layout.padded_shard_numel, numpy_dtype(self.precision.kept))
+        present = [zeros.copy() if grad is None else grad for grad in self.sharded_grads]
+        return present if self.truth is Truth.FULL_STORAGE else self.unit.gather(present)
+
+    def full_grads(self) -> Grads:
+        """Reduced gradients in full, by name: copies. A parameter that no rank has one of is left out."""
+        buffers = self.gather_grads()
+        if buffers is None:
+            return {}
+        full = views(self.layout, buffers[0])
+        return {name: full[name].copy() for name in full if any(name in reached for reached in self.reached)}
+
+    def show_grads(self) -> None:
+        """Show the user full gradients beside the parameters (R22)."""
+        buffers = self.gather_grads()
+        self.shown_names = [name for name in self.specs if any(name in reached for reached in self.reached)]
+        self.shown_grads = [None for _ in self.shown_grads] if buffers is None else list(buffers)
+
+    def grads_shown(self, rank: int) -> Grads:
+        """What `show_grads` shows on a rank."""
+        buffer = self.shown_grads[rank]
+        full = {} if buffer is None else views(self.layout, buffer)
+        return {name: full[name] for name in self.shown_names if name in full}
+
+    def write_shown_grad(self, rank: int, name: str, values: np.ndarray) -> None:
+        """Write one gradient of those shown."""
+        buffer = self.shown_grads[rank]
+        assert buffer is not None
+        _write_view(self.layout, buffer, name, values)
+
+    def hide_grads(self, ranks: Iterable[int]) -> None:
+        """Free the full gradients that were shown."""
+        for rank in ranks:
+            self.shown_grads[rank] = None
+
+    # The end of an unsharding
+
+    def exit(self, step: ExitStep) -> None:
+        """One step of what ends an unsharding (R24)."""
+        ranks = range(self.unit.world_size)
+        match step:
+            case ExitStep.BACK_FROM_CPU:
+                pass  # all memory of numpy is the CPU's
+            case ExitStep.WRITEBACK:
+                for rank in ranks:
+                    self.unit.write(self.unit.shards[rank], self.views(rank), rank)
+                    self._write_back_grads(rank)
+            case ExitStep.RESHARD:
+                self.free(ranks)
+            case ExitStep.RESHARD_GRADS:
+                self.hide_grads(ranks)
+
+    def _write_back_grads(self, rank: int) -> None:
+        """What the user made of the shown gradients; a rank that had none gets none, as in torch."""
+        shown, own = self.shown_grads[rank], self.sharded_grads[rank]
+        if shown is not None and own is not None:
+            self.unit.write(own, views(self.layout, shown), rank)
+
+    # The optimizer
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let the optimizer change the elements that have a gradient; padding has none (R05)."""
+        for rank, grad in enumerate(self.sharded_grads):
+            if grad is None:
+                continue
+            steps, states = self.steps[rank], self.optimizer_state[rank]
+            for name in self.reached[rank]:
+                steps[name] = steps.get(name, 0) + 1
+            for name, piece in self.unit.pieces(self.unit.shards[rank], rank).items():
+                if name in self.reached[rank]:
+                    own = self.unit.pieces(grad, rank)[name].astype(piece.dtype)
+                    state = states.setdefault(name, optimizer.init(piece))
+                    optimizer.update(piece, own, state, steps[name])
+
+
+def _write_view(layout: Layout, buffer: np.ndarray, name: str, values: np.ndarray) -> None:
+    """Write one parameter of a buffer laid out like the gathered one."""
+    for index in range(layout.world_size):
+        shard = buffer[index * layout.padded_shard_numel : (index + 1) * layout.padded_shard_numel]
+        for piece in layout.pieces(index):
+            if piece.name == name:
+                for shard_start, param_start, numel in piece.runs():
+                    shard[shard_start : shard_start + numel] = values.reshape(-1)[param_start : param_start + numel]
