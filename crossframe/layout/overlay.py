@@ -79,7 +79,10 @@ def _received(source: Sharding, target: Sharding, matched: dict[str, tuple[int, 
 
 
 def _joined(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
-    """Transfers of one parameter of which each goes on where the last one ended, on both sides, as one."""
+    """Transfers of one parameter of which each goes on where the last one ended, on both sides, as one.
+
+    On the side of the target they always do: they fill one piece from its start to its stop.
+    """
     last = None
     for each in transfers:
         if last is None:
@@ -88,7 +91,6 @@ def _joined(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
             last.name == each.name
             and last.source_rank == each.source_rank
             and last.source_start + last.numel == each.source_start
-            and last.target_start + last.numel == each.target_start
         ):
             numel = last.numel + each.numel
             last = Transfer(

@@ -97,25 +97,22 @@ def test_R09_the_shard_is_nearly_always_the_smallest_there_is():
 
 
 @pytest.mark.parametrize(
-    ("line", "world_size", "least"),
+    ("line", "world_size", "least", "found"),
     [
+        ([(64, 64), (5, 1), (120, 30)], 7, 64, 64),  # a multiple of one block alone
         (
-            [(64, 32), (63, 7)],
-            9,
-            35,
-        ),  # the smaller parameter's block alone divides it: 64 is the next that any other does
-        (
-            [(384, 192), (57, 1)],
+            [(200, 100), (80, 16), (5, 1)],
             2,
-            249,
-        ),  # far from 221, where the search begins, and a multiple of nothing: found in leaps
-        ([(8, 4), (24, 8), (49, 7)], 3, 29),  # and this one in steps
+            185,
+            189,
+        ),  # far from 143 and a multiple of no block: leaps, not to the least
+        ([(8, 4), (24, 8), (49, 7)], 3, 29, 29),  # skipped by leaps: steps
     ],
 )
-def test_R09_each_part_of_the_search_finds_what_the_others_do_not(line, world_size, least):
+def test_R09_each_part_of_the_search_finds_what_the_others_do_not(line, world_size, least, found):
     assert smallest(line, world_size) == least
     blocks = tuple(block for _, block in line)
-    assert RaggedLayout(specs([(numel,) for numel, _ in line]), world_size, blocks).padded_shard_numel == least
+    assert RaggedLayout(specs([(numel,) for numel, _ in line]), world_size, blocks).padded_shard_numel == found
 
 
 def test_R09_rows_of_five_on_two_ranks():
