@@ -11,8 +11,6 @@ from experiments.spec.cases import SHAPES, WORLD_SIZES, Shapes
 from experiments.spec.checks import Scope
 from experiments.spec.tally import Tallies, Tally
 
-LARGER = "the search for a shard size is bounded: here a smaller one would do"
-
 
 @dataclass(frozen=True)
 class RaggedCase:
@@ -72,10 +70,7 @@ def _compare_size(tally: Tally, case: RaggedCase, size: int) -> None:
     total = sum(numel for numel, _ in line)
     least = -(-total // case.world_size)
     smallest = next(numel for numel in count(least) if numel == 0 or _fits(line, numel, case.world_size))
-    if size > smallest:
-        tally.explain(LARGER, (case, f"{size} in the place of {smallest}"))
-    else:
-        tally.compare(size, smallest, case, "the smallest")
+    tally.compare(size, smallest, case, "the smallest")
 
 
 def _fits(line: list[tuple[int, int]], shard_numel: int, world_size: int) -> bool:
