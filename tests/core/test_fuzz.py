@@ -104,7 +104,7 @@ def use(made: Any) -> None:
 
 
 @pytest.mark.parametrize("make", RIGHT, ids=lambda make: make.__qualname__)
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=100)
 @given(st.data())
 def test_one_or_more_wrong_arguments(make, data):
     wrong = data.draw(st.sets(st.sampled_from(sorted(RIGHT[make])), min_size=1))
@@ -116,7 +116,7 @@ def use_if(made: Any) -> None:
         use(made)
 
 
-@settings(QUICK, max_examples=400)
+@settings(QUICK, max_examples=200)
 @given(st.data())
 def test_fields_of_a_layout_that_are_wrong_or_gone(data):
     right = data.draw(st.sampled_from([FLAT.to_json(), ROWS.to_json(), RAGGED.to_json()]))
@@ -130,7 +130,7 @@ SHAPES = st.lists(st.integers(0, 5) | st.sampled_from([2**20, 2**31, 2**40, 2**6
 )
 
 
-@settings(QUICK, max_examples=300)
+@settings(QUICK, max_examples=150)
 @given(
     SHAPES,
     st.sampled_from(["float64", "float32", "bfloat16"]),

@@ -99,14 +99,12 @@ def test_R09_the_shard_is_nearly_always_the_smallest_there_is():
 @pytest.mark.parametrize(
     ("line", "world_size", "least", "found"),
     [
-        ([(64, 64), (5, 1), (120, 30)], 7, 64, 64),  # a multiple of one block alone
-        (
-            [(200, 100), (80, 16), (5, 1)],
-            2,
-            185,
-            189,
-        ),  # far from 143 and a multiple of no block: leaps, not to the least
-        ([(8, 4), (24, 8), (49, 7)], 3, 29, 29),  # skipped by leaps: steps
+        # Found as a multiple of one block alone.
+        ([(64, 64), (5, 1), (120, 30)], 7, 64, 64),
+        # Far from 143, where the search begins, and a multiple of no block: leaps come near the least.
+        ([(200, 100), (80, 16), (5, 1)], 2, 185, 189),
+        # Leaps would skip it: steps.
+        ([(8, 4), (24, 8), (49, 7)], 3, 29, 29),
     ],
 )
 def test_R09_each_part_of_the_search_finds_what_the_others_do_not(line, world_size, least, found):
