@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossframe.errors import CrossframeError, MeshError, ParamError
+from crossframe.errors import CrossframeError, LayoutError, MeshError, ParamError
 from crossframe.layout import (
     FlatLayout,
     PerParamLayout,
@@ -123,6 +123,14 @@ def test_fields_of_a_layout_that_are_wrong_or_gone(data):
     wrong = {name: data.draw(ANYTHING) for name in sorted(data.draw(st.sets(st.sampled_from(sorted(right)))))}
     gone = data.draw(st.sets(st.sampled_from(sorted(right)), max_size=1))
     use_if(made_or_refused(layout_from_json, {k: v for k, v in (right | wrong).items() if k not in gone}, (W, V)))
+
+
+@pytest.mark.parametrize(
+    "kind", [np.ones(2), np.array(["flat", "flat"]), ["flat"], 10**5000, None, Unshowable()], ids=shown
+)
+def test_a_kind_of_layout_that_is_no_name_is_refused(kind):
+    with pytest.raises(LayoutError, match="unknown layout kind"):
+        layout_from_json(FLAT.to_json() | {"kind": kind}, (W, V))
 
 
 SHAPES = st.lists(st.integers(0, 5) | st.sampled_from([2**20, 2**31, 2**40, 2**62, 2**63, 10**30]), max_size=4).map(
