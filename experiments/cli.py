@@ -1,4 +1,4 @@
-"""The `crossframe` command: parity, record, compare.
+"""The `crossframe` command: parity, record, compare, layout, plan.
 
 Exit status: 0 equal or rounding, 1 a bug, 2 wrong use or no answer.
 """
@@ -36,6 +36,12 @@ LearningRate = Annotated[float, typer.Option(help="Learning rate of AdamW.")]
 StrategyName = Annotated[str, typer.Option(help="full_shard or shard_grad_op.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there are enough.")]
 Fault = Annotated[str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients.")]
+ShapesOf = Annotated[
+    str, typer.Argument(help="gpt, gpt-tiny, llama-3-8b, llama-3-405b, or a .json of shapes.", show_default=False)
+]
+RanksOf = Annotated[int, typer.Option(help="Number of ranks.", show_default=False)]
+Dtype = Annotated[str, typer.Option(help="Dtype in which parameters are stored.")]
+Svg = Annotated[Path | None, typer.Option(help="File for a drawing. Default: none")]
 DEFAULTS = RunSettings("gpt")
 # Which extra brings a module that may be missing.
 EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
@@ -172,6 +178,83 @@ def compare(
     """Compare two recordings, and say whether their difference is rounding or a bug."""
     with _exit_on_error():
         _answer([(Recording.open(a), Recording.open(b))], output)
+
+
+@app.command()
+def layout(
+    model: ShapesOf,
+    world_size: RanksOf,
+    layout: Annotated[str, typer.Option(help="flat, per_param or ragged.")] = "flat",
+    keep_original: Annotated[bool, typer.Option(help="Flat: original parameters stay visible, and aligned.")] = True,
+    compute_dtype: Annotated[
+        str | None, typer.Option(help="Flat: dtype that is computed with. Default: --dtype")
+    ] = None,
+    dtype: Dtype = "float32",
+    replicate: Annotated[int, typer.Option(help="Copies of the model, each cut over the ranks of its own.")] = 1,
+    dim: Annotated[list[str] | None, typer.Option(help="Per parameter: PATTERN=DIM, the dim to cut on.")] = None,
+    unit: Annotated[str | None, typer.Option(help="Only this unit; '' is the root.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+    where: Annotated[list[str] | None, typer.Option(help="NAME[INDEX]: only who holds this element.")] = None,
+    svg: Svg = None,
+) -> None:
+    """Show which rank holds what of a model, and where padding lies."""
+    from experiments.show.layout import LayoutOptions, show_layout
+
+    with _exit_on_error():
+        options = LayoutOptions(world_size, layout, keep_original, compute_dtype, replicate, dim or ())
+        show_layout(model, dtype, options, unit=unit, rank=rank, where=where or (), svg=svg, console=console)
+
+
+@app.command()
+def plan(
+    model: ShapesOf,
+    world_size: RanksOf,
+    strategy: Annotated[
+        str, typer.Option(help="full_shard, shard_grad_op, no_shard, or a hybrid_shard.")
+    ] = "full_shard",
+    shard: Annotated[int | None, typer.Option(help="Hybrid: ranks that hold one copy of the model.")] = None,
+    face: Annotated[str, typer.Option(help="fsdp1 or fsdp2.")] = "fsdp1",
+    reshard_after_forward: Annotated[
+        str | None, typer.Option(help="FSDP2: true, false, or ranks of a smaller group.")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="flat, per_param or ragged. Default: the face's")] = None,
+    backward_prefetch: Annotated[str, typer.Option(help="pre, post or none.")] = "pre",
+    forward_prefetch: Annotated[int, typer.Option(help="Units that forward gathers ahead.")] = 0,
+    dtype: Dtype = "float32",
+    param_dtype: Annotated[str | None, typer.Option(help="Gathered and computed with. Default: --dtype")] = None,
+    reduce_dtype: Annotated[str | None, typer.Option(help="Of gradients on their way. Default: --param-dtype")] = None,
+    microbatches: Annotated[int, typer.Option(help="Forwards and backwards of a step.")] = 1,
+    sync: Annotated[str, typer.Option(help="What of them is reduced: each, last or all_reduce_last.")] = "each",
+    rank: Annotated[int, typer.Option(help="Whose step.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank and microbatch.")] = 4096,
+    bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank. Default: 5e10")] = None,
+    latency: Annotated[float | None, typer.Option(help="Seconds of an empty message. Default: 1e-5")] = None,
+    flops: Annotated[float | None, typer.Option(help="Operations a second of a rank. Default: 4e14")] = None,
+    svg: Svg = None,
+    events: Annotated[bool, typer.Option("--events", help="Print every event.")] = False,
+) -> None:
+    """Show what a training step does when on one rank: what travels, how long it takes, and what memory holds."""
+    from experiments.show.plan import PlanOptions, hardware, show_plan
+
+    with _exit_on_error():
+        options = PlanOptions(
+            world_size,
+            strategy,
+            shard,
+            face,
+            reshard_after_forward,
+            layout,
+            backward_prefetch,
+            forward_prefetch,
+            param_dtype,
+            reduce_dtype,
+            microbatches,
+            sync,
+            rank,
+            tokens,
+            hardware(bandwidth, latency, flops),
+        )
+        show_plan(model, dtype, options, events=events, svg=svg, console=console)
 
 
 def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> None:

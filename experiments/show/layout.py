@@ -1,0 +1,174 @@
+"""The `crossframe layout` command: who holds what of a model."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rich.console import Console
+
+from crossframe.draw import layout_svg, layout_text
+from crossframe.draw.amounts import ranks_text
+from crossframe.errors import LayoutError, UsageError
+from crossframe.layout import Layout, PerParamLayout, Sharding
+from crossframe.mesh import MeshSpec, check_rank, check_world_size
+from crossframe.shown import shown
+from experiments.models.definition import LAYOUT_KINDS, ModelShapes
+from experiments.models.shapes import model_shapes
+from experiments.show.words import put, refused, width_of, write_svg
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """What the command was asked.
+
+    Attributes:
+        kind: of LAYOUT_KINDS.
+        keep_original, compute_dtype: of the flat layout alone.
+        replicate: copies of the model.
+        dims: "PATTERN=DIM" each: on which dim the per-parameter layout cuts the parameters whose name matches; else on dim 0.
+
+    Raises:
+        UsageError: an unknown kind, an option of another kind, replicas that do not divide the world, or no such dim.
+        MeshError: no such world size.
+    """
+
+    world_size: int
+    kind: str = "flat"
+    keep_original: bool = True
+    compute_dtype: str | None = None
+    replicate: int = 1
+    dims: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_world_size(self.world_size)
+        if self.kind not in LAYOUT_KINDS:
+            raise refused("layout", LAYOUT_KINDS, self.kind)
+        if self.replicate < 1 or self.world_size % self.replicate:
+            raise UsageError(f"replicate: expected a divisor of {self.world_size} ranks, got {self.replicate}")
+        if self.kind != "flat" and not self.keep_original:
+            raise UsageError(f"no-keep-original: only the flat layout can do without originals, not {self.kind}")
+        if self.kind != "flat" and self.compute_dtype is not None:
+            raise UsageError(f"compute-dtype: only the flat layout is aligned to it, not {self.kind}")
+        if self.kind != "per_param" and self.dims:
+            raise UsageError(f"dim: only the per_param layout cuts on a dim, not {self.kind}")
+
+    def sharding(self, shapes: ModelShapes) -> Sharding:
+        """The model so laid out.
+
+        Raises:
+            UsageError: a dim that is not "PATTERN=DIM", or whose pattern matches nothing.
+        """
+        mesh = MeshSpec(self.world_size // self.replicate, self.replicate)
+        layouts = shapes.layouts(
+            self.kind, mesh.shard, keep_original=self.keep_original, compute_dtype=self.compute_dtype
+        )
+        return Sharding(self._cut(layouts), mesh)
+
+    def _cut(self, layouts: tuple[tuple[str, Layout], ...]) -> tuple[tuple[str, Layout], ...]:
+        dims: dict[str, int] = {}
+        names = [param.name for _, layout in layouts for param in layout.params]
+        for asked in self.dims:
+            found = re.fullmatch(r"(.+)=(-?\d{1,9})", asked)
+            if not found:
+                raise UsageError(f"dim: expected PATTERN=DIM, for instance '*.weight=1', got {shown(asked)}")
+            matching = [name for name in names if fnmatchcase(name, found[1])]
+            if not matching:
+                raise UsageError(f"dim: no parameter matches {shown(found[1])}: expected names like {shown(names[0])}")
+            dims |= dict.fromkeys(matching, int(found[2]))
+        return tuple(
+            (unit, replace(layout, dims=tuple(dims.get(param.name, 0) for param in layout.params)))
+            if isinstance(layout, PerParamLayout)
+            else (unit, layout)
+            for unit, layout in layouts
+        )
+
+
+def show_layout(
+    model: str,
+    dtype: str,
+    options: LayoutOptions,
+    *,
+    unit: str | None,
+    rank: int | None,
+    where: Sequence[str],
+    svg: Path | None,
+    console: Console,
+) -> None:
+    """Print who holds what, or which ranks hold the elements asked for; write the drawing.
+
+    Args:
+        model: a name or a file, as `model_shapes` takes it.
+        unit, rank: only these.
+        where: elements as "NAME[INDEX]"; then the table is not printed.
+        svg: where the drawing goes; None: nowhere.
+
+    Raises:
+        CrossframeError: a model, an option or an element that does not exist.
+        OSError: a drawing that cannot be written.
+    """
+    sharding = options.sharding(model_shapes(model, dtype))
+    if rank is not None:
+        check_rank(rank, options.world_size)
+    text = layout_text(sharding, unit=unit, rank=rank, width=width_of(console))
+    found = [where_text(sharding, each) for each in where]
+    if svg is not None:
+        write_svg(svg, layout_svg(sharding, unit=unit, rank=rank))
+    put(console, "\n".join(found) or text)
+    if svg is not None:
+        put(console, f"\ndrawing: {svg}")
+
+
+def where_text(sharding: Sharding, asked: str) -> str:
+    """Which ranks hold an element, and at which offset of their shards.
+
+    Args:
+        asked: "NAME[INDEX]" with an index for each dim, or with one for the parameter as a row-major line.
+
+    Raises:
+        UsageError: another form, or an index out of range.
+        LayoutError: no such parameter.
+
+    >>> from crossframe.layout import FlatLayout
+    >>> from crossframe.params import ParamSpec
+    >>> layout = FlatLayout((ParamSpec("w", (5, 3)),), world_size=4, keep_original=True)
+    >>> where_text(Sharding((("", layout),), MeshSpec(4)), "w[4,1]")
+    "w[4,1]: element 13 of 15, in unit '', on rank 3 at offset 1 of its shard"
+    """
+    parts = re.fullmatch(r"(.+?)(?:\[([^\[\]]*)\])?", asked)
+    name, inside = (parts[1], parts[2]) if parts else (asked, None)
+    if sharding.find(name) is None:
+        raise LayoutError(
+            f"where: no parameter is named {shown(name)}: expected NAME[INDEX], the name as the table has it"
+        )
+    bucket, i = sharding.find(name) or (0, 0)
+    unit, layout = sharding.units[bucket]
+    shape = layout.params[i].shape
+    element = _element(asked, shape, inside)
+    (piece,) = layout.find(i, element, element + 1)
+    ranks = sharding.mesh.replicate_group(piece.rank)
+    them = f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+    return (
+        f"{asked}: element {element:,} of {math.prod(shape):,}, in unit {unit!r}, on {them} at offset "
+        f"{piece.shard_start:,} of {'their shards' if len(ranks) > 1 else 'its shard'}"
+    )
+
+
+def _element(asked: str, shape: tuple[int, ...], inside: str | None) -> int:
+    """The place of an element in the parameter taken as one line."""
+    try:
+        index = [int(each) for each in (inside or "").split(",") if each.strip()]
+    except ValueError:
+        index = None
+    sizes = [math.prod(shape)] if index is not None and len(index) == 1 else list(shape)
+    if index is None or len(index) != len(sizes) or not all(0 <= at < n for at, n in zip(index, sizes, strict=True)):
+        raise UsageError(
+            f"where: {shown(asked)}: expected an index for each dim of shape {shape}, or one below {math.prod(shape)}, each "
+            "from 0 on"
+        )
+    element = 0
+    for at, size in zip(index, sizes, strict=True):
+        element = element * size + at
+    return element

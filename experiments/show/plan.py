@@ -1,0 +1,137 @@
+"""The `crossframe plan` command: what a step of a model does when, and what it costs."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from crossframe.cost import Cost, Hardware, step_cost
+from crossframe.draw import events_text, plan_svg, plan_text
+from crossframe.errors import UsageError
+from crossframe.faces import Face
+from crossframe.mesh import check_world_size
+from crossframe.plan import Prefetch, Strategy, Sync, plan_units, step_plan
+from crossframe.precision import PrecisionPolicy
+from crossframe.shown import shown
+from experiments.models.definition import LAYOUT_KINDS, ModelShapes
+from experiments.models.shapes import model_shapes
+from experiments.show.words import choice, put, refused, width_of, write_svg
+
+_PREFETCH = {"pre": Prefetch.BACKWARD_PRE, "post": Prefetch.BACKWARD_POST, "none": None}
+
+
+def hardware(bandwidth: float | None, latency: float | None, flops: float | None) -> Hardware:
+    """Hardware's defaults but for what was asked.
+
+    Raises:
+        PlanError: a number that is not finite, or not above 0.
+    """
+    asked = {"bytes_per_second": bandwidth, "latency_seconds": latency, "flops_per_second": flops}
+    return Hardware(**{name: value for name, value in asked.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command was asked, in the words of its options.
+
+    Attributes:
+        shard: ranks that hold one copy of the model; hybrid strategies need it.
+        kind: of LAYOUT_KINDS; None: what the face's torch has, flat (FSDP1) or per_param (FSDP2).
+        reshard_after_forward: "true", "false" or the size of a smaller group; None: as the strategy says. FSDP2 alone.
+        tokens: of one rank and microbatch.
+
+    Raises:
+        UsageError: a word that is none of those expected.
+        MeshError, PlanError: a world that does not exist, or that the strategy cannot cut.
+    """
+
+    world_size: int
+    strategy: str = Strategy.FULL_SHARD.value
+    shard: int | None = None
+    face: str = Face.FSDP1.value
+    reshard_after_forward: str | None = None
+    kind: str | None = None
+    backward_prefetch: str = "pre"
+    forward_prefetch: int = 0
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    microbatches: int = 1
+    sync: str = Sync.EACH.value
+    rank: int = 0
+    tokens: int = 4096
+    hardware: Hardware = field(default_factory=Hardware)
+
+    def cost(self, shapes: ModelShapes) -> Cost:
+        """The plan of a model's step and its cost."""
+        check_world_size(self.world_size)
+        strategy, face = choice("strategy", Strategy, self.strategy), choice("face", Face, self.face)
+        sync = choice("sync", Sync, self.sync)
+        if self.backward_prefetch not in _PREFETCH:
+            raise refused("backward-prefetch", _PREFETCH, self.backward_prefetch)
+        if strategy.is_hybrid and self.shard is None:
+            raise UsageError(
+                f"shard: {strategy.value} needs the number of ranks that hold one copy, for instance --shard 8"
+            )
+        kind = self.kind or ("flat" if face is Face.FSDP1 else "per_param")
+        if kind not in LAYOUT_KINDS:
+            raise refused("layout", LAYOUT_KINDS, kind)
+        mesh = strategy.mesh(self.world_size, self.shard)
+        mesh.coordinate(self.rank)
+        units = plan_units(
+            # Computing in another dtype moves the alignment of the flat layout (R02).
+            shapes.layouts(kind, mesh.shard, compute_dtype=self.param_dtype),
+            strategy,
+            face=face,
+            reshard_after_forward=self._reshards(face),
+            policy=PrecisionPolicy(self.param_dtype, self.reduce_dtype),
+        )
+        plan = step_plan(
+            units,
+            mesh,
+            self.rank,
+            face=face,
+            backward_prefetch=_PREFETCH[self.backward_prefetch],
+            forward_prefetch=self.forward_prefetch,
+            microbatches=self.microbatches,
+            sync=sync,
+        )
+        return step_cost(plan, units, self.hardware, tokens=self.tokens)
+
+    def _reshards(self, face: Face) -> bool | int | None:
+        asked = self.reshard_after_forward
+        if asked is None:
+            return None
+        if face is Face.FSDP1:
+            raise UsageError("reshard-after-forward: FSDP1 has no such choice, its strategy says it; add --face fsdp2")
+        if asked in ("true", "false"):
+            return asked == "true"
+        if not (asked.isdecimal() and len(asked) < 10 and int(asked)):
+            raise UsageError(f"reshard-after-forward: expected true, false or a number of ranks, got {shown(asked)}")
+        return int(asked)
+
+
+def show_plan(
+    model: str, dtype: str, options: PlanOptions, *, events: bool, svg: Path | None, console: Console
+) -> None:
+    """Print a step's costs, its timeline, and with `events` every event; write the drawing.
+
+    Args:
+        model: a name or a file, as `model_shapes` takes it.
+        svg: where the drawing goes; None: nowhere.
+
+    Raises:
+        CrossframeError: a model or an option that does not exist.
+        OSError: a drawing that cannot be written.
+    """
+    shapes = model_shapes(model, dtype)
+    cost = options.cost(shapes)
+    ranks = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"
+    title = f"{shapes.name} on {ranks}, {options.strategy}, {options.face}"
+    if svg is not None:
+        write_svg(svg, plan_svg(cost, title=title))
+    put(console, f"{title}: the step of rank {options.rank:,}\n")
+    put(console, plan_text(cost, width=width_of(console)))
+    if events:
+        put(console, f"\n{events_text(cost)}")
+    if svg is not None:
+        put(console, f"\ndrawing: {svg}")

@@ -1,0 +1,51 @@
+"""What both commands read from their options and write."""
+
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from crossframe.errors import UsageError
+from crossframe.shown import shown
+
+Choice = TypeVar("Choice", bound=Enum)
+# Characters to a line where no terminal says how many there are.
+WIDTH = 120
+
+
+def choice(option: str, kind: type[Choice], asked: str) -> Choice:
+    """The member of an enum that an option names by value.
+
+    Raises:
+        UsageError: no such member.
+    """
+    for member in kind:
+        if member.value == asked:
+            return member
+    raise refused(option, (str(member.value) for member in kind), asked)
+
+
+def refused(option: str, expected: Iterable[str], asked: str) -> UsageError:
+    """The error of an option that is none of a few words."""
+    return UsageError(f"{option}: expected one of {', '.join(expected)}, got {shown(asked)}")
+
+
+def width_of(console: Console) -> int:
+    """Characters to a line."""
+    return console.width if console.is_terminal else WIDTH
+
+
+def put(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text, markup=False, highlight=False, emoji=False)
+
+
+def write_svg(path: Path, drawing: str) -> None:
+    """Write a drawing.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    path.write_text(drawing, encoding="utf-8")
