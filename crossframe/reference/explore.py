@@ -28,6 +28,21 @@ class Explored:
     num_refused: int = 0
     pairs: set[tuple[UnitState, Move]] = field(default_factory=set)
 
+    def add(self, other: "Explored") -> None:
+        """Take in what was found in another world."""
+        self.num_histories += other.num_histories
+        self.num_worlds += other.num_worlds
+        self.num_tried += other.num_tried
+        self.num_refused += other.num_refused
+        self.pairs |= other.pairs
+
+    def describe(self) -> str:
+        """The counts in words."""
+        return (
+            f"{self.num_histories:,} histories through {self.num_worlds:,} worlds; {self.num_tried:,} operations tried, "
+            f"{self.num_refused:,} refused; {len(self.pairs)} pairs of state and move"
+        )
+
 
 def explore(pair: Pair, length: int, operations: Sequence[str] = OPERATIONS) -> Explored:
     """All histories of `length` operations from where the pair stands.

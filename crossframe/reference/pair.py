@@ -33,7 +33,16 @@ REQUESTS = {"".join(f for f, on in zip(FLAGS, flags, strict=True) if on): Unshar
             for flags in product([False, True], repeat=4)}  # fmt: skip
 OPERATIONS = (
     *("unshard", "reshard", "reshard to group", "forward", "backward", "backward of one", "reduce", "step"),
-    *("toggle sync", "fail in forward", "fail in backward", "edit piece", "edit full", "edit grad", "zero one grad"),
+    *(
+        "toggle sync",
+        "fail in forward",
+        "fail in backward",
+        "edit piece",
+        "edit full",
+        "edit grad",
+        "zero one grad",
+        "reset",
+    ),
     *(
         "meddle in forward",
         "meddle in backward",
@@ -161,7 +170,7 @@ class Pair:
                 return model.refusal_of_group()
             case ["step"]:
                 return next((refusal for other in self.models.values() if (refusal := other.refusal_of_use())), None)
-            case ["toggle", _] | ["zero", *_]:
+            case ["toggle", _] | ["zero", *_] | ["reset"]:
                 return None
             case ["edit", "piece"]:
                 return model.refusal_of_edit(last, full=False)
@@ -200,6 +209,8 @@ class Pair:
                 self._poison_grads(unit)
             case ["step"]:
                 self.world.step()
+            case ["reset"]:
+                self.world.reset()
             case ["toggle", _]:
                 self.syncs = not self.syncs
             case ["fail", "in", "summon"]:
@@ -259,7 +270,7 @@ class Pair:
                     other.step()
             case ["fail", "in", "summon"]:
                 model.exit(failed=True)
-            case ["fail", "in", _]:
+            case ["fail", "in", _] | ["reset"]:
                 for other in self.models.values():
                     other.reset()
             case ["edit", "piece"]:
