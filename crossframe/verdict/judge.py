@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from crossframe.layout import Piece
+from crossframe.layout import Sharding
 from crossframe.recording.manifest import Manifest
 from crossframe.verdict.metrics import distance, ratio
 from crossframe.verdict.quantities import Quantity
@@ -90,11 +90,11 @@ def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
         return Divergence(q.step, q.phase, q.rank, q.unit, None, None, None, q.event)
     off, size = _off(judgement)
     worst = int(np.flatnonzero(off)[np.argmax(size[off])])
-    rank, start, stop = q.rank, 0, off.size
+    rank, held = q.rank, np.arange(off.size)
     if rank is None:
-        piece = _owner(manifest, q.unit, q.parameter, worst)
-        rank, start, stop = q.replica * manifest.mesh.shard + piece.rank, piece.param_start, piece.param_stop
-    inside = start + np.flatnonzero(off[start:stop])
+        shard_rank, held = _held_with(manifest, q.parameter, worst)
+        rank = q.replica * manifest.mesh.shard + shard_rank
+    inside = held[off[held]]
     return Divergence(q.step, q.phase, rank, q.unit, q.parameter, int(inside[0]), int(inside[-1]) + 1, q.event)
 
 
@@ -121,11 +121,14 @@ def _not_finite(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return either & ~alike, either & alike
 
 
-def _owner(manifest: Manifest, unit: str, parameter: str, element: int) -> Piece:
-    """The piece that holds an element of a parameter."""
-    for name, layout in manifest.units:
-        for shard_rank in range(layout.world_size) if name == unit else ():
-            for piece in layout.pieces(shard_rank):
-                if piece.name == parameter and piece.param_start <= element < piece.param_stop:
-                    return piece
-    raise AssertionError(f"no rank holds element {element} of {parameter!r}")
+def _held_with(manifest: Manifest, parameter: str, element: int) -> tuple[int, np.ndarray]:
+    """The place among the shards that holds an element, and the elements of the parameter that it holds."""
+    sharding = Sharding(manifest.units, manifest.mesh)
+    found = sharding.find(parameter)
+    assert found is not None, parameter
+    bucket, i = found
+    layout = sharding.units[bucket][1]
+    (one,) = layout.find(i, element, element + 1)
+    pieces = (piece for piece in layout.pieces(one.rank) if piece.name == layout.params[i].name)
+    runs = [run for piece in pieces for run in piece.runs()]
+    return one.rank, np.concatenate([np.arange(run.param_start, run.param_start + run.numel) for run in runs])
