@@ -1,10 +1,21 @@
 """crossframe: what fully sharded data parallel training means, in integers and enums, without any framework."""
 
 from crossframe.errors import CrossframeError
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, Piece
+from crossframe.layout import FlatLayout, Layout, PerParamLayout, Piece, RaggedLayout, Sharding, overlay
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 
 __version__ = "0.1.0"
 
-__all__ = ["CrossframeError", "FlatLayout", "Layout", "MeshSpec", "ParamSpec", "PerParamLayout", "Piece"]
+__all__ = [
+    "CrossframeError",
+    "FlatLayout",
+    "Layout",
+    "MeshSpec",
+    "ParamSpec",
+    "PerParamLayout",
+    "Piece",
+    "RaggedLayout",
+    "Sharding",
+    "overlay",
+]

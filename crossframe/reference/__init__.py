@@ -8,6 +8,7 @@ from crossframe.reference.collectives import all_gather, all_reduce, reduce_scat
 from crossframe.reference.live import LiveUnit
 from crossframe.reference.net import Layers, Net
 from crossframe.reference.optim import SGD, AdamW
+from crossframe.reference.redistribute import apply_overlay
 from crossframe.reference.unit import ReferenceUnit
 from crossframe.reference.world import World
 
@@ -21,5 +22,6 @@ __all__ = [
     "World",
     "all_gather",
     "all_reduce",
+    "apply_overlay",
     "reduce_scatter",
 ]
