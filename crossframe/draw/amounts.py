@@ -91,11 +91,11 @@ def count_ticks(largest: int, at_most: int = 8) -> list[tuple[int, str]]:
     return [(at, short_count(at)) for at in range(0, largest + 1, step)]
 
 
-def bytes_ticks(largest: float, at_most: int = 4) -> list[tuple[float, str]]:
+def bytes_ticks(largest: float, at_most: int = 5) -> list[tuple[float, str]]:
     """(bytes, label) from 0 to at most `largest`, round in the unit of the largest.
 
     >>> [label for _, label in bytes_ticks(5 * 2**20)]
-    ['0', '2 MiB', '4 MiB']
+    ['0', '1 MiB', '2 MiB', '3 MiB', '4 MiB', '5 MiB']
     """
     size = 1
     while size < 1024 ** (len(_BYTES) - 1) and largest >= 1024 * size:

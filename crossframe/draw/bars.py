@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from crossframe.draw.amounts import bytes_text, count_ticks, one_line
 from crossframe.draw.shards import DrawnUnit, Held, Row, drawn_units
-from crossframe.draw.svg import FONT, MONOSPACE, NUM_FILLS, SANS, cut, document, fits, legend, number, path, rect, text
+from crossframe.draw.svg import FONT, MONOSPACE, SANS, cut, document, fill_of, fits, legend, number, path, rect, text
 from crossframe.draw.table import mesh_line, summary_line
 from crossframe.dtypes import itemsize
 from crossframe.layout import Layout, Sharding
@@ -109,7 +109,7 @@ class _Panel:
             kind = f"hatch-{row.padding}"
             about = f"{row.padding} padding: {held.numel:,} elements filled with {row.fill} ({size})\n{where}"
         else:
-            kind, param = f"fill{row.i % NUM_FILLS}", unit.layout.params[row.i]
+            kind, param = fill_of(row.i), unit.layout.params[row.i]
             about = f"{one_line(param.name)} {param.shape}: {what}, {held.numel:,} elements ({size})\n{where}"
         return rect(self._x(held.start), y, held.numel * self.scale, BAR, kind, about)
 
@@ -139,7 +139,7 @@ class _Panel:
     def _legend(self) -> Iterator[tuple[str, str]]:
         unit = self.unit
         for i, label in enumerate(unit.labels):
-            yield f"fill{i % NUM_FILLS}", f"{label} {unit.layout.params[i].shape}"
+            yield fill_of(i), f"{label} {unit.layout.params[i].shape}"
         paddings = dict.fromkeys((row.padding, row.fill) for row in unit.rows if row.padding)
         for kind, fill in paddings:
             yield f"hatch-{kind}", f"{kind} padding, filled with {fill}"

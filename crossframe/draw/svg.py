@@ -9,7 +9,7 @@ FONT = 12
 # Fills that stay apart for most kinds of colour blindness, after Paul Tol's and Okabe and Ito's; ink is readable on each.
 _LIGHT = ("#8ab8e6", "#f2b26b", "#8fd0a8", "#e3a7cf", "#d9d26e", "#a6a3e0", "#7fd3d3", "#f0a095", "#c2c9a0", "#c9b29b",
           "#b9c3cf", "#e8d5a9", "#b7d4ea")  # fmt: skip
-_DARK = ("#2f669e", "#96591a", "#2b7a4e", "#8a3f72", "#756d14", "#55519c", "#1f7777", "#9c443a", "#5f6a36", "#745a41",
+_DARK = ("#2f669e", "#96591a", "#277248", "#8a3f72", "#716913", "#55519c", "#1d6f6f", "#9c443a", "#5f6a36", "#745a41",
          "#56616d", "#6e6340", "#3d5a75")  # fmt: skip
 # Things to tell apart take turns among so many; the others are for what has a fill of its own.
 NUM_FILLS = 10
@@ -50,10 +50,20 @@ def style() -> str:
         ".crossframe .hatch{stroke:var(--soft);stroke-opacity:.65}.crossframe .hatch.waiting{stroke:var(--alarm)}"
         ".crossframe rect[class^=fill]{stroke:var(--paper);stroke-width:.8}"
         ".crossframe rect[class^=hatch]{stroke:var(--soft);stroke-width:.8}"
+        ".crossframe rect.second{fill-opacity:.5}.crossframe rect.third{fill-opacity:.25}"
         ".crossframe rect.thin,.crossframe rect.hatch-waiting{stroke:none}"
         ".crossframe .plate{fill:var(--paper);opacity:.92}.crossframe .alarm{fill:var(--alarm)}"
         f"{fills}</style><defs>{hatches}</defs>"
     )
+
+
+def fill_of(i: int) -> str:
+    """The class of the i-th of many things to tell apart: a colour, and when they are used up a paler one, and a paler one yet.
+
+    >>> fill_of(3), fill_of(13), fill_of(33)
+    ('fill3', 'fill3 second', 'fill3 third')
+    """
+    return f"fill{i % NUM_FILLS}{('', ' second', ' third')[min(2, i // NUM_FILLS)]}"
 
 
 def document(width: float, height: float, about: str, body: Sequence[str]) -> str:

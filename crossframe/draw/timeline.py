@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from textwrap import wrap
+from textwrap import fill, wrap
 
 from crossframe.cost import Cost
 from crossframe.draw.amounts import TIMES, bytes_text, percent_text, ranks_text, seconds_text
@@ -75,7 +75,7 @@ def plan_text(cost: Cost, *, width: int = 100) -> str:
         for head, line in _summary(cost)
         for at, part in enumerate(wrap(line, width - _INDENT))
     )
-    return f"{body}\n\n{_timeline(cost, width - _INDENT)}"
+    return f"{body}\n\n{_timeline(cost, width)}"
 
 
 def _summary(cost: Cost) -> Iterator[tuple[str, str]]:
@@ -110,20 +110,20 @@ def moment_text(cost: Cost) -> str:
 
 
 def _timeline(cost: Cost, width: int) -> str:
-    total = step_seconds(cost)
+    total, num_cells = step_seconds(cost), width - _INDENT
     if not total:
         return "no time passes"
-    lines = [("", _phase_line(cost, total, width))]
+    lines = [("", _phase_line(cost, total, num_cells))]
     seen: set[str] = set()
     for name, bars in lanes(cost).items():
-        kinds = sampled(bars, total, width)
+        kinds = sampled(bars, total, num_cells)
         seen.update(kinds)
         lines.append((name, "".join(_LETTERS.get(kind, " ") for kind in kinds)))
-    lines.append(("memory", _sparkline(cost, total, width)))
+    lines.append(("memory", _sparkline(cost, total, num_cells)))
     end = seconds_text(total)
-    lines.append(("", "0 s" + end.rjust(width - 3)))
+    lines.append(("", "0 s" + end.rjust(num_cells - 3)))
     key = ", ".join(f"{letter} {WORDS[kind]}" for kind, letter in _LETTERS.items() if kind in seen)
-    return "\n".join(f"{name:<{_INDENT}}{line}".rstrip() for name, line in lines) + f"\n\n{key}"
+    return "\n".join(f"{name:<{_INDENT}}{line}".rstrip() for name, line in lines) + "\n\n" + fill(key, width)
 
 
 def _phase_line(cost: Cost, total: float, width: int) -> str:

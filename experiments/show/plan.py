@@ -1,5 +1,6 @@
 """The `crossframe plan` command: what a step of a model does when, and what it costs."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +25,11 @@ def hardware(bandwidth: float | None, latency: float | None, flops: float | None
     """Hardware's defaults but for what was asked.
 
     Raises:
-        PlanError: a number that is not finite, or not above 0.
+        UsageError: a number that is not finite, below 0, or 0 where something has to take time.
     """
+    for name, value in (("bandwidth", bandwidth), ("latency", latency), ("flops", flops)):
+        if value is not None and not (0 <= value < math.inf and (value or name == "latency")):
+            raise UsageError(f"{name}: expected a finite number above 0{' or 0' * (name == 'latency')}, got {value}")
     asked = {"bytes_per_second": bandwidth, "latency_seconds": latency, "flops_per_second": flops}
     return Hardware(**{name: value for name, value in asked.items() if value is not None})
 
