@@ -24,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Sharded training in torch and in JAX: is a difference rounding, or a bug, and where?",
 )
+bench = typer.Typer(no_args_is_help=True, help="Measure, side by side in one run.")
+app.add_typer(bench, name="bench")
 console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -255,6 +257,29 @@ def plan(
             hardware(bandwidth, latency, flops),
         )
         show_plan(model, dtype, options, events=events, svg=svg, console=console)
+
+
+@app.command()
+def spec(
+    quick: Annotated[bool, typer.Option("--quick", help="A seeded sample: seconds, not minutes.")] = False,
+    rule: Annotated[list[str] | None, typer.Option(help="Only this rule, for instance R04. May be repeated.")] = None,
+) -> None:
+    """Hold every rule of sharding against what torch builds, the reference and closed forms, case by case."""
+    from experiments.spec.command import run_spec
+
+    with _exit_on_error():
+        raise typer.Exit(run_spec(quick=quick, rules=tuple(rule or ()), console=console))
+
+
+@bench.command("core")
+def bench_core(
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
+) -> None:
+    """Time layouts, plans and their cost for a model of 405 billion parameters, and the import of the core."""
+    from experiments.bench.command import run_core_bench
+
+    with _exit_on_error():
+        raise typer.Exit(run_core_bench(console, output))
 
 
 def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> None:
