@@ -177,6 +177,11 @@ class LiveBucket:
             self.sharded_grads[rank] = None
             self.reached[rank] = set()
 
+    def grad_pieces(self, rank: int) -> Grads:
+        """What a rank holds of reduced gradients, as flat views by name; nothing where it has none."""
+        grad = self.sharded_grads[rank]
+        return {} if grad is None else self.unit.pieces(grad, rank)
+
     def gather_grads(self) -> list[np.ndarray] | None:
         """Reduced gradients in full, on every rank; a rank without any counts as zeros. None where no rank has any (R22).
 
@@ -246,15 +251,14 @@ class LiveBucket:
 
     def step(self, optimizer: Optimizer) -> None:
         """Let the optimizer change the elements that have a gradient; padding has none (R05)."""
-        for rank, grad in enumerate(self.sharded_grads):
-            if grad is None:
-                continue
+        for rank in range(self.unit.world_size):
             steps, states = self.steps[rank], self.optimizer_state[rank]
             for name in self.reached[rank]:
                 steps[name] = steps.get(name, 0) + 1
+            grads = self.grad_pieces(rank)
             for name, piece in self.unit.pieces(self.unit.shards[rank], rank).items():
                 if name in self.reached[rank]:
-                    own = self.unit.pieces(grad, rank)[name].astype(piece.dtype)
+                    own = grads[name].astype(piece.dtype)
                     state = states.setdefault(name, optimizer.init(piece))
                     optimizer.update(piece, own, state, steps[name])
 

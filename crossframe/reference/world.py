@@ -5,8 +5,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from crossframe.dtypes import numpy_dtype
 from crossframe.errors import PlanError, UnitError
 from crossframe.faces import Face
+from crossframe.grad_norm import clip_coefficient, combine, norm_dtype, partial
 from crossframe.lifecycle import Activity, Exposure, Move
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit
@@ -168,6 +170,33 @@ class World:
             for bucket in unit.buckets:
                 bucket.step(self._optimizer)
             unit.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale all reduced gradients so that their norm, each element counted once, is at most `max_norm` (R30).
+
+        Returns:
+            The norm before.
+        """
+        buckets = [bucket for unit in self.units.values() for bucket in unit.buckets]
+        dtype = norm_dtype(bucket.precision.kept for bucket in buckets)
+        partials = [partial(self._own_grads(rank), norm_type, dtype) for rank in range(self.mesh.world_size)]
+        norms = []
+        for rank in range(self.mesh.world_size):
+            of_group = (partials[other] for other in self.mesh.shard_group(rank))
+            norms.append(combine(of_group, norm_type, dtype))
+            for grad in self._own_grads(rank):
+                grad[:] = (grad.astype(numpy_dtype(dtype)) * clip_coefficient(norms[rank], max_norm)).astype(grad.dtype)
+        return float(norms[0])
+
+    def _own_grads(self, rank: int) -> list[np.ndarray]:
+        """Views of what a rank holds of reduced gradients, without padding."""
+        return [
+            piece
+            for unit in self.units.values()
+            for bucket in unit.buckets
+            for name, piece in bucket.grad_pieces(rank).items()
+            if name in bucket.reached[rank]
+        ]
 
     def reset(self) -> None:
         """Bring every unit back to its shards (R17)."""
