@@ -1,0 +1,37 @@
+"""`python -m experiments.teach`: check the lessons, or write their outputs and pictures anew."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from crossframe.errors import CrossframeError
+from experiments.teach.run import FOLDER, LESSONS, run
+
+
+def main() -> int:
+    """The exit status: 0 if all lessons stand as their code gives them, 1 if one does not, 2 if one cannot be run."""
+    parser = argparse.ArgumentParser("python -m experiments.teach", description="Run the lessons and compare them.")
+    parser.add_argument("lessons", nargs="*", type=Path, help="files; without any, all lessons of this folder")
+    parser.add_argument("--update", action="store_true", help="write outputs and pictures as they are")
+    asked = parser.parse_args()
+    status = 0
+    for path in asked.lessons or [FOLDER / name for name in LESSONS]:
+        try:
+            lesson = run(path)
+        except CrossframeError as error:
+            print(error, file=sys.stderr)
+            return 2
+        differences = lesson.differences()
+        if asked.update:
+            lesson.write()
+        elif differences:
+            print("\n".join(differences))
+            status = 1
+        said = "updated" if asked.update and differences else "differs" if differences else "stands"
+        without = f", without {', '.join(lesson.passed_over)}" if lesson.passed_over else ""
+        print(f"{path.name}: {said}{without}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
