@@ -1,6 +1,7 @@
 """Who holds what, as an SVG: a bar a rank, to scale."""
 
 from collections.abc import Iterator
+from textwrap import wrap
 
 from crossframe.draw.amounts import bytes_text, count_ticks, one_line
 from crossframe.draw.shards import DrawnUnit, Held, Row, drawn_units
@@ -42,8 +43,8 @@ def layout_svg(drawn: Layout | Sharding, *, unit: str | None = None, rank: int |
     y = float(MARGIN)
     for each in units:
         y = _Panel(each, width).draw(y, body) + 20
-    named = ", ".join(each.title for each in units)
-    return document(width, y - 10, f"Which rank holds what of {named}", body)
+    named = ", ".join(each.title or each.kind for each in units)
+    return document(width, y - 10, f"Which rank holds what: {named}", body)
 
 
 class _Panel:
@@ -60,19 +61,21 @@ class _Panel:
     def draw(self, y: float, body: list[str]) -> float:
         """Append the elements, from y downwards; returns where they end."""
         unit = self.unit
-        body.append(text(MARGIN, y + FONT, cut(unit.title, self.right - MARGIN), "name bold"))
-        lines = [", ".join(filter(None, (unit.kind, mesh_line(unit)))), summary_line(unit)]
-        for line in lines:
+        if unit.title:
+            body.append(text(MARGIN, y + FONT, cut(unit.title, self.right - MARGIN), "name bold"))
             y += 17
+        lines = (", ".join(filter(None, (unit.kind, mesh_line(unit)))), summary_line(unit))
+        for line in (part for each in lines for part in wrap(each, int((self.right - MARGIN) / SANS / FONT))):
             body.append(text(MARGIN, y + FONT, line, "soft"))
-        y += FONT + 14
+            y += 17
+        y += 9
         count = len(unit.groups)
         left_out = range(MOST_BARS - LAST_BARS, count - LAST_BARS) if count > MOST_BARS else range(0)
         for at in range(count):
             if at in left_out:
                 if at == left_out.start:
-                    ranks = f"ranks {unit.groups[at].start:,} … {unit.groups[left_out[-1]].stop - 1:,} are not drawn"
-                    body.append(text(self.left, y + FONT, ranks, "soft"))
+                    ranks = range(unit.groups[at].start, unit.groups[left_out[-1]].stop)
+                    body.append(text(self.left, y + FONT, f"{unit.group_text(ranks)} are not drawn", "soft"))
                     y += FONT + GAP + 4
                 continue
             body.extend(self._bar(at, y))

@@ -67,7 +67,7 @@ class DrawnUnit:
     """A unit, and the names of all that are laid out like it.
 
     Attributes:
-        names: of the units, in order; the first one is drawn.
+        names: of the units, in order; the first one is drawn. None of a layout by itself.
         layout: how it lies.
         mesh: the ranks that hold it.
         rank: the one rank of the mesh to show; None for all.
@@ -80,14 +80,17 @@ class DrawnUnit:
 
     @property
     def title(self) -> str:
-        """The unit's name, or the first and the last of those alike."""
+        """The unit's name, or the first and the last of those alike; "" of a layout by itself."""
+        if not self.names:
+            return ""
         first, last = (one_line(name) or "(root)" for name in (self.names[0], self.names[-1]))
         return first if len(self.names) == 1 else f"{first} … {last} ({len(self.names)} alike)"
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
         """The parameters' names as seen from inside their unit."""
-        return tuple(one_line(_inside(param.name, self.names[0])) for param in self.layout.params)
+        unit = self.names[0] if self.names else ""
+        return tuple(one_line(_inside(param.name, unit)) for param in self.layout.params)
 
     @property
     def kind(self) -> str:
@@ -167,6 +170,7 @@ def drawn_units(drawn: Layout | Sharding, unit: str | None, rank: int | None) ->
         LayoutError: nothing that can be drawn, or no such unit.
         MeshError: no such rank.
     """
+    alone = isinstance(drawn, LAYOUTS)
     if isinstance(drawn, LAYOUTS):
         drawn = Sharding((("", drawn),), MeshSpec(drawn.world_size))
     if not isinstance(drawn, Sharding):
@@ -182,12 +186,12 @@ def drawn_units(drawn: Layout | Sharding, unit: str | None, rank: int | None) ->
     for name, layout in chosen:
         params = [(_inside(p.name, name), p.shape, p.dtype, p.requires_grad) for p in layout.params]
         likeness = (layout.to_json(), params)
-        if likeness == last and name != found[-1][0][-1]:
+        if likeness == last:
             found[-1][0].append(name)
         else:
             found.append(([name], layout))
         last = likeness
-    return tuple(DrawnUnit(tuple(names), layout, drawn.mesh, rank) for names, layout in found)
+    return tuple(DrawnUnit(() if alone else tuple(names), layout, drawn.mesh, rank) for names, layout in found)
 
 
 def alike_ranks(layout: Layout) -> tuple[range, ...]:

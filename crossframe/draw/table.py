@@ -31,7 +31,7 @@ def layout_text(drawn: Layout | Sharding, *, unit: str | None = None, rank: int 
     >>> from crossframe.params import ParamSpec
     >>> layout = FlatLayout((ParamSpec("w", (3, 2)), ParamSpec("b", (2,))), world_size=4, keep_original=True)
     >>> print(layout_text(layout))  # doctest: +NORMALIZE_WHITESPACE
-    (root): flat, aligned to 4, float32
+    flat, aligned to 4, float32
     a shard of 3 elements (12 B) a rank; of 12 in all, 4 of padding (33.3 %)
     <BLANKLINE>
     parameter              shape  offset  rank 0  rank 1  rank 2  rank 3
@@ -82,7 +82,8 @@ def _total(units: Sequence[DrawnUnit]) -> str:
 
 
 def _unit_text(unit: DrawnUnit, width: int) -> str:
-    head = f"{unit.title}: {', '.join(filter(None, (unit.kind, mesh_line(unit))))}\n{summary_line(unit)}\n\n"
+    title = f"{unit.title}: " if unit.names else ""
+    head = f"{title}{', '.join(filter(None, (unit.kind, mesh_line(unit))))}\n{summary_line(unit)}\n\n"
     if max(len(group) for group in unit.groups) == 1 and len(unit.groups) <= EACH_BY_ITSELF:
         text = _by_columns(unit)
         if max(map(len, text.splitlines())) <= width:

@@ -14,11 +14,12 @@ from crossframe.draw import layout_svg, layout_text
 from crossframe.draw import svg as svg_module
 from crossframe.draw.amounts import bytes_ticks, count_ticks, seconds_ticks
 from crossframe.draw.shards import alike_ranks
+from crossframe.draw.svg import MONOSPACE, SANS
 from crossframe.errors import LayoutError, MeshError
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MAX_WORLD_SIZE, MeshSpec
 from crossframe.params import ParamSpec
-from tests.core.drawn import boxes, frames, parse, texts
+from tests.core.drawn import SVG, boxes, frames, parse, texts
 from tests.core.random_layouts import ALL_LAYOUTS, QUICK, specs
 
 TWO = (ParamSpec("w", (3, 2)), ParamSpec("b", (2,)))
@@ -150,6 +151,28 @@ def test_few_ranks_in_a_narrow_terminal_keep_their_ranges():
     text = layout_text(FlatLayout(TWO, 4, True), width=40)
     for held in ("0:3", "3:6", "0:1", "1:2"):
         assert f" {held}" in text
+
+
+def test_a_layout_by_itself_has_no_title():
+    assert layout_text(FlatLayout(TWO, 4, True)).startswith("flat, aligned to 4, float32\n")
+    assert layout_text(Sharding((("", FlatLayout(TWO, 4, True)),), MeshSpec(4))).startswith("(root): flat, aligned")
+    assert "(root)" not in texts(layout_svg(FlatLayout(TWO, 4, True)))
+
+
+@pytest.mark.parametrize("width", [300, 480, 760, 1200])
+def test_nothing_is_drawn_outside_the_drawing(width):
+    sharding = Sharding(
+        (("", PerParamLayout((*specs([(50, 3), (7,)]), ParamSpec("a" * 200, (9,))), 2)),), MeshSpec(2, 2)
+    )
+    root = parse(layout_svg(sharding, width=width))
+    for box in root.iter(f"{SVG}rect"):
+        x, y, w, h = (float(box.get(name, 0)) for name in ("x", "y", "width", "height"))
+        assert x >= 0 and y >= 0 and x + w <= width + 1e-3 and y + h <= float(root.get("height", 0))
+    for line in root.iter(f"{SVG}text"):
+        about = len(line.text or "") * 12 * (MONOSPACE if "name" in line.get("class", "") else SANS)
+        x, end, middle = float(line.get("x", 0)), "end" in line.get("class", ""), "middle" in line.get("class", "")
+        left = x - about if end else x - about / 2 if middle else x
+        assert left >= -2 and left + about <= width + 10 and 0 < float(line.get("y", 0)) < float(root.get("height", 0))
 
 
 def test_units_that_are_alike_are_shown_once_and_others_by_themselves():
