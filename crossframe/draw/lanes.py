@@ -137,10 +137,11 @@ class _Drawing:
             at = until
 
     def _names(self, bars: Sequence[Bar], y: float) -> Iterator[str]:
-        """The units' names on the bars that have room for them."""
+        """The units' names, or the last parts of them, on the bars that have room for them."""
         for bar in bars:
-            words = bar.unit if bar.kind != WAITING else ""
-            if words and fits(words, (bar.stop - bar.start) * self.scale):
+            candidates = (bar.unit, bar.unit.rpartition(".")[2])
+            words = next((words for words in candidates if fits(words, (bar.stop - bar.start) * self.scale)), "")
+            if words:
                 yield text(self._x((bar.start + bar.stop) / 2), y + BAR / 2 + 4, words, "name middle")
 
     @cached_property
