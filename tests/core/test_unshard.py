@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 
-from crossframe.errors import CrossframeError, UnsupportedError
-from crossframe.unshard import UnshardRequest
+from crossframe.errors import CrossframeError, UnsupportedError, UsageError
+from crossframe.lifecycle import Residency
+from crossframe.precision import resolve_precision
+from crossframe.unshard import ExitStep, Truth, UnshardRequest, residency_after, shows_grad
 
 EVERY = list(itertools.product([False, True], repeat=4))
 
@@ -31,6 +33,58 @@ def test_R19_every_rank_sees_full_parameters_or_rank_0_alone():
     assert [UnshardRequest().visible(rank) for rank in range(3)] == [True, True, True]
     only = UnshardRequest(writeback=False, rank0_only=True)
     assert [only.visible(rank) for rank in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize(("truth", "offload"), list(itertools.product(Truth, [False, True])))
+def test_R23_offload_is_refused_beside_gradients_and_where_the_full_parameters_are_the_only_copy(truth, offload):
+    for with_grads in (False, True):
+        request = UnshardRequest(offload_to_cpu=offload, with_grads=with_grads)
+        if offload and (with_grads or truth is Truth.FULL_STORAGE):
+            with pytest.raises(UnsupportedError, match=r"offload_to_cpu=True.*; pass|offload_to_cpu=True where"):
+                request.check(keeps_original=True, truth=truth)
+        else:
+            request.check(keeps_original=True, truth=truth)
+
+
+@pytest.mark.parametrize("flags", EVERY)
+def test_R24_what_was_asked_for_ends_in_the_order_of_the_steps(flags):
+    writeback, _, offload, with_grads = flags
+    steps = UnshardRequest(*flags).exit_steps()
+    assert steps == tuple(step for step in ExitStep if step in steps) and ExitStep.RESHARD in steps
+    assert (ExitStep.WRITEBACK in steps) == writeback and (ExitStep.BACK_FROM_CPU in steps) == offload
+    assert (ExitStep.RESHARD_GRADS in steps) == with_grads
+    names = ["BACK_FROM_CPU", "WRITEBACK", "RESHARD", "RESHARD_GRADS"]
+    assert [step.name for step in ExitStep] == names
+
+
+def test_a_copy_on_every_rank_is_warned_of():
+    for offload, rank0_only in itertools.product([False, True], repeat=2):
+        request = UnshardRequest(writeback=False, rank0_only=rank0_only, offload_to_cpu=offload)
+        assert (request.warning is not None) == (offload and not rank0_only)
+
+
+def test_R20_edits_remain_with_writeback_and_where_the_storage_is_the_truth():
+    for writeback, truth in itertools.product([False, True], Truth):
+        remains = writeback or truth is Truth.FULL_STORAGE
+        assert UnshardRequest(writeback=writeback).persists(truth) == remains
+
+
+def test_R21_what_memory_held_comes_back_unless_a_bucket_is_of_mixed_precision():
+    plain, mixed = resolve_precision("float32"), resolve_precision("float32", "bfloat16")
+    for before in Residency:
+        assert residency_after(before, [plain, plain]) is before
+        assert residency_after(before, [plain, mixed]) is residency_after(before, [mixed]) is Residency.SHARD
+
+
+def test_R22_a_gradient_is_shown_where_any_rank_has_one():
+    assert [shows_grad(present) for present in ([], [False], [False, True], [True, True])] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["writeback", "rank0_only", "offload_to_cpu", "with_grads"])
+def test_what_is_no_bool_is_refused_by_name(name):
+    for value in (None, 1, "no"):
+        with pytest.raises(UsageError, match=f"{name}: expected True or False, got {value!r}"):
+            UnshardRequest(**{name: value})
 
 
 def test_what_is_asked_unless_told():
