@@ -239,6 +239,22 @@ def test_the_timeline_in_text_lies_where_the_bars_do():
     assert len(memory) == 100 and "█" in memory
 
 
+@every_case
+def test_memory_in_text_is_the_most_that_each_stretch_holds(case):
+    cost, num_cells = cost_of(**case), 60
+    line = next(line[15:] for line in plan_text(cost, width=15 + num_cells).splitlines() if line.startswith("memory"))
+    total = max(span.stop_seconds for span in cost.spans)
+    moments = [(at / total * num_cells, span.memory_bytes) for at, span in issued(cost)]
+    moments.append((float(num_cells), 0))
+    for cell, drawn in enumerate(line):
+        held = [
+            before for (start, before), (stop, _) in pairwise(moments)
+            if min(num_cells - 1, int(start)) == cell or start < cell < stop
+        ]  # fmt: skip
+        eighths = -(-8 * max(held) // cost.peak_bytes)
+        assert drawn == "▁▂▃▄▅▆▇█"[max(1, eighths) - 1], cell
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 3)), min_size=1, max_size=300), st.integers(1, 120))
 @QUICK
 def test_samples_are_in_proportion_to_time(pieces, num_cells):
