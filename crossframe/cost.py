@@ -88,9 +88,10 @@ PASSING = (
 
 @dataclass(frozen=True)
 class Span:
-    """An event, when it runs, and the rank's memory from its issue on, by what it is for, in bytes."""
+    """An event, when it is issued and when it runs, and the rank's memory from its issue on, by what it is for, in bytes."""
 
     event: Event
+    issue_seconds: float
     start_seconds: float
     stop_seconds: float
     memory: Mapping[str, int]
@@ -172,9 +173,9 @@ def step_cost(
     spans = []
     for event in plan:
         bucket = ledger.bucket(event)
-        start, stop = clock.run(event, bucket)
+        issue, start, stop = clock.run(event)
         ledger.enter(event, bucket)
-        spans.append(Span(event, start, stop, ledger.snapshot()))
+        spans.append(Span(event, issue, start, stop, ledger.snapshot()))
     return Cost(tuple(spans), summary(plan), clock.compute, clock.communication, clock.exposed)
 
 
@@ -193,27 +194,27 @@ class _Clock:
     reduced_at: dict[tuple[str, int], float] = field(default_factory=dict)
     last_reduction: float = 0.0
 
-    def run(self, event: Event, bucket: PlannedBucket | None) -> tuple[float, float]:
+    def run(self, event: Event) -> tuple[float, float, float]:
+        """When an event is issued, starts and stops."""
         if event.kind in COLLECTIVES:
             return self._collective(event)
         if event.kind == COMPUTE:
-            assert bucket is not None
             self._wait(self.gathered_at.get(event.unit, 0.0))
             start = self.now
             numel = event.num_bytes // itemsize(event.dtype)
             seconds = self.hardware.compute_seconds(numel, self.tokens, event.phase)
             self.now += seconds
             self.compute += seconds
-            return start, self.now
+            return start, start, self.now
         if event.kind == STEP:
             self._wait(max(self.free_at.values(), default=0.0))
-        return self.now, self.now
+        return self.now, self.now, self.now
 
     def _wait(self, until: float) -> None:
         self.exposed += max(0.0, until - self.now)
         self.now = max(self.now, until)
 
-    def _collective(self, event: Event) -> tuple[float, float]:
+    def _collective(self, event: Event) -> tuple[float, float, float]:
         if event.kind == REDUCE_SCATTER:
             self._wait(self.last_reduction)  # whose buffers this one takes over
         start = max(self.now, self.free_at.get(event.group, 0.0))
@@ -229,7 +230,7 @@ class _Clock:
             self.reduced_at[event.unit, event.bucket] = stop
         if event.kind != ALL_GATHER:
             self.last_reduction = stop
-        return start, stop
+        return self.now, start, stop
 
 
 class _Ledger:

@@ -12,7 +12,6 @@ from crossframe.draw.steps import (
     WORDS,
     Bar,
     check_cost,
-    issued,
     lanes,
     phases,
     rank_of,
@@ -179,7 +178,7 @@ class _Drawing:
 
     def _peak(self, level: float) -> Iterator[str]:
         peak = self.cost.peak
-        x = next(self._x(at) for at, span in issued(self.cost) if span is peak)
+        x = self._x(peak.issue_seconds)
         words = f"peak {bytes_text(peak.memory_bytes)}: {moment_text(self.cost)}"
         yield path(f"M{number(x - 4)} {number(level - 7)}h8l-4 7z", "alarm", words)
         room = self.right - x
@@ -190,7 +189,8 @@ class _Drawing:
         """Memory as steps from x to x. Of what changes within a pixel the highest and the last are kept."""
         kept: list[tuple[float, dict[str, int], int]] = []
         column: list[tuple[float, dict[str, int], int]] = []
-        for at, span in issued(self.cost):
+        for span in self.cost.spans:
+            at = span.issue_seconds
             here = (self._x(at), dict(span.memory), span.memory_bytes)
             if column and math.floor(here[0]) != math.floor(column[0][0]):
                 kept += _highest_and_last(column)

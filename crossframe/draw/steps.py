@@ -1,6 +1,6 @@
 """What a drawing of a plan shows: lanes of bars, what was waited for, and when memory changes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from crossframe.cost import Cost, Span
@@ -146,25 +146,6 @@ def phases(cost: Cost) -> list[Phase]:
     if found:
         found[-1] = replace(found[-1], stop=step_seconds(cost))
     return found
-
-
-def issued(cost: Cost) -> Iterator[tuple[float, Span]]:
-    """Each event and the time at which it is issued, from which on memory is what its span says.
-
-    Collectives are issued behind what was computed before them and may begin later; a reduce-scatter is issued once the
-    reduction before it is done (see `crossframe.cost`).
-    """
-    now = reduced = 0.0
-    for span in cost.spans:
-        if span.event.kind not in COLLECTIVES:
-            yield span.start_seconds, span
-            now = span.stop_seconds
-            continue
-        if span.event.kind == REDUCE_SCATTER:
-            now = max(now, reduced)
-        yield now, span
-        if span.event.kind != ALL_GATHER:
-            reduced = span.stop_seconds
 
 
 def step_seconds(cost: Cost) -> float:

@@ -10,7 +10,6 @@ from crossframe.draw.steps import (
     WAITING,
     WORDS,
     check_cost,
-    issued,
     lanes,
     phases,
     sampled,
@@ -144,7 +143,7 @@ def _phase_line(cost: Cost, total: float, width: int) -> str:
 def _sparkline(cost: Cost, total: float, width: int) -> str:
     """The highest memory in each cell, in eighths of the peak."""
     highest, peak = [0] * width, max(1, cost.peak_bytes)
-    moments = list(issued(cost))
+    moments = [(span.issue_seconds, span) for span in cost.spans]
     stops = [at for at, _ in moments[1:]] + [total]
     for (at, span), until in zip(moments, stops, strict=True):
         first = min(width - 1, int(at / total * width))

@@ -11,7 +11,7 @@ from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text
 from crossframe.draw.amounts import bytes_text, seconds_text
 from crossframe.draw.lanes import LEFT, MARGIN, THINNEST
-from crossframe.draw.steps import Bar, issued, lanes, phases, sampled
+from crossframe.draw.steps import Bar, lanes, phases, sampled
 from crossframe.draw.svg import MONOSPACE, SANS
 from crossframe.errors import PlanError
 from crossframe.faces import Face
@@ -124,11 +124,14 @@ def test_R08_R10_collectives_lie_in_the_lane_of_their_ranks():
     assert {"compute", "shard group", "replicas"} <= set(drawn) and "smaller group" not in drawn
 
 
+def moments_of(cost):
+    return [(span.issue_seconds, span) for span in cost.spans]
+
+
 @every_case
 def test_memory_changes_when_events_are_issued(case):
     cost = cost_of(**case)
-    moments = list(issued(cost))
-    assert [span for _, span in moments] == list(cost.spans)
+    moments = moments_of(cost)
     times = [at for at, _ in moments]
     assert times == sorted(times)
     for at, span in moments:
@@ -168,7 +171,10 @@ def test_memory_areas_stack_up_to_the_peak(case):
     assert all(any(abs(h - span.memory_bytes) < 0.002 * cost.peak_bytes for span in cost.spans) for h in heights)
     total = max(span.stop_seconds for span in cost.spans)
     # Where memory stays as it is for some pixels, the outline has it.
-    moments = [(LEFT + at / total * (WIDTH - MARGIN - LEFT), span.memory_bytes) for at, span in issued(cost)]
+    moments = [
+        (LEFT + at / total * (WIDTH - MARGIN - LEFT), span.memory_bytes)
+        for at, span in ((span.issue_seconds, span) for span in cost.spans)
+    ]
     for (x, held), (until, _) in pairwise([*moments, (WIDTH - MARGIN, 0)]):
         if until - x > 3:
             middle = (x + until) / 2
@@ -178,7 +184,7 @@ def test_memory_areas_stack_up_to_the_peak(case):
             assert drawn == [pytest.approx(held, abs=0.002 * cost.peak_bytes)]
     (marker,) = [each for each in parse(drawing).iter(f"{SVG}path") if each.get("class") == "alarm"]
     x, y = map(float, marker.get("d", "")[1:].split("h")[0].split())
-    at = next(at for at, span in issued(cost) if span is cost.peak)
+    at = cost.peak.issue_seconds
     assert x + 4 == pytest.approx(LEFT + at / total * (WIDTH - MARGIN - LEFT), abs=1e-3)
     assert y + 7 == pytest.approx(highest, abs=1e-3)
     assert f"peak {bytes_text(cost.peak_bytes)}" in str(marker.findtext(f"{SVG}title"))
@@ -244,7 +250,9 @@ def test_memory_in_text_is_the_most_that_each_stretch_holds(case):
     cost, num_cells = cost_of(**case), 60
     line = next(line[15:] for line in plan_text(cost, width=15 + num_cells).splitlines() if line.startswith("memory"))
     total = max(span.stop_seconds for span in cost.spans)
-    moments = [(at / total * num_cells, span.memory_bytes) for at, span in issued(cost)]
+    moments = [
+        (at / total * num_cells, span.memory_bytes) for at, span in ((span.issue_seconds, span) for span in cost.spans)
+    ]
     moments.append((float(num_cells), 0))
     for cell, drawn in enumerate(line):
         held = [
