@@ -30,6 +30,8 @@ def main() -> int:
         said = "updated" if asked.update and differences else "differs" if differences else "stands"
         without = f", without {', '.join(lesson.passed_over)}" if lesson.passed_over else ""
         print(f"{path.name}: {said}{without}")
+    if status:
+        print("--update writes what is run into the lessons; look at the difference first", file=sys.stderr)
     return status
 
 
