@@ -239,7 +239,9 @@ class Simple:
             self.mean[rank][name] = shown[name].copy()
 
     def step(self) -> None:
-        """Gradient descent on what has a gradient."""
+        """Gradient descent on what has a gradient: alone in the world, on what waits too."""
+        if self.mesh.world_size == 1:
+            self.reduce()
         self.edited()
         for rank in self.ranks:
             replica, index = self.where(rank)

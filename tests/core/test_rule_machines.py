@@ -15,7 +15,7 @@ from crossframe.plan import Strategy
 from crossframe.reference.pair import OPERATIONS, REQUESTS, Pair
 from tests.core.machine import MAKE, NAN, SEVEN, Setup
 
-LONG = settings(deadline=None, max_examples=60, stateful_step_count=30, derandomize=True, database=None)
+LONG = settings(deadline=None, max_examples=120, stateful_step_count=30, derandomize=True, database=None)
 # "a.0" lies inside "a"; "" is the root.
 NAMES = ("a.0", "a", "b", "")
 MESHES = ((2, 1), (3, 1), (4, 1), (5, 1), (6, 1), (2, 2), (3, 2), (2, 3), (4, 1), (1, 3), (1, 1))

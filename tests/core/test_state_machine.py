@@ -24,6 +24,7 @@ SHORT = (
     Setup("flat", 3, mixed=True, strategy=ZERO2, reshard_after_forward=False),
     Setup("flat", 4, reshard_after_forward=2, mixed=True, face=TWO, poison=SEVEN),
     Setup("flat", 1, 3, strategy=NONE, reshard_after_forward=False),
+    Setup("flat", 1, strategy=NONE, reshard_after_forward=False),
     Setup("one flat parameter", 3, strategy=ZERO2, reshard_after_forward=False, poison=NAN),
     Setup("one flat parameter", 2, 2, mixed=True),
     Setup("one flat parameter", 1, 2, mixed=True, strategy=NONE, reshard_after_forward=False),

@@ -74,7 +74,7 @@ def test_R14_R26_training_on_shards_equals_training_on_one_rank_with_all_data(op
                 for m in range(case.microbatches)
             ]
             losses = world.run(plan, net, batches)
-            joined = [tuple(np.concatenate(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in batches]
+            joined = [(np.concatenate([b[0] for b in all]), np.concatenate([b[1] for b in all])) for all in batches]
             each = [on_all_data(params, batch) for batch in joined]
             grads = {name: np.sum([of[name] for of in each], axis=0) for name in params}
             singles = [on_all_data(params, (x[s : s + 1], y[s : s + 1])) for x, y in joined for s in range(len(x))]
@@ -369,7 +369,7 @@ def test_R30_clipping_counts_each_element_once_on_any_mesh(norm_type, face):
                         grad[run.start : run.stop] = np.nan
             before = world.full_grads()
             line = np.concatenate([grad.reshape(-1) for grad in before.values()])
-            expected = np.linalg.norm(line, norm_type)
+            expected = float(np.linalg.norm(line, norm_type))
             # A sum over 76 elements, a root and a quotient: fewer than 100 roundings.
             assert abs(world.clip_grad_norm(expected / 2, norm_type) / expected - 1) < 100 * 2**-53
             for name, grad in world.full_grads().items():
