@@ -130,6 +130,14 @@ def test_code_that_raises_is_reported_with_its_line(tmp_path):
     assert teach(lesson).returncode == 2 and teach(tmp_path / "none.md").returncode == 2
 
 
+def test_a_torch_rank_that_raises_ends_the_lesson_and_is_named(tmp_path):
+    code = "code:from experiments.teach.ranks import on_ranks\nprint(on_ranks(2, lambda rank: {}))"
+    assert teach("--update", written(tmp_path, code.format("rank + 1"))).returncode == 0
+    assert (tmp_path / "lesson.md").read_text().endswith("[1, 2]\n```\n")
+    result = teach(written(tmp_path, code.format("1 // rank")))
+    assert result.returncode == 2 and "line 3: UsageError: torch ranks [0] ended without a result" in result.stderr
+
+
 def test_refused_wants_a_refusal():
     with pytest.raises(UsageError, match="none was raised"), refused():
         pass
