@@ -1,6 +1,7 @@
 """What a user's unshard may ask for and who sees what (R19, R23)."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,8 @@ def test_R22_a_gradient_is_shown_where_any_rank_has_one():
 
 @pytest.mark.parametrize("name", ["writeback", "rank0_only", "offload_to_cpu", "with_grads"])
 def test_what_is_no_bool_is_refused_by_name(name):
-    for value in (None, 1, "no"):
+    wrong: tuple[Any, ...] = (None, 1, "no")
+    for value in wrong:
         with pytest.raises(UsageError, match=f"{name}: expected True or False, got {value!r}"):
             UnshardRequest(**{name: value})
 
