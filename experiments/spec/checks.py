@@ -68,6 +68,7 @@ class Check:
 
 
 FLAT = ("R01", "R02", "R03", "R04", "R05", "R06")
+STEPS = ("R13", "R14", "R15", "R16", "R28")
 LIFECYCLE = ("R12", "R17", "R18", "R19", "R20", "R21", "R22", "R23", "R24")
 CHECKS = (
     Check("flat:flat_units", FLAT, TORCH, num_parts=48),
@@ -91,5 +92,7 @@ CHECKS = (
     Check("closed_form:divide_products", ("R26",), CLOSED_FORM),
     Check("precision:flat_dtypes", ("R33",), TORCH),
     Check("precision:per_param_dtypes", ("R34",), TORCH),
+    Check("steps:flat_plans", STEPS, TORCH, num_parts=8),
+    Check("steps:per_param_plans", STEPS, TORCH, num_parts=8),
     Check("lifecycle:histories", LIFECYCLE, REFERENCE, num_parts=16),
 )
