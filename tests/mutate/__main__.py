@@ -1,0 +1,162 @@
+"""Put small faults into the core, one at a time, and report which of them no test sees.
+
+    python -m tests.mutate --sample 200 --seed 1 [--files crossframe/layout ...] [--jobs 2]
+
+Exit status: 0 if at least 95 in 100 faults are seen, 1 if fewer, 2 if there is nothing to measure. A test that runs into its
+limit of time, or a process that dies, has seen the fault. Faults that change nothing are listed in equivalent.toml, each with
+its reason.
+"""
+
+import argparse
+import gc
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).parents[2]
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+REQUIRED = 0.95
+# By the clock, for tests that wait; the limits of each test are of the processor's time.
+WALL_SECONDS = 900.0
+T = TypeVar("T")
+
+
+def main() -> int:
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    from tests.mutate.operators import mutants_of
+    from tests.mutate.suite import KILLED, Suite
+
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="crossframe-mutate-") as folder:
+        suite = Suite.copied(ROOT, Path(folder).resolve())
+        sources = {path: (suite.folder / path).read_bytes() for path in _paths(suite.folder, options.files)}
+        every = [mutant for path, source in sources.items() for mutant in mutants_of(path, source)]
+        known = _Known(tomllib.loads(EQUIVALENT.read_text())["equivalent"])
+        judged = [mutant for mutant in every if not known.has(mutant.path, mutant.diff(sources[mutant.path]))]
+        sample = random.Random(options.seed).sample(judged, min(options.sample, len(judged)))
+        if not sample:
+            print(f"nothing to mutate in {' '.join(options.files)}", file=sys.stderr)
+            return 2
+        gc.freeze()
+        for file, status, output in _in_forks(suite.files(), suite.learn, suite.folder, options.jobs):
+            if status in (0, 5):  # 5: no tests in it
+                suite.learned(file)
+            else:  # without it fewer faults are seen, never more
+                print(f"{file} is left out, as it fails without any fault:\n{output[-2000:]}", file=sys.stderr)
+        print(
+            f"{len(sample)} of {len(judged)} faults (seed {options.seed}), {len(suite.items)} tests, "
+            f"which took {time.monotonic() - started:.0f} s without a fault"
+        )
+        counts: dict[str, Counter[str]] = {}
+        for done, (mutant, status, _) in enumerate(_in_forks(sample, suite.judge, suite.folder, options.jobs), 1):
+            ended = {0: "survived", KILLED: "killed", -signal.SIGPROF: "timeout"}.get(status, "killed")
+            counts.setdefault(mutant.path, Counter())[ended] += 1
+            if ended == "survived":
+                print(f"\n{mutant.path}:{mutant.line}  {mutant.what}, survived", flush=True)
+                print("\n".join(f"    {line}" for line in mutant.diff(sources[mutant.path])), flush=True)
+            if sys.stderr.isatty() or done % 25 == 0:
+                print(f"{done}/{len(sample)}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr)
+    if unmatched := known.unmatched(sources):
+        print("\nequivalent.toml lists what is no fault of these sources any more:")
+        print("\n".join(f"    {entry}" for entry in unmatched))
+    return _report(counts, time.monotonic() - started)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--sample", type=int, default=200, help="how many faults, drawn evenly from all (default 200)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw")
+    parser.add_argument(
+        "--files", nargs="+", default=["crossframe"], help="files or folders, from the repository's root"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    return parser.parse_args()
+
+
+def _paths(folder: Path, asked: Sequence[str]) -> list[str]:
+    found: set[Path] = set()
+    for name in asked:
+        path = folder / name
+        found |= {path} if path.is_file() else set(path.rglob("*.py"))
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _in_forks(
+    tasks: Sequence[T], work: Callable[[T], Callable[[], int]], folder: Path, jobs: int
+) -> Iterator[tuple[T, int, str]]:
+    """Run each task's work in a fork, `jobs` at a time; yield (task, exit status or minus a signal, output) as they end."""
+    from tests.mutate.suite import fork, log_of
+
+    waiting, running = list(reversed(tasks)), {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                task = waiting.pop()
+                running[fork(work(task), folder)] = (task, time.monotonic())
+            for pid, (task, since) in list(running.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if not ended and time.monotonic() - since > WALL_SECONDS:
+                    os.killpg(pid, signal.SIGPROF)
+                    ended, status = os.waitpid(pid, 0)
+                if ended:
+                    del running[pid]
+                    log = log_of(folder, pid)
+                    yield task, os.waitstatus_to_exitcode(status), log.read_text(errors="replace")
+                    log.unlink()
+            time.sleep(0.02)
+    finally:
+        for pid in running:
+            os.killpg(pid, signal.SIGKILL)
+
+
+class _Known:
+    """The list of faults that change nothing."""
+
+    def __init__(self, entries: list[dict[str, Any]]) -> None:
+        for entry in entries:
+            if missing := {"path", "line", "becomes", "why"} - entry.keys():
+                raise SystemExit(f"equivalent.toml: an entry without {', '.join(sorted(missing))}: {entry}")
+        self.reasons = {(entry["path"], entry["line"], entry["becomes"]): entry["why"] for entry in entries}
+        self.matched: set[tuple[str, str, str]] = set()
+
+    def has(self, path: str, diff: list[str]) -> bool:
+        """Whether an entry describes this fault: the lines that it takes away and those that it puts in, without indents."""
+        before = " ".join(line[1:].strip() for line in diff if line.startswith("-"))
+        after = " ".join(line[1:].strip() for line in diff if line.startswith("+"))
+        if (path, before, after) not in self.reasons:
+            return False
+        self.matched.add((path, before, after))
+        return True
+
+    def unmatched(self, sources: dict[str, bytes]) -> list[str]:
+        """Entries about these files that describe no fault."""
+        return [f"{path}: {line}" for path, line, after in self.reasons
+                if path in sources and (path, line, after) not in self.matched]  # fmt: skip
+
+
+def _report(counts: dict[str, Counter[str]], seconds: float) -> int:
+    width = max(len(path) for path in counts)
+    print(f"\n{'':{width}}  killed  survived  timeouts")
+    for path, count in sorted(counts.items()):
+        print(f"{path:{width}}  {count['killed']:6}  {count['survived']:8}  {count['timeout']:8}")
+    total = sum(counts.values(), Counter())
+    print(f"{'all':{width}}  {total['killed']:6}  {total['survived']:8}  {total['timeout']:8}")
+    score = 1 - total["survived"] / total.total()
+    print(
+        f"\n{score:.1%} of {total.total()} faults were seen, in {seconds / 60:.0f} minutes; at least {REQUIRED:.0%} is required"
+    )
+    return 0 if score >= REQUIRED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

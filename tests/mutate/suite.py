@@ -1,0 +1,247 @@
+"""The tests of the core on a copy of the repository, run in forks of one process that has imported what they need.
+
+The fork of a mutant compiles the mutated source in the place of the module's own when that is imported; no file is changed.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import ml_dtypes  # noqa: F401  (imported for the forks)
+import numpy  # noqa: F401
+import pytest
+import safetensors.numpy  # noqa: F401
+from hypothesis import strategies  # noqa: F401
+
+from tests.mutate.operators import MODULE, Mutant
+
+COPIED = ("crossframe", "experiments", "tests", "torch_backend", "jax_backend", "pyproject.toml")
+# Tests that start processes of their own look at files, which stay as they are.
+LEFT_OUT = ("tests/core/test_imports.py",)
+MEMORY_BYTES = 6 * 2**30
+# What a test may take, in seconds of the processor, above a multiple of what it takes without a fault.
+LEAST_SECONDS, TIMES = 5.0, 5.0
+# With plain assertions pytest imports no module in a way of its own, past the one here.
+PYTEST = ["--assert=plain", "-q", "-x", "--no-header", "--no-summary", "--tb=no", "-p", "no:cacheprovider"]
+SURVIVED, KILLED = 0, 1
+
+
+@dataclass
+class Item:
+    """A test: how long it takes under the tracer, and the functions of the core that it reaches, as (file, first line)."""
+
+    seconds: float
+    reached: set[tuple[str, int]]
+
+
+@dataclass
+class Suite:
+    """All tests of the core, by node id, in a folder of its own.
+
+    Attributes:
+        folder: the copy.
+        items: by node id.
+        collecting: functions that importing a test file reaches, by file.
+    """
+
+    folder: Path
+    items: dict[str, Item] = field(default_factory=dict)
+    collecting: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
+
+    @classmethod
+    def copied(cls, root: Path, folder: Path) -> "Suite":
+        """A copy of a repository's sources, without any tests known yet."""
+        ignored = shutil.ignore_patterns("__pycache__", ".*")
+        for name in COPIED:
+            if (root / name).is_dir():
+                shutil.copytree(root / name, folder / name, ignore=ignored)
+            else:
+                shutil.copy(root / name, folder / name)
+        return cls(folder)
+
+    def files(self) -> list[str]:
+        """Every file with tests in it, doctests of the core among them."""
+        tests = self.folder.glob("tests/core/**/test_*.py")
+        sources = (path for path in self.folder.glob("crossframe/**/*.py") if b">>>" in path.read_bytes())
+        names = [path.relative_to(self.folder).as_posix() for path in (*sorted(tests), *sorted(sources))]
+        return [name for name in names if name not in LEFT_OUT]
+
+    def learn(self, file: str) -> Callable[[], int]:
+        """Work for a fork: run one file without a fault, and write down what its tests reach and take."""
+
+        def work() -> int:
+            recorder = _Recorder(self.folder)
+            sys.settrace(recorder.trace)
+            threading.settrace(recorder.trace)
+            status = pytest.main([*PYTEST, file], plugins=[recorder])
+            sys.settrace(None)
+            self._notes(file).write_text(json.dumps([recorder.seconds, recorder.reached]))
+            return int(status)
+
+        return work
+
+    def _notes(self, file: str) -> Path:
+        return self.folder / f"{file.replace('/', '-')}.json"
+
+    def learned(self, file: str) -> None:
+        """Take in what the fork wrote down."""
+        seconds, reached = json.loads(self._notes(file).read_text())
+        places = {name: {(path, line) for path, line in found} for name, found in reached.items()}
+        self.collecting[file] = places.pop("")
+        for name, taken in seconds.items():
+            self.items[name] = Item(taken, places[name])
+
+    def stages(self, mutant: Mutant) -> list[list[str]]:
+        """Which tests to run, as node ids: those of files named after the module, then every other that reaches the function."""
+        named = {file for file in self.collecting if _is_named_after(file, mutant.path)}
+        first, others = [], []
+        for name, item in self.items.items():
+            file = name.partition("::")[0]
+            place = (mutant.path, mutant.function)
+            reaches = mutant.function == MODULE or place in item.reached or place in self.collecting[file]
+            if file in named:
+                first.append((not reaches, item.seconds, name))
+            elif reaches:
+                others.append((False, item.seconds, name))
+        return [[name for _, _, name in sorted(stage)] for stage in (first, others) if stage]
+
+    def judge(self, mutant: Mutant) -> Callable[[], int]:
+        """Work for a fork: SURVIVED or KILLED."""
+
+        def work() -> int:
+            source = (self.folder / mutant.path).read_bytes()
+            name = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            sys.meta_path.insert(0, _Finder(name, self.folder / mutant.path, mutant.apply(source)))
+            for stage in self.stages(mutant):
+                files = list(dict.fromkeys(name.partition("::")[0] for name in stage))
+                limits = {name: LEAST_SECONDS + TIMES * self.items[name].seconds for name in stage}
+                _limit(60.0)  # while tests are collected
+                if pytest.main([*PYTEST, *files], plugins=[_Chosen(limits)]) != pytest.ExitCode.OK:
+                    return KILLED
+            return SURVIVED
+
+        return work
+
+
+def _is_named_after(file: str, path: str) -> bool:
+    """Whether a file of tests is about a module, by its name.
+
+    >>> _is_named_after("tests/core/test_layout_flat.py", "crossframe/layout/flat.py")
+    True
+    """
+    words = path.removesuffix(".py").split("/")[1:]
+    stem = Path(file).stem.removeprefix("test_")
+    return file == path or any(word in stem for word in words if word != "__init__")
+
+
+def fork(work: Callable[[], int], folder: Path) -> int:
+    """Run work in a child process, in a copy of the repository; the child's process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.chdir(folder)
+        sys.path[:] = [str(folder), *(entry for entry in sys.path if entry)]
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "crossframe")]:
+            del sys.modules[name]
+        # Descriptors too, as pytest captures those.
+        log = os.open(log_of(folder, os.getpid()), os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        hypothesis.settings.register_profile("mutate", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+        hypothesis.settings.load_profile("mutate")
+        status = work()
+    except BaseException:  # nothing of the parent may run on in the child
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def log_of(folder: Path, pid: int) -> Path:
+    """Where a fork's output goes."""
+    return folder / f"{pid}.log"
+
+
+def _limit(seconds: float) -> None:
+    """End this process when it has used so much more of the processor."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Imports one module from other source than its file's."""
+
+    def __init__(self, name: str, path: Path, source: bytes) -> None:
+        super().__init__(name, str(path))
+        self.source = source
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(self.source, self.path, "exec", dont_inherit=True)
+
+
+class _Chosen:
+    """Runs the chosen tests alone, in their order, each within its limit."""
+
+    def __init__(self, limits: dict[str, float]) -> None:
+        self.limits = limits
+        self.order = {name: i for i, name in enumerate(limits)}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self.order), key=lambda item: self.order[item.nodeid]
+        )
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        _limit(self.limits[item.nodeid])
+
+
+class _Recorder:
+    """What each test takes, and which functions of the core run in it; "" stands for collection."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prefix, self.root = f"{folder}/crossframe/", f"{folder}/"
+        self.seconds: dict[str, float] = {}
+        self.places: dict[str, set[tuple[str, int]]] = {"": set()}
+        self.now = self.places[""]
+
+    @property
+    def reached(self) -> dict[str, list[tuple[str, int]]]:
+        return {
+            name: [(path.removeprefix(self.root), line) for path, line in places if path.startswith(self.prefix)]
+            for name, places in self.places.items()
+        }
+
+    def trace(self, frame: Any, event: str, argument: Any) -> None:
+        self.now.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self.now = self.places[item.nodeid] = set()
+        before = sum(os.times()[:2])
+        try:
+            return (yield)
+        finally:
+            self.seconds[item.nodeid] = sum(os.times()[:2]) - before
