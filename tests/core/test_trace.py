@@ -56,3 +56,36 @@ def test_a_difference_says_what_and_where():
         f"missing 1 x {SCATTER}",
         f"unexpected 1 x {SUM}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kept"),
+    [
+        ((3,), range(3, 4)),
+        ((0, 1), range(2)),
+        ((1, 4, 7), range(1, 8, 3)),
+        ((5, 3, 1), range(5, 0, -2)),
+        ([0, 2], range(0, 3, 2)),
+    ],
+)
+def test_evenly_spaced_ranks_are_kept_as_a_range_however_they_come(ranks, kept):
+    event = Event(ALL_GATHER, "", "forward", "float32", 16, ranks)
+    assert type(event.group) is range and event.group == kept
+    assert event == Event(ALL_GATHER, "", "forward", "float32", 16, kept)
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1, 3), (2, 2), (2, 2, 2), (0, 1, 0)])
+def test_other_ranks_are_kept_as_they_are(ranks):
+    event = Event(ALL_GATHER, "", "forward", "float32", 16, list(ranks))
+    assert event.group == ranks and type(event.group) is tuple
+    assert Event.from_json(json.loads(json.dumps(event.to_json()))) == event
+
+
+def test_microbatch_and_bucket_are_written_and_read_but_not_compared():
+    event = Event(SUM.kind, SUM.unit, SUM.phase, SUM.dtype, SUM.num_bytes, SUM.group, microbatch=3, bucket=2)
+    assert event == SUM and hash(event) == hash(SUM)
+    read = Event.from_json(json.loads(json.dumps(event.to_json())))
+    assert (read.microbatch, read.bucket) == (3, 2)
+    # Recordings made before there were several have neither.
+    fields = {name: value for name, value in event.to_json().items() if name not in ("microbatch", "bucket")}
+    assert (Event.from_json(fields).microbatch, Event.from_json(fields).bucket) == (0, 0)
