@@ -94,5 +94,9 @@ CHECKS = (
     Check("precision:per_param_dtypes", ("R34",), TORCH),
     Check("steps:flat_plans", STEPS, TORCH, num_parts=8),
     Check("steps:per_param_plans", STEPS, TORCH, num_parts=8),
+    Check("norms:norms", ("R30",), TORCH, num_parts=4),
+    Check("norms:dtypes", ("R30",), TORCH),
+    Check("sums:sums_in_order", ("R32",), CLOSED_FORM),
+    Check("sums:any_order", ("R32",), CLOSED_FORM),
     Check("lifecycle:histories", LIFECYCLE, REFERENCE, num_parts=16),
 )
