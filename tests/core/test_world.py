@@ -252,6 +252,34 @@ def test_R15_R33_every_tensor_has_the_dtype_of_its_stage(policy, face, kind):
     assert seen == {"stored", "gathered", "accumulated", "kept", "state"}
 
 
+@pytest.mark.parametrize("kind", MAKE)
+def test_R17_R28_partial_sums_wait_are_added_once_and_are_dropped_with_the_step_that_fails(kind):
+    case = replace(PLAIN, kind=kind, mesh=MeshSpec(2, 2), face=Face.FSDP2, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
+    world, batches = case.world(SGD()), integer_batches(case, 0)
+    first_two = [event for event in case.plan(case.units()) if event.microbatch < 2]
+    net, unit = Integers(LAYERS.initial(0), "float64", unused={None: {"b.bias"}}), world.units["b"]
+    shapes = {"b.weight": (5, 4)}
+
+    def total(*microbatches: int) -> np.ndarray:
+        return np.sum([net.grads(r, shapes, batches[m][r])["b.weight"] for m in microbatches for r in range(4)], axis=0)
+
+    world.run(first_two, net, batches[:2])
+    assert (
+        world.full_grads() == {} and unit.buckets[0].partials is not None and unit.buckets[0].under_way == {"b.weight"}
+    )
+    for expected in (total(0, 1, 2), total(0, 1, 2) + total(2)):
+        for rank in range(4):
+            net.start(rank, batches[2][rank])
+        unit.compute("backward", lambda rank, params: net.backward("b", rank, params))
+        unit.reshard()
+        world.reduce("b")
+        assert list(world.full_grads()) == ["b.weight"]
+        assert world.full_grads()["b.weight"].tobytes() == (expected / 4).tobytes()
+    world.run(first_two, net, batches[:2])
+    world.reset()
+    assert_home(world)
+
+
 # Gradients that are missing, frozen, shared
 
 
