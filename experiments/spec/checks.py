@@ -98,5 +98,6 @@ CHECKS = (
     Check("norms:dtypes", ("R30",), TORCH),
     Check("sums:sums_in_order", ("R32",), CLOSED_FORM),
     Check("sums:any_order", ("R32",), CLOSED_FORM),
+    Check("inputs:casts", ("R35",), TORCH),
     Check("lifecycle:histories", LIFECYCLE, REFERENCE, num_parts=16),
 )
