@@ -99,5 +99,6 @@ CHECKS = (
     Check("sums:sums_in_order", ("R32",), CLOSED_FORM),
     Check("sums:any_order", ("R32",), CLOSED_FORM),
     Check("inputs:casts", ("R35",), TORCH),
+    Check("unused:missing", ("R29",), TORCH, num_parts=4),
     Check("lifecycle:histories", LIFECYCLE, REFERENCE, num_parts=16),
 )
