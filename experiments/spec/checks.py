@@ -100,5 +100,7 @@ CHECKS = (
     Check("sums:any_order", ("R32",), CLOSED_FORM),
     Check("inputs:casts", ("R35",), TORCH),
     Check("unused:missing", ("R29",), TORCH, num_parts=4),
+    Check("replaced:data", ("R25",), TORCH),
+    Check("shared:sums", ("R31",), TORCH),
     Check("lifecycle:histories", LIFECYCLE, REFERENCE, num_parts=16),
 )
