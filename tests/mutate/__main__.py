@@ -29,7 +29,7 @@ WALL_SECONDS = 900.0
 T = TypeVar("T")
 
 
-def main() -> int:
+def main(root: Path = ROOT) -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -38,7 +38,7 @@ def main() -> int:
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="crossframe-mutate-") as folder:
-        suite = Suite.copied(ROOT, Path(folder).resolve())
+        suite = Suite.copied(root, Path(folder).resolve())
         sources = {path: (suite.folder / path).read_bytes() for path in _paths(suite.folder, options.files)}
         every = [mutant for path, source in sources.items() for mutant in mutants_of(path, source)]
         known = _Known(tomllib.loads(EQUIVALENT.read_text())["equivalent"])

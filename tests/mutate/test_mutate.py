@@ -1,0 +1,107 @@
+"""The mutation command itself: which faults it makes, and that it tells those seen from those not seen."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutate.operators import MODULE, mutants_of
+from tests.mutate.suite import COPIED
+
+ROOT = Path(__file__).parents[2]
+
+
+def edits(source: str) -> set[str]:
+    text = source.encode()
+    return {mutant.apply(text).decode() for mutant in mutants_of("x.py", text)}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = a <= b", {"x = (a < b)", "x = (a > b)"}),
+        ("x = a not in b", {"x = (a in b)"}),
+        ("x = a + b", {"x = (a - b)"}),
+        ("x = a and b", {"x = (a or b)", "x = a", "x = b"}),
+        ("x = not a", {"x = a"}),
+        ("x = a if b else c", {"x = (a if not b else c)"}),
+        ("x = 3", {"x = 2", "x = 4"}),
+        ("x = True", {"x = False"}),
+        ("x = 'kind'", {"x = 'kind!'"}),
+        ("f(a, b, key=c)", {"f(b, a, key=c)", "f(a, b)", "pass"}),
+        ("x = max(a)", {"x = min(a)"}),
+        ("x = a[b:c]", {"x = a[:c]", "x = a[b:]"}),
+        ("x = [a for a in b if c]", {"x = [a for a in b if (not c)]"}),
+        ("def f():\n    return a", {"def f():\n    return None"}),
+        ("if a:\n    raise b", {"if not a:\n    raise b", "if a:\n    pass"}),
+        ("for a in b:\n    continue", {"for a in b:\n    break", "for a in b:\n    pass"}),
+        ("a.b = c", {"pass"}),
+        ("a = f(a)", {"pass"}),
+    ],
+)
+def test_each_kind_of_fault(source, expected):
+    assert edits(source) == {text for text in expected if text in edits(source)} >= expected - {"x = a", "x = b"}
+    assert {text.replace("(", "").replace(")", "") for text in edits(source)} == {
+        text.replace("(", "").replace(")", "") for text in expected
+    }
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "'''A docstring of 3.'''",
+        "import a",
+        "assert a < 3",
+        "x: tuple[3] = a",
+        "@f(frozen=3)\ndef g(a: 3) -> 4: ...",
+        "x = f'{a + 3}'",
+        "x = 'a message of some words'",
+        "x = zip(a, strict=c)",
+        "__all__ = ['a']",
+        "class A(Protocol):\n    x = 3",
+    ],
+)
+def test_what_no_test_should_see_is_left_alone(source):
+    assert edits(source) == set()
+
+
+def test_every_fault_of_the_core_compiles_and_changes_its_source():
+    sources = {path: path.read_bytes() for path in sorted((ROOT / "crossframe").rglob("*.py"))}
+    every = [(mutant, source) for path, source in sources.items() for mutant in mutants_of(str(path), source)]
+    assert len(every) > 1000
+    for mutant, source in random.Random(1).sample(every, 500):
+        compile(mutant.apply(source), mutant.path, "exec")
+        assert mutant.diff(source), mutant
+
+
+def test_a_fault_knows_its_function_and_its_line():
+    source = b"x = 1\n\n\n@d\ndef f():\n    return [a\n        for a in b if a < 2]\n"
+    places = {(mutant.what, mutant.line, mutant.function) for mutant in mutants_of("x.py", source)}
+    assert ("constant", 1, MODULE) in places and ("return None", 6, 4) in places and ("comparison", 7, 4) in places
+
+
+def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tmp_path):
+    for folder in (*COPIED[:-1], "tests/core"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--doctest-modules'\n")
+    (tmp_path / "crossframe/parts.py").write_text(
+        'def f(a):\n    """\n    >>> f(2)\n    True\n    """\n    while a:\n        a -= 1\n    return a == 0\n'
+    )
+    (tmp_path / "tests/core/test_parts.py").write_text(
+        "from crossframe.parts import f\n\n\ndef test_f():\n    assert f(4)\n"
+    )
+    code = (
+        "import sys; from pathlib import Path; from tests.mutate.__main__ import main; "
+        f"sys.argv = ['mutate', '--sample', '99']; sys.exit(main(Path({str(tmp_path)!r})))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert "crossframe/parts.py:7  constant, survived\n    -        a -= 1\n    +        a -= 2\n" in ended.stdout
+    # Seen: nothing comes back; the loop never ends, as it subtracts nothing or is not left.
+    assert "return None" not in ended.stdout and "a -= 0" not in ended.stdout
+    _, killed, survived, timeouts = ended.stdout[ended.stdout.index("\nall") :].split()[:4]
+    num_faults = len(edits((tmp_path / "crossframe/parts.py").read_text()))
+    assert (int(killed), int(survived), int(timeouts)) == (num_faults - 3, 1, 2)
