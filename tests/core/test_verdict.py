@@ -373,3 +373,24 @@ def test_another_optimizer_is_another_run(tmp_path):
     found = versus(tmp_path, a=a, b=b)
     assert found.verdict is Verdict.INCOMPARABLE
     assert "weight decay differs: 0.01 in torch, 0.1 in jax" in found.reason
+
+
+def test_a_parameter_is_measured_by_the_first_recording(tmp_path):
+    found = versus(tmp_path, only("update", "block.w", lambda array: 3 * array, step=2))
+    a = Recording.open(tmp_path / "a")
+    final, initial = a.full("update", 2, "block.w"), a.full("parameters", 0, "block.w")
+    reach = a.manifest.learning_rate * 3 * np.sqrt(15)
+    scale = max(np.linalg.norm(final), np.linalg.norm(final - initial), reach)
+    assert dict(found.parameter_differences)[2] == pytest.approx(2 * np.linalg.norm(final) / scale, rel=1e-12)
+    assert dict(found.parameter_differences)[1] == 0.0
+
+
+def test_recordings_are_called_by_what_tells_them_apart(tmp_path):
+    a, b = synthetic.manifest(), synthetic.manifest(seed=5)
+    for first, second, names in (
+        (tmp_path / "x" / "run", tmp_path / "x" / "other", ("run", "other")),
+        (tmp_path / "y" / "run", tmp_path / "z" / "run", (str(tmp_path / "y" / "run"), str(tmp_path / "z" / "run"))),
+    ):
+        found = compare(synthetic.record(first, a), synthetic.record(second, b))
+        assert found.verdict is Verdict.INCOMPARABLE
+        assert f"seed differs: 0 in {names[0]}, 5 in {names[1]}" in found.reason

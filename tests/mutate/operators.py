@@ -37,6 +37,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.RShift: ast.LShift,
 }
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
+# Functions to which the order of arguments is the same.
+UNORDERED = ("min", "max")
 MODULE = 0
 
 
@@ -202,8 +204,8 @@ def _changed(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _changed_call(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    plain = not any(isinstance(argument, ast.Starred) for argument in node.args)
-    if plain:
+    ordered = not (isinstance(node.func, ast.Name) and node.func.id in UNORDERED)
+    if ordered and not any(isinstance(argument, ast.Starred) for argument in node.args):
         for i in range(len(node.args) - 1):
             swapped = [*node.args[:i], node.args[i + 1], node.args[i], *node.args[i + 2 :]]
             yield "swapped arguments", _with(node, args=swapped)
