@@ -19,7 +19,7 @@ from crossframe.layout import post_forward
 from crossframe.lifecycle import Move, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit
-from crossframe.reference.agree import Disagreement, check_grads, check_memory, padding_of, same
+from crossframe.reference.agree import Disagreement, check_grads, check_memory, same
 from crossframe.reference.live import LiveUnit
 from crossframe.reference.optim import SGD
 from crossframe.reference.simple import Full, Refusal, Simple
@@ -88,11 +88,18 @@ class Pair:
         for unit in self.world.units.values():
             self._record(unit)
             self._poison(unit, unit.buckets[0].unit.shards)
-        self.padding = {
-            unit.name: [padding_of(unit.buckets[0].layout, shard, unit.buckets[0].unit.shard_index(rank))
-                        for rank, shard in enumerate(unit.buckets[0].unit.shards)]
-            for unit in self.world.units.values()
-        }  # fmt: skip
+        self.padding = {unit.name: self._padding(unit) for unit in self.world.units.values()}
+
+    def _padding(self, unit: LiveUnit) -> list[bytes]:
+        """What each rank's padding must hold: 42 or 0 (R05), or the poison."""
+        layout, dtype = unit.buckets[0].layout, numpy_dtype(unit.buckets[0].layout.dtype)
+        return [
+            b"".join(
+                np.full(run.stop - run.start, run.fill if self.poison is None else self.poison, dtype).tobytes()
+                for run in layout.padding(unit.buckets[0].unit.shard_index(rank))
+            )
+            for rank in unit.ranks
+        ]
 
     def _record(self, unit: LiveUnit) -> None:
         take = unit.move
