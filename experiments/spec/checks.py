@@ -102,5 +102,8 @@ CHECKS = (
     Check("unused:missing", ("R29",), TORCH, num_parts=4),
     Check("replaced:data", ("R25",), TORCH),
     Check("shared:sums", ("R31",), TORCH),
+    Check("model_state:dicts", ("R36",), TORCH, num_parts=2),
+    Check("clean_names:names", ("R36",), TORCH),
+    Check("initial:streams", ("R38",), TORCH, num_parts=4),
     Check("lifecycle:histories", LIFECYCLE, REFERENCE, num_parts=16),
 )
