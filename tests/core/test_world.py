@@ -455,6 +455,18 @@ def test_R18_a_step_inside_a_summon_is_refused_and_the_summon_stays():
     assert not world.summoned and (world.full_params()["a.bias"] == 7).all()
 
 
+def test_R18_a_step_is_refused_by_all_units_where_one_of_them_is_summoned():
+    world, plan = PLAIN.world(SGD()), PLAIN.plan(PLAIN.units())
+    world.run(plan[:-1], Layers(UNITS, SIZES), layer_batches(PLAIN.mesh))
+    grads = world.full_grads()
+    with world.summon_full_params(names=["b"]), pytest.raises(StateError, match="unit 'b': cannot edit the shards"):
+        world.step()
+    assert {name: grad.tobytes() for name, grad in world.full_grads().items()} == {
+        k: v.tobytes() for k, v in grads.items()
+    }
+    assert all(value.tobytes() == LAYERS.initial(0)[name].tobytes() for name, value in world.full_params().items())
+
+
 def test_R17_a_reset_inside_a_summon_ends_it():
     world = PLAIN.world(SGD())
     with world.summon_full_params():
