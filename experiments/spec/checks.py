@@ -104,6 +104,7 @@ CHECKS = (
     Check("shared:sums", ("R31",), TORCH),
     Check("model_state:dicts", ("R36",), TORCH, num_parts=2),
     Check("clean_names:names", ("R36",), TORCH),
+    Check("optim_state:states", ("R37",), TORCH, num_parts=4),
     Check("initial:streams", ("R38",), TORCH, num_parts=4),
     Check("lifecycle:histories", LIFECYCLE, REFERENCE, num_parts=16),
 )

@@ -21,7 +21,7 @@ LEFT = "torch's checkpoints leave a wrapper's part in the name of a module that 
 def names(tallies: Tallies, scope: Scope) -> None:
     """Modules under random stacks of torch's FSDP, checkpointing and compilation: their raw names, and torch's own cleaning."""
     tally = tallies["R36"]
-    for number in scope.take(range(NUM_STACKS), num_quick=25):
+    for number in scope.take(range(NUM_STACKS), num_quick=15):
         rng = random.Random(f"{SEED} {number}")
         with fake_world(2, 0), quiet():
             model: nn.Module = nn.Linear(2, 2)

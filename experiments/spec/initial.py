@@ -61,7 +61,7 @@ def build(seed: str) -> nn.Module:
 
 def streams(tallies: Tallies, scope: Scope) -> None:
     """Every tree, sharded in some way on some mesh: every rank's shards, buffers, and the stream's end."""
-    for number in scope.take(range(NUM_TREES), num_quick=60):
+    for number in scope.take(range(NUM_TREES), num_quick=30):
         _compare(tallies, number)
 
 

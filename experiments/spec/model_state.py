@@ -108,7 +108,7 @@ def _case(rng: random.Random) -> Case:
 
 def dicts(tallies: Tallies, scope: Scope) -> None:
     """FULL, SHARDED and LOCAL of FSDP1, the DTensors of FSDP2; buffers are the same on every rank, and left out."""
-    for case in scope.take(cases(), num_quick=40):
+    for case in scope.take(cases(), num_quick=25):
         ours, theirs = case.entries(), _torchs(case)
         if case.kind is StateKind.LOCAL and case.keep_original and theirs.keys() > ours.keys():
             more = {name: theirs.pop(name)[3] for name in theirs.keys() - ours.keys()}

@@ -94,7 +94,7 @@ def _model(rng: random.Random) -> Model:
 def norms(tallies: Tallies, scope: Scope) -> None:
     """Every order of norm on every rank of every model, and every clipped gradient; padding holds NaN."""
     tally = tallies["R30"]
-    for model in scope.take(models(), num_quick=60):
+    for model in scope.take(models(), num_quick=40):
         grads = model.grads()
         dtype = norm_dtype([model.dtype])
         held = _held(model, grads)

@@ -39,13 +39,13 @@ PREFETCHED_VIEWS = (
 
 def flat_plans(tallies: Tallies, scope: Scope) -> None:
     """FSDP1: what one rank sends in a step, and what it keeps in full between forward and backward and behind them."""
-    for step in scope.take(flat_steps(), num_quick=30):
+    for step in scope.take(flat_steps(), num_quick=12):
         _compare(tallies, step)
 
 
 def per_param_plans(tallies: Tallies, scope: Scope) -> None:
     """FSDP2: the same."""
-    for step in scope.take(per_param_steps(), num_quick=30):
+    for step in scope.take(per_param_steps(), num_quick=12):
         _compare(tallies, step)
 
 

@@ -84,7 +84,7 @@ def cases() -> list[Case]:
 def missing(tallies: Tallies, scope: Scope) -> None:
     """Zeros or none for every parameter of which a rank holds something; and what AdamW makes of it where one rank is alone."""
     tally = tallies["R29"]
-    for case in scope.take(cases(), num_quick=40):
+    for case in scope.take(cases(), num_quick=20):
         expected = case.present()
         world = _reference(case)
         tally.compare(expected, set(world.full_grads()), case, "reference")
