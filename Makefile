@@ -5,14 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORLD_SIZE ?= 2
+FAULTS ?= 200
 
-.PHONY: parity test check format clean
+.PHONY: parity test check spec mutate format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make parity   train a GPT in torch and in JAX, sharded, and say whether they agree (WORLD_SIZE=$(WORLD_SIZE))"
 	@echo "make test     the whole test suite"
 	@echo "make check    formatting, lint, types and import rules"
+	@echo "make spec     every rule of sharding against torch, the reference and closed forms, all cases"
+	@echo "make mutate   put $(FAULTS) small faults into the core, and see which of them no test sees"
 	@echo "make format   format the code"
 	@echo "make clean    remove .venv and what was generated"
 
@@ -36,6 +39,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/core/test_imports.py
+
+spec: $(INSTALLED)
+	$(BIN)/crossframe spec
+
+mutate: $(INSTALLED)
+	$(BIN)/python -m tests.mutate --sample $(FAULTS) --seed 1
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
