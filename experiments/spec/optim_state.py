@@ -11,17 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
+from crossframe import state as core
 from crossframe.layout import FlatLayout
 from crossframe.params import ParamSpec
-from crossframe.state import (
-    flatten_state,
-    gather_state,
-    local_key,
-    shard_state,
-    state_by_id,
-    state_by_name,
-    unflatten_state,
-)
 from experiments.spec.checks import SEED, Scope
 from experiments.spec.fake_ranks import fake_world, quiet
 from experiments.spec.tally import Tallies
@@ -114,12 +106,16 @@ def _compare_keys(tallies: Tallies, case: Case, model: nn.Module, optimizer: tor
     if not by_id["state"] and _bits(by_name) == _bits(by_id):
         tallies["R37"].explain(STILL_BY_ID, case)
     elif case.num_groups == 1:  # torch counts the model's parameters, and not the optimizer's
-        tallies["R37"].compare(_sorted(state_by_name(by_id, own)), _sorted(by_name), (case, "by name"))
+        tallies["R37"].compare(_sorted(core.state_by_name(by_id, own)), _sorted(by_name), (case, "by name"))
         tallies["R37"].compare(
-            _bits(state_by_id(by_name, own)), _bits(rekey(by_name, OptimStateKeyType.PARAM_ID, model)), (case, "by id")
+            _bits(core.state_by_id(by_name, own)),
+            _bits(rekey(by_name, OptimStateKeyType.PARAM_ID, model)),
+            (case, "by id"),
         )
-    ours = state_by_name(by_id, own)
-    tallies["R37"].compare(_bits(state_by_id(ours, own)), _bits(by_id), (case, "by name and back"), "the optimizer")
+    ours = core.state_by_name(by_id, own)
+    tallies["R37"].compare(
+        _bits(core.state_by_id(ours, own)), _bits(by_id), (case, "by name and back"), "the optimizer"
+    )
     return ours
 
 
@@ -139,19 +135,23 @@ def _compare_parts(tallies: Tallies, case: Case, by_name: dict[str, Any]) -> Non
             own = {name: state for name, state in full.items() if name in names}
             here = (case, f"rank {rank}", f"unit {unit!r}")
             if case.keep_original:
-                ours: Any = shard_state(layout, own, rank)
+                ours: Any = core.shard_state(layout, own, rank)
                 held = {piece.name for piece in layout.pieces(rank)}
                 # Of what it holds no element of, a rank has nothing but scalars to load.
                 mine, its = ({n: s for n, s in side.items() if n in names & held} for side in (ours, theirs))
                 tallies["R37"].compare(_bits(mine), _bits(its), here)
             else:
-                ours = flatten_state(layout, own, rank, unit)
-                tallies["R37"].compare(_bits(ours), _bits(theirs.get(local_key(unit), {})), here)
+                ours = core.flatten_state(layout, own, rank, unit)
+                tallies["R37"].compare(_bits(ours), _bits(theirs.get(core.local_key(unit), {})), here)
             found[unit].append(ours)
     for unit, layout in case.layouts().items():
         names = {spec.name for spec in layout.params}
         own = {name: state for name, state in full.items() if name in names and state}
-        whole = gather_state(layout, found[unit]) if case.keep_original else unflatten_state(layout, found[unit], unit)
+        whole = (
+            core.gather_state(layout, found[unit])
+            if case.keep_original
+            else core.unflatten_state(layout, found[unit], unit)
+        )
         tallies["R37"].compare(_bits(whole), _bits(own), (case, f"unit {unit!r}", "in full again"), "the optimizer")
 
 
@@ -163,7 +163,7 @@ def _torchs_part(case: Case, by_name: dict[str, Any], rank: int) -> dict[str, di
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _wrap(case, model.get_submodule(name)))
         model = _wrap(case, model)
-        clean = {id(param): canonical_name(name) for name, param in model.named_parameters()}
+        clean = {id(param): core.canonical_name(name) for name, param in model.named_parameters()}
         order = list(model.parameters())
         optimizer = OPTIMIZERS[case.optimizer](order)
         loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, _one_group(by_name))
