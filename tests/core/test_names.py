@@ -122,3 +122,30 @@ def test_axes_that_are_no_permutation_are_refused_by_name(axes):
 def test_json_that_is_no_map_is_refused(rows):
     with pytest.raises(MappingError):
         ParamMap.from_json(rows)
+
+
+@pytest.mark.parametrize("entries", [[MapEntry("a", "b")], (MapEntry("a", "b"), 3), (3, MapEntry("a", "b")), None, 3])
+def test_a_map_is_a_tuple_of_entries(entries):
+    with pytest.raises(MappingError, match="a tuple of MapEntry"):
+        ParamMap(entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "missing"), [("", "p", "name"), ("n", "", "path"), (None, "p", "name"), ("n", 3, "path")]
+)
+def test_an_entry_needs_a_name_and_a_path(name, path, missing):
+    with pytest.raises(MappingError, match=f"an entry needs a {missing}: expected a non-empty string"):
+        MapEntry(name, path)
+
+
+def test_what_does_not_fit_is_listed_in_order():
+    names = [f"p{i}" for i in range(20)]
+    with pytest.raises(MappingError) as caught:
+        identity_map(names).check(["q", *"abcdefgh"], reversed(names))
+    assert str(caught.value) == (
+        f"the map does not fit the models; not in the map, by name: {[*'abcdefgh', 'q']}; "
+        f"in the map but not in the model, by name: {sorted(names)}"
+    )
+    with pytest.raises(MappingError) as caught:
+        ParamMap(tuple(MapEntry(name, f"{name}{i}") for i in range(2) for name in reversed(names)))
+    assert str(caught.value) == f"a map is one to one, but these stand twice as name: {sorted(names)}"

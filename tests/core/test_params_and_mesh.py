@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from crossframe.dtypes import FLOATING, itemsize, numpy_dtype, unit_roundoff
 from crossframe.errors import MeshError, ParamError
-from crossframe.mesh import MeshSpec
+from crossframe.mesh import MAX_WORLD_SIZE, MeshSpec, check_world_size
 from crossframe.params import ParamSpec, check_params, check_unique_names
 from tests.core.random_layouts import QUICK
 
@@ -118,3 +118,37 @@ def test_dtypes_have_their_bytes_and_their_rounding(dtype, num_bytes, digits):
 
 def test_every_dtype_that_is_named_is_known():
     assert {numpy_dtype(name).name for name in FLOATING} == set(FLOATING)
+
+
+def test_a_shape_may_have_fewer_than_2_to_the_63_bytes():
+    for shape in ((2**61 - 1,), (2**60, 1, 1), (2**60, 0, 1)):
+        assert ParamSpec("w", shape).shape == shape
+    # A size of 0 counts as 1, as strides overflow all the same.
+    for shape, dtype in (
+        ((2**61,), "float32"),
+        ((2**61, 0), "float32"),
+        ((2**62,), "bfloat16"),
+        ((2**63,), "float8_e4m3fn"),
+    ):
+        with pytest.raises(ParamError, match="overflows"):
+            ParamSpec("w", shape, dtype)
+    assert ParamSpec("w", (2**62,), "float8_e4m3fn").numel == 2**62
+
+
+def test_parameters_come_as_a_tuple_of_nothing_else():
+    w = ParamSpec("w", (2,))
+    for wrong in ([w], (w, 3), (3, w), None, w):
+        with pytest.raises(ParamError, match="a tuple of ParamSpec"):
+            check_params(wrong)
+
+
+def test_R10_a_rank_is_a_32_bit_int():
+    assert MAX_WORLD_SIZE == 2_147_483_647
+    check_world_size(1)
+    check_world_size(MAX_WORLD_SIZE)
+    assert MeshSpec(MAX_WORLD_SIZE).world_size == MAX_WORLD_SIZE and MeshSpec(3).replicate == 1
+    for wrong in (0, -1, MAX_WORLD_SIZE + 1, True, 2.0, "2", None):
+        with pytest.raises(MeshError, match="at least 1 and at most 2147483647"):
+            check_world_size(wrong)
+    with pytest.raises(MeshError, match="at most 2147483647 ranks"):
+        MeshSpec(shard=2**30, replicate=2)

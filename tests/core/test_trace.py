@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossframe import trace
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, FREE, REDUCE_SCATTER, Event, collectives, difference, summary
 from tests.core.random_layouts import QUICK
 
@@ -89,3 +90,18 @@ def test_microbatch_and_bucket_are_written_and_read_but_not_compared():
     # Recordings made before there were several have neither.
     fields = {name: value for name, value in event.to_json().items() if name not in ("microbatch", "bucket")}
     assert (Event.from_json(fields).microbatch, Event.from_json(fields).bucket) == (0, 0)
+
+
+def test_the_kinds_are_those_that_recordings_hold():
+    kinds = [trace.ALL_GATHER, trace.REDUCE_SCATTER, trace.ALL_REDUCE, trace.FREE]
+    kinds += [trace.RESHARD_TO_GROUP, trace.CAST, trace.COMPUTE, trace.STEP]
+    assert kinds == [
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "free",
+        "reshard_to_group",
+        "cast",
+        "compute",
+        "step",
+    ]

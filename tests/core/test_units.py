@@ -180,3 +180,9 @@ def test_R01_the_nearest_enclosing_unit(module, units, owner):
 def test_a_slot_of_the_root_has_the_bare_name():
     assert Slot("", "w", 0, (), "float32").name == "w"
     assert Slot("a.b", "w", 0, (), "float32").name == "a.b.w"
+
+
+def test_R01_the_root_is_a_unit_even_where_it_is_not_named():
+    assert enclosing_unit("a.b", frozenset()) == enclosing_unit("", frozenset()) == ""
+    assert enclosing_unit("a.b", frozenset({"a.b"})) == "a.b"
+    assert enclosing_unit("a.bc", frozenset({"a.b"})) == ""

@@ -367,6 +367,18 @@ def test_a_difference_that_grew_is_not_taken_for_one_that_jumped(tmp_path, growt
     assert ("grew" in found.reason) == (expected is Verdict.INCONCLUSIVE)
 
 
+def test_a_local_gradient_that_cancels_is_measured_by_what_rounding_leaves(tmp_path):
+    # Of opposite signs, and far below u times the other gradients of the rank.
+    a = synthetic.record(tmp_path / "a", tamper=only("backward", "block.w", lambda grad: grad * 1e-16))
+    b = synthetic.record(tmp_path / "b", tamper=only("backward", "block.w", lambda grad: grad * -1e-16))
+    assert compare(a, b).verdict is Verdict.ROUNDING
+
+
+def test_an_optimizer_of_another_name_is_another_run(tmp_path):
+    a, b = (synthetic.manifest(settings={"optimizer": name}) for name in ("AdamW", "SGD"))
+    assert "optimizer differs: 'AdamW' in a, 'SGD' in b" in versus(tmp_path, a=a, b=b).reason
+
+
 def test_another_optimizer_is_another_run(tmp_path):
     a = synthetic.manifest(settings={"optimizer": "AdamW", "weight_decay": 0.01, "batch_size": 2})
     b = synthetic.manifest(framework="jax", settings={"optimizer": "AdamW", "weight_decay": 0.1, "batch_size": 4})
@@ -375,8 +387,13 @@ def test_another_optimizer_is_another_run(tmp_path):
     assert "weight decay differs: 0.01 in torch, 0.1 in jax" in found.reason
 
 
-def test_a_parameter_is_measured_by_the_first_recording(tmp_path):
-    found = versus(tmp_path, only("update", "block.w", lambda array: 3 * array, step=2))
+@pytest.mark.parametrize("rate", [1e-3, 50.0])
+def test_a_parameter_is_measured_by_the_first_recording(tmp_path, rate):
+    manifests = {
+        "a": synthetic.manifest(learning_rate=rate),
+        "b": synthetic.manifest(framework="jax", learning_rate=rate),
+    }
+    found = versus(tmp_path, only("update", "block.w", lambda array: 3 * array, step=2), **manifests)
     a = Recording.open(tmp_path / "a")
     final, initial = a.full("update", 2, "block.w"), a.full("parameters", 0, "block.w")
     reach = a.manifest.learning_rate * 3 * np.sqrt(15)
