@@ -194,8 +194,7 @@ class World:
             piece
             for unit in self.units.values()
             for bucket in unit.buckets
-            for name, piece in bucket.grad_pieces(rank).items()
-            if name in bucket.reached[rank]
+            for piece in bucket.grad_pieces(rank).values()
         ]
 
     def reset(self) -> None:

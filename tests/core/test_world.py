@@ -157,6 +157,33 @@ def test_R26_every_exact_case_with_adamw_gives_the_same_bits():
         exactly(replace(case, policy="kept low", dtype="float32"), AdamW(lr=0.1), steps=1)
 
 
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("face", Face)
+def test_R14_one_rank_alone_steps_on_its_own_gradients(kind, face):
+    for sync, microbatches in ((Sync.EACH, 1), (Sync.EACH, 3), (Sync.LAST, 3)):
+        case = replace(PLAIN, kind=kind, face=face, mesh=MeshSpec(1), sync=sync, microbatches=microbatches)
+        exactly(case, SGD(lr=0.5, momentum=0.5))
+
+
+def test_optimizers_follow_their_definitions_number_by_number():
+    """In Python floats, from the formulas: AdamW as in Loshchilov and Hutter (algorithm 2), SGD as in torch's manual."""
+    grads = [0.5, -2.0, 0.25, 3.0]
+    adamw, sgd = AdamW(lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.2), SGD(0.1, momentum=0.9, weight_decay=0.3)
+    values = {adamw: np.array([1.5]), sgd: np.array([1.5])}
+    states = {adamw: adamw.init(values[adamw]), sgd: sgd.init(values[sgd])}
+    theta, m, v, phi, b = 1.5, 0.0, 0.0, 1.5, 0.0
+    for t, g in enumerate(grads, 1):
+        for optimizer in (adamw, sgd):
+            optimizer.update(values[optimizer], np.array([g]), states[optimizer], t)
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        theta -= 0.1 * (m / (1 - 0.8**t) / ((v / (1 - 0.9**t)) ** 0.5 + 0.01) + 0.2 * theta)
+        b = 0.9 * b + g + 0.3 * phi
+        phi -= 0.1 * b
+        # Fewer than 20 roundings a step, of numbers whose differences are of their own size.
+        assert abs(values[adamw][0] - theta) < 100 * t * 2**-53 and abs(values[sgd][0] - phi) < 100 * t * 2**-53
+    assert SGD().init(np.zeros(3)) == {}
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_R27_a_custom_divide_factor_takes_the_place_of_the_number_of_ranks(dtype):
     for case in sample(60, seed=5, dtype=dtype):
