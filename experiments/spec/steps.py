@@ -28,7 +28,7 @@ CAST_AGAIN = (
 )
 ONE_SHARD = (
     "torch's FSDP1 takes hybrid sharding with one shard as NO_SHARD inside a group of one rank: nothing is summed over the "
-    "replicas; the core averages over them"
+    "replicas, and each keeps its own gradient divided by their number; the core averages over them"
 )
 PREFETCHED_VIEWS = (
     "torch's FSDP1 makes the views of a unit when it gathers it, so that autograd comes later to those of a unit prefetched in "

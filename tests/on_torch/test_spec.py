@@ -9,16 +9,37 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
+from crossframe import plan, precision, reduction, state
 from crossframe.errors import UsageError
 from crossframe.layout import FlatLayout, PerParamLayout
-from experiments.spec import cases, checks, command, run, table
+from crossframe.mesh import MeshSpec
+from crossframe.params import ParamSpec
+from crossframe.reference import World, bucket
+from crossframe.units import Order
+from experiments.spec import (
+    cases,
+    checks,
+    clean_names,
+    command,
+    initial,
+    model_state,
+    norms,
+    replaced,
+    run,
+    step_cases,
+    sums,
+    table,
+    unused,
+)
 from experiments.spec.checks import CHECKS, CLOSED_FORM, TORCH, Check, Scope
-from experiments.spec.fake_ranks import fake_group, fake_mesh
+from experiments.spec.fake_ranks import fake_group, fake_mesh, quiet
 from experiments.spec.rules import TITLES
 from experiments.spec.tally import KEPT_CASES, Tallies, Tally
 
@@ -75,9 +96,10 @@ def test_every_rule_has_a_row_with_its_title(whole):
 def test_what_is_explained_is_what_is_known(whole):
     _, printed = whole
     explained = {rule: numbers(printed, rule)[2] for rule in WITH_CHECKS}
-    assert {rule for rule, count in explained.items() if count} == {"R01", "R04", "R06", "R07", "R08"}
+    layouts, steps, state = {"R01", "R04", "R06", "R07", "R08"}, {"R14", "R15", "R25", "R30"}, {"R36", "R37"}
+    assert {rule for rule, count in explained.items() if count} == layouts | steps | state
     notes = [line for line in printed.splitlines() if line.startswith("note ")]
-    assert len(notes) == 7 and all("For instance: " in note for note in notes)
+    assert len(notes) == 16 and all("For instance: " in note for note in notes)
 
 
 def test_the_sample_is_the_same_every_time():
@@ -191,6 +213,105 @@ def test_a_wrong_dim_is_unexplained(monkeypatch, few):
     monkeypatch.setattr(PerParamLayout, "shard_shape", lambda layout, i, rank: right(layout, i, rank)[::-1])
     status, printed = spec("R07")
     assert status == 1 and numbers(printed, "R07")[3] > 0
+
+
+def _without_averaging(rank, world_size):
+    """The gradient of a weight on one of two replicas of one shard, in torch; rank r's own is r + 1."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with quiet():
+        model = FullyShardedDataParallel(
+            torch.nn.Linear(1, 1, bias=False),
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return [param.grad.tolist() for param in model.parameters()]
+
+
+def test_R14_on_two_real_replicas_of_one_shard_torch_divides_and_sums_nothing_and_the_reference_averages(ranks):
+    assert ranks.run(2, _without_averaging) == [[[[0.5]]], [[[1.0]]]]
+    layout = FlatLayout((ParamSpec("w", (1, 1)),), 1, keep_original=True)
+    world = World(plan.plan_units([("", layout)]), MeshSpec(1, 2), {"w": np.zeros((1, 1), np.float32)})
+    unit = world.units[""]
+    unit.compute("forward", lambda rank, full: None)
+    unit.compute("backward", lambda rank, full: {"w": np.full((1, 1), rank + 1.0, np.float32)})
+    world.reduce("")
+    assert world.full_grads()["w"].tolist() == [[1.5]]
+
+
+def _root_reshards(right):
+    return lambda *args, **options: tuple(replace(unit, reshard_after_forward=True) for unit in right(*args, **options))
+
+
+def _keeps_nothing(right):
+    return lambda *args, **options: tuple(replace(unit, keeps_full_unreduced=False) for unit in right(*args, **options))
+
+
+def _with(**changed):
+    return lambda right: lambda *args, **options: right(*args, **{**options, **changed})
+
+
+def _instead(wrong):
+    return lambda right: lambda *args, **options: wrong
+
+
+def _all_reduce_first(right):
+    def steps(*args, **options):
+        found = right(*args, **options)
+        return sorted(found, key=lambda step: step is not reduction.ReductionStep.ALL_REDUCE)
+
+    return steps
+
+
+def _twice(right):
+    def add_grads(bucket, rank, grads):
+        right(bucket, rank, grads)
+        right(bucket, rank, {name: grad for name, grad in grads.items() if bucket.specs[name].aliases})
+
+    return add_grads
+
+
+def _unscaled(right):
+    return lambda norm, max_norm: right(norm, max_norm) * 2
+
+
+def _backwards(right):
+    return lambda arrays: right(arrays[::-1])
+
+
+def _first_only(right):
+    return lambda *args, **options: {name: {} for name in right(*args, **options)}
+
+
+WRONG = {
+    "the root is freed behind forward": ("R13", step_cases, "plan_units", _root_reshards),
+    "every unit is freed behind forward": ("R14", step_cases, "plan_units", _root_reshards),
+    "what is not reduced is freed": ("R15", step_cases, "plan_units", _keeps_nothing),
+    "nothing is prefetched": ("R16", step_cases, "step_plan", _with(backward_prefetch=None, forward_prefetch=0)),
+    "replicas come first": ("R28", plan, "reduction_steps", _all_reduce_first),
+    "anything is adopted": ("R25", replaced, "check_replaced", _instead(None)),
+    "unused means none": ("R29", unused, "missing_grad", _instead(reduction.Missing.NONE)),
+    "every norm is float32": ("R30", norms, "norm_dtype", _instead("float32")),
+    "clipped too little": ("R30", norms, "clip_coefficient", _unscaled),
+    "shared gradients count twice": ("R31", bucket.LiveBucket, "add_grads", _twice),
+    "sums begin at the last rank": ("R32", sums, "all_reduce", _backwards),
+    "integers are cast": ("R35", precision, "_cast", _instead("bfloat16")),
+    "wrappers stay in names": ("R36", clean_names, "canonical_name", lambda right: lambda name: name),
+    "every rank has keys": ("R36", model_state, "state_entries", _with(rank0_only=False)),
+    "no state is found": ("R37", state, "shard_state", _first_only),
+    "modules draw ahead of what is in them": ("R38", initial, "init_plan", _with(order=Order.PRE_ORDER)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_core_is_unexplained(monkeypatch, few, wrong):
+    rule, where, name, broken = WRONG[wrong]
+    monkeypatch.setattr(where, name, broken(getattr(where, name)))
+    status, printed = spec(rule)
+    assert status == 1 and numbers(printed, rule)[3] > 0
+    assert " stopped at " not in printed
 
 
 def test_a_check_that_crashes_is_an_unexplained_case_of_each_of_its_rules(monkeypatch):
