@@ -7,6 +7,7 @@ warned of, and no memory, since all of it is the CPU's.
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -478,5 +479,6 @@ def test_R25_values_of_another_shape_and_unknown_names_are_refused_and_a_unit_wi
 def test_a_collection_starts_with_any_gradient_even_none():
     layout = FlatLayout((ParamSpec("a", (2,), "bfloat16"), ParamSpec("b", (2,), "bfloat16")), 1, True)
     world = World(plan_units([("", layout)]), MeshSpec(1), {name: np.zeros(2) for name in "ab"})
-    (buffer,) = world.units[""].buckets[0].unit.collect([{"a": None, "b": np.ones(2, np.float32)}])
+    grads: dict[str, Any] = {"a": None, "b": np.ones(2, np.float32)}
+    (buffer,) = world.units[""].buckets[0].unit.collect([grads])
     assert buffer.dtype == np.float32
