@@ -32,6 +32,7 @@ class Step:
     reshard_after_forward: bool | int | None = None
     prefetch: Prefetch | None = Prefetch.BACKWARD_PRE
     forward_prefetch: int = 0
+    backward_by_hand: bool = False  # FSDP2 alone: what it does by itself, said unit by unit
     microbatches: int = 1
     sync: Sync = Sync.EACH
     low: bool = False
@@ -121,6 +122,7 @@ def _per_param_step(rng: random.Random) -> Step:
         rng.randrange(mesh.world_size),
         reshard_after_forward=rng.choice([None, True, False, *groups]),
         forward_prefetch=rng.randrange(3),
+        backward_by_hand=rng.random() < 0.5,
         microbatches=microbatches,
         sync=sync,
         low=rng.random() < 0.5,

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from crossframe.faces import Face
 from crossframe.strategy import Strategy, Sync
+from crossframe.units import post_order
 from experiments.spec.fake_ranks import fake_mesh, quiet
 from experiments.spec.step_cases import Step
 from experiments.spec.watch import Sent, Watch, build_nest
@@ -61,10 +62,12 @@ def _shard_modules(step: Step, model: nn.Module, mesh: Any) -> None:
     for name in reversed([name for name in step.nest if name]):
         fully_shard(model.get_submodule(name), **options)
     fully_shard(model, **options)
-    if step.forward_prefetch:  # said by hand, unit by unit, as FSDP2 wants it
-        units: list[Any] = [model.get_submodule(name) for name in step.nest]
-        for at, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + step.forward_prefetch])
+    begun, ended = ([model.get_submodule(name) for name in names] for names in (step.nest, post_order(step.nest)))
+    for at in range(len(begun)):
+        following, before = begun[at + 1 : at + 1 + step.forward_prefetch], ended[max(at - 1, 0) : at]
+        begun[at].set_modules_to_forward_prefetch(following)  # type: ignore[operator]
+        if step.backward_by_hand:
+            ended[at].set_modules_to_backward_prefetch(before)  # type: ignore[operator]
 
 
 def run_step(step: Step) -> tuple[list[Sent], Held]:
