@@ -163,12 +163,17 @@ def step_cost(
     """
     if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
         raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {shown(units)}")
+    if not (hardware is None or isinstance(hardware, Hardware)):
+        raise PlanError(f"expected a Hardware, got {shown(hardware)}")
+    sizes = {} if activation_bytes is None else activation_bytes
+    if not isinstance(sizes, Mapping) or not all(type(size) is int and size >= 0 for size in sizes.values()):
+        raise PlanError(f"activation_bytes: expected numbers of bytes by unit, got {shown(activation_bytes)}")
     if not isinstance(plan, list | tuple) or not all(isinstance(event, Event) for event in plan):
         raise PlanError(f"expected a list of events, as step_plan gives it, got {shown(plan)}")
     for name, value, least in (("tokens", tokens, 1), ("optimizer_states", optimizer_states, 0)):
         if type(value) is not int or value < least:
             raise PlanError(f"{name}: expected a number of at least {least}, got {shown(value)}")
-    ledger = _Ledger({unit.name: unit for unit in units}, optimizer_states, activation_bytes or {})
+    ledger = _Ledger({unit.name: unit for unit in units}, optimizer_states, sizes)
     clock = _Clock(hardware or Hardware(), tokens)
     spans = []
     for event in plan:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from crossframe.errors import MappingError
+from crossframe.shown import shown
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class MapEntry:
         for field in ("name", "path"):
             value = getattr(self, field)
             if not isinstance(value, str) or not value:
-                raise MappingError(f"an entry needs a {field}: expected a non-empty string, got {value!r}")
+                raise MappingError(f"an entry needs a {field}: expected a non-empty string, got {shown(value)}")
         if self.axes is not None and not _is_permutation(self.axes):
-            raise MappingError(f"parameter {self.name!r}: expected a permutation as axes, got {self.axes!r}")
+            raise MappingError(f"parameter {self.name!r}: expected a permutation as axes, got {shown(self.axes)}")
 
     @property
     def inverse_axes(self) -> tuple[int, ...] | None:
@@ -70,7 +71,7 @@ class ParamMap:
 
     def __post_init__(self) -> None:
         if not isinstance(self.entries, tuple) or not all(isinstance(entry, MapEntry) for entry in self.entries):
-            raise MappingError(f"expected a tuple of MapEntry, got {self.entries!r}")
+            raise MappingError(f"expected a tuple of MapEntry, got {shown(self.entries)}")
         for field in ("name", "path"):
             values = [getattr(entry, field) for entry in self.entries]
             if twice := sorted({value for value in values if values.count(value) > 1}):
@@ -107,7 +108,7 @@ class ParamMap:
         entries = []
         for row in rows if isinstance(rows, list) else [rows]:
             if not isinstance(row, list) or len(row) != 3:
-                raise MappingError(f"expected a list of [name, path, axes], got {row!r}")
+                raise MappingError(f"expected a list of [name, path, axes], got {shown(row)}")
             name, path, axes = row
             entries.append(MapEntry(name, path, tuple(axes) if isinstance(axes, list) else axes))
         return cls(tuple(entries))

@@ -44,8 +44,7 @@ def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool
     ['CAST_TO_REDUCED', 'DIVIDE_BEFORE', 'REDUCE_SCATTER', 'DIVIDE_BETWEEN', 'ALL_REDUCE', 'DIVIDE_AFTER', 'CAST_TO_KEPT',
      'ACCUMULATE']
     """
-    if not isinstance(mesh, MeshSpec) or not isinstance(face, Face):
-        raise PlanError(f"expected a MeshSpec and a Face, got {shown(mesh)} and {shown(face)}")
+    _check(mesh, face)
     step = ReductionStep
     steps = [step.CAST_TO_REDUCED, step.DIVIDE_BEFORE]
     if mesh.shard > 1:
@@ -64,6 +63,11 @@ def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool
     elif not all_reduce:
         raise PlanError(f"there is no sum over replicas to put off: the mesh has one replica of {mesh.shard} shards")
     return (*steps, step.DIVIDE_AFTER, step.CAST_TO_KEPT, step.ACCUMULATE)
+
+
+def _check(mesh: MeshSpec, face: Face) -> None:
+    if not isinstance(mesh, MeshSpec) or not isinstance(face, Face):
+        raise PlanError(f"expected a MeshSpec and a Face, got {shown(mesh)} and {shown(face)}")
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,7 @@ def factors_of(mesh: MeshSpec, face: Face, dtype: str, custom: float | None = No
     >>> factors_of(MeshSpec(shard=4, replicate=2), Face.FSDP1, "float32")
     DivideFactors(before=4.0, after=2.0, between=1.0)
     """
+    _check(mesh, face)
     if custom is not None:
         return custom_factors(custom, dtype)
     if face is Face.FSDP1:

@@ -7,7 +7,7 @@ from functools import cached_property
 from crossframe.errors import LayoutError, MeshError
 from crossframe.layout.flat import FlatLayout
 from crossframe.layout.per_param import PerParamLayout
-from crossframe.layout.pieces import Layout, Piece, check_elements
+from crossframe.layout.pieces import Layout, Piece
 from crossframe.layout.ragged import RaggedLayout
 from crossframe.mesh import MeshSpec, check_rank
 from crossframe.params import ParamSpec, check_unique_names
@@ -105,7 +105,6 @@ class Sharding:
         unit, layout = self.units[bucket]
         if type(element) is not int:
             raise LayoutError(f"parameter {name!r}: expected an element as an int, got {shown(element)}")
-        check_elements(layout.params, i, element, element + 1)
         (piece,) = layout.find(i, element, element + 1)
         ranks = range(piece.rank, self.mesh.world_size, self.mesh.shard)
         return tuple((rank, unit, piece.shard_start) for rank in ranks)

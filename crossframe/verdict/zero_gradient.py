@@ -62,7 +62,7 @@ def zero_gradient_parameters(
     None where terms * u passes a hundredth: small gradients and noise can then not be told apart.
     """
     tolerated = [recording.manifest.terms * unit_roundoff(recording.manifest.dtype) for recording in (a, b)]
-    if not steps or max(tolerated) > _TELLABLE:
+    if max(tolerated) > _TELLABLE:
         return ()
 
     def is_noise(name: str) -> bool:

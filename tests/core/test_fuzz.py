@@ -1,4 +1,4 @@
-"""Whatever Python value is passed to parameters, meshes, layouts and shardings, only a CrossframeError comes out."""
+"""Whatever Python value is passed to what the core describes and computes, only a CrossframeError comes out."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossframe.cost import Hardware, step_cost
 from crossframe.errors import CrossframeError, LayoutError, MeshError, ParamError
+from crossframe.faces import Face
+from crossframe.grad_norm import check_max_norm, check_norm_type
 from crossframe.layout import (
     FlatLayout,
     PerParamLayout,
@@ -19,9 +22,15 @@ from crossframe.layout import (
     post_forward_group,
 )
 from crossframe.mesh import MAX_WORLD_SIZE, MeshSpec
+from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec
+from crossframe.plan import plan_units, step_plan
+from crossframe.precision import Precision, PrecisionPolicy, resolve_precision
+from crossframe.reduction import custom_factors, divide_factors, factors_of, mean_factors, reduction_steps
 from crossframe.reference.redistribute import apply_overlay
 from crossframe.shown import LONGEST, shown
+from crossframe.strategy import Strategy, Sync
+from crossframe.unshard import UnshardRequest
 from tests.core.random_layouts import QUICK
 
 
@@ -36,13 +45,15 @@ W, V = ParamSpec("w", (4, 6)), ParamSpec("v", (5,), aliases=("u",))
 FLAT, ROWS, RAGGED = FlatLayout((W, V), 2, True), PerParamLayout((W, V), 2), RaggedLayout((W, V), 2)
 MESH = MeshSpec(2, 2)
 SHARDING = Sharding((("a", FLAT),), MESH)
+UNITS = plan_units(SHARDING.units)
 # Values that cannot be written out are drawn by name, since hypothesis writes out what it draws from.
 UNWRITABLE = {"huge": 10**5000, "least": -(10**5000), "unshowable": Unshowable()}
 ATOMS = (
     st.none() | st.booleans() | st.integers(-3, 6) | st.integers() | st.floats() | st.complex_numbers()
     | st.text(max_size=3) | st.binary(max_size=2)
     | st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**100, float("nan"), "w", "float32", "flat",
-                       W, V, FLAT, ROWS, RAGGED, MESH, SHARDING, object(), int, np.int64(2), np.ones(2)])
+                       W, V, FLAT, ROWS, RAGGED, MESH, SHARDING, UNITS[0], MapEntry("w", "w"), object(), int,
+                       np.int64(2), np.ones(2)])
     | st.sampled_from(sorted(UNWRITABLE)).map(lambda name: UNWRITABLE[name])
 )  # fmt: skip
 ANYTHING = st.recursive(
@@ -71,6 +82,47 @@ RIGHT: dict[Any, dict[str, Any]] = {
     MESH.replicate_group: {"rank": 1},
     SHARDING.pieces: {"rank": 1},
     SHARDING.where: {"name": "u", "element": 1},
+    MapEntry: {"name": "w", "path": "k", "axes": (1, 0)},
+    ParamMap: {"entries": (MapEntry("w", "k"),)},
+    ParamMap.from_json: {"rows": [["w", "k", [1, 0]]]},
+    Precision: {"stored": "float32", "gathered": "float32", "reduced": "float32", "kept": "float32"},
+    PrecisionPolicy: {"param_dtype": "bfloat16", "keep_low_precision_grads": True, "cast_forward_inputs": None},
+    resolve_precision: {"stored": "float32", "param_dtype": "bfloat16", "reduce_dtype": None},
+    divide_factors: {"num_ranks": 2},
+    mean_factors: {"num_ranks": 4, "dtype": "float32", "replicate": 2},
+    custom_factors: {"factor": 2.0, "dtype": "float32"},
+    factors_of: {"mesh": MESH, "face": Face.FSDP1, "dtype": "float32", "custom": None},
+    reduction_steps: {"mesh": MESH, "face": Face.FSDP2, "all_reduce": False},
+    UnshardRequest: {"writeback": False, "rank0_only": True, "offload_to_cpu": True, "with_grads": False},
+    Strategy.HYBRID_SHARD.mesh: {"world_size": 4, "shard": 2},
+    plan_units: {
+        "layouts": SHARDING.units,
+        "strategy": Strategy.FULL_SHARD,
+        "face": Face.FSDP1,
+        "policy": None,
+        "reshard_after_forward": None,
+    },
+    step_plan: {
+        "units": UNITS,
+        "mesh": MESH,
+        "rank": 1,
+        "face": Face.FSDP1,
+        "backward_prefetch": None,
+        "forward_prefetch": 1,
+        "microbatches": 2,
+        "sync": Sync.EACH,
+    },
+    Hardware: {"flops_per_second": 1.0, "bytes_per_second": 2, "latency_seconds": 0, "replica_bytes_per_second": None},
+    step_cost: {
+        "plan": step_plan(UNITS, MESH),
+        "units": UNITS,
+        "hardware": Hardware(),
+        "tokens": 1,
+        "optimizer_states": 2,
+        "activation_bytes": None,
+    },
+    check_max_norm: {"max_norm": 1.0},
+    check_norm_type: {"norm_type": 2.0},
     **{layout.find: {"i": 0, "start": 1, "stop": 3} for layout in (FLAT, ROWS, RAGGED)},
     **{layout.over: {"world_size": 3} for layout in (FLAT, ROWS, RAGGED)},
     **{layout.pieces: {"rank": 1} for layout in (FLAT, ROWS, RAGGED)},
@@ -133,6 +185,13 @@ def test_a_kind_of_layout_that_is_no_name_is_refused(kind):
         layout_from_json(FLAT.to_json() | {"kind": kind}, (W, V))
 
 
+@settings(QUICK, max_examples=100)
+@given(st.lists(ANYTHING, max_size=3) | ANYTHING)
+def test_rows_that_are_no_map(rows):
+    made = made_or_refused(ParamMap.from_json, rows)
+    assert made is None or ParamMap.from_json(made.to_json()) == made
+
+
 SHAPES = st.lists(st.integers(0, 5) | st.sampled_from([2**20, 2**31, 2**40, 2**62, 2**63, 10**30]), max_size=4).map(
     tuple
 )
@@ -187,5 +246,5 @@ def test_values_in_messages_are_short_and_never_raise():
 
 def test_the_right_arguments_are_right():
     for make, fields in RIGHT.items():
-        assert make(**fields) is not None
+        assert make(**fields) is not None or make in (check_max_norm, check_norm_type)
     apply_overlay([], [], [])
