@@ -129,8 +129,12 @@ def _advice(state: UnitState, move: Move) -> str:
         return ": they are unsharded already; use the context that is open"
     if move == Move.SUMMON and state.activity:
         return f": not during {'forward' if state.activity == Activity.FORWARD else 'backward'}; wait until it is over"
-    if move == Move.BEGIN_FORWARD and state.exposure == Exposure.SUMMONED:
+    if move in (Move.BEGIN_FORWARD, Move.BEGIN_BACKWARD) and state.exposure == Exposure.SUMMONED:
         return ": leave summon_full_params before running the module"
+    if move == Move.EDIT_SHARDS and state.exposure == Exposure.SUMMONED:
+        return ": write into the full parameters, or leave summon_full_params first"
+    if move == Move.EDIT_SHARDS and state.activity:
+        return f": wait until its {'forward' if state.activity == Activity.FORWARD else 'backward'} is over"
     return ""
 
 

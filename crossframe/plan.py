@@ -85,6 +85,7 @@ def plan_units(
 
     Raises:
         PlanError: a choice that is none of these.
+        MeshError: a smaller group that does not divide the ranks.
     """
     if not (reshard_after_forward is None or type(reshard_after_forward) in (bool, int)):
         raise PlanError(
@@ -106,7 +107,7 @@ def plan_units(
         if reshard_after_forward is None:
             reshards: bool | int = strategy.reshards_after_forward and name != ""
         else:
-            reshards = _choice(reshard_after_forward, members[0].layout.world_size)
+            reshards = _choice(reshard_after_forward, members[0].layout)
         keeps = face is Face.FSDP1 and not strategy.reshards_after_forward
         units.append(PlannedUnit(name, tuple(members), reshards, keeps))
     return tuple(units)
@@ -125,9 +126,11 @@ def _pairs(layouts: Sequence[tuple[str, Layout]]) -> Sequence[tuple[str, Layout]
     return layouts
 
 
-def _choice(asked: bool | int, num_shards: int) -> bool | int:
-    if type(asked) is int and asked in (1, num_shards):
-        return asked == num_shards and num_shards > 1
+def _choice(asked: bool | int, layout: Layout) -> bool | int:
+    if type(asked) is int and asked in (1, layout.world_size):
+        return asked == layout.world_size and asked > 1
+    if type(asked) is int:
+        post_forward(layout, asked)  # refuses what is no smaller group
     return asked
 
 

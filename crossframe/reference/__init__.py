@@ -3,8 +3,7 @@
 `collectives` moves and sums; `unit` shards one bucket and reduces its gradients; `bucket` is each rank's memory of it; `live` is
 a unit through its life; `world` executes a plan; `optim` and `net` are what is trained by and what is trained.
 
-Beside it stands `simple`, a model of a unit without any shards. `pair` does every operation to both, `agree` compares them, and
-`explore` follows every history of a small world. They run on request, so that they are not imported here.
+`crossframe.histories` proves it, beside a simpler model.
 """
 
 from crossframe.reference.collectives import all_gather, all_reduce, reduce_scatter

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from itertools import product
 
 from crossframe.faces import Face
+from crossframe.histories import Disagreement, Explored, Pair
+from crossframe.histories import explore as explore_pair
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import Strategy, plan_units
 from crossframe.precision import PrecisionPolicy
-from crossframe.reference.agree import Disagreement
-from crossframe.reference.explore import Explored
-from crossframe.reference.explore import explore as explore_pair
-from crossframe.reference.pair import Pair
 from experiments.spec.checks import LIFECYCLE, Scope
 from experiments.spec.tally import Tallies
 

@@ -343,7 +343,7 @@ def test_R13_a_users_own_choice_holds_for_the_root_too():
         planned = plan_units(given_units, reshard_after_forward=asked, face=Face.FSDP2)
         assert [unit.reshard_after_forward for unit in planned] == meant
     with pytest.raises(MeshError, match="divides the 4 ranks"):
-        step_plan(plan_units(given_units, reshard_after_forward=3), MeshSpec(4))
+        plan_units(given_units, reshard_after_forward=3)
     for wrong in ("2", 2.0, [2]):
         with pytest.raises(PlanError, match="reshard_after_forward: expected None, a bool or a number"):
             plan_units(given_units, reshard_after_forward=wrong)

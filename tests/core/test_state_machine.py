@@ -9,11 +9,9 @@ import pytest
 
 from crossframe.errors import StateError
 from crossframe.faces import Face
+from crossframe.histories import OPERATIONS, Disagreement, Explored, explore, replay
 from crossframe.lifecycle import Activity, Exposure, Freshness, Move, Residency
 from crossframe.plan import Strategy
-from crossframe.reference.agree import Disagreement
-from crossframe.reference.explore import Explored, explore, replay
-from crossframe.reference.pair import OPERATIONS
 from tests.core.machine import NAN, SEVEN, Setup
 from tests.core.test_lifecycle import REACHABLE
 

@@ -15,14 +15,14 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import CrossframeError, ParamError, StateError, UnsupportedError
 from crossframe.faces import Face
+from crossframe.histories.agree import Disagreement, check_grads, check_memory, same
+from crossframe.histories.simple import Full, Refusal, Simple
 from crossframe.layout import post_forward
 from crossframe.lifecycle import Move, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit
-from crossframe.reference.agree import Disagreement, check_grads, check_memory, same
 from crossframe.reference.live import LiveUnit
 from crossframe.reference.optim import SGD
-from crossframe.reference.simple import Full, Refusal, Simple
 from crossframe.reference.unit import Params
 from crossframe.reference.world import World
 from crossframe.unshard import UnshardRequest

@@ -6,9 +6,9 @@ Histories that lead to the same world are followed once, and counted all.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from crossframe.histories.agree import Disagreement
+from crossframe.histories.pair import OPERATIONS, Pair
 from crossframe.lifecycle import Move, UnitState
-from crossframe.reference.agree import Disagreement
-from crossframe.reference.pair import OPERATIONS, Pair
 
 
 @dataclass
