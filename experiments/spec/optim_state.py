@@ -93,13 +93,11 @@ def states(tallies: Tallies, scope: Scope) -> None:
     """Keys by name and by id; every rank's part of a full state, and the full state of all parts."""
     for case in scope.take(cases(), num_quick=15):
         model, optimizer = case.stepped()
-        by_name = _compare_keys(tallies, case, model, optimizer)
-        _compare_parts(tallies, case, by_name)
+        _compare_parts(tallies, case, _compare_keys(tallies, case, model, optimizer))
 
 
 def _compare_keys(tallies: Tallies, case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    by_id = optimizer.state_dict()
-    names = {param: name for name, param in model.named_parameters()}
+    by_id, names = optimizer.state_dict(), {param: name for name, param in model.named_parameters()}
     own = [[ParamSpec(names[p], tuple(p.shape)) for p in group["params"]] for group in optimizer.param_groups]
     rekey = FullyShardedDataParallel.rekey_optim_state_dict
     by_name = rekey(by_id, OptimStateKeyType.PARAM_NAME, model)
@@ -165,8 +163,8 @@ def _torchs_part(case: Case, by_name: dict[str, Any], rank: int) -> dict[str, di
         model = _wrap(case, model)
         clean = {id(param): core.canonical_name(name) for name, param in model.named_parameters()}
         order = list(model.parameters())
-        optimizer = OPTIMIZERS[case.optimizer](order)
-        loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, _one_group(by_name))
+        held = OPTIMIZERS[case.optimizer](order)
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, held, _one_group(by_name))
         return {
             # On one rank torch keeps the parameter's dims, where nothing is sharded; its elements are in the same order.
             clean[id(order[key])]: {entry: _line(_array(value)) for entry, value in state.items()}
