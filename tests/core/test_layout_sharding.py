@@ -1,7 +1,5 @@
 """A whole model on a mesh (R10), the smaller groups between forward and backward (R08), and how fast both answer."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,30 +153,14 @@ def test_R08_group_sizes_that_are_none_are_refused_with_what_they_mean():
         post_forward(mesh, 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("world_size", [8, 16384])
-def test_layouts_of_a_large_model_are_quick_at_any_world_size(world_size):
-    hidden, wide = 16384, 53248
+def test_R10_nothing_of_a_large_model_grows_with_the_world():
+    """Anything that went through the ranks would not come to an end."""
+    hidden, wide, world_size = 16384, 53248, 2**30
     shapes = [(hidden, hidden)] * 2 + [(1024, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)] + [(hidden,)] * 2
     units = [tuple(ParamSpec(f"{u}.p{i}", shape, "bfloat16") for i, shape in enumerate(shapes)) for u in range(126)]
-    for make in (
-        lambda params: FlatLayout(params, world_size, True),
-        lambda params: PerParamLayout(params, world_size),
-        lambda params: PerParamLayout(params, world_size, (1, 1, 1, 1, 1, 1, 0, 0, 0)),
-        lambda params: RaggedLayout(params, world_size),
-    ):
-        start = time.process_time()
-        layouts = [make(params) for params in units]
-        assert all(layout.offsets and layout.padded_shard_numel for layout in layouts)
-        made = time.process_time()
-        sharding = Sharding(tuple((f"{u}", layout) for u, layout in enumerate(layouts)), MeshSpec(world_size, 2))
-        rank = sharding.mesh.world_size // 2 + world_size // 4
-        list(sharding.pieces(rank))
-        pieces = min(_seconds(lambda: list(sharding.pieces(rank))) for _ in range(3))  # noqa: B023
-        # Of the processor's time, which others on the machine do not use up; they take a twentieth of the first.
-        assert made - start < 0.3 and pieces < 0.02, (made - start, pieces)
-
-
-def _seconds(do) -> float:
-    start = time.process_time()
-    do()
-    return time.process_time() - start
+    for make in (lambda params: FlatLayout(params, world_size, True), lambda params: PerParamLayout(params, world_size),
+                 lambda params: RaggedLayout(params, world_size)):  # fmt: skip
+        sharding = Sharding(tuple((f"{u}", make(params)) for u, params in enumerate(units)), MeshSpec(world_size))
+        held = [list(sharding.pieces(rank)) for rank in (0, 5000, world_size - 1)]
+        assert len(held[0]) >= 126 > len(held[2])
+        assert sharding.where("125.p8", 7) and sharding.where("0.p0", 0) == ((0, "0", 0),)
