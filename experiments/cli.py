@@ -194,7 +194,7 @@ def layout(
     dtype: Dtype = "float32",
     replicate: Annotated[int, typer.Option(help="Copies of the model, each cut over the ranks of its own.")] = 1,
     dim: Annotated[list[str] | None, typer.Option(help="Per parameter: PATTERN=DIM, the dim to cut on.")] = None,
-    unit: Annotated[str | None, typer.Option(help="Only this unit; '' is the root.")] = None,
+    unit: Annotated[str | None, typer.Option(help="Only this unit; '' or '(root)' is the root.")] = None,
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     where: Annotated[list[str] | None, typer.Option(help="NAME[INDEX]: only who holds this element.")] = None,
     svg: Svg = None,
@@ -230,6 +230,9 @@ def plan(
     rank: Annotated[int, typer.Option(help="Whose step.")] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens of a rank and microbatch.")] = 4096,
     bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank. Default: 5e10")] = None,
+    replica_bandwidth: Annotated[
+        float | None, typer.Option(help="The same between replicas. Default: --bandwidth")
+    ] = None,
     latency: Annotated[float | None, typer.Option(help="Seconds of an empty message. Default: 1e-5")] = None,
     flops: Annotated[float | None, typer.Option(help="Operations a second of a rank. Default: 4e14")] = None,
     svg: Svg = None,
@@ -254,7 +257,7 @@ def plan(
             sync,
             rank,
             tokens,
-            hardware(bandwidth, latency, flops),
+            hardware(bandwidth=bandwidth, replica_bandwidth=replica_bandwidth, latency=latency, flops=flops),
         )
         show_plan(model, dtype, options, events=events, svg=svg, console=console)
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 
 TIMES = "\u00d7"
+# What the root, whose name is "", is called.
+ROOT = "(root)"
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _COUNTS = ("", "k", "M", "G", "T")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from crossframe.draw.amounts import TIMES, one_line, ranks_text
+from crossframe.draw.amounts import ROOT, TIMES, one_line, ranks_text
 from crossframe.errors import LayoutError
 from crossframe.layout import FlatLayout, Layout, Padding, PerParamLayout, Piece, Sharding
 from crossframe.layout.sharding import LAYOUTS
@@ -83,7 +83,7 @@ class DrawnUnit:
         """The unit's name, or the first and the last of those alike; "" of a layout by itself."""
         if not self.names:
             return ""
-        first, last = (one_line(name) or "(root)" for name in (self.names[0], self.names[-1]))
+        first, last = (one_line(name) or ROOT for name in (self.names[0], self.names[-1]))
         return first if len(self.names) == 1 else f"{first} … {last} ({len(self.names)} alike)"
 
     @cached_property

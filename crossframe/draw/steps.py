@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from crossframe.cost import Cost, Span
-from crossframe.draw.amounts import bytes_text, one_line, ranks_text, seconds_text
+from crossframe.draw.amounts import ROOT, bytes_text, one_line, ranks_text, seconds_text
 from crossframe.errors import PlanError
 from crossframe.shown import shown
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, COMPUTE, REDUCE_SCATTER, STEP, Event
@@ -48,7 +48,7 @@ def rank_of(cost: Cost) -> int:
 
 def unit_text(event: Event) -> str:
     """The unit of an event, in one line."""
-    return one_line(event.unit) or "(root)"
+    return one_line(event.unit) or ROOT
 
 
 def lanes(cost: Cost) -> dict[str, list[Bar]]:

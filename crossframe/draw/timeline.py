@@ -55,7 +55,8 @@ def plan_text(cost: Cost, *, width: int = 100) -> str:
     travels        1 × all-gather, 3.91 KiB
                    1 × reduce-scatter, 3.91 KiB
                    40.1 µs of communication in all
-    peak memory    10.7 KiB, at backward of (root), microbatch 0
+    peak memory    10.7 KiB without activations, at backward of
+                   (root), microbatch 0
                    shards 1,000 B, optimizer 1.95 KiB, full
                    parameters 3.91 KiB, full gradients 3.91 KiB
     <BLANKLINE>
@@ -94,7 +95,7 @@ def _summary(cost: Cost) -> Iterator[tuple[str, str]]:
         yield "", f"{seconds_text(cost.communication_seconds)} of communication in all"
     else:
         yield "travels", "nothing"
-    yield "peak memory", f"{bytes_text(cost.peak_bytes)}, at {moment_text(cost)}"
+    yield "peak memory", f"{bytes_text(cost.peak_bytes)} without activations, at {moment_text(cost)}"
     parts = [(purpose, held) for purpose, held in cost.peak.memory.items() if held]
     yield "", ", ".join(f"{purpose} {bytes_text(held)}" for purpose, held in parts) or "nothing"
 

@@ -3,6 +3,7 @@
 Histories that lead to the same world are followed once, and counted all.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,22 +19,33 @@ class Explored:
     Attributes:
         num_histories: lists of operations of the full length; all of them were followed.
         num_worlds: different worlds that they lead through.
-        num_tried: operations done in these worlds, of which `num_refused` were refused.
+        tried: how often each operation was done in these worlds.
+        refused: how often it was refused there.
         pairs: every (state, move) that a unit took.
     """
 
     num_histories: int = 0
     num_worlds: int = 0
-    num_tried: int = 0
-    num_refused: int = 0
+    tried: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
     pairs: set[tuple[UnitState, Move]] = field(default_factory=set)
+
+    @property
+    def num_tried(self) -> int:
+        """Operations done, lawful or not."""
+        return self.tried.total()
+
+    @property
+    def num_refused(self) -> int:
+        """Operations that were refused."""
+        return self.refused.total()
 
     def add(self, other: "Explored") -> None:
         """Take in what was found in another world."""
         self.num_histories += other.num_histories
         self.num_worlds += other.num_worlds
-        self.num_tried += other.num_tried
-        self.num_refused += other.num_refused
+        self.tried += other.tried
+        self.refused += other.refused
         self.pairs |= other.pairs
 
     def describe(self) -> str:
@@ -73,13 +85,13 @@ def _follow(
     pair.load(world)
     before = pair.save()
     for operation in operations:
-        found.num_tried += 1
+        found.tried[operation] += 1
         try:
             lawful = pair.take(operation, before=before)
         except Exception as error:
             raise Disagreement(f"after {[*path[world], operation]}: {type(error).__name__}: {error}") from error
         if not lawful:
-            found.num_refused += 1
+            found.refused[operation] += 1
             yield world
             continue
         after = pair.save()

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from crossframe.draw import layout_svg, layout_text
-from crossframe.draw.amounts import ranks_text
+from crossframe.draw.amounts import ROOT, ranks_text
 from crossframe.errors import LayoutError, UsageError
 from crossframe.layout import Layout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec, check_rank, check_world_size
@@ -101,7 +101,7 @@ def show_layout(
 
     Args:
         model: a name or a file, as `model_shapes` takes it.
-        unit, rank: only these.
+        unit, rank: only these. The root is "" or, as tables print it, "(root)".
         where: elements as "NAME[INDEX]"; then the table is not printed.
         svg: where the drawing goes; None: nowhere.
 
@@ -112,6 +112,7 @@ def show_layout(
     sharding = options.sharding(model_shapes(model, dtype))
     if rank is not None:
         check_rank(rank, options.world_size)
+    unit = "" if unit == ROOT else unit
     text = layout_text(sharding, unit=unit, rank=rank, width=width_of(console))
     found = [where_text(sharding, each) for each in where]
     if svg is not None:

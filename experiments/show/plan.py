@@ -11,9 +11,10 @@ from crossframe.draw import events_text, plan_svg, plan_text
 from crossframe.errors import UsageError
 from crossframe.faces import Face
 from crossframe.mesh import check_world_size
-from crossframe.plan import Prefetch, Strategy, Sync, plan_units, step_plan
+from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.shown import shown
+from crossframe.strategy import Prefetch, Strategy, Sync
 from experiments.models.definition import LAYOUT_KINDS, ModelShapes
 from experiments.models.shapes import model_shapes
 from experiments.show.words import choice, put, refused, width_of, write_svg
@@ -21,17 +22,28 @@ from experiments.show.words import choice, put, refused, width_of, write_svg
 _PREFETCH = {"pre": Prefetch.BACKWARD_PRE, "post": Prefetch.BACKWARD_POST, "none": None}
 
 
-def hardware(bandwidth: float | None, latency: float | None, flops: float | None) -> Hardware:
+def hardware(
+    *,
+    bandwidth: float | None = None,
+    replica_bandwidth: float | None = None,
+    latency: float | None = None,
+    flops: float | None = None,
+) -> Hardware:
     """Hardware's defaults but for what was asked.
 
     Raises:
         UsageError: a number that is not finite, below 0, or 0 where something has to take time.
     """
-    for name, value in (("bandwidth", bandwidth), ("latency", latency), ("flops", flops)):
+    asked = {
+        "bandwidth": ("bytes_per_second", bandwidth),
+        "replica-bandwidth": ("replica_bytes_per_second", replica_bandwidth),
+        "latency": ("latency_seconds", latency),
+        "flops": ("flops_per_second", flops),
+    }
+    for name, (_, value) in asked.items():
         if value is not None and not (0 <= value < math.inf and (value or name == "latency")):
             raise UsageError(f"{name}: expected a finite number above 0{' or 0' * (name == 'latency')}, got {value}")
-    asked = {"bytes_per_second": bandwidth, "latency_seconds": latency, "flops_per_second": flops}
-    return Hardware(**{name: value for name, value in asked.items() if value is not None})
+    return Hardware(**{field: value for field, value in asked.values() if value is not None})
 
 
 @dataclass(frozen=True)

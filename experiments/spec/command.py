@@ -17,7 +17,7 @@ def run_spec(*, quick: bool, rules: tuple[str, ...], console: Console) -> int:
 
     Args:
         quick: a sample of the cases, in seconds, in the place of all of them, in minutes.
-        rules: numbers of rules such as "R04"; none means all.
+        rules: numbers of rules such as "R04", in any case; none means all.
 
     Returns:
         The exit status: 0 if every case agrees or is explained, 1 if one is not, 2 if nothing could be compared.
@@ -25,9 +25,10 @@ def run_spec(*, quick: bool, rules: tuple[str, ...], console: Console) -> int:
     Raises:
         UsageError: a rule that does not exist.
     """
-    if unknown := [rule for rule in rules if rule not in TITLES]:
+    if unknown := [rule for rule in rules if rule.upper() not in TITLES]:
         raise UsageError(f"rule: expected numbers from R01 to {max(TITLES)}, got {', '.join(map(repr, unknown))}")
-    asked = [rule for rule in TITLES if not rules or rule in rules]
+    named = {rule.upper() for rule in rules}
+    asked = [rule for rule in TITLES if not named or rule in named]
     checks = runnable([check for check in CHECKS if set(check.rules) & set(asked)])
     started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} parts"))

@@ -61,6 +61,7 @@ def test_layout_options_reach_the_layout(tmp_path):
     same(shards("per_param"), "--layout", "per_param")
     same(shards("ragged", 2, 2), "--layout", "ragged", "--replicate", 2)
     same(shards(), "--unit", "", "--rank", 3, unit="", rank=3)
+    same(shards(), "--unit", "(root)", unit="")
     path = tmp_path / "drawing.svg"
     status, said = run("layout", "gpt-tiny", "--world-size", 4, "--unit", "", "--rank", 3, "--svg", path)
     assert status == 0 and str(path) in said
@@ -159,6 +160,11 @@ def test_plan_hardware_reaches_the_cost():
     for option in (("--bandwidth", "1e6"), ("--latency", "1"), ("--flops", "1e6")):
         status, said = run("plan", "gpt-tiny", "--world-size", 4, *option)
         assert status == 0 and said != usual
+    assert run("plan", "gpt-tiny", "--world-size", 4, "--replica-bandwidth", "1e6") == (0, usual)
+    hybrid = ("plan", "gpt-tiny", "--world-size", 4, "--strategy", "hybrid_shard", "--shard", 2)
+    assert run(*hybrid, "--replica-bandwidth", "5e10") == run(*hybrid)
+    status, said = run(*hybrid, "--replica-bandwidth", "1e6")
+    assert status == 0 and said != run(*hybrid)[1]
     assert run("plan", "gpt-tiny", "--world-size", 4, "--latency", 0)[0] == 0
 
 
@@ -273,6 +279,7 @@ def test_what_layout_refuses(tmp_path, options, expected):
         (("--tokens", 0), "tokens: expected a number of at least 1"),
         (("--bandwidth", 0), "bandwidth: expected a finite number above 0, got 0"),
         (("--bandwidth", "nan"), "bandwidth: expected a finite number above 0, got nan"),
+        (("--replica-bandwidth", 0), "replica-bandwidth: expected a finite number above 0, got 0"),
         (("--flops", "inf"), "flops: expected a finite number above 0, got inf"),
         (("--latency", -1), "latency: expected a finite number above 0 or 0, got -1"),
         (("--param-dtype", "int3"), "unknown dtype 'int3'"),

@@ -55,6 +55,14 @@ def test_every_lesson_of_the_folder_is_listed_and_every_picture_is_of_a_lesson()
         assert "![" in read(lesson), f"{lesson} shows no picture"
 
 
+def test_a_lesson_is_known_by_its_name_and_another_name_lists_them(tmp_path):
+    assert teach(LESSONS[0]).stdout == f"{LESSONS[0]}: stands\n"
+    for wrong in ("flat.md", tmp_path / LESSONS[0], tmp_path):
+        result = teach(wrong)
+        assert result.returncode == 2 and result.stdout == ""
+        assert result.stderr == f"no lesson {str(wrong)!r}: expected a file, or one of {', '.join(LESSONS)}\n"
+
+
 def test_the_core_s_part_of_every_lesson_stands_without_torch_and_jax():
     result = teach(without=("torch", "jax", "flax", "optax"))
     assert result.returncode == 0, result.stdout + result.stderr

@@ -200,7 +200,7 @@ def test_text_says_what_the_cost_says(case):
         entry = cost.collectives[kind]
         line = f"{entry['count']} \u00d7 {word}, {bytes_text(entry['num_bytes'])}"
         assert (line in said) == bool(entry["count"])
-    assert f"peak memory {bytes_text(cost.peak_bytes)}, at " in said
+    assert f"peak memory {bytes_text(cost.peak_bytes)} without activations, at " in said
     for purpose, held in cost.peak.memory.items():
         assert (f"{purpose} {bytes_text(held)}" in said) == bool(held)
     for line in plan_text(cost, width=70).splitlines():

@@ -329,7 +329,7 @@ def test_without_torch_the_other_checks_run_and_the_table_says_so(monkeypatch, f
     ]:
         monkeypatch.delitem(sys.modules, name)
     assert not run.torch_installed()
-    status, printed = spec("R04", "R10", "R26")
+    status, printed = spec("r04", "R10", "R26")
     assert status == 0
     assert "torch is not installed" in " ".join(row(printed, "R04"))
     assert numbers(printed, "R04")[0] > 0 and numbers(printed, "R04")[3] == 0
