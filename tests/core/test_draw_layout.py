@@ -4,6 +4,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from crossframe.draw import layout_svg, layout_text
 from crossframe.draw import svg as svg_module
-from crossframe.draw.amounts import bytes_ticks, count_ticks, seconds_ticks
+from crossframe.draw.amounts import bytes_text, bytes_ticks, count_ticks, seconds_ticks
 from crossframe.draw.shards import alike_ranks
 from crossframe.draw.svg import MONOSPACE, SANS
 from crossframe.errors import LayoutError, MeshError
@@ -302,3 +303,36 @@ def test_wrong_use_is_refused(draw):
     for rank in (4, -1, "0", True):
         with pytest.raises(MeshError, match="expected a rank from 0 to 3"):
             draw(layout, rank=rank)
+
+
+def test_lines_of_text_do_not_lie_on_one_another():
+    # A title, a line about the layout that is too long for one, and one about amounts.
+    sharding = Sharding(
+        (("unit", FlatLayout(TWO, 2, True)), ("other", PerParamLayout(specs([(5,)]), 2))), MeshSpec(2, 8)
+    )
+    for width in (300, 760):
+        lines = parse(layout_svg(sharding, width=width)).iter(f"{SVG}text")
+        heights = [float(each.get("y", 0)) for each in lines if each.get("x") == "14"]
+        assert len(heights) >= 6 and all(below - above >= 12 for above, below in pairwise(heights))
+
+
+def test_a_rank_s_label_stands_at_the_middle_of_its_bar():
+    drawing = layout_svg(FlatLayout(TWO, 4, True))
+    labels = [each for each in parse(drawing).iter(f"{SVG}text") if str(each.text).startswith("rank ")]
+    middles = [bar.y + bar.height / 2 for bar in frames(drawing)]
+    # Capitals and digits are about two thirds of the font's size high.
+    assert [float(each.get("y", 0)) for each in labels] == [middle + svg_module.FONT / 3 for middle in middles]
+
+
+def test_a_legend_goes_on_in_another_line_only_where_it_must():
+    entries = [("fill0", "a" * 9), ("fill1", "b" * 5)]
+    # Swatches, words, and what lies between the two entries: nothing behind the last.
+    width = 2 * 18 + 14 * MONOSPACE * svg_module.FONT + 18
+    height, elements = svg_module.legend(5, 7, width + 1e-6, entries)
+    assert height == 18 and len(list(elements)) == 4
+    assert svg_module.legend(5, 7, width - 1e-6, entries)[0] == 36
+    assert svg_module.legend(5, 7, width / 2, entries[:1])[0] == 18
+
+
+def test_units_of_bytes_begin_where_they_do():
+    assert [bytes_text(size) for size in (1023, 1024, 900 * 2**50)] == ["1,023 B", "1.00 KiB", "900 PiB"]

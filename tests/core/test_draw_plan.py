@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text
+from crossframe.draw import lanes as lanes_module
 from crossframe.draw.amounts import bytes_text, seconds_text
-from crossframe.draw.lanes import LEFT, MARGIN, THINNEST
+from crossframe.draw.lanes import BAR, LEFT, MARGIN, THINNEST
 from crossframe.draw.steps import Bar, lanes, phases, sampled
 from crossframe.draw.svg import MONOSPACE, SANS
 from crossframe.errors import PlanError
@@ -343,3 +344,34 @@ def test_wrong_use_is_refused(draw):
             draw(wrong)
     with pytest.raises(PlanError, match="without events"):
         draw(Cost((), {}, 0.0, 0.0, 0.0))
+
+
+def test_a_lane_is_drawn_bar_by_bar_up_to_so_many(monkeypatch):
+    cost = cost_of(num_units=9)
+    most = max(len(bars) for bars in lanes(cost).values())
+    monkeypatch.setattr(lanes_module, "MOST_BARS", most)
+    assert "too many to tell apart" not in plan_svg(cost)
+    monkeypatch.setattr(lanes_module, "MOST_BARS", most - 1)
+    assert f"one of {most} bars, which are too many to tell apart" in plan_svg(cost)
+
+
+def test_bars_of_less_than_three_pixels_have_no_outline_that_would_cover_them():
+    drawn = [box for num_units in (40, 60, 80) for box in boxes(plan_svg(cost_of(num_units=num_units)), "fill")]
+    assert any(2 <= box.width < 3 for box in drawn) and any(3 <= box.width < 4 for box in drawn)
+    for box in drawn:
+        assert box.kind.endswith(" thin") == (box.width < 3)
+
+
+def test_bars_too_many_to_tell_apart_lie_where_the_samples_do(monkeypatch):
+    cost = cost_of(num_units=9)
+    monkeypatch.setattr(lanes_module, "MOST_BARS", 0)
+    right, expected = WIDTH - MARGIN, []
+    for bars in lanes(cost).values():
+        kinds = sampled(bars, max(span.stop_seconds for span in cost.spans), right - LEFT)
+        starts = [at for at in range(len(kinds)) if not at or kinds[at - 1] != kinds[at]]
+        runs = zip(starts, [*starts[1:], len(kinds)], strict=True)
+        expected += [(kinds[at], LEFT + at, until - at) for at, until in runs if kinds[at]]
+    drawn = [box for box in boxes(plan_svg(cost), "fill|hatch") if "too many" in box.about]
+    assert [(kind_of(box).removeprefix("hatch-"), box.x, box.width) for box in drawn] == expected
+    assert {(box.height, box.kind.endswith(" thin")) for box in drawn} == {(BAR, True), (BAR, False)}
+    assert all(box.kind.endswith(" thin") == box.kind.startswith("fill") for box in drawn)

@@ -178,6 +178,9 @@ def test_what_the_two_sides_do_not_share_is_listed_at_once():
     many = single(*(ParamSpec(f"m{i}", (1,)) for i in range(15)))
     with pytest.raises(LayoutError, match=r"'m9' and 5 more"):
         overlay(many, single())
+    ten = single(*(ParamSpec(f"m{i}", (1,)) for i in range(10)))
+    with pytest.raises(LayoutError, match=r"'m9'\. Expected"):
+        overlay(ten, single())
 
 
 def test_wrong_arguments_are_refused():

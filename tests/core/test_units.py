@@ -159,6 +159,10 @@ def test_units_that_are_no_modules_are_refused_by_name():
     with pytest.raises(UnitError, match=r"units \['a.x', 'c'\] are not modules") as error:
         assign_units(["", "a"], [], ["c", "a", "a.x"])
     assert isinstance(error.value, CrossframeError) and "'a'" in str(error.value)
+    names = [f"m{i}" for i in range(8)]
+    with pytest.raises(UnitError) as error:
+        assign_units([""], [], names[::-1])
+    assert str(names) in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from crossframe.layout import FlatLayout
-from crossframe.recording import Recording, Schedule
+from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
+from crossframe.verdict.quantities import Pair
 from tests.core import synthetic
 
 
@@ -372,6 +373,57 @@ def test_a_local_gradient_that_cancels_is_measured_by_what_rounding_leaves(tmp_p
     a = synthetic.record(tmp_path / "a", tamper=only("backward", "block.w", lambda grad: grad * 1e-16))
     b = synthetic.record(tmp_path / "b", tamper=only("backward", "block.w", lambda grad: grad * -1e-16))
     assert compare(a, b).verdict is Verdict.ROUNDING
+
+
+def test_a_setting_that_only_one_side_names_makes_no_other_run(tmp_path):
+    named, other = {"optimizer": "AdamW", "weight_decay": 0.01}, {"optimizer": "AdamW"}
+    for i, (a, b) in enumerate([(named, other), (other, named), (named, {}), ({}, named)]):
+        found = versus(tmp_path / str(i), a=synthetic.manifest(settings=a), b=synthetic.manifest(settings=b))
+        assert found.verdict is Verdict.EQUAL
+
+
+def test_parameters_without_a_gradient_do_not_hide_the_others(tmp_path, monkeypatch):
+    whole = RecordingWriter.reduced_grads
+
+    def but_one(writer, step, unit, pieces):
+        whole(writer, step, unit, {name: piece for name, piece in pieces.items() if name != "block.k_bias"})
+
+    # The last parameter, at which the walk over gradients begins.
+    assert list(synthetic.manifest().params)[-1] == "block.k_bias"
+    monkeypatch.setattr(RecordingWriter, "reduced_grads", but_one)
+    found = versus(tmp_path, only("reduce", "embed", lambda grad: 2 * grad))
+    assert place(found)[:5] == (0, "reduce", "reduce_scatter", "", "embed")
+
+
+def quantities(a, b, phase):
+    """What is compared in this phase, one by one."""
+    return [q for group in Pair(a, b).groups() for q in group if q.phase == phase]
+
+
+@pytest.mark.parametrize("terms", [(16, 4096), (4096, 16)])
+def test_a_gradient_that_cancels_is_measured_by_the_longer_sum_and_by_the_others_of_its_rank(tmp_path, terms):
+    tamper = only("backward", "embed", lambda grad: grad * 1e-20)
+    a, b = (
+        synthetic.record(tmp_path / name, synthetic.manifest(terms=each), tamper=tamper)
+        for name, each in zip("ab", terms, strict=True)
+    )
+    scales = {q.rank: q.scale for q in quantities(a, b, "backward") if q.parameter == "embed"}
+    for rank in range(2):
+        grads = [a.local(0, rank, name).reshape(-1) for name in synthetic.SHAPES]
+        typical = np.sqrt(np.mean(np.square(np.concatenate(grads))))
+        assert scales[rank] == pytest.approx(bounds_for("float64").noise_scale(4096, typical, 12), rel=1e-12)
+
+
+def test_how_far_training_went_is_taken_in_float64(tmp_path):
+    # From 60,000 to -60,000 is farther than float16 reaches.
+    ends = {"parameters": 60_000, "update": -60_000}
+
+    def tamper(phase, step, rank, name, array):
+        return np.full_like(array, ends[phase]) if name == "bias" and phase in ends else array
+
+    a, b = (synthetic.record(tmp_path / name, synthetic.manifest(dtype="float16"), tamper=tamper) for name in "ab")
+    scales = [q.scale for q in quantities(a, b, "update") if q.parameter == "bias"]
+    assert scales == pytest.approx([120_000 * np.sqrt(3)] * 3)
 
 
 def test_an_optimizer_of_another_name_is_another_run(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from crossframe.verdict import Verdict, bounds_for, overall
+from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.metrics import (
     distance,
     gradient_scale,
@@ -14,6 +15,7 @@ from crossframe.verdict.metrics import (
     ratio,
     root_mean_square,
 )
+from crossframe.verdict.quantities import Quantity
 
 
 def of_gradient(a, b, noise_scale):
@@ -81,6 +83,15 @@ def test_bounds_follow_the_roundoff():
 )
 def test_the_gravest_verdict_is_the_overall_one(verdicts, expected):
     assert overall([Verdict(verdict) for verdict in verdicts.split()]) is Verdict(expected)
+
+
+def test_of_no_bound_any_difference_is_beyond_all_use():
+    array = np.zeros(1)
+    moved = Quantity(0, "parameters", "all_gather", "", "w", None, 0, array, array, 1.0, None)
+    assert Judgement(moved, False, 1e-9, True, False, False).used == math.inf
+    assert judge(moved).used == 0.0
+    half = Quantity(0, "update", "optimizer", "", "w", None, 0, array, array + 1, 4.0, 0.5)
+    assert judge(half).used == 0.5
 
 
 def test_exit_statuses():
