@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 
 from crossframe import plan, precision, reduction, state
 from crossframe.errors import UsageError
+from crossframe.faces import Face
+from crossframe.histories import OPERATIONS, REQUESTS, explore
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -38,8 +40,9 @@ from experiments.spec import (
     table,
     unused,
 )
-from experiments.spec.checks import CHECKS, CLOSED_FORM, TORCH, Check, Scope
+from experiments.spec.checks import CHECKS, CLOSED_FORM, LIFECYCLE, TORCH, Check, Scope
 from experiments.spec.fake_ranks import fake_group, fake_mesh, quiet
+from experiments.spec.lifecycle import SmallWorld, cases_of
 from experiments.spec.rules import TITLES
 from experiments.spec.tally import KEPT_CASES, Tallies, Tally
 
@@ -416,3 +419,25 @@ def test_the_table_says_which_sides_were_compared():
     tally = Tally(agreed=1234)
     table.print_table(Console(file=text, width=160), ["R04"], {"R04": tally}, CHECKS)
     assert row(text.getvalue(), "R04")[3:] == ["1,234", "1,234", "0", "0", "torch,", "closed", "form,", "reference"]
+
+
+@pytest.mark.parametrize("kind", ["flat", "one flat parameter"])
+def test_R12_R24_an_operation_counts_for_the_rules_that_it_exercises(kind):
+    found = explore(SmallWorld(kind, MeshSpec(2), Face.FSDP1, True, False).pair(), 2)
+    cases, granted = cases_of(found), found.tried - found.refused
+    forbidden, lawful = [], []
+    for flags in REQUESTS:
+        gradients = "g" in flags and ("o" in flags or kind != "flat")
+        (forbidden if gradients or {"w", "r"} <= set(flags) else lawful).append(f"summon {flags}".strip())
+    assert cases["R12"] == found.num_tried == sum(found.tried[operation] for operation in OPERATIONS)
+    assert cases["R17"] == granted["fail in forward"] + granted["fail in backward"] + granted["reset"]
+    meddled = granted["meddle in forward"] + granted["meddle in backward"]
+    assert cases["R18"] == meddled + sum(found.refused[operation] for operation in lawful)
+    assert cases["R19"] == sum(granted[operation] for operation in lawful)
+    assert cases["R20"] == granted["edit full"] + granted["edit piece"] + granted["exit"]
+    assert cases["R21"] == granted["exit"]
+    with_grads = sum(granted[operation] for operation in lawful if "g" in operation)
+    assert cases["R22"] == with_grads + granted["edit grad"] + granted["zero one grad"]
+    assert cases["R23"] == sum(found.tried[operation] for operation in forbidden)
+    assert cases["R24"] == granted["exit"] + granted["fail in summon"]
+    assert set(cases) == set(LIFECYCLE) and all(cases.values())
