@@ -1,9 +1,11 @@
 """What a planned step costs one rank: bytes that travel, memory, and time under a model of bandwidth and latency.
 
-The time model issues events in the order of the plan. Computations run one behind the other; so do the collectives of one group,
-beside them. A collective begins when what was issued before it has been computed and its group is free (a stream of a
-collective library first waits for the stream that issues); a computation begins when its unit is gathered; a reduction is issued
-when the one before it is done, so that one at a time holds its buffers. What computation waits for is *exposed* communication.
+The time model is that of one stream which issues everything in the order of the plan, as this project's engine does; torch's
+FSDP gathers on a stream that runs ahead of compute in forward, which `forward_prefetch=1` comes near to. Computations run one
+behind the other; so do the collectives of one group, beside them. A collective begins when what was issued before it has been
+computed and its group is free (a stream of a collective library first waits for the stream that issues); a computation begins
+when its unit is gathered; a reduction is issued when the one before it is done, so that one at a time holds its buffers. What
+computation waits for is *exposed* communication.
 """
 
 import math
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
-from crossframe.plan import PlannedBucket, PlannedUnit
+from crossframe.plan import PlannedBucket, PlannedUnit, face_of
 from crossframe.shown import shown
 from crossframe.trace import (
     ALL_GATHER,
@@ -71,7 +73,8 @@ class Hardware:
 
     def compute_seconds(self, numel: int, tokens: int, phase: str) -> float:
         """Time of a unit with `numel` parameters on `tokens` tokens: 2 operations a parameter and token in forward and 4 in
-        backward (Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1)."""
+        backward (Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1; they leave embeddings out, here
+        every parameter counts)."""
         return (2 if phase == "forward" else 4) * numel * tokens / self.flops_per_second
 
 
@@ -166,6 +169,8 @@ def step_cost(
     if not (hardware is None or isinstance(hardware, Hardware)):
         raise PlanError(f"expected a Hardware, got {shown(hardware)}")
     sizes = {} if activation_bytes is None else activation_bytes
+    if isinstance(sizes, Mapping) and (unknown := [name for name in sizes if name not in {u.name for u in units}]):
+        raise PlanError(f"activation_bytes: {shown(unknown[0])} is none of the units {[unit.name for unit in units]}")
     if not isinstance(sizes, Mapping) or not all(type(size) is int and size >= 0 for size in sizes.values()):
         raise PlanError(f"activation_bytes: expected numbers of bytes by unit, got {shown(activation_bytes)}")
     if not isinstance(plan, list | tuple) or not all(isinstance(event, Event) for event in plan):
@@ -246,6 +251,10 @@ class _Ledger:
     ) -> None:
         self._units = units
         self._activation_bytes = activation_bytes
+        self._face = face_of(tuple(units.values()))
+        # Buckets whose full gradients wait for a later microbatch; and what the event before this one computed.
+        self._waiting: set[tuple[str, int]] = set()
+        self._computed: list[tuple[Event, int, PlannedBucket]] = []
         shards = sum(
             bucket.layout.padded_shard_numel * itemsize(bucket.layout.dtype)
             for unit in units.values()
@@ -277,11 +286,12 @@ class _Ledger:
 
     def _hold(self, purpose: str, event: Event, num_bytes: int) -> None:
         """Let this much be held for the event's bucket, whatever was before."""
-        held, key = self._held[purpose], (event.unit, event.bucket)
+        held, key = self._held[purpose], self._key(event)
         self._memory[purpose] += num_bytes - held.get(key, 0)
         held[key] = num_bytes
 
     def enter(self, event: Event, bucket: PlannedBucket | None) -> None:
+        self._settle()
         if bucket is None:
             for purpose in ("sharded gradients", "full gradients", "reduction buffers"):
                 self._clear(purpose)
@@ -298,15 +308,31 @@ class _Ledger:
             if event.phase == "forward":
                 self._hold_activations(event, self._activation_bytes.get(event.unit, 0))
             else:
-                self._hold_activations(event, 0)
-                numel = sum(param.numel for param in layout.params if param.requires_grad)
-                self._hold("full gradients", event, numel * wide)
+                self._add_grads(event, bucket)
         elif event.kind == FREE:
             self._hold("full parameters", event, 0)
         elif event.kind == RESHARD_TO_GROUP:
             self._hold("full parameters", event, layout.gathered_numel * wide - event.num_bytes)
         elif event.kind in (REDUCE_SCATTER, ALL_REDUCE):
             self._reduce(event, bucket)
+
+    def _add_grads(self, event: Event, bucket: PlannedBucket) -> None:
+        """Fresh full gradients are in the dtype of compute, those that wait for a later microbatch in their own (R15)."""
+        numel = sum(param.numel for param in bucket.layout.params if param.requires_grad)
+        waiting = itemsize(bucket.precision.accumulated(self._face)) if self._key(event) in self._waiting else 0
+        self._hold("full gradients", event, numel * (itemsize(bucket.precision.gathered) + waiting))
+        self._computed.append((event, numel, bucket))
+
+    def _settle(self) -> None:
+        """What the last backward computed has been added up, and what its forward kept is given back."""
+        for event, numel, bucket in self._computed:
+            self._hold_activations(event, 0)
+            self._hold("full gradients", event, numel * itemsize(bucket.precision.accumulated(self._face)))
+            self._waiting.add(self._key(event))
+        self._computed = []
+
+    def _key(self, event: Event) -> tuple[str, int]:
+        return event.unit, event.bucket
 
     def _hold_activations(self, event: Event, num_bytes: int) -> None:
         if event.bucket == 0:
@@ -318,6 +344,7 @@ class _Ledger:
         if event.kind == REDUCE_SCATTER or layout.world_size == 1:
             self._clear("reduction buffers")
             self._hold("full gradients", event, 0)
+            self._waiting.discard(self._key(event))
             whole = event.num_bytes if event.kind == REDUCE_SCATTER else 0
             shard = layout.padded_shard_numel * itemsize(precision.reduced)
             self._hold("reduction buffers", event, whole + shard)

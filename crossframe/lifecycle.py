@@ -160,7 +160,8 @@ def _follow(state: UnitState, move: Move) -> UnitState | None:
         case Move.RESHARD_TO_GROUP:
             return to(r=Residency.K_GROUP) if sharded and full and not freshness else None
         case Move.BEGIN_FORWARD:
-            return to(a=Activity.FORWARD) if exposure != Exposure.SUMMONED else None
+            # What is computed again within a backward (activation checkpointing) begins no forward of the unit.
+            return to(a=Activity.FORWARD) if exposure != Exposure.SUMMONED and idle else None
         case Move.END_FORWARD:
             return to(a=Activity.IDLE) if activity == Activity.FORWARD else None
         case Move.BEGIN_BACKWARD:

@@ -46,6 +46,17 @@ class MeshSpec:
         first = self.coordinate(rank)[0] * self.shard
         return range(first, first + self.shard)
 
+    def group_rank(self, rank: int) -> int:
+        """A rank's place in its shard group or, where nothing is sharded, among the replicas. Where one rank acts for its group
+        it is the first (R19): one in each replica of a hybrid mesh.
+
+        >>> [MeshSpec(shard=2, replicate=2).group_rank(rank) for rank in range(4)]
+        [0, 1, 0, 1]
+        >>> [MeshSpec(shard=1, replicate=2).group_rank(rank) for rank in range(2)]
+        [0, 1]
+        """
+        return self.coordinate(rank)[1] if self.shard > 1 else self.coordinate(rank)[0]
+
     def replicate_group(self, rank: int) -> range:
         """The ranks that hold the same shard as this rank."""
         return range(self.coordinate(rank)[1], self.world_size, self.shard)

@@ -48,12 +48,14 @@ class PlannedUnit:
         reshard_after_forward: True frees the full parameters between forward and backward, False keeps them, and a number k
             keeps a shard of a group of k ranks (R08, R13, R14).
         keeps_full_unreduced: whether a backward that reduces nothing leaves them full too (R15).
+        face: whose particulars hold.
     """
 
     name: str
     buckets: tuple[PlannedBucket, ...]
     reshard_after_forward: bool | int
     keeps_full_unreduced: bool = False
+    face: Face = Face.FSDP1
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -65,6 +67,10 @@ class PlannedUnit:
             raise PlanError(
                 f"unit {self.name!r}: expected a bool or a number of ranks as reshard_after_forward, got "
                 f"{shown(self.reshard_after_forward)}"
+            )
+        if not isinstance(self.keeps_full_unreduced, bool) or not isinstance(self.face, Face):
+            raise PlanError(
+                f"unit {self.name!r}: expected a bool and a Face, got {shown(self.keeps_full_unreduced)} and {shown(self.face)}"
             )
 
 
@@ -109,7 +115,7 @@ def plan_units(
         else:
             reshards = _choice(reshard_after_forward, members[0].layout)
         keeps = face is Face.FSDP1 and not strategy.reshards_after_forward
-        units.append(PlannedUnit(name, tuple(members), reshards, keeps))
+        units.append(PlannedUnit(name, tuple(members), reshards, keeps, face))
     return tuple(units)
 
 
@@ -139,7 +145,6 @@ def step_plan(
     mesh: MeshSpec,
     rank: int = 0,
     *,
-    face: Face = Face.FSDP1,
     backward_prefetch: Prefetch | None = Prefetch.BACKWARD_PRE,
     forward_prefetch: int = 0,
     microbatches: int = 1,
@@ -163,9 +168,7 @@ def step_plan(
     """
     if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
         raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {shown(units)}")
-    return list(
-        _Planner(tuple(units), mesh, rank, face, backward_prefetch, forward_prefetch, microbatches, sync).step()
-    )
+    return list(_Planner(tuple(units), mesh, rank, backward_prefetch, forward_prefetch, microbatches, sync).step())
 
 
 class _Planner:
@@ -176,13 +179,12 @@ class _Planner:
         units: tuple[PlannedUnit, ...],
         mesh: MeshSpec,
         rank: int,
-        face: Face,
         backward_prefetch: Prefetch | None,
         forward_prefetch: int,
         microbatches: int,
         sync: Sync,
     ) -> None:
-        _expect(("mesh", mesh, MeshSpec), ("face", face, Face), ("sync", sync, Sync))
+        _expect(("mesh", mesh, MeshSpec), ("sync", sync, Sync))
         if backward_prefetch is not None:
             _expect(("backward_prefetch", backward_prefetch, Prefetch))
         _check(units, mesh, forward_prefetch, microbatches)
@@ -190,6 +192,7 @@ class _Planner:
         self.shard_group, self.replicas = mesh.shard_group(rank), mesh.replicate_group(rank)
         self.prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.microbatches = microbatches
+        face = face_of(units)
         reduced = reduction_steps(mesh, face)
         early = {
             Sync.EACH: reduced,
@@ -206,6 +209,7 @@ class _Planner:
         self.ended = list(self._walk(None, outer_first=False))
         self.begun_at = {unit.name: i for i, unit in enumerate(self.begun)}
         self.ended_at = {unit.name: i for i, unit in enumerate(self.ended)}
+        self.differentiated = self._differentiated()
         self.full: set[str] = set()
         self.part: set[str] = set()
         self.computed_backward: set[str] = set()
@@ -219,6 +223,12 @@ class _Planner:
             yield from self._walk(unit.name, outer_first=outer_first)
             if not outer_first:
                 yield unit
+
+    def _differentiated(self) -> set[str]:
+        """The units that a backward reaches: from the first on, in the order in which forwards end, that trains something. What
+        lies ahead of it is frozen and computed from inputs, which are taken to need no gradient."""
+        first = next((i for i, unit in enumerate(self.ended) if _trained(unit)), len(self.ended))
+        return {unit.name for unit in self.ended[first:]}
 
     def step(self) -> Iterator[Event]:
         for microbatch in range(self.microbatches):
@@ -242,6 +252,9 @@ class _Planner:
             yield from self._free(unit, "forward")
 
     def _backward(self, unit: PlannedUnit) -> Iterator[Event]:
+        if unit.name not in self.differentiated:
+            yield from self._free(unit, "backward") if unit.name in self.full else ()
+            return
         yield from self._gather(unit, "backward")
         self.computed_backward.add(unit.name)
         if self.prefetch is Prefetch.BACKWARD_PRE:
@@ -260,7 +273,8 @@ class _Planner:
 
     def _gather_before(self, unit: PlannedUnit) -> Iterator[Event]:
         at = self.ended_at[unit.name]
-        if at and self.ended[at - 1].name not in self.computed_backward:
+        before = self.ended[at - 1].name
+        if at and before in self.differentiated and before not in self.computed_backward:
             yield from self._gather(self.ended[at - 1], "backward")
 
     def _event(
@@ -314,6 +328,18 @@ class _Planner:
                 yield self._event(REDUCE_SCATTER, unit, at, "backward", dtype, layout.gathered_numel, self.shard_group)
             elif step is ReductionStep.ALL_REDUCE:
                 yield self._event(ALL_REDUCE, unit, at, "backward", dtype, layout.padded_shard_numel, self.replicas)
+
+
+def _trained(unit: PlannedUnit) -> bool:
+    return any(bucket.trained for bucket in unit.buckets)
+
+
+def face_of(units: Sequence[PlannedUnit]) -> Face:
+    """The face of units that belong together; PlanError if they were planned for both."""
+    faces = {unit.face for unit in units}
+    if len(faces) > 1:
+        raise PlanError(f"units of one model have one face: {[(unit.name, unit.face.value) for unit in units]}")
+    return faces.pop()
 
 
 def _check(units: Sequence[PlannedUnit], mesh: MeshSpec, forward_prefetch: int, microbatches: int) -> None:

@@ -89,7 +89,7 @@ class UnshardRequest:
         return None
 
     def visible(self, rank: int) -> bool:
-        """Whether this rank sees full parameters."""
+        """Whether a rank sees full parameters, given its `MeshSpec.group_rank`."""
         return rank == 0 or not self.rank0_only
 
     def exit_steps(self) -> tuple[ExitStep, ...]:

@@ -70,6 +70,8 @@ class Schedule:
         # Units in the order in which their forwards began, and ended.
         self._begun: dict[Unit, None] = {}
         self._ended: dict[Unit, int] = {}
+        # Units whose last output needed no gradient, so that no backward will reach them.
+        self._without_backward: set[Unit] = set()
         # Units that were begun and are not reduced yet, the last one first; and those of them whose backward is done.
         self._waiting: list[Unit] = []
         self._done: set[Unit] = set()
@@ -109,6 +111,7 @@ class Schedule:
             self.reset()
         self._begun.clear()
         self._ended.clear()
+        self._without_backward.clear()
         for unit in self.units:
             unit.free_outdated("forward", training=torch.is_grad_enabled())
 
@@ -134,6 +137,8 @@ class Schedule:
 
     def _watch(self, unit: Unit, output: Any) -> None:
         tensors = list(_tensors_in(output))
+        if not any(tensor.requires_grad for tensor in tensors):
+            self._without_backward.add(unit)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _grad: self.begin_backward(unit))
@@ -163,7 +168,7 @@ class Schedule:
         position = self._ended.get(unit, 0)
         if self._backward_prefetch and position > 0:
             before = list(self._ended)[position - 1]
-            if before.state.activity == Activity.IDLE and not before.summoned:
+            if before.state.activity == Activity.IDLE and not before.summoned and before not in self._without_backward:
                 before.gather("backward")
 
     def _join_backward(self) -> None:

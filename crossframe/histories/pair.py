@@ -14,7 +14,6 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import CrossframeError, ParamError, StateError, UnsupportedError
-from crossframe.faces import Face
 from crossframe.histories.agree import Disagreement, check_grads, check_memory, same
 from crossframe.histories.simple import Full, Refusal, Simple
 from crossframe.layout import post_forward
@@ -64,9 +63,7 @@ class Pair:
         pairs: every (state, move) that a unit took.
     """
 
-    def __init__(
-        self, units: Sequence[PlannedUnit], mesh: MeshSpec, *, face: Face = Face.FSDP1, poison: float | None = None
-    ) -> None:
+    def __init__(self, units: Sequence[PlannedUnit], mesh: MeshSpec, *, poison: float | None = None) -> None:
         """
         Args:
             units: of one bucket each.
@@ -76,7 +73,7 @@ class Pair:
             spec.name: (np.arange(spec.numel) + 1 + i).reshape(spec.shape).astype(numpy_dtype(spec.dtype))
             for i, spec in enumerate(spec for unit in units for spec in unit.buckets[0].layout.params)
         }
-        self.world = World(units, mesh, params, face=face, optimizer=SGD(lr=LR))
+        self.world = World(units, mesh, params, optimizer=SGD(lr=LR))
         self.syncs = True
         self.poison = poison
         self.pairs: set[tuple[UnitState, Move]] = set()
@@ -84,7 +81,7 @@ class Pair:
         for unit in units:
             names = [spec.name for spec in unit.buckets[0].layout.params]
             truth = [{name: params[name].copy() for name in names} for _ in range(mesh.replicate)]
-            self.models[unit.name] = Simple(unit, mesh, face, LR, truth)
+            self.models[unit.name] = Simple(unit, mesh, unit.face, LR, truth)
         for unit in self.world.units.values():
             self._record(unit)
             self._poison(unit, unit.buckets[0].unit.shards)

@@ -80,11 +80,15 @@ class Simple:
 
     def visible(self, rank: int) -> bool:
         """Whether the rank is shown full parameters."""
-        return self.shows == "full" or (self.shows == "summoned" and self.request.visible(rank))
+        return self.shows == "full" or (self.shows == "summoned" and self.request.visible(self.mesh.group_rank(rank)))
 
     def holds(self, rank: int) -> str:
         """What the rank's memory holds."""
-        return "shard" if self.shows == "summoned" and not self.request.visible(rank) else self.memory
+        return (
+            "shard"
+            if self.shows == "summoned" and not self.request.visible(self.mesh.group_rank(rank))
+            else self.memory
+        )
 
     def full(self, rank: int) -> Full:
         """The full parameters that the rank has in memory."""
@@ -259,7 +263,7 @@ class Simple:
         self.shows = "summoned"
         names = [name for name in self.names if any(name in reached for reached in self.reached)]
         for rank in self.ranks if request.with_grads and names else ():
-            if request.visible(rank):
+            if request.visible(self.mesh.group_rank(rank)):
                 self.shown[rank] = {name: self.mean[self.where(rank)[0]][name].copy() for name in names}
 
     def exit(self, *, failed: bool) -> None:

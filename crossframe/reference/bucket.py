@@ -154,6 +154,7 @@ class LiveBucket:
                 buffers = [a + b for a, b in zip(buffers, self.partials, strict=True)]
                 self.partials = None
             elif step is ReductionStep.KEEP_PARTIAL:
+                assert self.partials is None, "an earlier partial sum would be lost"
                 self.partials = buffers
             elif step is ReductionStep.ACCUMULATE:
                 self._accumulate(buffers)
@@ -259,8 +260,9 @@ class LiveBucket:
             for name, piece in self.unit.pieces(self.unit.shards[rank], rank).items():
                 if name in self.reached[rank]:
                     own = grads[name].astype(piece.dtype)
-                    state = states.setdefault(name, optimizer.init(piece))
-                    optimizer.update(piece, own, state, steps[name])
+                    if name not in states:
+                        states[name] = optimizer.init(piece)
+                    optimizer.update(piece, own, states[name], steps[name])
 
 
 def _write_view(layout: Layout, buffer: np.ndarray, name: str, values: np.ndarray) -> None:

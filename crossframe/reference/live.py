@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from crossframe.errors import ParamError, PlanError, StateError
-from crossframe.faces import Face
 from crossframe.layout import Layout
 from crossframe.lifecycle import Activity, Exposure, Move, Residency, UnitState
 from crossframe.mesh import MeshSpec
@@ -28,13 +27,13 @@ class LiveUnit:
         buckets: each bucket's memory.
     """
 
-    def __init__(self, planned: PlannedUnit, mesh: MeshSpec, params: Params, face: Face, fill: bool) -> None:
+    def __init__(self, planned: PlannedUnit, mesh: MeshSpec, params: Params, fill: bool) -> None:
         self.name = planned.name
         self.reshard_after_forward = planned.reshard_after_forward
         self.keeps_full_unreduced = planned.keeps_full_unreduced
-        self.mesh, self.face = mesh, face
+        self.mesh, self.face = mesh, planned.face
         self.states = [UnitState() for _ in range(mesh.world_size)]
-        self.buckets = [LiveBucket(bucket, mesh, params, face, fill) for bucket in planned.buckets]
+        self.buckets = [LiveBucket(bucket, mesh, params, planned.face, fill) for bucket in planned.buckets]
         self._before_summon = Residency.SHARD
         self._request = UnshardRequest()
 
@@ -147,9 +146,9 @@ class LiveUnit:
 
     # Gradients
 
-    def reduction(self, *, all_reduce: bool = True) -> tuple[ReductionStep, ...]:
+    def reduction(self) -> tuple[ReductionStep, ...]:
         """The steps that this unit's gradients go through."""
-        return reduction_steps(self.mesh, self.face, all_reduce=all_reduce)
+        return reduction_steps(self.mesh, self.face)
 
     # What the user sees, and edits
 
@@ -249,7 +248,7 @@ class LiveUnit:
             if request.with_grads:
                 bucket.show_grads()
         self.move(Move.SUMMON)
-        blind = [rank for rank in self.ranks if not request.visible(rank)]
+        blind = [rank for rank in self.ranks if not request.visible(self.mesh.group_rank(rank))]
         if blind:
             self.move(Move.RESHARD, blind)
             for bucket in self.buckets:

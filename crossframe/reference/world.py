@@ -7,11 +7,10 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import PlanError, UnitError
-from crossframe.faces import Face
 from crossframe.grad_norm import clip_coefficient, combine, norm_dtype, partial
 from crossframe.lifecycle import Activity, Exposure, Move
 from crossframe.mesh import MeshSpec
-from crossframe.plan import PlannedUnit
+from crossframe.plan import PlannedUnit, face_of
 from crossframe.reduction import ReductionStep
 from crossframe.reference.live import LiveUnit
 from crossframe.reference.net import Batch, Net
@@ -45,7 +44,6 @@ class World:
         mesh: MeshSpec,
         params: Mapping[str, np.ndarray],
         *,
-        face: Face = Face.FSDP1,
         optimizer: Optimizer | None = None,
         divide_factor: float | None = None,
         fill: bool = True,
@@ -59,8 +57,8 @@ class World:
             divide_factor: what to divide gradients by in the place of the number of ranks (R27).
             fill: store torch's values in the padding (R05); False stores zeros.
         """
-        self.units = {unit.name: LiveUnit(unit, mesh, params, face, fill) for unit in units}
-        self.mesh, self.face = mesh, face
+        self.mesh, self.face = mesh, face_of(units)
+        self.units = {unit.name: LiveUnit(unit, mesh, params, fill) for unit in units}
         self._optimizer = optimizer or SGD()
         self._divide_factor = divide_factor
 
@@ -85,6 +83,7 @@ class World:
             raise PlanError(f"the plan has a unit {unknown[0]!r}: expected those of the world, {list(self.units)}")
         if not plan:
             raise PlanError("expected a plan of at least one event, got none")
+        self._check_groups(plan)
         for unit in self.units.values():
             unit.state.after(Move.BEGIN_FORWARD, unit.name)
         microbatches = 1 + max(event.microbatch for event in plan)
@@ -104,6 +103,21 @@ class World:
         finally:
             self._at = None
         return losses
+
+    def _check_groups(self, plan: Sequence[Event]) -> None:
+        """Refuse a plan that was made for another mesh."""
+        shards, replicas = {self.mesh.shard}, {self.mesh.replicate}
+        smaller = {size for u in self.units.values() if type(size := u.reshard_after_forward) is int}
+        sizes = {ALL_GATHER: shards | smaller, REDUCE_SCATTER: shards, ALL_REDUCE: replicas}
+        for event in plan:
+            if (
+                len(event.group) not in sizes.get(event.kind, {len(event.group)})
+                or max(event.group) >= self.mesh.world_size
+            ):
+                raise PlanError(
+                    f"the plan was made for another mesh: expected {self.mesh}, got a {event.kind} over ranks {event.group}; "
+                    "plan the step for this world's mesh"
+                )
 
     _at: tuple[int, str] | None = None
 

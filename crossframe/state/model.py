@@ -75,7 +75,7 @@ def state_entries(
     """The state dict of one rank, in the order of units and parameters, the aliases of each behind it.
 
     Args:
-        rank0_only: only rank 0 has keys; the others give their pieces. FULL alone.
+        rank0_only: only rank 0 of its group (`MeshSpec.group_rank`) has keys; the others give their pieces. FULL alone.
 
     Raises:
         MeshError: no such rank.
@@ -122,7 +122,10 @@ def state_entries(
                 for spec in layout.params
                 for key in (spec.name, *spec.aliases)
             ]
-        found += [_on_rank(entry, first + shard_rank, absent=rank0_only and rank != 0) for entry in entries]
+        found += [
+            _on_rank(entry, first + shard_rank, absent=rank0_only and sharding.mesh.group_rank(rank) != 0)
+            for entry in entries
+        ]
     return tuple(found)
 
 

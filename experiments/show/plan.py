@@ -105,7 +105,6 @@ class PlanOptions:
             units,
             mesh,
             self.rank,
-            face=face,
             backward_prefetch=_PREFETCH[self.backward_prefetch],
             forward_prefetch=self.forward_prefetch,
             microbatches=self.microbatches,

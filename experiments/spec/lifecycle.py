@@ -64,7 +64,7 @@ class SmallWorld:
             reshard_after_forward=self.reshard_after_forward,
             policy=PrecisionPolicy("bfloat16", "float32") if self.mixed else None,
         )
-        return Pair(units, self.mesh, face=self.face, poison=float("nan"))
+        return Pair(units, self.mesh, poison=float("nan"))
 
 
 def worlds() -> list[SmallWorld]:

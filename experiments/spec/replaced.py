@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import ParamError
-from crossframe.faces import Face
 from crossframe.layout import FlatLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -159,7 +158,7 @@ def _put_into_reference(case: Case) -> list[float]:
         f"p{i}": np.arange(first, first + prod(shape), dtype=numpy_dtype("float32")).reshape(shape)
         for i, (first, shape) in enumerate(zip(first_values(SHAPES), SHAPES, strict=True))
     }
-    world = World(units, MeshSpec(case.world_size), params, face=Face.FSDP1)
+    world = World(units, MeshSpec(case.world_size), params)
     unit = world.units[""]
     if case.held:
         unit.edit(case.rank, f"p{case.place}", case.values().reshape(-1))

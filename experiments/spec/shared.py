@@ -100,7 +100,7 @@ def _reference(case: Case, layout: Layout, by_rank: list[dict[str, np.ndarray]])
     """The reference's reduced gradients, by first names too; not divided, so that nothing is rounded."""
     units = plan_units([("", layout)], face=case.face)
     values = {spec.name: np.zeros(spec.shape) for spec in layout.params}
-    world = World(units, case.mesh, values, face=case.face, divide_factor=1.0)
+    world = World(units, case.mesh, values, divide_factor=1.0)
     unit = world.units[""]
     unit.compute("forward", lambda rank, full: None)
     first = {name: spec.name for spec in layout.params for name in (spec.name, *spec.aliases)}

@@ -66,7 +66,6 @@ class Step:
             self.units(),
             self.mesh,
             self.rank,
-            face=self.face,
             backward_prefetch=self.prefetch,
             forward_prefetch=self.forward_prefetch,
             microbatches=self.microbatches,

@@ -109,7 +109,6 @@ def _reference(case: Case) -> World:
         units,
         MeshSpec(case.world_size),
         {name: np.ones(spec.shape) for name, spec in specs.items()},
-        face=case.face,
         optimizer=AdamW(),
     )
     for name, unit in world.units.items():

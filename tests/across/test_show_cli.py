@@ -122,7 +122,7 @@ def cost_of(world_size=4, strategy=Strategy.FULL_SHARD, shard=None, model="gpt-t
     compute = policy.param_dtype if policy else None
     layouts = model_shapes(model).layouts(kind, mesh.shard, compute_dtype=compute)
     units = plan_units(layouts, strategy, face=face, reshard_after_forward=reshards, policy=policy)
-    return step_cost(step_plan(units, mesh, rank, face=face, **options), units, tokens=tokens)
+    return step_cost(step_plan(units, mesh, rank, **options), units, tokens=tokens)
 
 
 @pytest.mark.parametrize(

@@ -47,4 +47,4 @@ class Setup:
             reshard_after_forward=self.reshard_after_forward,
             policy=PrecisionPolicy("bfloat16", "float32") if self.mixed else None,
         )
-        return Pair(units, MeshSpec(self.shard, self.replicate), face=self.face, poison=self.poison)
+        return Pair(units, MeshSpec(self.shard, self.replicate), poison=self.poison)

@@ -65,7 +65,6 @@ def steps(draw):
         units,
         mesh,
         draw(st.integers(0, mesh.world_size - 1)),
-        face=face,
         backward_prefetch=draw(st.sampled_from([None, *Prefetch])),
         forward_prefetch=draw(st.integers(0, 2)),
         microbatches=draw(st.integers(1, 3)),
@@ -172,9 +171,9 @@ def test_what_each_purpose_holds_in_low_precision():
     computed = at[COMPUTE, "forward"]
     assert (computed["gather buffers"], computed["activations"]) == (0, 1000)
     backward = at[COMPUTE, "backward"]
-    assert (backward["full gradients"], backward["activations"]) == (18 * 2, 0)
+    assert (backward["full gradients"], backward["activations"]) == (18 * 2, 1000)  # until the gradients are made
     reduced = at[REDUCE_SCATTER, "backward"]
-    assert reduced["full gradients"] == 0
+    assert (reduced["full gradients"], reduced["activations"]) == (0, 0)
     assert reduced["reduction buffers"] == (22 + 11) * 4
     assert reduced["sharded gradients"] == 11 * 2  # kept in low precision
 
@@ -185,6 +184,18 @@ def test_R15_under_no_sync_full_gradients_wait_and_reducing_each_time_frees_them
         cost = step_cost(step_plan(units, MeshSpec(2), microbatches=2, sync=sync), units)
         second = next(s for s in cost.spans if s.event.microbatch == 1 and s.event.kind == COMPUTE)
         assert second.memory["full gradients"] == waiting
+
+
+@pytest.mark.parametrize(("face", "waiting"), [(Face.FSDP1, 2), (Face.FSDP2, 4)])
+def test_R15_gradients_wait_in_the_dtype_of_the_face_beside_fresh_ones(face, waiting):
+    units = units_of(["a"], numel=8, face=face, policy=PrecisionPolicy("bfloat16", "float32"))
+    cost = step_cost(step_plan(units, MeshSpec(2), microbatches=3, sync=Sync.LAST), units)
+    backward = [
+        s.memory["full gradients"] for s in cost.spans if s.event.kind == COMPUTE and s.event.phase == "backward"
+    ]
+    assert backward == [8 * 2, 8 * (2 + waiting), 8 * (2 + waiting)]
+    between = [s.memory["full gradients"] for s in cost.spans if s.event.kind == COMPUTE and s.event.phase == "forward"]
+    assert between == [0, 8 * waiting, 8 * waiting]
 
 
 def test_R14_what_is_not_sharded_moves_nothing_and_holds_everything():
@@ -209,7 +220,7 @@ def test_R16_prefetch_hides_what_it_can_and_costs_memory():
 
 def test_R08_a_smaller_group_holds_less_than_all_and_gathers_less_than_all():
     units = [units_of(["", "a"], world_size=4, numel=16, reshard_after_forward=r) for r in (True, 2, False)]
-    costs = [step_cost(step_plan(u, MeshSpec(4), face=Face.FSDP2), u) for u in units]
+    costs = [step_cost(step_plan(u, MeshSpec(4)), u) for u in units]
     between = [next(s for s in cost.spans if s.event.phase == "backward").memory["full parameters"] for cost in costs]
     # A gather of the root opens backward for the first two: 64 bytes of it, beside nothing, half of a, or all of both.
     assert between == [64, 64 + 32, 128]
@@ -250,6 +261,9 @@ def test_costs_that_make_no_sense_are_refused():
     for field, value in (("tokens", 0), ("tokens", 1.5), ("optimizer_states", -1), ("optimizer_states", True)):
         with pytest.raises(PlanError, match=field):
             step_cost(plan, units, **{field: value})
+    for wrong in ({"b": 1}, {"a": -1}, 5):
+        with pytest.raises(PlanError, match="activation_bytes"):
+            step_cost(plan, units, activation_bytes=wrong)
     with pytest.raises(PlanError, match="unit 'a', bucket 0, which is not among the units"):
         step_cost(plan, units[:1])
     for wrong in (5, [5], None):

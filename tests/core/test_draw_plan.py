@@ -38,7 +38,7 @@ def cost_of(world_size=4, strategy=Strategy.FULL_SHARD, shard=None, *, face=Face
         made = PerParamLayout(params, mesh.shard) if per_param else FlatLayout(params, mesh.shard, True)
         layouts.append((name, made))
     units = plan_units(layouts, strategy, face=face, reshard_after_forward=reshards, policy=policy)
-    return step_cost(step_plan(units, mesh, 1 % world_size, face=face, **options), units, hardware, tokens=5)
+    return step_cost(step_plan(units, mesh, 1 % world_size, **options), units, hardware, tokens=5)
 
 
 CASES = {

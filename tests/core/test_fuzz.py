@@ -106,7 +106,6 @@ RIGHT: dict[Any, dict[str, Any]] = {
         "units": UNITS,
         "mesh": MESH,
         "rank": 1,
-        "face": Face.FSDP1,
         "backward_prefetch": None,
         "forward_prefetch": 1,
         "microbatches": 2,

@@ -53,7 +53,7 @@ LAW = {
         {"residency": Residency.SHARD, "freshness": Freshness.SAME},
     ),
     Move.RESHARD_TO_GROUP: (SHOWS_SHARDS & FULL_AND_FRESH, {"residency": Residency.K_GROUP}),
-    Move.BEGIN_FORWARD: (set(ALL) - SUMMONED, {"activity": Activity.FORWARD}),
+    Move.BEGIN_FORWARD: (IDLE - SUMMONED, {"activity": Activity.FORWARD}),
     Move.END_FORWARD: (where(activity=Activity.FORWARD), {"activity": Activity.IDLE}),
     Move.BEGIN_BACKWARD: (set(ALL) - SUMMONED, {"activity": Activity.BACKWARD}),
     Move.END_BACKWARD: (where(activity=Activity.BACKWARD), {"activity": Activity.IDLE}),

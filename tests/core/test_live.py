@@ -75,7 +75,7 @@ def check_writeback(meshes) -> None:
         before = initial()
         with world.summon_full_params(request):
             for unit, rank in product(world.units.values(), range(case.mesh.world_size)):
-                if request.visible(rank):
+                if request.visible(world.mesh.group_rank(rank)):
                     for name in unit.shown(rank):
                         unit.edit(rank, name, own_values(world, rank, name, 100))
         persists = request.writeback or case.mesh.shard == 1
@@ -84,7 +84,7 @@ def check_writeback(meshes) -> None:
             for rank, full in enumerate(unit.buckets[0].unit.unshard()):
                 first = case.mesh.shard_group(rank)[0]
                 for name, value in full.items():
-                    if persists and request.visible(rank):
+                    if persists and request.visible(world.mesh.group_rank(rank)):
                         assert (value == 100 + first + owner_of(world, name)).all(), (case, request, rank, name)
                     else:
                         assert value.tobytes() == before[name].tobytes(), (case, request, rank, name)
@@ -108,7 +108,7 @@ def check_param_data(meshes) -> None:
         with world.summon_full_params(request):
             for unit, rank in product(world.units.values(), range(case.mesh.world_size)):
                 shown = unit.shown(rank)
-                if request.visible(rank):
+                if request.visible(world.mesh.group_rank(rank)):
                     assert list(shown) == [spec.name for spec in unit.buckets[0].layout.params]
                     for name, value in shown.items():  # full precision, original shape, bit for bit
                         assert value.dtype == np.float32 and value.shape == initial()[name].shape
@@ -170,7 +170,7 @@ def test_unshard_params_respects_reshard(reshards, policy):
             try:
                 with world.summon_full_params(request):
                     for unit, rank in product(world.units.values(), range(4)):
-                        if request.visible(rank):
+                        if request.visible(world.mesh.group_rank(rank)):
                             assert unit.states[rank].residency is Residency.FULL
                     if failed:
                         raise KeyboardInterrupt
@@ -253,7 +253,9 @@ def test_with_grads_core(kind, mesh):
         with world.summon_full_params(request):
             for unit, rank in product(world.units.values(), range(mesh.world_size)):
                 shown = unit.grads_shown(rank)
-                assert list(shown) == (list(unit.buckets[0].specs) if request.visible(rank) else [])
+                assert list(shown) == (
+                    list(unit.buckets[0].specs) if request.visible(world.mesh.group_rank(rank)) else []
+                )
                 for name, grad in shown.items():
                     assert grad.dtype == np.float32 and (grad == mean[name]).all()
                     unit.edit_grad(rank, name, own_values(world, rank, name, 7))
@@ -435,7 +437,7 @@ def test_R21_a_unit_of_which_one_bucket_is_mixed_is_freed():
     layouts = [("", MAKE["per parameter"]((spec,), 2)) for spec in (low, high)]
     units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=False, policy=POLICIES["mixed"])
     params = {spec.name: np.ones(4, numpy_dtype(spec.dtype)) for spec in (low, high)}
-    world = World(units, MeshSpec(2), params, face=Face.FSDP2)
+    world = World(units, MeshSpec(2), params)
     world.units[""].gather()
     with world.summon_full_params():
         assert {v.dtype.name for v in world.units[""].shown(1).values()} == {"bfloat16", "float32"}

@@ -109,6 +109,12 @@ def test_units_are_planned_in_the_order_and_dtype_in_which_they_are_given():
     assert {unit.buckets[0].precision for unit in planned} == {resolve_precision("float32")}
 
 
+def reached(units):
+    """The units from the first that trains something on: what lies ahead of it has no backward."""
+    trains = [any(param.requires_grad for param in unit.buckets[0].layout.params) for unit in units]
+    return units[trains.index(True) :] if True in trains else []
+
+
 @QUICK
 @given(steps(), st.sampled_from([None, *Prefetch]))
 def test_R14_a_unit_is_full_when_it_computes_and_nothing_is_full_at_the_end(step, prefetch):
@@ -127,7 +133,7 @@ def test_R14_a_unit_is_full_when_it_computes_and_nothing_is_full_at_the_end(step
     assert not full
     for unit in units:
         assert computed[unit.name, "forward"] == unit.reshard_after_forward
-        assert computed[unit.name, "backward"] == 1
+        assert computed[unit.name, "backward"] == (unit in reached(units) or not unit.reshard_after_forward)
 
 
 @QUICK
@@ -142,7 +148,7 @@ def test_R14_units_are_gathered_in_order_and_reduced_in_reverse(step):
         unit.name for unit in reversed(units) if any(param.requires_grad for param in unit.buckets[0].layout.params)
     ]
     backward = [event.unit for event in events if (event.kind, event.phase) == (ALL_GATHER, "backward")]
-    assert backward == [unit.name for unit in reversed(units) if unit.reshard_after_forward]
+    assert backward == [unit.name for unit in reversed(reached(units)) if unit.reshard_after_forward]
 
 
 @QUICK
@@ -159,7 +165,7 @@ def test_R16_prefetch_moves_gathers_and_nothing_else(step):
     frees = [event for event in ahead if (event.kind, event.phase) == (FREE, "backward")]
     for i, freed in enumerate(frees):
         issued = {event.unit for event in ahead[: ahead.index(freed)] if event.kind == ALL_GATHER}
-        behind = list(reversed(units))
+        behind = list(reversed(reached(units)))
         expected = {u.name for j, u in enumerate(behind) if u.reshard_after_forward and j <= i + 1}
         backward = {
             event.unit for event in ahead[: ahead.index(freed)] if (event.kind, event.phase) == (ALL_GATHER, "backward")
@@ -307,7 +313,7 @@ def test_R15_what_a_microbatch_without_reduction_leaves_full(strategy):
     else:
         assert gathers == ["0f gather root", "0f gather a"]
     assert [line for line in lines(events) if "reduce" in line] == ["1b reduce a", "1b reduce root"]
-    again = step_plan(nested("", "a", strategy=strategy, face=Face.FSDP2), MeshSpec(2), face=Face.FSDP2,
+    again = step_plan(nested("", "a", strategy=strategy, face=Face.FSDP2), MeshSpec(2),
                       microbatches=2, sync=Sync.LAST)  # fmt: skip
     assert sum("f gather" in line for line in lines(again)) == 4
 
@@ -315,19 +321,21 @@ def test_R15_what_a_microbatch_without_reduction_leaves_full(strategy):
 def test_R28_the_sum_over_replicas_waits_for_the_last_microbatch():
     mesh, units = MeshSpec(2, 2), nested("a", face=Face.FSDP2)
     for sync, reductions, sums in ((Sync.EACH, 3, 3), (Sync.ALL_REDUCE_LAST, 3, 1), (Sync.LAST, 1, 1)):
-        events = lines(step_plan(units, mesh, face=Face.FSDP2, microbatches=3, sync=sync))
+        events = lines(step_plan(units, mesh, microbatches=3, sync=sync))
         assert (sum("reduce" in e for e in events), sum("sum" in e for e in events)) == (reductions, sums)
         assert events[-2:] == ["2b sum a", "2s step root"]
     with pytest.raises(PlanError, match="use no_sync, or FSDP2's set_requires_all_reduce"):
-        step_plan(units, mesh, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
+        step_plan(nested("a"), mesh, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
+    with pytest.raises(PlanError, match=r"one face: .*'fsdp2'.*'fsdp1'"):
+        step_plan((*units, *nested("b")), mesh)
     with pytest.raises(PlanError, match="one replica of 2 shards"):
-        step_plan(units, MeshSpec(2), face=Face.FSDP2, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
+        step_plan(units, MeshSpec(2), microbatches=3, sync=Sync.ALL_REDUCE_LAST)
 
 
 def test_R08_a_smaller_group_keeps_its_part_between_forward_and_backward():
     layout = PerParamLayout(specs([(5, 3)]), 4)  # 2, 2, 1 and 0 rows; over 2 ranks 3 and 2
     units = plan_units([("", layout)], face=Face.FSDP2, reshard_after_forward=2)
-    events = step_plan(units, MeshSpec(4, 2), rank=7, face=Face.FSDP2)
+    events = step_plan(units, MeshSpec(4, 2), rank=7)
     assert [e for e in events if e.kind not in (COMPUTE, REDUCE_SCATTER, ALL_REDUCE, STEP)] == [
         Event(ALL_GATHER, "", "forward", "float32", 4 * 24, range(4, 8)),
         Event(RESHARD_TO_GROUP, "", "forward", "float32", 4 * (24 - 9), range(4, 8)),
@@ -388,7 +396,7 @@ def test_R10_the_mesh_of_each_strategy(strategy):
 
 def test_what_is_no_plan_is_refused_by_name():
     units = nested("", "a")
-    for field, value in (("face", "fsdp1"), ("sync", "each"), ("backward_prefetch", True), ("forward_prefetch", -1),
+    for field, value in (("sync", "each"), ("backward_prefetch", True), ("forward_prefetch", -1),
                          ("forward_prefetch", 1.0), ("microbatches", 0), ("microbatches", True)):  # fmt: skip
         with pytest.raises(PlanError, match=field):
             step_plan(units, MeshSpec(2), **{field: value})
@@ -407,6 +415,7 @@ def test_what_is_no_plan_is_refused_by_name():
     with pytest.raises(PlanError, match="expected a layout and a Precision"):
         PlannedBucket(layouts([""], 2)[0][1], "float32")
     bucket = units[0].buckets[0]
-    for args in ((5, (bucket,), True), ("a", (), True), ("a", [bucket], True), ("a", (bucket,), None)):
+    for args in ((5, (bucket,), True), ("a", (), True), ("a", [bucket], True), ("a", (bucket,), None),
+                 ("a", (bucket,), True, 5), ("a", (bucket,), True, False, "fsdp1")):  # fmt: skip
         with pytest.raises(PlanError):
             PlannedUnit(*args)

@@ -559,7 +559,7 @@ def test_R11_a_unit_of_two_dtypes_trains_each_in_its_own():
     params = {"w": np.ones((5, 2), np.float32), "v": np.ones(3, numpy_dtype("bfloat16"))}
     units = plan_units(layouts, face=Face.FSDP2)
     case = replace(PLAIN, face=Face.FSDP2)
-    world = World(units, MeshSpec(3), params, face=Face.FSDP2, optimizer=SGD(lr=0.5))
+    world = World(units, MeshSpec(3), params, optimizer=SGD(lr=0.5))
     seen: Sequence[set] = (set(), set())
 
     class Two(Integers):
@@ -578,3 +578,14 @@ def test_R11_a_unit_of_two_dtypes_trains_each_in_its_own():
 
 def test_the_cases_are_many():
     assert len(CASES) > 5000
+
+
+def test_a_plan_of_another_mesh_is_refused():
+    case = replace(PLAIN, mesh=MeshSpec(4))
+    other = replace(PLAIN, mesh=MeshSpec(2))
+    for mesh in (MeshSpec(2), MeshSpec(2, 2), MeshSpec(1, 4)):
+        world = replace(PLAIN, mesh=mesh).world(SGD())
+        with pytest.raises(PlanError, match="made for another mesh: expected MeshSpec"):
+            world.run(case.plan(case.units()), Layers(UNITS, SIZES), [])
+    with pytest.raises(PlanError, match="made for another mesh"):
+        case.world(SGD()).run(other.plan(other.units()), Layers(UNITS, SIZES), [])

@@ -65,7 +65,6 @@ class Case:
             units,
             self.mesh,
             rank,
-            face=self.face,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
             microbatches=self.microbatches,
@@ -81,7 +80,7 @@ class Case:
     ) -> World:
         initial = LAYERS.initial(0, self.dtype) if params is None else params
         units = self.units(specs)
-        return World(units, self.mesh, initial, face=self.face, optimizer=optimizer, divide_factor=divide_factor)
+        return World(units, self.mesh, initial, optimizer=optimizer, divide_factor=divide_factor)
 
 
 def _strategies(mesh: MeshSpec) -> tuple[Strategy, ...]:

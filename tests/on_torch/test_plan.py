@@ -16,7 +16,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collectives, difference
 from tests.on_torch.models import Block, build_net, loss_of
-from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2
+from tests.on_torch.test_against_torch import FACES, _our_fsdp1, _our_fsdp2
 from tests.on_torch.test_layout import _units
 from torch_backend.observe import record_trace
 
@@ -119,7 +119,7 @@ def _fsdp2(rank, world_size, shard, reshard, low, microbatches, sync):
     layouts = [(name, unit.buckets[0].layout.over(mesh.shard)) for name, unit in _units(ours)]
     policy = LOW if low else None
     units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=reshard, policy=policy)
-    plan = _planned(units, mesh, rank, face=Face.FSDP2, microbatches=microbatches, sync=sync)
+    plan = _planned(units, mesh, rank, microbatches=microbatches, sync=sync)
     return watcher.seen, plan
 
 
@@ -142,6 +142,32 @@ def _ours(rank, world_size, face, strategy, microbatches, sync):
     units = plan_units(layouts, Strategy[strategy], face=face)
     plan = step_plan(units, MeshSpec(world_size), rank, microbatches=microbatches, sync=sync)
     return difference(plan, events, ordered=True)
+
+
+def _frozen(rank, world_size, face):
+    """The engine's trace, the plan's, and torch's count where the first blocks are frozen."""
+    seen = []
+    for wrap in FACES[face]:
+        net = build_net()
+        for part in (net.embedding, net.blocks[0], net.blocks[1]):
+            part.requires_grad_(False)
+        model = wrap(net, **{"strategy": "FULL_SHARD"} | ({"use_orig_params": True} if face == "fsdp1" else {}))
+        for _ in range(2):
+            with record_trace() as events, Collectives() as watcher:
+                loss_of(model, 0, rank).backward()
+        seen.append(watcher.seen)
+    layouts = [(name, unit.buckets[0].layout) for name, unit in _units(model)]
+    plan = step_plan(plan_units(layouts, face=Face(face)), MeshSpec(world_size), rank)
+    return difference(plan, events, ordered=True), seen[0].total(), seen[1].total()
+
+
+@pytest.mark.parametrize("face", ["fsdp1", "fsdp2"])
+def test_R14_units_ahead_of_all_that_is_trained_have_no_backward(ranks, face):
+    for differences, theirs, ours in ranks.run(2, _frozen, face):
+        assert differences == []
+        # 4 gathers in forward, one of the trained block in backward, 2 reductions; torch also gathers frozen blocks for a
+        # backward that never comes.
+        assert ours == 7 < theirs
 
 
 @pytest.mark.parametrize("face", Face)
