@@ -419,3 +419,28 @@ def test_what_is_no_plan_is_refused_by_name():
                  ("a", (bucket,), True, 5), ("a", (bucket,), True, False, "fsdp1")):  # fmt: skip
         with pytest.raises(PlanError):
             PlannedUnit(*args)
+
+
+def test_R14_what_is_frozen_ahead_of_all_that_is_trained_has_no_backward():
+    def unit(name, *trained):
+        layouts = [FlatLayout((ParamSpec(f"{name}.p{i}", (4,), dtype, requires_grad=t),), 2, True)
+                   for i, (t, dtype) in enumerate(zip(trained, ("float32", "bfloat16"), strict=False))]  # fmt: skip
+        return [(name, layout) for layout in layouts]
+
+    given_units = [*unit("", True), *unit("a", False), *unit("b", False, True), *unit("c", False)]
+    events = step_plan(plan_units(given_units), MeshSpec(2))
+    backward = [(e.kind, e.unit) for e in events if e.phase == "backward" and e.kind in COLLECTIVES]
+    assert backward == [
+        (ALL_GATHER, "c"),
+        (ALL_GATHER, "b"),
+        (ALL_GATHER, "b"),
+        (REDUCE_SCATTER, "b"),
+        (REDUCE_SCATTER, ""),
+    ]
+    computed = [e.unit for e in events if e.phase == "backward" and e.kind == COMPUTE]
+    assert computed == ["", "c", "b", "b"]
+    # What a strategy keeps full behind forward is freed all the same.
+    kept = step_plan(plan_units(given_units, Strategy.SHARD_GRAD_OP), MeshSpec(2))
+    assert [e.unit for e in kept if e.kind == FREE] == ["c", "b", "b", "a", ""]
+    frozen = step_plan(plan_units(unit("a", False)), MeshSpec(2))
+    assert [e.phase for e in frozen if e.kind in COLLECTIVES] == ["forward"]
