@@ -127,8 +127,8 @@ def test_a_rule_without_checks_is_no_success(monkeypatch):
 
 
 def test_a_rule_that_does_not_exist_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"from R01 to R38, got 'R39', 'r04'"):
-        spec("R39", "R01", "r04")
+    with pytest.raises(UsageError, match=r"from R01 to R38, got 'R39', 'x04'"):
+        spec("R39", "r01", "x04")
 
 
 # --- the cases ---
