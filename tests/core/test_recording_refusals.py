@@ -183,6 +183,33 @@ def test_what_is_no_recording_is_never_deleted(tmp_path):
         create_recording(tmp_path / "manifest.json", synthetic.manifest())
 
 
+def test_what_an_interrupted_beginning_left_is_not_deleted_where_another_file_lies_beside_it(tmp_path):
+    synthetic.write_run(tmp_path, synthetic.manifest())
+    (tmp_path / "manifest.json").rename(tmp_path / "manifest.json.part")
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RecordingError, match="not empty and not a recording"):
+        create_recording(tmp_path, synthetic.manifest(), overwrite=True)
+    assert (tmp_path / "rank00001" / "events.jsonl").is_file()
+
+
+def test_a_step_ends_once_and_in_its_order(tmp_path):
+    made = synthetic.manifest(1)
+    create_recording(tmp_path, made)
+    with RecordingWriter(tmp_path, made, 0) as writer:
+        for step in range(3):
+            writer.batch(step, synthetic.digest(""), [])
+            writer.loss(step, 1.0)
+            for other in {0, 1, 2, 3} - {step}:
+                with pytest.raises(RecordingError, match=f"expected step {step} of 3, got {other}; steps are recorded"):
+                    writer.end_step(other)
+            writer.end_step(step)
+        with pytest.raises(RecordingError, match="expected step 3 of 3, got 3"):
+            writer.end_step(3)
+        with pytest.raises(RecordingError, match="expected step 3 of 3, got 3"):
+            writer.batch(3, synthetic.digest(""), [])
+    assert Recording.open(tmp_path).num_steps == 3
+
+
 def test_a_recording_with_other_files_among_its_own_is_not_deleted(directory):
     (directory / "rank00000" / "thesis.tex").write_text("")
     with pytest.raises(RecordingError, match=r"'thesis\.tex' is no part of a recording"):

@@ -589,3 +589,8 @@ def test_a_plan_of_another_mesh_is_refused():
             world.run(case.plan(case.units()), Layers(UNITS, SIZES), [])
     with pytest.raises(PlanError, match="made for another mesh"):
         case.world(SGD()).run(other.plan(other.units()), Layers(UNITS, SIZES), [])
+    world, plan = PLAIN.world(SGD()), list(PLAIN.plan(PLAIN.units()))
+    at = next(i for i, event in enumerate(plan) if event.kind == "compute")
+    plan[at] = replace(plan[at], group=(0, 1, 3))  # ranks 0, 1 and 2 are there
+    with pytest.raises(PlanError, match=r"expected MeshSpec.* got a compute over ranks \(0, 1, 3\)"):
+        world.run(plan, Layers(UNITS, SIZES), layer_batches(PLAIN.mesh))
