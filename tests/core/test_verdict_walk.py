@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from crossframe.errors import RecordingError
+from crossframe.layout import PerParamLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
 from crossframe.verdict.quantities import Pair
@@ -182,7 +183,7 @@ def test_a_gradient_is_measured_by_the_first_recording(tmp_path, phase):
         assert q.scale == pytest.approx(np.linalg.norm(q.a), rel=1e-12)
     for q in quantities(a, b, phase, "embed"):
         every = [
-            a.local(0, q.rank, n) if phase == "backward" else a.full("reduce", q.step, n) for n in synthetic.SHAPES
+            a.local(0, q.rank or 0, n) if phase == "backward" else a.full("reduce", q.step, n) for n in synthetic.SHAPES
         ]
         typical = np.sqrt(np.mean(np.concatenate([grad.reshape(-1) for grad in every]) ** 2))
         assert q.scale == pytest.approx(bounds_for("float64").noise_scale(16, typical, 12), rel=1e-12)
@@ -266,7 +267,8 @@ def test_the_largest_difference_of_a_step_is_kept(tmp_path):
     assert [step for step, _ in found.parameter_differences] == [0, 1, 2]
     differences = dict(found.parameter_differences)
     assert differences[0] == differences[2] == 0.0
-    assert 1e-13 < differences[1] == found.max_relative_parameter_difference <= 2.0**-40
+    assert 1e-13 < differences[1] <= 2.0**-40
+    assert differences[1] == found.max_relative_parameter_difference
     assert f"losses differ by at most 0.0e+00, parameters by {differences[1]:.1e};" in found.reason
 
 
@@ -344,14 +346,13 @@ def test_a_zero_gradient_parameter_that_is_not_finite_on_one_side_counts(tmp_pat
 # Whether they are of the same run.
 
 
-def other_spec(name, **fields):
-    """The manifest of per-parameter shards in which one parameter has other fields."""
-    made = synthetic.manifest(kind="per_param")
+def other_specs(unit, **fields):
+    """The manifest of per-parameter shards in which the parameters of one unit have other fields."""
     units = tuple(
-        (unit, type(layout)(tuple(replace(p, **fields) if p.name == name else p for p in layout.params), 2))
-        for unit, layout in made.units
+        (name, PerParamLayout(tuple(replace(p, **fields) if name == unit else p for p in layout.params), 2))
+        for name, layout in synthetic.manifest(kind="per_param").units
     )
-    return replace(made, units=units)
+    return synthetic.manifest(units=units)
 
 
 def test_a_parameter_that_only_the_second_has(tmp_path, monkeypatch):
@@ -364,11 +365,33 @@ def test_a_parameter_that_only_the_second_has(tmp_path, monkeypatch):
         assert (found.verdict, found.reason) == (Verdict.INCOMPARABLE, "parameter 'block.w' is only in b")
 
 
-def test_a_parameter_that_is_frozen_on_one_side(tmp_path):
-    made = other_spec("bias", requires_grad=False)
-    found = compare(*pair(tmp_path, synthetic.manifest(kind="per_param"), made))
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"requires_grad": False}, "requires_grad True in a, False in b"),
+        ({"dtype": "float32"}, "dtype 'float64' in a, 'float32' in b"),
+    ],
+)
+def test_a_parameter_of_another_kind_on_one_side(tmp_path, fields, said):
+    def stored(phase, step, rank, name, array):
+        return array.astype(fields.get("dtype", "float64")) if name.startswith("block") else array
+
+    runs = pair(tmp_path, synthetic.manifest(kind="per_param"), other_specs("block", **fields), tamper=stored)
+    found = compare(*runs)
     assert found.verdict is Verdict.INCOMPARABLE
-    assert found.reason == "parameter 'bias' has requires_grad True in a, False in b"
+    assert found.reason == f"parameter 'block.w' has {said}"
+
+
+def test_a_parameter_without_elements_is_not_compared(tmp_path, monkeypatch):
+    made = synthetic.manifest(units=other_specs("block").units)
+    units = tuple(
+        (name, PerParamLayout(tuple(replace(p, shape=(0,)) if p.name == "bias" else p for p in layout.params), 2))
+        for name, layout in made.units
+    )
+    monkeypatch.setitem(synthetic.SHAPES, "bias", (0,))
+    runs = pair(tmp_path, *(replace(made, units=units, framework=framework) for framework in ("torch", "jax")))
+    assert compare(*runs).verdict is Verdict.EQUAL
+    assert not any(q.parameter == "bias" for group in Pair(*runs).groups() for q in group)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
