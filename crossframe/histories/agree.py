@@ -24,12 +24,12 @@ def check_memory(unit: LiveUnit, model: Simple, rank: int, padding: bytes) -> No
     replica, index = model.where(rank)
     holds = model.holds(rank)
     told = (HOLDS[state.residency], state.freshness, SHOWS[state.exposure], int(state.activity))
-    stale = Freshness(model.stale and holds != "shard")
-    equal((holds, stale, model.shows, 0), told, f"{here}: state")
+    equal((holds, Freshness(model.stale), model.shows, 0), told, f"{here}: state")
     equal((holds == "full", holds == "part"), (bucket.full[rank] is not None, bucket.parts[rank] is not None),
            f"{here}: memory")  # fmt: skip
     shard = bucket.unit.shards[rank]
-    equal(((bucket.layout.padded_shard_numel,), shard.dtype), (shard.shape, numpy_dtype(model.precision.stored)), here)
+    whole = ((bucket.layout.padded_shard_numel,), numpy_dtype(model.precision.stored))
+    equal(whole, (shard.shape, shard.dtype), f"{here}: its shard")
     pieces = _pieces(bucket.layout, index, model.truth[replica])
     same(pieces, bucket.unit.pieces(shard, rank), model.precision.stored, f"{here}: its shard")
     if padding_of(bucket.layout, shard, index) != padding:

@@ -1,5 +1,6 @@
 """What holds a world beside its model sees every difference: where the world is wrong, each comparison goes red."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -74,16 +75,31 @@ def shows_no_grads(pair):
 
 WAITS = ("toggle sync", "backward")
 WRONG = {
-    "residency": (PLAIN, (), set_state(residency=Residency.FULL), "state: expected"),
+    "residency": (PLAIN, (), set_state(residency=Residency.FULL), r"state: expected \('shard'.*found \('full'"),
     "freshness": (KEPT, ("forward",), set_state(freshness=Freshness.STALE), "state: expected"),
     "exposure": (KEPT, ("forward",), set_state(exposure=Exposure.FULL), "state: expected"),
     "activity": (KEPT, ("forward",), set_state(activity=Activity.FORWARD), "state: expected"),
-    "full parameters too many": (PLAIN, (), set_entry("full", lambda _: np.ones(24)), "memory: expected"),
+    "full parameters too many": (
+        PLAIN,
+        (),
+        set_entry("full", lambda _: np.ones(24)),
+        r"memory: expected \(False, False\), found \(True, False\)",
+    ),
     "full parameters too few": (KEPT, ("forward",), set_entry("full", lambda _: None), "memory: expected"),
     "a part too many": (PLAIN, (), set_entry("parts", lambda _: np.ones(4)), "memory: expected"),
     "a part too few": (GROUP, ("forward",), set_entry("parts", lambda _: None), "memory: expected"),
-    "the shard's size": (PLAIN, (), set_shard(lambda x: np.append(x, x[:1])), r"rank 1: expected \(\(\d+,\)"),
-    "the shard's dtype": (PLAIN, (), set_shard(lambda x: x.astype(np.float64)), r"rank 1: expected \(\(\d+,\)"),
+    "the shard's size": (
+        PLAIN,
+        (),
+        set_shard(lambda x: np.append(x, x[:1])),
+        r"its shard: expected \(\(5,\), .*found \(\(6,\)",
+    ),
+    "the shard's dtype": (
+        PLAIN,
+        (),
+        set_shard(lambda x: x.astype(np.float64)),
+        r"its shard: expected \(\(5,\), .*32.*found \(\(5,\), .*64",
+    ),
     "the shard": (PLAIN, (), set_shard(first_changed), "rank 1: its shard, '[wv]': expected"),
     "padding": (PLAIN, (), padding_changed, r"rank \d: padding of the shard was written"),
     "padding that was poisoned": (
@@ -138,6 +154,12 @@ WRONG = {
 }
 
 
+ONE_MORE = (
+    *("the shard", "full parameters", "the part's size", "the part", "gradients that wait", "gradients"),
+    "gradients shown",
+)
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_R12_a_world_that_is_not_what_the_model_says_is_seen(what):
     setup, history, tamper, message = WRONG[what]
@@ -145,8 +167,12 @@ def test_R12_a_world_that_is_not_what_the_model_says_is_seen(what):
     replay(pair, history)
     pair.check()
     tamper(pair)
-    with pytest.raises(Disagreement, match=message):
+    with pytest.raises(Disagreement, match=message) as caught:
         pair.check()
+    if what in ONE_MORE:  # and it says which is which
+        expected, found = str(caught.value).partition("expected ")[2].split(", found ")
+        a, b = (float(re.findall(r"\d+\.\d|\d+(?=,\))", text)[0]) for text in (expected, found))
+        assert b == a + 1
 
 
 def test_a_unit_behind_the_first_is_compared_too():
@@ -335,6 +361,8 @@ def test_the_counts_of_histories_worlds_and_refusals():
     assert found.tried == Counter(unshard=followed, exit=followed) and found.refused == Counter(exit=followed)
     assert (found.num_tried, found.num_refused) == (2 * followed, followed)
     assert {move for _, move in found.pairs} == {Move.GATHER, Move.EXPOSE}
+    again = explore(PLAIN.pair(), 3, ("exit", "unshard"))  # a refusal ends nothing
+    assert again.tried["unshard"] == again.tried["exit"] == again.num_refused and again.num_worlds > 1
     total = Explored()
     total.add(found)
     total.add(found)
@@ -351,3 +379,25 @@ def test_the_counts_in_words():
     assert found.describe() == (
         "1,234 histories through 5 worlds; 6,001 operations tried, 7 refused; 2 pairs of state and move"
     )
+
+
+def test_R19_R33_the_dtype_of_what_is_in_memory_is_that_of_its_use():
+    pair = replace(KEPT, mixed=True).pair()
+    for operation in (
+        "unshard",
+        "forward",
+        "edit piece",
+        "forward",
+        "summon w",
+        "edit full",
+        "exit",
+        "backward",
+        "step",
+    ):
+        assert pair.take(operation)
+    for operation, wrong in (("forward", np.float32), ("unshard", np.float32), ("summon w", "bfloat16")):
+        pair = replace(KEPT, mixed=True).pair()
+        assert pair.take(operation)
+        set_entry("full", lambda full, wrong=wrong: full.astype(wrong))(pair)
+        with pytest.raises(Disagreement, match="rank 1: its full parameters, 'w'"):
+            pair.check()

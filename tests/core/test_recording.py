@@ -176,3 +176,16 @@ def test_progress_begins_anew_with_a_new_recording_in_the_same_place(tmp_path):
     assert progress.steps_done() == made.steps
     create_recording(tmp_path / "a", made, overwrite=True)
     assert progress.steps_done() == 0
+
+
+def test_progress_reads_another_file_in_the_same_place_from_its_beginning(tmp_path):
+    events, step = tmp_path / "rank00000" / "events.jsonl", '{"event": "step", "step": 0}\n'
+    events.parent.mkdir()
+    events.write_text(step * 3)
+    progress = Progress(tmp_path, 1)
+    assert progress.steps_done() == progress.steps_done() == 3
+    events.rename(tmp_path / "earlier")  # which stays, so that the new file has another inode
+    events.write_text(step)
+    assert progress.steps_done() == 1
+    events.write_text(step * 4 + step[:20])
+    assert progress.steps_done() == progress.steps_done() == 4

@@ -210,6 +210,37 @@ def test_a_step_ends_once_and_in_its_order(tmp_path):
     assert Recording.open(tmp_path).num_steps == 3
 
 
+def test_a_link_is_not_recorded_into(tmp_path, directory):
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    for target in (directory, tmp_path / "absent"):
+        link = tmp_path / f"to {target.name}"
+        link.symlink_to(target)
+        with pytest.raises(RecordingError, match="a file or a link"):
+            create_recording(link, synthetic.manifest(), overwrite=True)
+    assert before == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_recording_is_begun_in_folders_that_are_not_there_yet(tmp_path):
+    made = synthetic.manifest(settings={"rate": 0.5})
+    assert create_recording(str(tmp_path / "a" / "b"), made) == tmp_path / "a" / "b"
+    assert create_recording(tmp_path / "a" / "b", made, overwrite=True) == tmp_path / "a" / "b"
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(RecordingError, match="expected JSON"):
+            create_recording(tmp_path / "c", synthetic.manifest(settings={"rate": value}))
+    assert not (tmp_path / "c").exists()
+
+
+def test_links_and_files_named_like_a_rank_stay(tmp_path, directory):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "events.jsonl").write_text("mine")
+    (directory / "rank00007").symlink_to(tmp_path / "mine")
+    (directory / "rank00008").write_text("mine")
+    create_recording(directory, synthetic.manifest(), overwrite=True)
+    assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "rank00007", "rank00008"]
+    assert (tmp_path / "mine" / "events.jsonl").read_text() == (directory / "rank00008").read_text() == "mine"
+
+
 def test_a_recording_with_other_files_among_its_own_is_not_deleted(directory):
     (directory / "rank00000" / "thesis.tex").write_text("")
     with pytest.raises(RecordingError, match=r"'thesis\.tex' is no part of a recording"):
