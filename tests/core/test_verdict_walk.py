@@ -413,3 +413,10 @@ def test_ranks_of_the_first_that_were_fed_unevenly(tmp_path):
     assert compare(*runs[::-1]).reason == reason
     # At one world size it matters only that both were fed the same.
     assert compare(*pair(tmp_path / "same", *(synthetic.manifest(4) for _ in "ab"))).verdict is Verdict.EQUAL
+
+
+def test_recordings_without_updates_differ_by_nothing_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(RecordingWriter, "updated", lambda *args: None)
+    found = compare(*pair(tmp_path, tamper=only("forward", "", lambda loss: loss * (1 + 8 * U))))
+    assert (found.verdict, found.max_relative_parameter_difference) == (Verdict.ROUNDING, 0.0)
+    assert "parameters by 0.0e+00;" in found.reason
