@@ -405,6 +405,10 @@ def test_what_is_no_plan_is_refused_by_name():
             step_plan(wrong, MeshSpec(2))
         with pytest.raises(PlanError, match=r"a list of \(unit name, layout\)"):
             plan_units(wrong)
+    layout = layouts([""], 2)[0][1]
+    for pair in (("a", 5), (5, layout), ("a", layout, 1), ["a", layout]):
+        with pytest.raises(PlanError, match=r"a list of \(unit name, layout\)"):
+            plan_units([("b", layout), pair])
     with pytest.raises(PlanError, match="mesh: expected a MeshSpec"):
         step_plan(units, 2)
     with pytest.raises(PlanError, match=r"unit stands twice among \['', 'a', ''\]"):

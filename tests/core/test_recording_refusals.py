@@ -10,6 +10,7 @@ from crossframe.layout import FlatLayout
 from crossframe.names import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, create_recording
+from crossframe.recording.manifest import Schedule
 from tests.core import synthetic
 
 
@@ -298,3 +299,11 @@ def test_a_step_off_the_schedule_holds_no_tensors(tmp_path):
             writer.updated(1, "", {})
         raise KeyError  # and an exception leaves no end
     assert b'"end"' not in (tmp_path / "rank00000" / "events.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("dense", "every"), [(-1, 1), (1.0, 1), (True, 1), (0, 0), (0, 1.5), (0, True), (0, "1"), (None, 1)]
+)
+def test_a_schedule_that_is_none_is_refused(dense, every):
+    with pytest.raises(RecordingError, match=r"schedule\.(dense|every)"):
+        Schedule(dense, every)
