@@ -335,8 +335,10 @@ def _trained(unit: PlannedUnit) -> bool:
 
 
 def face_of(units: Sequence[PlannedUnit]) -> Face:
-    """The face of units that belong together; PlanError if they were planned for both."""
+    """The face of units that belong together; PlanError if there are none, or if they were planned for both."""
     faces = {unit.face for unit in units}
+    if not faces:
+        raise PlanError("a model needs at least one unit, got none")
     if len(faces) > 1:
         raise PlanError(f"units of one model have one face: {[(unit.name, unit.face.value) for unit in units]}")
     return faces.pop()

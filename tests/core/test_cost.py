@@ -261,6 +261,8 @@ def test_costs_that_make_no_sense_are_refused():
     for field, value in (("tokens", 0), ("tokens", 1.5), ("optimizer_states", -1), ("optimizer_states", True)):
         with pytest.raises(PlanError, match=field):
             step_cost(plan, units, **{field: value})
+    with pytest.raises(PlanError, match="at least one unit"):
+        step_cost(plan, [])
     for wrong in ({"b": 1}, {"a": -1}, 5):
         with pytest.raises(PlanError, match="activation_bytes"):
             step_cost(plan, units, activation_bytes=wrong)
