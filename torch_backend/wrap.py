@@ -1,51 +1,335 @@
-"""Which modules become units: auto-wrap policies."""
+"""The modules that a policy makes units, and wrapping by hand.
 
+The public names are those of torch.distributed.fsdp.wrap. Nothing is wrapped while a policy is asked:
+`units_to_wrap` only reads the tree, so what it refuses has changed nothing.
+"""
+
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from crossframe.errors import UsageError
+from crossframe.errors import UnsupportedError, UsageError
+from crossframe.shown import shown
+from crossframe.units import Slot, UnitSpec, assign_units
+from torch_backend.collectives import dtype_name
+from torch_backend.wrap_policies import (
+    CustomPolicy,
+    Kwargs,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
 
 
-class ModuleWrapPolicy:
-    """Every module of one of these classes becomes a unit.
+def units_to_wrap(
+    root: nn.Module,
+    policy: ModuleWrapPolicy | CustomPolicy | Callable[..., bool],
+    *,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    root_kwargs: Kwargs,
+    is_wrapped: Callable[[nn.Module], bool],
+    mixed_precision_ignores: tuple[type, ...] = (),
+) -> dict[nn.Module, Kwargs]:
+    """The modules below `root` that a policy makes units, each with its arguments, in the order to wrap them in.
+
+    Args:
+        root: becomes the outermost unit whatever the policy says, and is not among the answers.
+        ignored_modules: modules that become no units. A policy function is not asked about what lies below them; a policy
+            object is, so they should come with their descendants.
+        ignored_params: parameters of no unit, which do not count in `nonwrapped_numel`.
+        root_kwargs: the arguments of the root, each that the wrapper takes by its name. Every unit gets a copy of its own.
+        is_wrapped: whether a module is a unit already.
+        mixed_precision_ignores: where `root_kwargs` holds a mixed precision: classes whose modules become units of their
+            own with `mixed_precision=None`, whatever the policy says. A policy function then looks inside every module,
+            forced leaves too, since such modules may lie there (as in torch, even if there are no such classes).
+
+    Returns:
+        Children come before their parents, each module once, wherever and however often it is registered.
 
     Raises:
-        UsageError: something other than module classes.
+        UsageError: no policy, a policy's answer that is none, arguments that the wrapper does not take, or a tree that
+            has units already.
+        UnitError: two units would share a parameter. (torch wraps such a tree and unties the parameter silently.)
+
+    Warns:
+        UserWarning: modules of `mixed_precision_ignores` become units; and, with a policy object, a unit that keeps its
+            original parameters holds trained and frozen ones.
     """
+    _check_not_wrapped(root, is_wrapped)
+    mixed = root_kwargs.get("mixed_precision") is not None
+    kept = tuple(mixed_precision_ignores) if mixed else ()
+    if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
+        selected = _select_each(root, policy, ignored_modules, set(root_kwargs), kept)
+    else:
+        selected = _select_by_asking(root, policy, ignored_modules, ignored_params, kept, mixed)
+    units = {module: root_kwargs | overrides for module, overrides in selected.items()}
+    in_full = [module for module in units if isinstance(module, kept)]
+    for module in in_full:
+        units[module]["mixed_precision"] = None
+    owners = _assign(root, set(units), ignored_params)
+    if in_full_classes := sorted({type(module).__name__ for module in in_full if module is not root}):
+        warnings.warn(
+            f"with mixed precision and a wrapping policy, modules of the classes {in_full_classes} become units of their "
+            "own, which stay in full precision",
+            stacklevel=3,
+        )
+    if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
+        _warn_of_frozen(owners, units)
+    units.pop(root, None)
+    return units
 
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self._classes = tuple(module_classes)
-        for entry in self._classes:
-            if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-                raise UsageError(f"ModuleWrapPolicy: expected classes of modules, got {entry!r}")
 
-    def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
-        """Whether to look inside `module` (`recurse`), or to wrap it."""
-        return True if recurse else isinstance(module, self._classes)
+def wrap_modules(root: nn.Module, targets: dict[nn.Module, Kwargs], wrap: Callable[..., nn.Module]) -> None:
+    """Replace each module of `targets` by `wrap(module, **kwargs)`, in their order, the same one wherever it is registered.
 
-    def __repr__(self) -> str:
-        """The classes by name."""
-        return f"ModuleWrapPolicy({{{', '.join(entry.__name__ for entry in self._classes)}}})"
-
-
-def modules_to_wrap(root: nn.Module, policy: ModuleWrapPolicy) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, attribute, child) for every module that the policy makes a unit, children before their parents.
-
-    The root itself is not among them: it becomes the outermost unit. A module registered in several places comes with each.
+    `root` itself stays. (torch replaces the first registration alone; the others run the module without its wrapper.)
     """
-    for attribute, child in root._modules.items():  # named_children leaves out what is registered twice
-        if child is None:
-            continue
-        yield from modules_to_wrap(child, policy)
-        if policy(child, recurse=False):
-            yield root, attribute, child
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in targets}
+    for parent in root.modules():
+        for attribute, child in parent._modules.items():  # named_children leaves out what is registered twice
+            if child in places:
+                places[child].append((parent, attribute))
+    for module, kwargs in targets.items():
+        assert places[module], f"a {type(module).__name__} to wrap is not below the root"
+        wrapped = wrap(module, **kwargs)
+        for parent, attribute in places[module]:
+            setattr(parent, attribute, wrapped)
 
 
 def wrap_children(root: nn.Module, policy: ModuleWrapPolicy, wrap: Callable[[nn.Module], nn.Module]) -> None:
     """Replace every module that the policy selects by `wrap(module)`, the same one wherever it is registered."""
-    wrapped: dict[nn.Module, nn.Module] = {}
-    for parent, attribute, child in list(modules_to_wrap(root, policy)):
-        if child not in wrapped:
-            wrapped[child] = wrap(child)
-        setattr(parent, attribute, wrapped[child])
+    units = units_to_wrap(
+        root, policy, ignored_modules=set(), ignored_params=set(), root_kwargs={}, is_wrapped=lambda _: False
+    )
+    wrap_modules(root, units, wrap)
+
+
+def _select_each(
+    root: nn.Module,
+    policy: ModuleWrapPolicy | CustomPolicy,
+    ignored: set[nn.Module],
+    known: set[str],
+    kept: tuple[type, ...],
+) -> dict[nn.Module, Kwargs]:
+    """What a policy object makes units: from module to overrides, the root perhaps among them."""
+    answers: dict[nn.Module, Kwargs | None] = {}
+    for module in root.modules():  # a user's function sees modules in the order that torch shows them in
+        if module in ignored:
+            continue
+        answers[module] = policy.overrides(module)
+        if unknown := [key for key in answers[module] or () if key not in known]:
+            raise UsageError(
+                f"{type(policy).__name__}: a {type(module).__name__} is to be wrapped with arguments {unknown}; expected "
+                f"some of {sorted(known)}"
+            )
+        if isinstance(module, kept) and answers[module] is None:
+            answers[module] = {}
+    return {module: found for module in _post_order(root) if (found := answers.get(module)) is not None}
+
+
+def _select_by_asking(
+    root: nn.Module,
+    policy: Callable[..., bool],
+    ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    kept: tuple[type, ...],
+    looks_everywhere: bool,
+) -> dict[nn.Module, Kwargs]:
+    """What a policy function makes units, the root never."""
+    _check_signature(policy)
+    selected: dict[nn.Module, Kwargs] = {}
+    in_units: dict[nn.Module, set[nn.Parameter]] = {}  # of each module: the parameters below it in units below or at it
+
+    def ask(module: nn.Module, recurse: bool, params: Iterable[nn.Parameter]) -> bool:
+        numel = sum(param.numel() for param in params)
+        answer = _truth(policy(module=module, recurse=recurse, nonwrapped_numel=numel), policy, module)
+        return answer or (looks_everywhere if recurse else isinstance(module, kept))
+
+    def visit(module: nn.Module) -> set[nn.Parameter]:
+        if module in in_units:
+            return in_units[module]
+        in_units[module] = set()
+        params = [param for param in module.parameters() if param not in ignored_params]
+        if ask(module, True, params):
+            for child in module.children():
+                if child not in ignored:
+                    in_units[module] |= visit(child)
+            rest = (param for param in params if param not in in_units[module])
+            if module is not root and ask(module, False, rest):
+                selected[module] = {}
+                in_units[module] = set(params)
+        return in_units[module]
+
+    visit(root)
+    return selected
+
+
+def _post_order(root: nn.Module) -> Iterator[nn.Module]:
+    """Every module once, children before their parents, the root last."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                yield from walk(child)
+        yield module
+
+    return walk(root)
+
+
+def _assign(root: nn.Module, units: set[nn.Module], ignored_params: set[nn.Parameter]) -> dict[nn.Module, UnitSpec]:
+    """The parameters that each unit would own (R01)."""
+    first: dict[nn.Module, str] = {}
+    modules: list[str] = []
+    slots: list[Slot] = []
+    again: list[str] = []  # further names of a unit, below which everything has been seen
+    for name, module in root.named_modules(remove_duplicate=False):
+        if any(name == other or name.startswith(f"{other}.") for other in again):
+            continue
+        if first.setdefault(module, name) != name and module in units:
+            again.append(name)
+            continue
+        modules.append(name)
+        for attribute, param in module._parameters.items():
+            if param is not None and param not in ignored_params:
+                shape, dtype = tuple(param.shape), dtype_name(param.dtype)
+                slots.append(Slot(name, attribute, id(param), shape, dtype, param.requires_grad))
+    specs = {spec.name: spec for spec in assign_units(modules, slots, [first[unit] for unit in units])}
+    return {module: specs[name] for module, name in first.items() if name in specs}
+
+
+def _warn_of_frozen(owners: dict[nn.Module, UnitSpec], units: dict[nn.Module, Kwargs]) -> None:
+    """Warn of units that keep their original parameters, trained and frozen ones. (Flat parameters refuse: R11.)"""
+    for module, kwargs in units.items():
+        params = owners[module].params if module in owners else ()
+        trained = [param.name for param in params if param.requires_grad]
+        frozen = [param.name for param in params if not param.requires_grad]
+        if kwargs.get("use_orig_params") and trained and frozen:
+            numel = sum(param.numel for param in params)
+            needed = sum(param.numel for param in params if param.requires_grad)
+            warnings.warn(
+                f"unit {owners[module].name!r} holds trained parameters {trained} and frozen ones {frozen}: its unsharded "
+                f"gradient takes {numel} elements where {needed} would do; wrap the frozen ones in units of their own",
+                stacklevel=4,
+            )
+
+
+def _check_not_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
+    for name, module in root.named_modules():
+        if is_wrapped(module):
+            raise UsageError(
+                f"with a wrapping policy the submodules must not be wrapped yet, but {name!r} is; wrap by policy or by "
+                "hand, not both"
+            )
+
+
+def _check_signature(policy: Any) -> None:
+    """Raise UsageError unless this can be called as a policy function."""
+    how = (
+        "expected a ModuleWrapPolicy, a CustomPolicy (both of torch_backend.wrap), or a function of (module, recurse, "
+        "nonwrapped_numel); bind further arguments by functools.partial"
+    )
+    if not callable(policy) or isinstance(policy, type | nn.Module):
+        raise UsageError(f"auto_wrap_policy: {how}; got {shown(policy)}")
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:  # written in C: it will say so itself
+        return
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        raise UsageError(f"auto_wrap_policy: {how}; got {_name_of(policy)}{signature}: {error}") from error
+
+
+def _truth(answer: Any, policy: Any, module: nn.Module) -> bool:
+    """Yes or no. A dict or a function is true in Python, and a mistake here."""
+    if not isinstance(answer, dict) and not callable(answer):
+        try:
+            return bool(answer)
+        except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several elements
+            pass
+    raise UsageError(
+        f"auto_wrap_policy: expected {_name_of(policy)} to return a bool, got {shown(answer)} for a "
+        f"{type(module).__name__}; a unit's own arguments need a CustomPolicy"
+    )
+
+
+def _name_of(policy: Any) -> str:
+    return getattr(getattr(policy, "func", policy), "__name__", type(policy).__name__)
+
+
+@dataclass(frozen=True)
+class _Enabled:
+    """What `wrap` does inside `enable_wrap`."""
+
+    wrapper_cls: Callable[..., nn.Module]
+    kwargs: Kwargs
+
+
+_enabled: _Enabled | None = None
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside, `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`.
+
+    A large model is wrapped this way while it is built, layer by layer, so that it never exists in full.
+
+    Raises:
+        UsageError: a `wrapper_cls` that cannot be called.
+        UnsupportedError: inside another `enable_wrap`, in any thread.
+
+    >>> with enable_wrap(wrapper_cls=nn.Sequential):
+    ...     wrap(nn.ReLU())
+    Sequential(
+      (0): ReLU()
+    )
+    >>> wrap(nn.ReLU())
+    ReLU()
+    """
+    global _enabled
+    if not callable(wrapper_cls):
+        raise UsageError(f"enable_wrap: expected a class or a function as wrapper_cls, got {shown(wrapper_cls)}")
+    if _enabled is not None:
+        raise UnsupportedError(
+            f"enable_wrap inside enable_wrap(wrapper_cls={_name_of(_enabled.wrapper_cls)}, ...): one is open already; give "
+            "what differs to wrap(module, ...)"
+        )
+    _enabled = _Enabled(wrapper_cls, wrapper_kwargs)
+    try:
+        yield
+    finally:
+        _enabled = None
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """The module wrapped as the `enable_wrap` around says; outside of one, the module itself.
+
+    Args:
+        wrap_overrides: arguments that go before those of `enable_wrap`.
+    """
+    if _enabled is None:
+        return module
+    if "wrapper_cls" in wrap_overrides:
+        raise UsageError("wrap: wrapper_cls is an argument of enable_wrap; call the other wrapper itself")
+    return _enabled.wrapper_cls(module, **_enabled.kwargs | wrap_overrides)
