@@ -1,11 +1,10 @@
 """Policies and what they make units, module for module beside torch.distributed.fsdp.wrap, on random module trees."""
 
+import inspect
 import random
-import threading
 import warnings
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from crossframe.errors import UnitError, UnsupportedError, UsageError
 from torch_backend import wrap as our_wrap
 from torch_backend.wrap import units_to_wrap, wrap_modules
 
-TREES = 300
+TREES = 100
 
 
 class Marked(nn.Linear):
@@ -249,3 +248,263 @@ def test_R01_shared_modules_are_one_unit_as_in_torch_and_wherever_they_are_regis
         every = [module for _, module in root.named_modules(remove_duplicate=False) if isinstance(module, Recorder)]
         shared += len(every) > len(wrappers)
     assert shared > 10
+
+
+class Pair(nn.Module):
+    """Two children, each with the module `shared` inside, if there is one."""
+
+    def __init__(self, shared=None):
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(2, 2), *([shared] if shared else []))
+        self.two = nn.Sequential(*([shared] if shared else []), nn.Linear(2, 2))
+
+
+def select(root, policy, **options):
+    known = names(root)
+    defaults = {
+        "ignored_modules": set(),
+        "ignored_params": set(),
+        "root_kwargs": {"size": 1},
+        "is_wrapped": lambda _: False,
+    }
+    return {known[module]: kwargs for module, kwargs in units_to_wrap(root, policy, **defaults | options).items()}
+
+
+def test_R01_under_a_policy_function_a_shared_module_is_one_unit_and_counts_once():
+    """torch wraps it twice, the second time without its parameters, and counts it twice."""
+    root = nn.Sequential(Pair(shared := nn.Linear(3, 3)))
+    policy = partial(our_wrap.size_based_auto_wrap_policy, min_num_params=12)
+    # 24 elements below the pair, 12 of them shared: what is left after the shared module is wrapped is enough for a unit.
+    assert list(select(root, policy)) == ["0.one.1", "0"]
+    wrap_modules(root, units_to_wrap(root, policy, ignored_modules=set(), ignored_params=set(), root_kwargs={},
+                                     is_wrapped=lambda module: False), Recorder)  # fmt: skip
+    pair = root[0].inner
+    assert pair.one[1] is pair.two[0] and pair.one[1].inner is shared
+
+    root, made = nn.Sequential(Pair(shared)), []
+    _auto_wrap(root, partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=12), set(), set(),
+               {"mixed_precision": None}, lambda module, **_: made.append(module) or Recorder(module))  # fmt: skip
+    assert made == [shared, shared]
+
+
+def test_R31_a_parameter_of_two_units_is_refused_before_anything_is_wrapped():
+    """torch wraps both modules, and each goes on with a parameter of its own."""
+    root = Pair()
+    root.two[0].weight = root.one[0].weight
+    for policy in (our_wrap.ModuleWrapPolicy({nn.Linear}), our_wrap.always_wrap_policy):
+        with pytest.raises(
+            UnitError, match=r"'one\.0\.weight' of unit 'one\.0' is shared with 'two\.0\.weight' of unit"
+        ):
+            select(root, policy)
+    with pytest.raises(UnitError, match=r"'one\.0\.weight' of unit 'one' is shared with 'two\.0\.weight' of unit ''"):
+        select(root, our_wrap.CustomPolicy(lambda module: module is root.one))
+    assert not any(isinstance(module, Recorder) for module in root.modules())
+    inside = nn.Sequential(root)
+    assert list(select(inside, our_wrap.ModuleWrapPolicy({Pair}))) == ["0"]
+    assert list(select(root, our_wrap.ModuleWrapPolicy({nn.Linear}), ignored_params={root.one[0].weight})) != []
+    # Two units that reach one module which is none: its parameters are shared between them.
+    with pytest.raises(
+        UnitError, match=r"'one\.1\.weight' of unit 'one' is shared with 'two\.0\.weight' of unit 'two'"
+    ):
+        select(Pair(nn.Linear(2, 2)), our_wrap.ModuleWrapPolicy({nn.Sequential}))
+
+
+def test_R01_a_parameter_that_two_modules_of_one_unit_share_counts_once():
+    root = nn.Sequential(Pair())
+    root[0].two[0].weight = root[0].one[0].weight
+    seen = {}
+
+    def policy(module, recurse, nonwrapped_numel):
+        seen[names(root)[module], recurse] = nonwrapped_numel
+        return recurse
+
+    assert select(root, policy) == {}
+    assert seen["0", True] == seen["0", False] == 8 and seen["0.one", True] == 6
+
+
+def test_a_unit_takes_its_own_arguments_before_the_roots():
+    root = Pair()
+    policy = our_wrap.CustomPolicy(lambda module: {"size": 2} if module is root.one else module is root.two)
+    assert select(root, policy) == {"one": {"size": 2}, "two": {"size": 1}}
+    with pytest.raises(UsageError, match=r"CustomPolicy: a Pair .* arguments \['sise'\]; expected some of \['size'\]"):
+        select(root, our_wrap.CustomPolicy(lambda module: {"sise": 2}))
+
+
+def test_R35_a_mixed_precision_of_the_root_gives_ignored_classes_units_in_full_precision_and_says_so():
+    root = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    options = {"mixed_precision_ignores": (nn.BatchNorm1d,)}
+    policy = our_wrap.ModuleWrapPolicy({nn.Linear})
+    assert list(select(root, policy, root_kwargs={"mixed_precision": None}, **options)) == ["1"]
+    with pytest.warns(UserWarning, match=r"classes \['BatchNorm1d'\] become units") as caught:
+        units = select(root, policy, root_kwargs={"mixed_precision": "half"}, **options)
+    assert units == {"0": {"mixed_precision": None}, "1": {"mixed_precision": "half"}}
+    assert len(caught) == 1
+
+
+def test_R11_trained_and_frozen_in_a_unit_that_keeps_its_parameters_is_warned_of_by_name():
+    root = nn.Sequential(nn.Linear(2, 3))
+    root[0].bias.requires_grad_(False)
+    policy = our_wrap.ModuleWrapPolicy({nn.Linear})
+    with pytest.warns(UserWarning, match=r"unit '0' .* \['0.weight'\] .* \['0.bias'\].* 9 elements where 6 would do"):
+        select(root, policy, root_kwargs={"use_orig_params": True})
+    select(root, policy, root_kwargs={"use_orig_params": False})  # no warning: the layout refuses
+    # torch asks the root alone whether parameters are kept.
+    own = our_wrap.CustomPolicy(lambda module: {"use_orig_params": True} if module is root[0] else False)
+    with pytest.warns(UserWarning, match="unit '0'"):
+        select(root, own, root_kwargs={"use_orig_params": False})
+
+
+class Mixin:
+    """A class that is no module, and marks some."""
+
+
+class Mixed(Mixin, nn.Linear):
+    """A module so marked."""
+
+
+def test_classes_that_are_no_modules_can_mark_them():
+    for api in (our_wrap, torch_wrap):
+        assert api.ModuleWrapPolicy([Mixin])(Mixed(1, 1), recurse=False)
+    assert list(select(nn.Sequential(Mixed(1, 1)), our_wrap.ModuleWrapPolicy([Mixin]))) == ["0"]
+    assert select(Pair(), our_wrap.ModuleWrapPolicy([])) == {}
+
+
+def _no_answer(module, recurse, nonwrapped_numel):
+    return None
+
+
+def _short(module, recurse):
+    return True
+
+
+class Silent:
+    """Something without a truth value."""
+
+    def __bool__(self):
+        raise ValueError("neither")
+
+
+REFUSED = [
+    (3, "expected a ModuleWrapPolicy, .* got 3"),
+    ("blocks", "got 'blocks'"),
+    (our_wrap.ModuleWrapPolicy, "got <class"),
+    (nn.Linear(1, 1), "got Linear"),
+    (torch_wrap.CustomPolicy(lambda module: True), "both of torch_backend.wrap"),
+    (lambda module: True, r"<lambda>\(module\): got an unexpected"),
+    (_short, "_short.*'nonwrapped_numel'"),
+    (our_wrap.transformer_auto_wrap_policy, "transformer_auto_wrap_policy.*'transformer_layer_cls'"),
+    (lambda module, recurse, nonwrapped_numel: {"size": 2}, "return a bool, got {'size': 2} for a Pair.*CustomPolicy"),
+    (lambda module, recurse, nonwrapped_numel: {}, "return a bool, got {}"),
+    (lambda module, recurse, nonwrapped_numel: _short, "return a bool, got <function _short"),
+    (lambda module, recurse, nonwrapped_numel: torch.zeros(2), "return a bool, got tensor"),
+    (lambda module, recurse, nonwrapped_numel: Silent(), "return a bool, got .*Silent"),
+    (partial(our_wrap.lambda_auto_wrap_policy, lambda_fn=3), "lambda_fn: expected a function of a module, got 3"),
+    (
+        partial(our_wrap.transformer_auto_wrap_policy, transformer_layer_cls=Pair),
+        "iterable of classes of modules, got <cl",
+    ),
+    (partial(our_wrap.size_based_auto_wrap_policy, min_num_params="5"), "min_num_params, got '5'"),
+    (partial(our_wrap.size_based_auto_wrap_policy, force_leaf_modules={"a"}), "force_leaf_modules: .* got {'a'}"),
+    (
+        partial(our_wrap.size_based_auto_wrap_policy, min_num_params=0, exclude_wrap_modules=3),
+        "exclude_wrap_modules: .* got 3",
+    ),
+    (our_wrap.CustomPolicy(lambda module: None), "True, False or a dict of arguments, got None for a Pair"),
+    (our_wrap.CustomPolicy(lambda module: 1), "got 1 for a Pair"),
+]
+
+
+@pytest.mark.parametrize(("policy", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_policy_or_no_answer_is_refused(policy, message):
+    with pytest.raises(UsageError, match=f"(?s){message}"):
+        select(Pair(), policy)
+
+
+@pytest.mark.parametrize("make", [our_wrap.ModuleWrapPolicy, our_wrap.CustomPolicy])
+@pytest.mark.parametrize("value", [3, "Block", None])
+def test_policies_of_nothing_are_refused_when_they_are_made(make, value):
+    with pytest.raises(UsageError, match=make.__name__):
+        make(value)
+    for value in (nn.Linear, {"Block"}, [3]):
+        with pytest.raises(UsageError, match="ModuleWrapPolicy: module_classes: expected an iterable of classes"):
+            our_wrap.ModuleWrapPolicy(value)
+
+
+def test_what_python_takes_for_no_is_no():
+    """Policies that end without a return, as users of torch write them."""
+    assert select(Pair(), _no_answer) == {}
+    assert list(
+        select(Pair(), lambda module, recurse, nonwrapped_numel: recurse or int(isinstance(module, nn.Linear)))
+    ) == [
+        "one.0",
+        "two.0",
+    ]
+
+
+def test_policy_and_wrapping_by_hand_are_not_mixed():
+    root = Pair()
+    root.two[0] = Recorder(root.two[0])
+    for module, name in ((root, "two.0"), (root.two[0], "")):
+        with pytest.raises(UsageError, match=f"wrapped yet, but '{name}' is"):
+            select(
+                module,
+                _no_answer,
+                is_wrapped=lambda module: isinstance(module, Recorder),
+                ignored_modules=set(root.two),
+            )
+
+
+def test_public_names_and_arguments_are_torchs():
+    assert sorted(our_wrap.__all__) == sorted(torch_wrap.__all__)
+    for name in torch_wrap.__all__:
+        ours, theirs = inspect.signature(getattr(our_wrap, name)), inspect.signature(getattr(torch_wrap, name))
+        assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
+            (p.name, p.kind, p.default) for p in theirs.parameters.values()
+        ], name
+    for name in ("FORCE_LEAF_MODULES", "EXCLUDE_WRAP_MODULES"):
+        assert getattr(our_wrap.size_based_auto_wrap_policy, name) == getattr(
+            torch_wrap.size_based_auto_wrap_policy, name
+        )
+
+
+def test_the_sets_of_the_size_based_policy_can_be_changed(monkeypatch):
+    policy = our_wrap.size_based_auto_wrap_policy
+    ask = partial(policy, nonwrapped_numel=10, min_num_params=10)
+    pair = Pair()
+    assert ask(pair, recurse=True) and ask(pair, recurse=False) and not ask(nn.ModuleList(), recurse=False)
+    monkeypatch.setattr(policy, "FORCE_LEAF_MODULES", {Pair})
+    assert not ask(pair, recurse=True) and ask(nn.MultiheadAttention(2, 1), recurse=True)
+    monkeypatch.setattr(policy, "EXCLUDE_WRAP_MODULES", {Pair})
+    assert not ask(pair, recurse=False) and ask(nn.ModuleList(), recurse=False)
+    assert not policy(nn.Linear(2, 2), False, 10**8 - 1) and policy(nn.Linear(2, 2), False, 10**8)
+
+
+@pytest.mark.parametrize("api", [our_wrap, torch_wrap])
+def test_wrap_wraps_inside_enable_wrap_alone_and_its_own_arguments_go_first(api):
+    module = nn.Linear(1, 1)
+    assert api.wrap(module, size=3) is module
+    with api.enable_wrap(wrapper_cls=Recorder, size=1, depth=2):
+        wrapped, own = api.wrap(module), api.wrap(module, size=3, width=4)
+        assert api.wrap(module).kwargs == {"size": 1, "depth": 2}  # what one call overrides, the next does not see
+    assert wrapped.inner is module and wrapped.kwargs == {"size": 1, "depth": 2}
+    assert own.kwargs == {"size": 3, "depth": 2, "width": 4}
+    assert api.wrap(module) is module
+    with pytest.raises(KeyError), api.enable_wrap(wrapper_cls=Recorder):
+        raise KeyError
+    assert api.wrap(module) is module
+    with api.enable_wrap(wrapper_cls=Recorder, size=1):
+        with pytest.raises(NotImplementedError), api.enable_wrap(wrapper_cls=Recorder, size=2):
+            pass
+        assert api.wrap(module).kwargs == {"size": 1}
+    with api.enable_wrap(wrapper_cls=lambda module, **kwargs: Recorder(module)):
+        assert api.wrap(module).inner is module
+
+
+def test_wrap_and_enable_wrap_refuse_by_name():
+    with pytest.raises(UsageError, match="wrapper_cls, got None"), our_wrap.enable_wrap(wrapper_cls=None):
+        pass
+    with our_wrap.enable_wrap(wrapper_cls=Recorder):
+        with pytest.raises(UnsupportedError, match=r"inside enable_wrap\(wrapper_cls=Recorder"):
+            our_wrap.enable_wrap(wrapper_cls=nn.Sequential).__enter__()
+        with pytest.raises(UsageError, match="wrapper_cls is an argument of enable_wrap"):
+            our_wrap.wrap(nn.Linear(1, 1), wrapper_cls=nn.Sequential)
