@@ -285,6 +285,25 @@ def bench_core(
         raise typer.Exit(run_core_bench(console, output))
 
 
+@bench.command("torch")
+def bench_torch(
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")] = None,
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
+    section: Annotated[list[str] | None, typer.Option(help="Only step, host, memory or gpu. May be repeated.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, to see that it works.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a figure is over its limit.")] = False,
+) -> None:
+    """Measure torch_backend beside torch's FSDP1, FSDP2 and DDP: time of a step, bookkeeping, memory, and GPUs if there are."""
+    from experiments.bench.command import run_torch_bench
+
+    with _exit_on_error():
+        raise typer.Exit(
+            run_torch_bench(
+                console, output=output, json_output=json, sections=section or (), quick=quick, strict=strict
+            )
+        )
+
+
 def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> None:
     """Print the verdict, write the report, and exit with the verdict's status."""
     report, series = report_of(pairs, command=" ".join(["crossframe", *sys.argv[1:]]))

@@ -1,18 +1,23 @@
-"""The `crossframe bench` command: measure, print a table, write it to a file, say how it ended."""
+"""The `crossframe bench` commands: measure, print tables, write them to files, say how it ended."""
 
+import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from experiments.bench.core import Figure, core_figures, loop_seconds
+from crossframe.errors import UsageError
+from experiments.bench.core import core_figures, loop_seconds
+from experiments.bench.figure import Figure, Section, markdown_table, print_table
 
-COLUMNS = ("what", "figure", "limit", "")
+# Of the benchmark of the torch backend.
+SECTIONS = ("step", "host", "memory", "gpu")
 
 
 def run_core_bench(console: Console, output: Path | None = None) -> int:
@@ -29,38 +34,16 @@ def run_core_bench(console: Console, output: Path | None = None) -> int:
         for figure in core_figures():
             figures.append(figure)
             status.update(f"measured {figure.what}")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in COLUMNS:
-        table.add_column(column, justify="right" if column in ("figure", "limit") else "left", no_wrap=True)
-    for figure, row in zip(figures, rows(figures), strict=True):
-        table.add_row(*row, style=None if figure.ok else "red")
-    console.print(table, soft_wrap=False)
+    print_table(console, figures)
     console.print(f"\n{machine()}", highlight=False)
     if output is not None:
-        output.write_text(markdown(figures))
+        output.write_text(core_markdown(figures))
         console.print(f"figures: {output}", highlight=False)
     return 0 if all(figure.ok for figure in figures) else 1
 
 
-def rows(figures: Sequence[Figure]) -> list[tuple[str, str, str, str]]:
-    """What the table says of each figure.
-
-    >>> rows([Figure("work", 2.5, "loops", 2.0)])
-    [('work', '2.500 loops', '2', 'over')]
-    """
-    return [
-        (
-            figure.what,
-            f"{figure.value:.3f} {figure.unit}",
-            "" if figure.limit is None else f"{figure.limit:g}",
-            "" if figure.limit is None else "ok" if figure.ok else "over",
-        )
-        for figure in figures
-    ]
-
-
 def machine() -> str:
-    """What the figures were measured on, in one line."""
+    """What the figures of the core were measured on, in one line."""
     return (
         f"one loop of a million additions takes {loop_seconds() * 1e3:.0f} ms here; {os.cpu_count()} {platform.machine()} "
         f"cores, load {os.getloadavg()[0]:.1f}, {platform.system()}, Python {platform.python_version()}, "
@@ -68,9 +51,129 @@ def machine() -> str:
     )
 
 
-def markdown(figures: Sequence[Figure]) -> str:
-    """The figures as a Markdown table with the machine above it."""
-    lines = ["# The core", "", f"`{' '.join(['crossframe', *sys.argv[1:]])}`: {machine()}.", ""]
-    lines += [f"| {' | '.join(COLUMNS)} |", "|---|--:|--:|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows(figures)]
+def core_markdown(figures: Sequence[Figure]) -> str:
+    """The figures of the core as a Markdown table with the machine above it."""
+    lines = ["# The core", "", f"`{_command()}`: {machine()}.", "", *markdown_table(figures)]
+    return "\n".join(lines) + "\n"
+
+
+def _command() -> str:
+    return " ".join(["crossframe", *sys.argv[1:]])
+
+
+def run_torch_bench(
+    console: Console,
+    *,
+    output: Path | None = None,
+    json_output: Path | None = None,
+    sections: Sequence[str] = (),
+    quick: bool = False,
+    strict: bool = False,
+) -> int:
+    """Measure `torch_backend` beside torch's own FSDP1, FSDP2 and DDP: time of a step, bookkeeping, memory, GPUs.
+
+    Args:
+        output: a Markdown file for the figures.
+        json_output: a JSON file for them, with the machine, versions and limits.
+        sections: some of SECTIONS; all of them if empty.
+        quick: tiny models and two rounds, to see that all works; the figures mean nothing then.
+
+    Returns:
+        The exit status: 0, or with `strict` 1 if a figure is over its limit.
+
+    Raises:
+        UsageError: a section that there is not, or a rank that failed.
+    """
+    if unknown := [name for name in sections if name not in SECTIONS]:
+        raise UsageError(f"section: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
+    from experiments.bench.gpu import gpu_section
+    from experiments.bench.host import host_section
+    from experiments.bench.memory import memory_section
+    from experiments.bench.sizes import FULL, QUICK, Sizes
+    from experiments.bench.step import step_section
+
+    parts: dict[str, Callable[[Sizes], Section]] = dict(
+        zip(SECTIONS, (step_section, host_section, memory_section, gpu_section), strict=True)
+    )
+    where, measured = torch_machine(), []
+    for name in sections or SECTIONS:
+        with console.status(f"measuring: {name}"):
+            section = parts[name](QUICK if quick else FULL)
+        measured.append(section)
+        console.print(f"[bold]{section.title}[/bold]\n{section.skipped or section.how}\n", highlight=False)
+        if section.figures:
+            print_table(console, section.figures)
+            console.print()
+    console.print(torch_machine_line(where), highlight=False)
+    if json_output is not None:
+        json_output.write_text(json.dumps(torch_report(where, measured, quick=quick), indent=2) + "\n")
+        console.print(f"figures: {json_output}", highlight=False)
+    if output is not None:
+        output.write_text(torch_markdown(where, measured))
+        console.print(f"figures: {output}", highlight=False)
+    return 1 if strict and not all(section.ok for section in measured) else 0
+
+
+def torch_machine() -> dict[str, Any]:
+    """What the figures of the torch backend are measured on, and when."""
+    import torch
+
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "architecture": platform.machine(),
+            "system": platform.system(),
+            "load": round(os.getloadavg()[0], 2),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+    }
+
+
+def _processor() -> str:
+    """The name that the system gives its processor, where it gives one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def torch_machine_line(where: dict[str, Any]) -> str:
+    """The same in one line."""
+    machine, versions = where["machine"], where["versions"]
+    return (
+        f"{where['date']}, {machine['cores']} cores of {machine['processor']} ({machine['architecture']}), load "
+        f"{machine['load']:.1f} at the start, {', '.join(machine['gpus']) or 'no GPU'}, {machine['system']}, Python "
+        f"{versions['python']}, torch {versions['torch']}"
+    )
+
+
+def torch_report(where: dict[str, Any], sections: Sequence[Section], *, quick: bool) -> dict[str, Any]:
+    """Everything for a JSON file."""
+    return {
+        "command": _command(),
+        **where,
+        "quick": quick,
+        "sections": [section.as_json() for section in sections],
+        "ok": all(section.ok for section in sections),
+    }
+
+
+def torch_markdown(where: dict[str, Any], sections: Sequence[Section]) -> str:
+    """Everything for a Markdown file."""
+    lines = [
+        "# torch_backend beside torch",
+        "",
+        f"`{_command()}`: {torch_machine_line(where)}.",
+        "",
+        "All take turns, round after round in an order drawn anew; a ratio is the median of the rounds' ratios, with "
+        "their quartiles.",
+    ]
+    for section in sections:
+        lines += ["", f"## {section.title}", "", section.skipped or section.how]
+        if section.figures:
+            lines += ["", *markdown_table(section.figures)]
     return "\n".join(lines) + "\n"

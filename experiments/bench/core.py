@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,6 +16,7 @@ from crossframe.cost import step_cost
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units, step_plan
+from experiments.bench.figure import TIMES, Figure
 from experiments.models.definition import LAYOUT_KINDS
 from experiments.models.shapes import model_shapes
 
@@ -25,33 +25,7 @@ DTYPE = "bfloat16"
 WORLD_SIZES = (8, 1024, 16384)
 REPETITIONS = 9
 IMPORTS = 15
-LOOPS, TIMES = "loops", "times"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measurement.
-
-    Attributes:
-        what: that was measured, in words.
-        value: in `unit`.
-        unit: "loops", of a million additions, or "times" what `what` says.
-        limit: what it has to stay within; None: it is reported alone.
-    """
-
-    what: str
-    value: float
-    unit: str
-    limit: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether it is within its limit.
-
-        >>> Figure("a", 1.5, LOOPS, 1.0).ok, Figure("a", 1.5, LOOPS).ok
-        (False, True)
-        """
-        return self.limit is None or self.value <= self.limit
+LOOPS = "loops"  # of a million additions
 
 
 def loop_seconds() -> float:

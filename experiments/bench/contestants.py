@@ -1,0 +1,94 @@
+"""Who is measured: torch's own sharding and ours, built by one and the same code from two packages with the same names.
+
+A contestant is called by its package and its interface, for instance "our FSDP1" or "torch FSDP2". Another strategy or mode is
+another line of `_FACES`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+import torch.distributed.fsdp.wrap
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_backend
+import torch_backend.wrap
+
+OURS, THEIRS = "our", "torch"
+PACKAGES: dict[str, Any] = {OURS: torch_backend, THEIRS: torch.distributed.fsdp}
+AGAIN = " again"
+BARE, DDP = "bare", "torch DDP"
+
+# A package, a module, the classes of the modules that become units, and the dtype to compute in (None: as it is stored).
+Face = Callable[[Any, nn.Module, set[type[nn.Module]], torch.dtype | None], nn.Module]
+
+
+def _fsdp1(
+    package: Any, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None, **options: Any
+) -> nn.Module:
+    if dtype is not None:
+        options["mixed_precision"] = package.MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
+    device = next(module.parameters()).device
+    policy = package.wrap.ModuleWrapPolicy(units)
+    return package.FullyShardedDataParallel(module, auto_wrap_policy=policy, device_id=device, **options)
+
+
+def _fsdp2(
+    package: Any, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None, **options: Any
+) -> nn.Module:
+    if dtype is not None:
+        options["mp_policy"] = package.MixedPrecisionPolicy(param_dtype=dtype)
+    for inner in module.modules():
+        if type(inner) in units:
+            package.fully_shard(inner, **options)
+    return package.fully_shard(module, **options)
+
+
+_FACES: dict[str, Face] = {
+    "FSDP1": partial(_fsdp1, use_orig_params=True),
+    "FSDP1 flat": partial(_fsdp1, use_orig_params=False),
+    "FSDP2": _fsdp2,
+}
+FACES = tuple(_FACES)
+
+
+def ours(faces: Sequence[str] = FACES) -> list[str]:
+    """Our contestants.
+
+    >>> ours(("FSDP1", "FSDP2"))
+    ['our FSDP1', 'our FSDP2']
+    """
+    return [f"{OURS} {face}" for face in faces]
+
+
+def theirs(faces: Sequence[str] = FACES) -> list[str]:
+    """torch's contestants under the same interfaces."""
+    return [f"{THEIRS} {face}" for face in faces]
+
+
+def counterpart(name: str) -> str:
+    """torch's contestant for one of ours.
+
+    >>> counterpart("our FSDP1 flat")
+    'torch FSDP1 flat'
+    """
+    return THEIRS + name.removeprefix(OURS)
+
+
+def build(name: str, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None = None) -> nn.Module:
+    """The module as a contestant trains it, on all ranks of the default group.
+
+    Args:
+        name: of a contestant; followed by AGAIN, it is the same one.
+        units: classes of the modules that are sharded as units of their own.
+        dtype: to compute and reduce in; None: as the module is stored. BARE and DDP know no other.
+    """
+    if name == BARE:
+        return module
+    if name == DDP:
+        return DistributedDataParallel(module)
+    package, _, face = name.removesuffix(AGAIN).partition(" ")
+    return _FACES[face](PACKAGES[package], module, units, dtype)

@@ -1,0 +1,61 @@
+"""How large and how often: for figures that count, and for a test that the command works."""
+
+from dataclasses import dataclass
+
+from experiments.models.gpt import GPTConfig
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a run of `crossframe bench torch`.
+
+    Attributes:
+        gpt: of the model whose step is timed and whose memory is counted.
+        step_batch: samples a rank and step.
+        step_rounds: how often every contestant is timed.
+        host_width, host_blocks, host_rounds: of the model in which bookkeeping takes the time.
+        host_worlds: world size to the limit of our bookkeeping over torch's.
+        memory_worlds: world sizes at which memory is counted.
+        gpu_gpt, gpu_batch, gpu_rounds: the same on GPUs.
+    """
+
+    gpt: GPTConfig
+    step_batch: int
+    step_rounds: int
+    host_width: int
+    host_blocks: int
+    host_rounds: int
+    host_worlds: tuple[tuple[int, float], ...]
+    memory_worlds: tuple[int, ...]
+    gpu_gpt: GPTConfig
+    gpu_batch: int
+    gpu_rounds: int
+
+
+# Widths of heads of 64 and 128, as in models of such sizes. 20 million and a billion parameters.
+FULL = Sizes(
+    gpt=GPTConfig(vocabulary=1024, context=128, width=512, num_heads=8, num_blocks=6),
+    step_batch=2,
+    step_rounds=21,
+    host_width=32,
+    host_blocks=48,
+    host_rounds=41,
+    host_worlds=((8, 0.45), (512, 0.85)),
+    memory_worlds=(2, 8),
+    gpu_gpt=GPTConfig(vocabulary=32768, context=1024, width=2048, num_heads=16, num_blocks=18),
+    gpu_batch=4,
+    gpu_rounds=21,
+)
+QUICK = Sizes(
+    gpt=GPTConfig(vocabulary=16, context=8, width=16, num_heads=2, num_blocks=2),
+    step_batch=1,
+    step_rounds=2,
+    host_width=4,
+    host_blocks=2,
+    host_rounds=2,
+    host_worlds=((8, 0.45),),
+    memory_worlds=(2,),
+    gpu_gpt=GPTConfig(vocabulary=16, context=8, width=16, num_heads=2, num_blocks=2),
+    gpu_batch=1,
+    gpu_rounds=2,
+)
