@@ -13,7 +13,7 @@ from crossframe.errors import PlanError
 from crossframe.faces import Face
 from crossframe.layout import LAYOUTS, Layout, post_forward, post_forward_group
 from crossframe.mesh import MeshSpec
-from crossframe.precision import Precision, PrecisionPolicy, resolve_precision
+from crossframe.precision import Precision, PrecisionPolicy
 from crossframe.reduction import ReductionStep, reduction_steps
 from crossframe.shown import shown
 from crossframe.strategy import Prefetch, Strategy, Sync
@@ -101,13 +101,7 @@ def plan_units(
     _expect(("strategy", strategy, Strategy), ("face", face, Face), ("policy", policy, PrecisionPolicy))
     buckets: dict[str, list[PlannedBucket]] = {}
     for name, layout in _pairs(layouts):
-        precision = resolve_precision(
-            layout.dtype,
-            policy.param_dtype,
-            policy.reduce_dtype,
-            keep_low_precision_grads=policy.keep_low_precision_grads,
-        )
-        buckets.setdefault(name, []).append(PlannedBucket(layout, precision))
+        buckets.setdefault(name, []).append(PlannedBucket(layout, policy.resolve(layout.dtype)))
     units = []
     for name, members in buckets.items():
         if reshard_after_forward is None:

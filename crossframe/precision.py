@@ -48,6 +48,12 @@ class PrecisionPolicy:
             if not isinstance(value, bool) and not (value is None and name == "cast_forward_inputs"):
                 raise PlanError(f"{name}: expected a bool, got {shown(value)}")
 
+    def resolve(self, stored: str) -> "Precision":
+        """What the policy means for parameters stored in `stored`."""
+        return resolve_precision(
+            stored, self.param_dtype, self.reduce_dtype, keep_low_precision_grads=self.keep_low_precision_grads
+        )
+
     def input_dtype(self, dtype: str, face: Face, *, is_root: bool) -> str:
         """What an input of this dtype becomes before a unit's forward (R35). Integers and keys are left alone.
 

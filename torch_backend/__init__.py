@@ -8,17 +8,21 @@ except ModuleNotFoundError as error:
 from torch_backend.fully_shard import FSDPModule, UnshardHandle, fully_shard
 from torch_backend.fully_sharded_data_parallel import (
     BackwardPrefetch,
+    CPUOffload,
     FlatParameter,
     FullyShardedDataParallel,
+    MixedPrecision,
     ShardingStrategy,
 )
 from torch_backend.wrap import ModuleWrapPolicy
 
 __all__ = [
     "BackwardPrefetch",
+    "CPUOffload",
     "FSDPModule",
     "FlatParameter",
     "FullyShardedDataParallel",
+    "MixedPrecision",
     "ModuleWrapPolicy",
     "ShardingStrategy",
     "UnshardHandle",

@@ -1,21 +1,22 @@
 """From a module to a unit: what both faces do alike when they take a module's parameters over."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from crossframe.errors import LayoutError, UsageError
+from crossframe.faces import Face
 from crossframe.layout import Layout
+from crossframe.precision import PrecisionPolicy
 from crossframe.units import Order
-from torch_backend.collectives import Communicator
+from torch_backend.bucket import Bucket
+from torch_backend.collectives import UnitMesh
 from torch_backend.exposure import Exposure
-from torch_backend.gather import GatherBuffer
-from torch_backend.grads import GradStore
 from torch_backend.slots import OwnedParam, owned_params
 from torch_backend.store import ShardStore
-from torch_backend.unit import Bucket, Unit
+from torch_backend.unit import Choices, Unit
 
 MakeLayout = Callable[[Sequence[OwnedParam]], Layout]
 MakeExposure = Callable[[Sequence[OwnedParam], ShardStore, list[nn.Parameter]], Exposure]
@@ -23,58 +24,58 @@ MakeExposure = Callable[[Sequence[OwnedParam], ShardStore, list[nn.Parameter]], 
 
 def build_unit(
     module: nn.Module,
-    communicator: Communicator,
+    mesh: UnitMesh,
+    choices: Choices,
     *,
+    face: Face,
     is_unit: Callable[[nn.Module], bool],
-    order: Order,
     make_layout: MakeLayout,
     make_exposure: MakeExposure,
-    mixes_dtypes: bool,
-    divides_once: bool,
-    reshard_after_forward: bool,
-    keeps_full_unreduced: bool,
+    policy: PrecisionPolicy,
+    device: torch.device | None = None,
+    offload: bool = False,
+    limited: bool = True,
+    ignored: Collection[nn.Parameter] = (),
 ) -> Unit:
     """Shard all parameters below `module` that no inner unit owns.
 
     Args:
-        mixes_dtypes: give each dtype a bucket of its own. Otherwise all parameters go to one layout, which refuses a mix (R11).
+        mesh: the ranks.
+        choices: the user's.
+        face: FSDP2 gives each dtype a bucket of its own; FSDP1 one layout to all, which refuses a mix (R11).
+        policy: what the user asked for in precision.
+        device: where to compute; where the parameters are if None.
+        offload: let the shards live on the CPU.
+        limited: see `limit_all_gathers` in [Note: streams].
+        ignored: parameters that are left to the user.
 
     Raises:
         LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
         UsageError: parameters on the meta device or on several devices.
     """
-    owned = owned_params(module, is_unit, order)
+    order = Order.PRE_ORDER if face is Face.FSDP1 else Order.POST_ORDER
+    owned = owned_params(module, is_unit, order, ignored)
     for entry in owned:
-        _check(entry, owned[0], communicator.rank)
+        _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank])
     groups: dict[torch.dtype | None, list[OwnedParam]] = {}
     for entry in owned:
-        groups.setdefault(entry.param.dtype if mixes_dtypes else None, []).append(entry)
-    buckets = [
-        _build_bucket(members, communicator, make_layout, make_exposure, divides_once) for members in groups.values()
-    ]
-    return Unit(
-        type(module).__name__,
-        buckets,
-        communicator,
-        reshard_after_forward=reshard_after_forward,
-        keeps_full_unreduced=keeps_full_unreduced,
-    )
-
-
-def _build_bucket(
-    owned: Sequence[OwnedParam],
-    communicator: Communicator,
-    make_layout: MakeLayout,
-    make_exposure: MakeExposure,
-    divides_once: bool,
-) -> Bucket:
-    layout = make_layout(owned)
-    full = [entry.param.detach() for entry in owned]
-    store = ShardStore(layout, communicator.rank, full)
-    dtype, device = full[0].dtype, full[0].device
-    buffer = GatherBuffer(layout, dtype, device, communicator.size)
-    grads = GradStore(layout, dtype, dtype, divides_once=divides_once)
-    return Bucket(layout, store, buffer, grads, make_exposure(owned, store, buffer.leaves))
+        groups.setdefault(entry.param.dtype if face is Face.FSDP2 else None, []).append(entry)
+    buckets = []
+    for members in groups.values():
+        full = [entry.param.detach() for entry in members]
+        home = torch.device("cpu") if offload else full[0].device
+        buckets.append(
+            Bucket(
+                ShardStore(make_layout(members), mesh.shards.rank, full, home),
+                mesh,
+                full[0].device if device is None else device,
+                policy=policy,
+                face=face,
+                limited=limited,
+                make_exposure=lambda store, leaves, members=members: make_exposure(members, store, leaves),
+            )
+        )
+    return Unit(type(module).__name__, buckets, mesh, choices)
 
 
 def _check(entry: OwnedParam, first: OwnedParam, rank: int) -> None:
@@ -91,7 +92,7 @@ def _check(entry: OwnedParam, first: OwnedParam, rank: int) -> None:
     if param.device != first.param.device:
         raise LayoutError(
             f"rank {rank}: a unit lives on one device, but {first.spec.name!r} is on {first.param.device} and {name!r} "
-            f"on {param.device}; move the module to one device first"
+            f"on {param.device}; move the module to one device first, or pass device_id"
         )
 
 
@@ -105,9 +106,3 @@ def default_process_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def move_to_device(module: nn.Module, device: int | str | torch.device | None) -> None:
-    """Move a module that is not there yet to `device`; None leaves it where it is."""
-    if device is not None:
-        module.to(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))

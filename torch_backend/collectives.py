@@ -6,11 +6,12 @@ which 2.11 alone has.
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crossframe.trace import ALL_GATHER, REDUCE_SCATTER, Event
+from crossframe.mesh import MeshSpec
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
+from torch_backend.dtypes import dtype_name
 from torch_backend.observe import observers
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +31,7 @@ Work = dist.Work | Done
 
 
 class Communicator:
-    """The ranks that one unit is sharded over, and the collectives between them.
+    """A group of ranks, and the collectives between them.
 
     Attributes:
         rank, size: this process's place in the group, and the size of the group.
@@ -59,17 +60,78 @@ class Communicator:
         self._tell(REDUCE_SCATTER, full, unit, phase)
         return _reduce_scatter(shard, full, group=self.group, async_op=True)
 
+    def all_reduce(self, tensor: Tensor, *, unit: str, phase: str) -> Work:
+        """Start replacing `tensor` by the sum over all ranks."""
+        if self.size == 1:
+            return Done()
+        self._tell(ALL_REDUCE, tensor, unit, phase)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
     def _tell(self, kind: str, unsharded: Tensor, unit: str, phase: str) -> None:
         if observers:
             event = Event(kind, unit, phase, dtype_name(unsharded.dtype), unsharded.nbytes, self.ranks)
             for observer in observers:
                 observer.event(event)
 
+    # Outside of steps: these return when they are done, and are in no trace.
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The core's name of a torch dtype.
+    def gather_all(self, tensor: Tensor) -> Tensor:
+        """The `tensor`s of all ranks, of any one shape and dtype, stacked in rank order."""
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        if self.size == 1:
+            gathered[0] = tensor
+        else:
+            _all_gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        return gathered
 
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
+    def sum_all(self, tensor: Tensor) -> None:
+        """Replace `tensor` by the sum over all ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Let every rank have rank 0's `tensors`: the same list of shapes and dtypes everywhere."""
+        if self.size > 1:
+            for tensor in tensors:
+                dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+                dist.broadcast(dense, src=self.ranks[0], group=self.group)
+                if dense is not tensor:
+                    tensor.copy_(dense)
+
+    def scatter(self, shard: Tensor, full: list[Tensor] | None) -> None:
+        """Give rank k the k-th of rank 0's tensors, which on the other ranks is None."""
+        if self.size == 1:
+            assert full is not None
+            shard.copy_(full[0])
+        else:
+            dist.scatter(shard, full, src=self.ranks[0], group=self.group)
+
+
+class UnitMesh:
+    """The ranks of one unit (R10): those that it is sharded over, and those that hold replicas of the same shard.
+
+    Attributes:
+        shards: the shard group; all the ranks under plain FSDP, this rank alone where nothing is sharded.
+        replicas: the ranks with the same shard; this rank alone but for hybrid sharding and replication.
+        spec: both sizes.
     """
-    return str(dtype).removeprefix("torch.")
+
+    def __init__(self, shards: Communicator, replicas: Communicator) -> None:
+        self.shards, self.replicas = shards, replicas
+        self.spec = MeshSpec(shard=shards.size, replicate=replicas.size)
+
+    @property
+    def group_rank(self) -> int:
+        """This rank's place in the group that one rank may act for (R19)."""
+        return self.shards.rank if self.spec.shard > 1 else self.replicas.rank
+
+
+class Alone(Communicator):
+    """This rank by itself, for which there need be no process group."""
+
+    def __init__(self) -> None:
+        self.group = None  # type: ignore[assignment]
+        self.rank, self.size = 0, 1
+        self.ranks = (dist.get_rank(),)

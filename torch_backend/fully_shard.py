@@ -8,13 +8,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crossframe.errors import UsageError
+from crossframe.faces import Face
 from crossframe.layout import PerParamLayout
-from crossframe.units import Order
+from crossframe.precision import PrecisionPolicy
 from torch_backend.build import build_unit, default_process_group
-from torch_backend.collectives import Communicator
+from torch_backend.collectives import Alone, Communicator, UnitMesh
 from torch_backend.exposure import DTensorExposure
 from torch_backend.schedule import Schedule
-from torch_backend.unit import UNIT, Unit, unit_of
+from torch_backend.unit import UNIT, Choices, Unit, unit_of
 
 
 class UnshardHandle:
@@ -94,18 +95,16 @@ def fully_shard(
     mesh = _default_mesh(module) if mesh is None else mesh
     if mesh.ndim != 1:
         raise UsageError(f"fully_shard: expected a mesh of one axis, got one of shape {tuple(mesh.shape)}")
-    communicator = Communicator(mesh.get_group())
+    ranks = UnitMesh(Communicator(mesh.get_group()), Alone())
     unit = build_unit(
         module,
-        communicator,
+        ranks,
+        Choices(reshard_after_forward=reshard_after_forward is not False),
+        face=Face.FSDP2,
         is_unit=lambda inner: isinstance(inner, FSDPModule),
-        order=Order.POST_ORDER,
-        make_layout=lambda owned: PerParamLayout(tuple(entry.spec for entry in owned), communicator.size),
-        make_exposure=lambda owned, store, leaves: DTensorExposure(owned, store, leaves, mesh, communicator.rank),
-        mixes_dtypes=True,
-        divides_once=True,
-        reshard_after_forward=reshard_after_forward is not False,
-        keeps_full_unreduced=False,
+        make_layout=lambda owned: PerParamLayout(tuple(entry.spec for entry in owned), ranks.shards.size),
+        make_exposure=lambda owned, store, leaves: DTensorExposure(owned, store, leaves, mesh, ranks.shards.rank),
+        policy=PrecisionPolicy(),
     )
     module.__dict__[UNIT] = unit
     keeps_root = reshard_after_forward is None
@@ -149,9 +148,9 @@ def _schedule_of(module: nn.Module, keeps_root: bool) -> Schedule:
     unit = unit_of(module)
     if unit.schedule is None:
         if keeps_root:
-            unit.reshard_after_forward = False
+            unit.choices.reshard_after_forward = False
         named = [(name, unit_of(inner)) for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
-        return Schedule(named, backward_prefetch=True, face="fully_shard")
+        return Schedule(named, face="fully_shard")
     return unit.schedule
 
 

@@ -1,96 +1,184 @@
 """The FSDP1 interface: `FullyShardedDataParallel`, a wrapper module over one unit of the engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
+from torch.distributed.device_mesh import DeviceMesh
 
-from crossframe.errors import UsageError
+from crossframe.errors import StateError, UnsupportedError, UsageError
+from crossframe.faces import Face
 from crossframe.layout import FlatLayout
-from crossframe.strategy import Strategy
 from crossframe.units import Order
-from crossframe.unshard import UnshardRequest
-from torch_backend.build import build_unit, default_process_group, move_to_device
-from torch_backend.collectives import Communicator
+from crossframe.unshard import Truth, UnshardRequest
+from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch_backend.arguments import check_arguments, check_uniform, effective_strategy
+from torch_backend.buffers import cast_buffers
+from torch_backend.build import build_unit
 from torch_backend.exposure import FlatExposure, FlatParameter, OriginalExposure
+from torch_backend.grad_norm import clip_grad_norm
+from torch_backend.grads import CommHook
+from torch_backend.ignored import find_ignored
+from torch_backend.materialise import compute_device, materialise, move_to, sync_states
+from torch_backend.process_groups import Groups, find_groups, unit_mesh
 from torch_backend.schedule import Schedule
-from torch_backend.slots import WRAPPED, canonical_name
-from torch_backend.unit import UNIT, unit_of
-from torch_backend.unshard import summon_units
-from torch_backend.wrap import ModuleWrapPolicy, wrap_children
+from torch_backend.slots import WRAPPED, canonical_name, owned_params, without_wrapper
+from torch_backend.state_dict import add_wrapper, refuse_sharded_state_dict, strip_wrapper
+from torch_backend.unit import UNIT, Choices, unit_of
+from torch_backend.unshard import summon_on_first, summon_units
+from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy, units_to_wrap, wrap_modules
 
-__all__ = ["BackwardPrefetch", "FlatParameter", "FullyShardedDataParallel", "ShardingStrategy"]
-
-
-class ShardingStrategy(Enum):
-    """When full parameters are freed (R14)."""
-
-    FULL_SHARD = auto()
-    SHARD_GRAD_OP = auto()
-
-    @property
-    def strategy(self) -> Strategy:
-        """The core's name of it."""
-        return Strategy[self.name]
-
-
-class BackwardPrefetch(Enum):
-    """When the next unit's parameters are gathered in backward (R16): before this unit's gradients are computed."""
-
-    BACKWARD_PRE = auto()
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "ShardingStrategy",
+]
 
 
 class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters over the ranks; gather them around its forward and backward.
 
     Args:
-        module: the module to shard. Every rank builds the same one with the same values.
-        process_group: the ranks to shard over; the default group if None.
-        sharding_strategy: FULL_SHARD (default) or SHARD_GRAD_OP.
-        auto_wrap_policy: which submodules become units of their own, each gathered and freed by itself.
-        backward_prefetch: gather the next unit while this one computes its backward (default), or None for not.
-        device_id: move the module there first.
+        module: the module to shard. Every rank builds the same one with the same values, or passes `sync_module_states`.
+        process_group: the ranks to shard over; for a hybrid strategy a pair (to shard over, to replicate over). None: all ranks;
+            for a hybrid strategy those of one machine, replicated over machines.
+        sharding_strategy: FULL_SHARD if None.
+        cpu_offload: whether shards, gradients and optimizer state live on the CPU.
+        auto_wrap_policy: which submodules become units of their own, each gathered and freed by itself: a ModuleWrapPolicy, a
+            CustomPolicy, or a function `policy(module, recurse, nonwrapped_numel)`. See torch_backend.wrap.
+        backward_prefetch: when backward gathers the next unit, or None for when it is needed.
+        mixed_precision: in which dtypes to compute, reduce and keep buffers.
+        ignored_modules: modules that are left alone, with all below them.
+        param_init_fn: for modules on the meta device: called with each, to give its own parameters and buffers memory and
+            values. None: they are made empty and their `reset_parameters()` is called.
+        device_id: move the module there first, and compute there. None: compute where the parameters are.
+        sync_module_states: take the first rank's parameters and buffers on all ranks.
+        forward_prefetch: gather in forward, beside each unit, the one that came next in the step before.
+        limit_all_gathers: on an accelerator, let gathers run ahead of the computation by one unit and no further.
         use_orig_params: keep the original parameters (sharded views with their names), instead of one `FlatParameter` a
             unit.
+        ignored_states: parameters, or modules, that are left alone.
+        device_mesh: the ranks, instead of `process_group`: one axis; for a hybrid strategy two, (replicate, shard).
 
     Raises:
-        UsageError: no process group, a module that is sharded already, or an argument of another type.
+        UsageError: no process group, a module that is sharded already, arguments of other types or that exclude each other.
         LayoutError: parameters that one flat parameter cannot hold; the message names them.
+        InitialisationError: what is still on the meta device.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Groups | None = None,
         sharding_strategy: ShardingStrategy | None = None,
-        *,
-        auto_wrap_policy: ModuleWrapPolicy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., bool] | ModuleWrapPolicy | CustomPolicy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
         use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
-        _check_arguments(module, strategy, backward_prefetch, auto_wrap_policy)
-        group = process_group or default_process_group()
-        move_to_device(module, device_id)
-        self._backward_prefetch = backward_prefetch
-        self._use_orig_params = use_orig_params
+        if isinstance(module, FullyShardedDataParallel):
+            raise UsageError("FullyShardedDataParallel: the module is one already; wrap it once")
+        check_arguments(
+            module,
+            ("sharding_strategy", sharding_strategy, ShardingStrategy | None),
+            ("cpu_offload", cpu_offload, CPUOffload | None),
+            ("backward_prefetch", backward_prefetch, BackwardPrefetch | None),
+            ("mixed_precision", mixed_precision, MixedPrecision | None),
+            ("sync_module_states", sync_module_states, bool),
+            ("forward_prefetch", forward_prefetch, bool),
+            ("limit_all_gathers", limit_all_gathers, bool),
+            ("use_orig_params", use_orig_params, bool),
+        )
+        ignored = find_ignored(module, ignored_modules, ignored_states, _is_wrapped)
+        asked = sharding_strategy or ShardingStrategy.FULL_SHARD
+        groups = find_groups(asked.strategy, process_group, device_mesh, wraps_inside=auto_wrap_policy is not None)
         if auto_wrap_policy is not None:
-            wrap = partial(
-                FullyShardedDataParallel,
-                process_group=group,
-                sharding_strategy=strategy,
-                backward_prefetch=backward_prefetch,
-                use_orig_params=use_orig_params,
+            arguments = {
+                "process_group": groups,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": ignored.params,
+                "device_mesh": None,
+            }
+            targets = units_to_wrap(
+                module,
+                auto_wrap_policy,
+                ignored_modules=set(ignored.modules),
+                ignored_params=set(ignored.params),
+                root_kwargs=arguments,
+                is_wrapped=_is_wrapped,
+                mixed_precision_ignores=()
+                if mixed_precision is None
+                else tuple(mixed_precision._module_classes_to_ignore),
             )
-            wrap_children(module, auto_wrap_policy, wrap)
-        communicator = Communicator(group)
+            wrap_modules(module, targets, FullyShardedDataParallel)
+        mesh = unit_mesh(asked.strategy, groups)
+        self.sharding_strategy = effective_strategy(sharding_strategy, mesh.spec)
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self.process_group = groups[0] if isinstance(groups, tuple) else groups
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self._use_orig_params = use_orig_params
+        self._ignored, self._synced = ignored, sync_module_states
+
+        owned = [entry.param for entry in owned_params(module, _is_wrapped, Order.PRE_ORDER, ignored.params)]
+        self.compute_device = compute_device(device_id, owned[0] if owned else None, self.process_group)
+        materialise(
+            module, _is_wrapped, ignored.modules, ignored.params, param_init_fn=param_init_fn, device=self.compute_device
+        )  # fmt: skip
+        if device_id is not None:
+            move_to(module, _is_wrapped, ignored.modules, ignored.params, self.compute_device)
+        if sync_module_states:
+            owned = [entry.param for entry in owned_params(module, _is_wrapped, Order.PRE_ORDER, ignored.params)]
+            inner = [wrapper for _, wrapper in _named_fsdp_modules(module) if wrapper._synced]
+            sync_states(module, owned, mesh, {id(buffer) for wrapper in inner for buffer in wrapper.buffers()})
+        policy = self.mixed_precision.policy
+        strategy = self.sharding_strategy.strategy
+        param_dtype = self.mixed_precision.param_dtype
+        casts, casts_root = self.mixed_precision.cast_forward_inputs, self.mixed_precision.cast_root_forward_inputs
+        choices = Choices(
+            reshard_after_forward=strategy.reshards_after_forward,
+            keeps_full_unreduced=not strategy.reshards_after_forward,
+            backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
+            forward_prefetch=forward_prefetch,
+            input_dtype=param_dtype if casts else None,
+            root_input_dtype=param_dtype if casts or casts_root else None,
+            settings={
+                "strategy": self.sharding_strategy.name,
+                "mesh": f"{mesh.spec.replicate} x {mesh.spec.shard} (replicate x shard)",
+                "use_orig_params": str(use_orig_params),
+                "mixed_precision": str(policy),
+                "backward_prefetch": str(backward_prefetch),
+                "forward_prefetch": str(forward_prefetch),
+            },
+        )
 
         def make_exposure(owned, store, leaves):
             if use_orig_params:
@@ -98,29 +186,33 @@ class FullyShardedDataParallel(nn.Module):
             return FlatExposure(module, owned, store, leaves)
 
         def make_layout(owned):
-            return FlatLayout(tuple(entry.spec for entry in owned), communicator.size, keep_original=use_orig_params)
+            specs = tuple(entry.spec for entry in owned)
+            return FlatLayout(specs, mesh.shards.size, keep_original=use_orig_params, compute_dtype=policy.param_dtype)
 
         self.__dict__[UNIT] = build_unit(
             module,
-            communicator,
-            is_unit=lambda inner: isinstance(inner, FullyShardedDataParallel),
-            order=Order.PRE_ORDER,
+            mesh,
+            choices,
+            face=Face.FSDP1,
+            is_unit=_is_wrapped,
             make_layout=make_layout,
             make_exposure=make_exposure,
-            mixes_dtypes=False,
-            divides_once=False,
-            reshard_after_forward=strategy.strategy.reshards_after_forward,
-            keeps_full_unreduced=not strategy.strategy.reshards_after_forward,
+            policy=policy,
+            device=self.compute_device if self.cpu_offload.offload_params else None,
+            offload=self.cpu_offload.offload_params,
+            limited=limit_all_gathers,
+            ignored=ignored.params,
         )
         self.add_module(WRAPPED, module)
-        self.register_state_dict_pre_hook(_refuse_sharded_state_dict)
-        self.register_state_dict_post_hook(_strip_wrapper)
-        self.register_load_state_dict_pre_hook(_add_wrapper)
+        self.register_state_dict_pre_hook(refuse_sharded_state_dict)
+        self.register_state_dict_post_hook(strip_wrapper)
+        self.register_load_state_dict_pre_hook(add_wrapper)
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._modules[WRAPPED]  # type: ignore[return-value]
+        """The wrapped module; below a wrapper for activation checkpointing, what that wraps."""
+        module = self._modules[WRAPPED]
+        return module._checkpoint_wrapped_module if isinstance(module, ActivationWrapper) else module  # type: ignore
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the wrapper lacks are the wrapped module's."""
@@ -131,7 +223,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: int) -> Any:
         """Items are the wrapped module's."""
-        return self.module[key]  # type: ignore[index]
+        return self._modules[WRAPPED][key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
@@ -139,7 +231,7 @@ class FullyShardedDataParallel(nn.Module):
         schedule = unit.schedule or self._begin_as_root()
         args, kwargs = schedule.begin_forward(unit, args, kwargs)
         try:
-            output = self.module(*args, **kwargs)
+            output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             schedule.abandon_forward(unit)
             raise
@@ -147,10 +239,18 @@ class FullyShardedDataParallel(nn.Module):
         return output
 
     def _begin_as_root(self) -> Schedule:
-        unit_of(self).reshard_after_forward = False  # R13
-        named = [(canonical_name(name), unit_of(module)) for name, module in _named_fsdp_modules(self)]
-        prefetch = self._backward_prefetch is not None
-        return Schedule(named, backward_prefetch=prefetch, face="FullyShardedDataParallel")
+        named = list(_named_fsdp_modules(self))
+        for name, wrapper in named:
+            check_uniform(self, name, wrapper)
+        unit_of(self).choices.reshard_after_forward = False  # R13
+        schedule = Schedule(
+            [(canonical_name(name), unit_of(wrapper)) for name, wrapper in named], face=type(self).__name__
+        )
+        cast_buffers(
+            ((wrapper, wrapper.mixed_precision.buffer_dtype, wrapper.compute_device) for _, wrapper in named),
+            (module for _, wrapper in named for module in wrapper._ignored.modules),
+        )
+        return schedule
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost unit; asked before the first forward, this instance is taken to be it."""
@@ -160,11 +260,26 @@ class FullyShardedDataParallel(nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
         """All wrappers in a module tree; with `root_only` those that lie in no other."""
-        found = [(name, wrapper) for name, wrapper in _named_fsdp_modules(module)]
+        found = [wrapper for _, wrapper in _named_fsdp_modules(module)]
         if not root_only:
-            return [wrapper for _, wrapper in found]
-        inner = {id(w) for _, outer in found for w in outer.modules() if w is not outer}
-        return [wrapper for _, wrapper in found if id(wrapper) not in inner]
+            return found
+        inner = {id(w) for outer in found for w in outer.modules() if w is not outer}
+        return [wrapper for wrapper in found if id(wrapper) not in inner]
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Apply `fn` to every module below and to this one, each while the parameters of its unit are full; what it writes
+        stays (R20).
+
+        Raises:
+            StateError: in a forward or backward, or while parameters are summoned.
+        """
+        with summon_units([unit_of(self)], UnshardRequest()):
+            return super().apply(fn)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
+        """`to`, `half`, `cuda` and their kin: the shards are moved and converted as one, and stay what they are."""
+        with unit_of(self).converting(fn):
+            return super()._apply(fn, recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; full gradients that accumulated under `no_sync` are forgotten too."""
@@ -189,47 +304,127 @@ class FullyShardedDataParallel(nn.Module):
             for unit, reduces in zip(units, before, strict=True):
                 unit.reduces = reduces
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
+        """Scale all gradients so that the norm over them all, each element once, is at most `max_norm` (R30).
+
+        All ranks call it, on the outermost unit.
+
+        Returns:
+            The norm before, of shape (), the same on all ranks, in the largest dtype of the gradients.
+
+        Raises:
+            StateError: on an inner unit, or during a step.
+            UsageError: a negative `max_norm`, or a `norm_type` that is not above 0.
+        """
+        if not self.check_is_root():
+            raise StateError(
+                "clip_grad_norm_ on an inner unit would see a part of the gradients; call it on the outermost"
+            )
+        schedule = unit_of(self).schedule
+        assert schedule is not None
+        schedule.check_summon()
+        managed = {
+            id(param) for unit in schedule.units for bucket in unit.buckets for param in bucket.exposure.managed()
+        }
+        others = [param for param in self.parameters() if id(param) not in managed]
+        return clip_grad_norm(schedule.units, others, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook` reduce gradients in the place of this class, division included.
+
+        Args:
+            state: given to the hook as its first argument.
+            hook: `hook(state, full, shard)`: fill `shard` with this rank's part of the reduced `full`, both 1-D. Where nothing is
+                sharded (NO_SHARD) `hook(state, full)`: reduce in place. torch's default_hooks and fp16_compress_hook fit.
+
+        Raises:
+            StateError: on an inner unit, or where there is a hook already.
+            UnsupportedError: under hybrid sharding, as in torch.
+            UsageError: a hook that cannot be called.
+        """
+        if not self.check_is_root():
+            raise StateError("register_comm_hook: register it on the outermost unit; it holds for all units inside")
+        if not callable(hook):
+            raise UsageError(f"register_comm_hook: expected a function (state, full, shard), got {hook!r}")
+        wrappers = self.fsdp_modules(self)
+        for wrapper in wrappers:
+            if unit_of(wrapper).choices.comm_hook is not None:
+                raise StateError("register_comm_hook: there is a hook already, and it may be registered once")
+            if wrapper.sharding_strategy.strategy.is_hybrid:
+                raise UnsupportedError(
+                    f"register_comm_hook under {wrapper.sharding_strategy.name}: a hook has no part in the sum over replicas; "
+                    "use another strategy"
+                )
+        for wrapper in wrappers:
+            unit_of(wrapper).choices.comm_hook = CommHook(state, hook, casts=hook in LOW_PRECISION_HOOKS)
+
     @staticmethod
     @contextmanager
     def summon_full_params(
-        module: nn.Module, recurse: bool = True, writeback: bool = True, rank0_only: bool = False
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
     ) -> Iterator[None]:
-        """Inside, parameters are full, under their original names and shapes (R18-R21).
+        """Inside, parameters are full and in full precision, under their original names and shapes (R18-R24).
 
         Args:
             module: a module with units in it; all of them are unsharded, or with `recurse=False` its own alone.
-            writeback: on exit each rank copies back what it owns of the edits; otherwise they are lost.
+            writeback: on exit each rank copies back what it owns of the edits; otherwise they are lost, except where nothing
+                is sharded.
             rank0_only: ranks other than the group's first see their shards; needs `writeback=False`.
+            offload_to_cpu: show the parameters on the CPU. With `rank0_only`, or each rank of a machine fills its memory.
+            with_grads: show full gradients too; needs `use_orig_params=True`, and no `offload_to_cpu`.
 
         Raises:
             StateError: during forward or backward, or inside another summon of the same units.
-            UnsupportedError: `writeback` with `rank0_only`.
+            UnsupportedError: a combination that has no meaning (R23).
         """
-        request = UnshardRequest(writeback=writeback, rank0_only=rank0_only)
-        if recurse:
-            wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        else:
-            wrappers = [module] if isinstance(module, FullyShardedDataParallel) else []
+        request = UnshardRequest(writeback, rank0_only, offload_to_cpu, with_grads)
+        wrappers = _wrappers(module, recurse)
         for wrapper in wrappers:
-            request.check(keeps_original=wrapper._use_orig_params)
+            truth = next((bucket.truth for bucket in unit_of(wrapper).buckets), Truth.SHARDS)
+            request.check(keeps_original=wrapper._use_orig_params, truth=truth)
         with summon_units([unit_of(wrapper) for wrapper in wrappers], request):
+            yield
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params_on_rank0(
+        module: nn.Module, recurse: bool = True, offload_to_cpu: bool = False
+    ) -> Iterator[None]:
+        """Inside, the first rank alone sees full parameters, and what it makes of them becomes every rank's on exit (R23).
+
+        torch has no such thing: there `rank0_only` excludes `writeback`. Every rank enters and leaves it.
+
+        Args:
+            module, recurse, offload_to_cpu: as of `summon_full_params`.
+
+        Raises:
+            StateError: as there; and on all ranks if the first one raises inside, when nothing is changed.
+        """
+        wrappers = _wrappers(module, recurse)
+        with summon_on_first([unit_of(wrapper) for wrapper in wrappers], offload_to_cpu=offload_to_cpu):
             yield
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; while parameters are summoned, without the names that wrapping added."""
-        summoned = self._summoned
+        summoned = unit_of(self).summoned
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (canonical_name(name) if summoned else name), param
+            yield (without_wrapper(name) if summoned else name), param
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of any module; while parameters are summoned, without the names that wrapping added."""
-        summoned = self._summoned
+        summoned = unit_of(self).summoned
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (canonical_name(name) if summoned else name), buffer
+            yield (without_wrapper(name) if summoned else name), buffer
 
-    @property
-    def _summoned(self) -> bool:
-        return unit_of(self).summoned
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return isinstance(module, FullyShardedDataParallel)
 
 
 def _named_fsdp_modules(module: nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
@@ -238,47 +433,7 @@ def _named_fsdp_modules(module: nn.Module) -> Iterator[tuple[str, FullyShardedDa
             yield name, inner
 
 
-def _check_arguments(module: Any, strategy: Any, prefetch: Any, policy: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"FullyShardedDataParallel: expected a module, got {type(module).__name__}")
-    if isinstance(module, FullyShardedDataParallel):
-        raise UsageError("FullyShardedDataParallel: the module is one already; wrap it once")
-    if policy is not None and any(True for _ in _named_fsdp_modules(module)):
-        raise UsageError(
-            "FullyShardedDataParallel: with auto_wrap_policy the submodules must not be wrapped yet; wrap by policy or by "
-            "hand, not both"
-        )
-    for name, value, kind in (
-        ("sharding_strategy", strategy, ShardingStrategy),
-        ("backward_prefetch", prefetch, BackwardPrefetch | None),
-        ("auto_wrap_policy", policy, ModuleWrapPolicy | None),
-    ):
-        if not isinstance(value, kind):
-            raise UsageError(f"FullyShardedDataParallel: expected {name} of type {kind}, got {value!r}")
-
-
-def _refuse_sharded_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    assert isinstance(module, FullyShardedDataParallel)
-    if not module._summoned:
-        raise UsageError(
-            f"state_dict of the sharded unit {unit_of(module).name!r} would hold this rank's shards under the names of full "
-            "parameters; call it inside FullyShardedDataParallel.summon_full_params(module, writeback=False)"
-        )
-
-
-def _strip_wrapper(module: nn.Module, state: dict, prefix: str, local_metadata: dict) -> None:
-    """Names in a state dict are those of the module without wrappers."""
-    for key in [key for key in state if key.startswith(f"{prefix}{WRAPPED}.")]:
-        state[prefix + key.removeprefix(f"{prefix}{WRAPPED}.")] = state.pop(key)
-
-
-def _add_wrapper(module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
-    """The inverse, for loading."""
-    assert isinstance(module, FullyShardedDataParallel)
-    if not module._summoned:
-        raise UsageError(
-            f"load_state_dict into the sharded unit {unit_of(module).name!r}: call it inside "
-            "FullyShardedDataParallel.summon_full_params(module), where parameters have their full shapes"
-        )
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}{WRAPPED}.{key.removeprefix(prefix)}"] = state.pop(key)
+def _wrappers(module: nn.Module, recurse: bool) -> list[FullyShardedDataParallel]:
+    if recurse:
+        return FullyShardedDataParallel.fsdp_modules(module)
+    return [module] if isinstance(module, FullyShardedDataParallel) else []

@@ -1,77 +1,131 @@
 """GradStore: from the full gradients of one rank to the sharded mean gradient of all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from crossframe import reduction
+from crossframe.faces import Face
 from crossframe.layout import Layout
-from torch_backend.collectives import Communicator, Work, dtype_name
+from crossframe.precision import Precision
+from crossframe.reduction import ReductionStep, factors_of, reduction_steps
+from torch_backend.collectives import UnitMesh
+from torch_backend.dtypes import torch_dtype
+from torch_backend.streams import Streams
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A user's own reduction, in the place of ours.
+
+    Attributes:
+        state: what the user wants to be given each time.
+        hook: called as `hook(state, full, shard)`, to fill `shard` with the reduced gradient; where nothing is sharded as
+            `hook(state, full)`, to reduce in place. It divides too.
+        casts: whether it chooses the dtype that gradients travel in, so that they are not cast for it.
+    """
+
+    state: object
+    hook: Callable[..., Any]
+    casts: bool
 
 
 class GradStore:
-    """The gradients of one bucket on their way (R26, R33).
+    """The gradients of one bucket on their way, through the steps that the core lists (R26, R28, R33).
 
-    The order of operations is part of the result: cast to the reduction's dtype, divide, sum between ranks, divide, cast to the
-    stored dtype.
+    Attributes:
+        arrived: this rank's reduced gradient, of shape (padded_shard_numel,), in the dtype that is kept, once `advance` has
+            come to its end.
     """
 
-    def __init__(self, layout: Layout, stored: torch.dtype, reduced: torch.dtype, *, divides_once: bool) -> None:
+    def __init__(self, layout: Layout, precision: Precision, face: Face, mesh: UnitMesh, streams: Streams) -> None:
         self.layout = layout
-        self._stored = stored
-        self._reduced = reduced
-        self._divides_once = divides_once
-        self._work: Work | None = None
-        self._full: Tensor | None = None
-        self._shard: Tensor | None = None
-        self._divide_after = 1.0
+        self._mesh, self._streams = mesh, streams
+        self._reduced, self._kept = torch_dtype(precision.reduced), torch_dtype(precision.kept)
+        self._steps = reduction_steps(mesh.spec, face)
+        self._factors = factors_of(mesh.spec, face, precision.reduced)
+        self._under_way: Iterator[None] | None = None
+        self.arrived: Tensor | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether a reduction was started and not finished."""
-        return self._work is not None
+        """Whether a reduction was started whose result nobody took yet."""
+        return self._under_way is not None or self.arrived is not None
 
-    def start(self, grads: Sequence[Tensor | None], communicator: Communicator, *, unit: str) -> None:
-        """Issue the reduction of this rank's full gradients, in the layout's order; None counts as zeros (R29)."""
-        factors = self._factors(communicator.size)
-        full = self._collect(grads)
-        if factors.before != 1:
-            full.div_(factors.before)
-        self._divide_after = factors.after
-        # Kept until `finish`: the collective reads one and writes the other.
-        self._full, self._shard = full, full.new_empty(self.layout.padded_shard_numel)
-        self._work = communicator.reduce_scatter(self._shard, full, unit=unit, phase="backward")
+    def start(self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None) -> None:
+        """Issue the first collective of the reduction of this rank's full gradients, in the layout's order; None counts as zeros
+        (R29)."""
+        self._streams.before_collect()
+        full = self._collect(grads, cast=hook is None or not hook.casts)
+        self._streams.begin_reduction(full)
+        self._under_way = self._reduce(full, unit) if hook is None else self._call(hook, full)
+        self.advance()
+        while self._streams.queues and self._under_way is not None:
+            self.advance()
+        self._streams.reduction_read()
 
-    def finish(self) -> Tensor:
-        """Wait for the reduction. Returns this rank's gradient, of shape (padded_shard_numel,), in the stored dtype."""
-        assert self._work is not None and self._shard is not None
-        self._work.wait()
-        shard = self._shard
-        self._work = self._full = self._shard = None
-        if self._divide_after != 1:
-            shard.div_(self._divide_after)
-        return shard.to(self._stored)
+    def advance(self) -> bool:
+        """Wait for the collective that is under way and issue the next. Returns whether there was none."""
+        with self._streams.reducing():
+            if self._under_way is not None and next(self._under_way, self) is self:
+                self._under_way = None
+        return self._under_way is None
+
+    def take(self) -> Tensor:
+        """The reduced gradient, which is forgotten here."""
+        assert self.arrived is not None
+        shard, self.arrived = self.arrived, None
+        return shard
 
     def abandon(self) -> None:
         """Let go of a reduction that failed."""
-        self._work = self._full = self._shard = None
+        self._under_way = self.arrived = None
 
-    def _factors(self, num_ranks: int) -> reduction.DivideFactors:
-        if self._divides_once:
-            return reduction.mean_factors(num_ranks, dtype_name(self._reduced))
-        return reduction.divide_factors(num_ranks)
+    def _reduce(self, value: Tensor, unit: str) -> Iterator[None]:
+        """The core's steps. Between two of them, wherever one waits for other ranks, the host may do something else."""
+        step, factors = ReductionStep, self._factors
+        for this in self._steps:
+            if this is step.DIVIDE_BEFORE:
+                _divide(value, factors.before)
+            elif this is step.REDUCE_SCATTER:
+                shard = value.new_empty(self.layout.padded_shard_numel)
+                work = self._mesh.shards.reduce_scatter(shard, value, unit=unit, phase="backward")
+                yield
+                work.wait()
+                value = shard
+            elif this is step.DIVIDE_BETWEEN:
+                _divide(value, factors.between)
+            elif this is step.ALL_REDUCE:
+                work = self._mesh.replicas.all_reduce(value, unit=unit, phase="backward")
+                yield
+                work.wait()
+            elif this is step.DIVIDE_AFTER:
+                _divide(value, factors.after)
+            elif this is step.CAST_TO_KEPT:
+                self.arrived = value.to(self._kept)
 
-    def _collect(self, grads: Sequence[Tensor | None]) -> Tensor:
+    def _call(self, hook: CommHook, full: Tensor) -> Iterator[None]:
+        if self._mesh.spec.shard == 1:
+            shard = full
+            hook.hook(hook.state, full)
+        else:
+            shard = full.new_empty(self.layout.padded_shard_numel)
+            hook.hook(hook.state, full, shard)
+        self.arrived = shard.to(self._kept)
+        yield
+
+    def _collect(self, grads: Sequence[Tensor | None], *, cast: bool) -> Tensor:
         """One buffer of gathered_numel elements, laid out like the gathered parameters, zero wherever there is no
         gradient."""
         layout = self.layout
         some = next(grad for grad in grads if grad is not None)
-        zeros = some.new_zeros
+        dtype, zeros = self._reduced if cast else some.dtype, some.new_zeros
         if not layout.contiguous:
-            full = some.new_empty((layout.world_size, layout.padded_shard_numel), dtype=self._reduced)
+            full = some.new_empty((layout.world_size, layout.padded_shard_numel), dtype=dtype)
             present = [zeros(p.shape) if g is None else g for p, g in zip(layout.params, grads, strict=True)]
-            if some.dtype == self._reduced:
+            if some.dtype == dtype:
                 torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=full)
             else:
                 full.copy_(torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size))
@@ -84,4 +138,9 @@ class GradStore:
             end = start + spec.numel
         if end < layout.gathered_numel:
             parts.append(zeros(layout.gathered_numel - end))
-        return torch.cat(parts).to(self._reduced)
+        return torch.cat(parts).to(dtype)
+
+
+def _divide(value: Tensor, factor: float) -> None:
+    if factor != 1:
+        value.div_(factor)

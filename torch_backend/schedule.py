@@ -5,31 +5,32 @@ The course of a step for one unit:
 - before its forward: gather (unless prefetched), expose, and put an anchor before its parameters;
 - after it: conceal and free where it reshards after forward, and hook the outputs;
 - when the first gradient of an output arrives: gather, and prefetch the unit that ran before it (R16);
-- when the anchor is reached: free, and reduce. The reduction before it is finished first, so that at most one is under way
-  while the next unit computes;
+- when the anchor is reached: free, and reduce. The reductions before it are taken one collective further first, so that no more
+  are under way while the next unit computes than a reduction has collectives;
 - at the end of backward: reduce what is left, finish, forget.
 
 [Note: order of reductions] Every rank must issue the same reductions in the same order, also where ranks leave different
 parameters unused and autograd reaches the units in other orders (R29). A unit therefore waits, once it is done, for
 those units that began their forward after it and are in their backward; what is left is reduced at the end in that same order.
 
-[Note: streams] Collectives are issued asynchronously. On CUDA, NCCL runs them on a stream of its own that first waits for the
-stream that issued them, and `Work.wait()` makes that stream wait in turn, not the host. All full memory is allocated and freed on
-the compute stream, after such a wait: the caching allocator may reuse it at once. On CPU, gloo runs them in threads of its
-own. Both overlap with compute by the same code.
+Collectives are issued and waited for later; what runs beside what on a device is in [Note: streams] in streams.py.
 """
 
 import dataclasses
+import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from crossframe.errors import UsageError
 from crossframe.lifecycle import Activity, Move
+from crossframe.strategy import Prefetch
 from torch_backend.agreement import check_agreement
+from torch_backend.inputs import cast_floating, moved
+from torch_backend.streams import streams_of
 from torch_backend.unit import Unit
 
 # What a module may return without anything to differentiate in it.
@@ -43,7 +44,7 @@ class Schedule:
         units: in module pre-order; the root's comes first.
     """
 
-    def __init__(self, named_units: Sequence[tuple[str, Unit]], *, backward_prefetch: bool, face: str) -> None:
+    def __init__(self, named_units: Sequence[tuple[str, Unit]], *, face: str) -> None:
         """Take charge of the units of a module tree, whose root is about to be used for the first time.
 
         Args:
@@ -66,16 +67,19 @@ class Schedule:
         for name, unit in named_units:
             unit.place(name)
             unit.schedule = self
-        self._backward_prefetch = backward_prefetch
-        # Units in the order in which their forwards began, and ended.
+        self._streams = {streams_of(unit.device) for unit in self.units if unit.device is not None}
+        # Units in the order in which their forwards began, and ended; and the one whose forward began next in the step before.
         self._begun: dict[Unit, None] = {}
         self._ended: dict[Unit, int] = {}
+        self._next: dict[Unit, Unit] = {}
         # Units whose last output needed no gradient, so that no backward will reach them.
         self._without_backward: set[Unit] = set()
         # Units that were begun and are not reduced yet, the last one first; and those of them whose backward is done.
         self._waiting: list[Unit] = []
+        self._order: list[Unit] = []
         self._done: set[Unit] = set()
-        self._reducing: Unit | None = None
+        # Units whose reduction is under way, the oldest first.
+        self._reducing: deque[Unit] = deque()
         self._in_backward = False
 
     @property
@@ -86,16 +90,24 @@ class Schedule:
     # Forward
 
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device."""
+        """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device, in the dtype
+        that the user chose for them (R35)."""
+        dtype = unit.choices.input_dtype
         if unit is self.root and not self._within_autograd:
             self._begin_step()
-            args, kwargs = _moved((args, kwargs), unit.device)
+            dtype = unit.choices.root_input_dtype
+            if unit.device is not None and unit.device.type != "cpu":
+                args, kwargs = moved((args, kwargs), unit.device)
         if unit.state.activity == Activity.BACKWARD:  # computed again, with what its backward holds
             unit.begin_backward()
             return args, kwargs
+        if dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), dtype)
         if unit.state.activity == Activity.IDLE:
             unit.move(Move.BEGIN_FORWARD)
         unit.unshard("forward")
+        if unit.choices.forward_prefetch:
+            self._prefetch(self._next.get(unit), "forward")
         unit.expose()
         unit.begin_use()
         self._begun.setdefault(unit)
@@ -109,11 +121,20 @@ class Schedule:
                 unit.move(Move.BEGIN_FORWARD)  # refused, and the message says what to do
         if any(unit.state.activity != Activity.IDLE for unit in self.units):
             self.reset()
+        if self._begun:
+            self._next = dict(itertools.pairwise(self._begun))
         self._begun.clear()
         self._ended.clear()
         self._without_backward.clear()
         for unit in self.units:
             unit.free_outdated("forward", training=torch.is_grad_enabled())
+        for streams in self._streams:
+            streams.shards_written()
+
+    def _prefetch(self, unit: Unit | None, phase: str) -> None:
+        """Issue a gather ahead of its need, unless it would be for nothing."""
+        if unit is not None and unit.state.activity == Activity.IDLE and not unit.summoned:
+            unit.gather(phase)
 
     def _free_after_inputs(self, unit: Unit, inputs: Any) -> None:
         """A frozen unit has no anchor: its backward is over once its inputs have their gradients."""
@@ -128,7 +149,7 @@ class Schedule:
         unit.move(Move.END_FORWARD)
         unit.end_use()
         self._ended.setdefault(unit, len(self._ended))
-        if unit.reshard_after_forward:
+        if unit.choices.reshard_after_forward:
             unit.reshard("forward")
         elif all(bucket.exposure.conceals_after_forward for bucket in unit.buckets):
             unit.conceal()
@@ -143,7 +164,7 @@ class Schedule:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _grad: self.begin_backward(unit))
         opaque = not tensors and not isinstance(output, _WITHOUT_TENSORS)
-        if opaque and unit.trained and unit.reshard_after_forward:
+        if opaque and unit.trained and unit.choices.reshard_after_forward:
             raise UsageError(
                 f"unit {unit.name!r} returned a {type(output).__name__}, in which no tensor can be seen, so that its "
                 "backward would begin unnoticed, without its parameters; return tensors, as they are or in a tuple, list, "
@@ -165,21 +186,29 @@ class Schedule:
         """A gradient of the unit's output has arrived."""
         self._join_backward()
         unit.begin_backward()
+        if unit.choices.backward_prefetch is Prefetch.BACKWARD_PRE:
+            self._prefetch_before(unit)
+
+    def _prefetch_before(self, unit: Unit) -> None:
+        """Gather for backward the unit whose forward ended before this one's (R16)."""
         position = self._ended.get(unit, 0)
-        if self._backward_prefetch and position > 0:
-            before = list(self._ended)[position - 1]
-            if before.state.activity == Activity.IDLE and not before.summoned and before not in self._without_backward:
-                before.gather("backward")
+        if position > 0:
+            before = self._order[position - 1]
+            if before not in self._without_backward:
+                self._prefetch(before, "backward")
 
     def _join_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             self._waiting = list(reversed(self._begun))
+            self._order = list(self._ended)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def backward_done(self, unit: Unit) -> None:
         """The unit's anchor was reached: free its full parameters and reduce its gradients as soon as it is its turn."""
         self._free(unit)
+        if unit.choices.backward_prefetch is Prefetch.BACKWARD_POST:
+            self._prefetch_before(unit)
         if unit.reduces:
             self._done.add(unit)
             if unit not in self._waiting:  # it ran in an earlier step of several that share one backward
@@ -187,7 +216,7 @@ class Schedule:
             self._reduce_in_turn()
 
     def _free(self, unit: Unit) -> None:
-        if unit.state.activity == Activity.BACKWARD and (unit.reduces or not unit.keeps_full_unreduced):
+        if unit.state.activity == Activity.BACKWARD and (unit.reduces or not unit.choices.keeps_full_unreduced):
             unit.reshard("backward")
 
     def _reduce_in_turn(self) -> None:
@@ -202,14 +231,16 @@ class Schedule:
 
     def _reduce(self, unit: Unit) -> None:
         if unit.has_grads:
-            self._finish_reduction()
+            self._advance_reductions()
             unit.start_reduction()
-            self._reducing = unit
+            self._reducing.append(unit)
 
-    def _finish_reduction(self) -> None:
-        if self._reducing is not None:
-            self._reducing.finish_reduction()
-            self._reducing = None
+    def _advance_reductions(self) -> None:
+        """Take every reduction that is under way one collective further, the oldest first: in one order on all ranks."""
+        for _ in range(len(self._reducing)):
+            unit = self._reducing.popleft()
+            if not unit.advance_reduction():
+                self._reducing.append(unit)
 
     def _end_backward(self) -> None:
         """The last thing in a backward. A unit in its forward called for a backward within it, and is left alone."""
@@ -219,24 +250,27 @@ class Schedule:
                 continue
             if unit.reduces:
                 self._reduce(unit)
-            if unit.reduces or not unit.keeps_full_unreduced:
+            if unit.reduces or not unit.choices.keeps_full_unreduced:
                 unit.reshard("backward")
             else:
                 unit.keep()
             unit.end_backward()
-        self._finish_reduction()
+        while self._reducing:
+            self._advance_reductions()
+        for streams in self._streams:
+            streams.end_reductions(host=any(bucket.offloaded for unit in self.units for bucket in unit.buckets))
         self._leave_backward()
 
     def _leave_backward(self) -> None:
         self._in_backward = False
-        self._waiting = []
+        self._waiting, self._order = [], []
         self._done.clear()
 
     # After an exception
 
     def reset(self) -> None:
         """Bring every unit back to its shard after an exception in forward or backward (R17)."""
-        self._reducing = None
+        self._reducing.clear()
         self._leave_backward()
         self._begun.clear()
         self._ended.clear()
@@ -253,14 +287,6 @@ class Schedule:
         for unit in self.units:
             if unit.state.activity:
                 unit.move(Move.SUMMON)
-
-
-def _moved(inputs: Any, device: torch.device | None) -> Any:
-    """Inputs with every tensor on an accelerator's device. On CPU, and for a unit without parameters, as they are."""
-    if device is None or device.type == "cpu":
-        return inputs
-    leaves, tree = tree_flatten(inputs)
-    return tree_unflatten([leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

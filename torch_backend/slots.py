@@ -1,15 +1,16 @@
 """From a torch module tree to the core's names: where parameters are registered, and which unit they belong to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import nn
 
 from crossframe.params import ParamSpec
 from crossframe.units import Order, Slot, assign_units
-from torch_backend.collectives import dtype_name
+from torch_backend.dtypes import dtype_name
 
 WRAPPED = "_fsdp_wrapped_module"
+_WRAPPERS = (WRAPPED, "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -21,23 +22,33 @@ class OwnedParam:
     registrations: tuple[tuple[nn.Module, str], ...]
 
 
-def canonical_name(name: str) -> str:
-    """A module or parameter name without the parts that wrapping put into it.
+def without_wrapper(name: str) -> str:
+    """A name without the parts that wrapping in FSDP put into it.
 
-    >>> canonical_name("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.weight")
+    >>> without_wrapper("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.weight")
     'blocks.0.weight'
     """
     return ".".join(part for part in name.split(".") if part != WRAPPED)
+
+
+def canonical_name(name: str) -> str:
+    """A module or parameter name without the parts that any wrapping put into it, so that it names the user's module.
+
+    >>> canonical_name("_fsdp_wrapped_module.blocks.0._checkpoint_wrapped_module.weight")
+    'blocks.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def owned_params(
     root: nn.Module,
     is_unit: Callable[[nn.Module], bool],
     order: Order,
+    ignored: Collection[nn.Parameter] = (),
 ) -> list[OwnedParam]:
     """The parameters that the unit at `root` owns: all below it that no inner unit owns, in the face's order (R01).
 
-    Names are relative to `root`.
+    Names are relative to `root`. What is `ignored` belongs to no unit.
 
     Raises:
         UnitError: a parameter that an inner unit shares with this one.
@@ -48,6 +59,7 @@ def owned_params(
     registrations: dict[int, list[tuple[nn.Module, str]]] = {}
     params: dict[int, nn.Parameter] = {}
     inner_units: dict[nn.Module, str] = {}
+    left_out = {id(param) for param in ignored}
     again: list[str] = []  # further names of inner units, below which everything has been seen
     for raw_name, module in root.named_modules(remove_duplicate=False):
         name = canonical_name(raw_name)
@@ -61,7 +73,7 @@ def owned_params(
         if module in inner_units:
             units.add(name)
         for attribute, param in module._parameters.items():
-            if param is None:
+            if param is None or id(param) in left_out:
                 continue
             params[id(param)] = param
             slots.append(

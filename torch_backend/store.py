@@ -19,17 +19,27 @@ class ShardStore:
             where it holds none.
     """
 
-    def __init__(self, layout: Layout, rank: int, full: Sequence[Tensor]) -> None:
+    def __init__(self, layout: Layout, rank: int, full: Sequence[Tensor], device: torch.device | None = None) -> None:
+        """
+        Args:
+            full: every parameter in full, in the layout's order.
+            device: where the shard shall live; where the parameters are if None.
+        """
         self.layout, self.rank = layout, rank
         self._copies = writeback_copies(layout, rank)
+        device = full[0].device if device is None else device
+        # From pinned memory a shard is copied to its device without the host waiting.
+        pinned = device.type == "cpu" and full[0].device.type == "cuda"
         with torch.no_grad():
-            self.buffer = torch.empty(layout.padded_shard_numel, dtype=full[0].dtype, device=full[0].device)
+            self.buffer = torch.empty(layout.padded_shard_numel, dtype=full[0].dtype, device=device, pin_memory=pinned)
             for run in layout.padding(rank):
                 self.buffer[run.start : run.stop] = run.fill
-            self.pieces = [self.buffer[:0] for _ in layout.params]
-            for copy in self._copies:
-                self.pieces[copy.index] = self.buffer[copy.shard_start : copy.shard_stop]
+            self.cut()
             self.write(full)
+
+    def cut(self) -> None:
+        """Make `pieces` anew, once `buffer` is another."""
+        self.pieces = self.split(self.buffer)
 
     def write(self, full: Sequence[Tensor]) -> None:
         """Take over this rank's slices of full parameters, in the layout's order (R20).
@@ -42,8 +52,19 @@ class ShardStore:
             check_full(spec, tuple(value.shape))
         with torch.no_grad():
             for copy in self._copies:
-                value = full[copy.index].reshape(-1)
-                self.pieces[copy.index].copy_(value[copy.param_start : copy.param_stop])
+                piece = self.pieces[copy.index]
+                value = full[copy.index].reshape(-1)[copy.param_start : copy.param_stop]
+                if value.data_ptr() != piece.data_ptr():  # where nothing is sharded it may be the piece itself
+                    piece.copy_(value)
+
+    def slices(self, full: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of full tensors, one a parameter, what lies where this rank's pieces do, 1-D; None where there is none or no piece."""
+        found: list[Tensor | None] = [None] * len(full)
+        for copy in self._copies:
+            value = full[copy.index]
+            if value is not None:
+                found[copy.index] = value.reshape(-1)[copy.param_start : copy.param_stop]
+        return found
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""

@@ -1,8 +1,9 @@
 """A unit: what is gathered together, freed together and reduced together. The only writer of its own state."""
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,32 +11,44 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from crossframe.errors import StateError
-from crossframe.layout import Layout
 from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
 from crossframe.params import ParamSpec
-from crossframe.trace import FREE, Event
+from crossframe.strategy import Prefetch
+from crossframe.unshard import UnshardRequest, residency_after
 from torch_backend.anchor import Use, anchored
-from torch_backend.collectives import Communicator, dtype_name
-from torch_backend.exposure import Exposure
-from torch_backend.gather import GatherBuffer
-from torch_backend.grads import GradStore
+from torch_backend.bucket import Bucket, Writeback
+from torch_backend.collectives import UnitMesh
+from torch_backend.grads import CommHook
 from torch_backend.observe import observers
-from torch_backend.store import ShardStore
 
 if TYPE_CHECKING:
     from torch_backend.schedule import Schedule
 
 
 @dataclass
-class Bucket:
-    """The uniform part of a unit (R11): one layout, and the memory of its shard, its full parameters and its gradients."""
+class Choices:
+    """What the user chose for a unit; some of it may be chosen anew between steps.
 
-    layout: Layout
-    store: ShardStore
-    buffer: GatherBuffer
-    grads: GradStore
-    exposure: Exposure
+    Attributes:
+        reshard_after_forward: whether full memory is freed between forward and backward (R13, R14).
+        keeps_full_unreduced: whether a backward without reduction leaves the full parameters in memory (R15).
+        backward_prefetch: when the unit that comes next in backward is gathered (R16); None: when it is needed.
+        forward_prefetch: whether this unit's forward gathers the unit that came next in the step before.
+        input_dtype: what floating inputs are cast to, and root_input_dtype if this unit turns out to be the root; None:
+            left as they are (R35).
+        comm_hook: the user's own reduction.
+        settings: all of it in words, for the agreement between ranks.
+    """
+
+    reshard_after_forward: bool = True
+    keeps_full_unreduced: bool = False
+    backward_prefetch: Prefetch | None = Prefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    input_dtype: torch.dtype | None = None
+    root_input_dtype: torch.dtype | None = None
+    comm_hook: CommHook | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 class Unit:
@@ -44,54 +57,45 @@ class Unit:
     Attributes:
         name: its module's path from the root, known once the root has run; "" for the root.
         state: where it is in its life; only this class moves it.
-        reshard_after_forward: whether full memory is freed between forward and backward (R13, R14).
+        mesh: the ranks that it is sharded and replicated over.
+        choices: the user's.
         reduces: whether a backward ends in a reduction; False under no_sync (R15).
-        keeps_full_unreduced: whether a backward without reduction leaves the full parameters in memory (R15).
         schedule: the schedule of the root that this unit runs under, once that has run.
     """
 
-    def __init__(
-        self,
-        name: str,
-        buckets: Sequence[Bucket],
-        communicator: Communicator,
-        *,
-        reshard_after_forward: bool,
-        keeps_full_unreduced: bool,
-    ) -> None:
+    def __init__(self, name: str, buckets: Sequence[Bucket], mesh: UnitMesh, choices: Choices) -> None:
         self.name = name
         self.buckets = list(buckets)
-        self.communicator = communicator
+        self.mesh, self.choices = mesh, choices
         self.state = UnitState()
-        self.reshard_after_forward = reshard_after_forward
         self.reduces = True
-        self.keeps_full_unreduced = keeps_full_unreduced
         self.schedule: Schedule | None = None
         # Whether the full parameters that are here are for the next forward, and how many optimizer steps they have seen.
         self._kept = False
         self._steps_seen = 0
-        # The unsharded parameters, bucket by bucket, and whether any of them takes a gradient.
-        self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
-        self.trained = any(leaf.requires_grad for leaf in self.leaves)
-        self._shown = False
         self._aliases: list[Tensor] = []
-        # Full gradients that autograd has delivered and that wait for the reduction, one a leaf.
-        self._grads: list[Tensor | None] = [None] * len(self.leaves)
         # Forwards whose gradients have not come, of those whose graphs are alive; and in which backward the unit is.
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._task = -1
+        self._take_leaves()
+
+    def _take_leaves(self) -> None:
+        # The unsharded parameters, bucket by bucket, whether any of them takes a gradient, and full gradients that autograd
+        # has delivered and that wait for the reduction, one a leaf.
+        self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
+        self.trained = any(leaf.requires_grad for leaf in self.leaves)
+        self._grads: list[Tensor | None] = [None] * len(self.leaves)
 
     @property
     def device(self) -> torch.device | None:
-        """Where its parameters are; None if it has none."""
-        return self.buckets[0].store.buffer.device if self.buckets else None
+        """Where it computes; None if it has no parameters."""
+        return self.buckets[0].device if self.buckets else None
 
     def place(self, name: str) -> None:
         """Learn the path from the root, and name the parameters after it."""
         self.name = name
         for bucket in self.buckets:
-            layout = replace(bucket.layout, params=named_below(name, bucket.layout.params))  # type: ignore[type-var]
-            bucket.layout = bucket.store.layout = bucket.buffer.layout = bucket.grads.layout = layout
+            bucket.place(replace(bucket.layout, params=named_below(name, bucket.layout.params)))  # type: ignore[type-var]
 
     def move(self, move: Move) -> None:
         """Take one step of the lifecycle, or raise StateError with this unit's name."""
@@ -112,7 +116,7 @@ class Unit:
         self._steps_seen = optimizer_steps()
         self._kept = False
         for bucket in self.buckets:
-            bucket.buffer.start(bucket.store.buffer, self.communicator, unit=self.name, phase=phase)
+            bucket.gather(unit=self.name, phase=phase)
 
     def unshard(self, phase: str) -> None:
         """Have the full parameters in memory, readable."""
@@ -170,8 +174,7 @@ class Unit:
     def _free(self, phase: str) -> None:
         self.move(Move.RESHARD)
         for bucket in self.buckets:
-            bucket.buffer.free()
-            self._tell_free(bucket, phase)
+            bucket.free(unit=self.name, phase=phase)
 
     def keep(self) -> None:
         """The next forward takes the full parameters as they are: the user asked for them, or a backward that reduced nothing
@@ -212,7 +215,7 @@ class Unit:
     def collect(self, use: Use, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Autograd delivers the gradients of one use of the unit; see [Note: anchors]."""
         if self.state.activity != Activity.BACKWARD:
-            if self.reshard_after_forward or self.schedule is None:
+            if self.choices.reshard_after_forward or self.schedule is None:
                 raise StateError(
                     f"unit {self.name!r}: gradients of its parameters came, but none of its output, so that they were "
                     "computed without the parameters; return the tensors that the loss is made of, as they are or in a "
@@ -251,14 +254,14 @@ class Unit:
             start = stop
             if any(grad is not None for grad in grads):
                 self._tell_local_grads(bucket, grads)
-                bucket.grads.start(grads, self.communicator, unit=self.name)
+                bucket.start_reduction(grads, unit=self.name, hook=self.choices.comm_hook)
         self.drop_grads()
 
-    def finish_reduction(self) -> None:
-        """Wait for the reduction and hand the sharded gradient to the optimizer's parameters."""
-        for bucket in self.buckets:
-            if bucket.grads.pending:
-                bucket.exposure.add_grad(bucket.grads.finish())
+    def advance_reduction(self) -> bool:
+        """Go one collective further, and hand a gradient that is ready to the optimizer's parameters. Returns whether all is
+        done."""
+        over = [bucket.advance_reduction() for bucket in self.buckets]
+        return all(over)
 
     def reset(self) -> None:
         """Back to the shard from anywhere (R17): nothing full, nothing pending, no gradient half done."""
@@ -271,6 +274,27 @@ class Unit:
         self._uses.clear()
         self.end_backward()
 
+    @contextmanager
+    def converting(self, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Inside, the module shows no parameters of this unit, so that `fn`, which `module.to` and its like apply to every
+        parameter, is applied to the shards instead, and padding goes along (R25).
+
+        Raises:
+            StateError: in a forward or backward, or while parameters are summoned.
+        """
+        if self.state != UnitState():
+            self.move(Move.EDIT_SHARDS)  # refused in use, and the message says why
+            self.reshard("summon")
+        for bucket in self.buckets:
+            bucket.exposure.adopt()
+            bucket.exposure.deregister()
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.convert(fn)
+            self._take_leaves()
+
     @property
     def summoned(self) -> bool:
         """Whether the user is being shown full parameters."""
@@ -281,48 +305,40 @@ class Unit:
         if self.summoned or self.state.activity:
             self.move(Move.SUMMON)
 
-    def summon(self, *, visible: bool) -> bool:
-        """Show the user full parameters, if `visible` on this rank. Returns whether memory held them before (R21).
+    def summon(self, request: UnshardRequest, *, visible: bool) -> Residency:
+        """Show the user full parameters, if `visible` on this rank. Returns what memory shall hold afterwards (R21).
 
         They are gathered in any case: what the user is shown, and may write back, is what the shards hold now.
         """
-        was_full = self.is_full
+        before = residency_after(self.state.residency, [bucket.precision for bucket in self.buckets])
+        for bucket in self.buckets:
+            bucket.exposure.adopt()
         self.reshard("summon")
-        self.unshard("summon")
+        self.move(Move.GATHER)
+        for bucket in self.buckets:
+            bucket.summon(request, visible=visible, unit=self.name)
         self.move(Move.SUMMON)
-        if visible:
-            for bucket in self.buckets:
-                bucket.exposure.summon()
-        else:
-            self._free("summon")
-        self._shown = visible
-        return was_full
+        if not visible:
+            self.move(Move.RESHARD)
+        return before
 
-    def dismiss(self, *, writeback: bool, was_full: bool, failed: bool) -> None:
-        """End `summon`: persist the edits if asked, then return to the memory that was there before (R20, R21, R24).
+    def dismiss(self, writeback: Writeback, *, after: Residency) -> None:
+        """End `summon`: persist the edits as asked, then return to the memory that was there before (R20, R21, R24).
 
         What was full before is gathered again, so that it holds what the shards hold: all ranks' edits merged, or none of
-        them. Not so when the user's code has `failed`: then it is freed, since other ranks may not come along.
-        """
-        edited = [bucket.exposure.dismiss() if self._shown else [] for bucket in self.buckets]
-        self.move(Move.DISMISS)
-        try:
-            if writeback:
-                for bucket, full in zip(self.buckets, edited, strict=True):
-                    bucket.store.write(full)
-        finally:
-            if self.is_full:
-                for bucket in self.buckets:
-                    bucket.buffer.realias()
-                self._free("summon")
-        if was_full and not failed:
-            self.unshard("summon")
+        them.
 
-    def _tell_free(self, bucket: Bucket, phase: str) -> None:
-        for observer in observers:
-            full = bucket.buffer.full
-            num_bytes = bucket.layout.gathered_numel * full.itemsize
-            observer.event(Event(FREE, self.name, phase, dtype_name(full.dtype), num_bytes, self.communicator.ranks))
+        Args:
+            after: what memory shall hold; the shard alone when the user's code has failed, since other ranks may not come along.
+        """
+        self.move(Move.DISMISS)
+        if self.is_full:
+            self.move(Move.RESHARD)
+        with ExitStack() as stack:
+            for bucket in self.buckets:
+                stack.callback(bucket.dismiss, writeback)
+        if after == Residency.FULL:
+            self.unshard("summon")
 
     def _tell_local_grads(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> None:
         if observers:

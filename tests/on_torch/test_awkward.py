@@ -489,7 +489,7 @@ def _refused(rank, world_size):
     for attempt in (
         lambda: copy.deepcopy(orig),
         lambda: copy.deepcopy(fsdp2),
-        lambda: orig.double()(torch.zeros((1, 4), dtype=torch.float64)),
+        lambda: fsdp2.double()(torch.zeros((1, 4), dtype=torch.float64)),
         lambda: shard(Chain(), "orig").load_state_dict(Chain().state_dict()),
     ):
         try:

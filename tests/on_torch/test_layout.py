@@ -151,6 +151,7 @@ def _refusals(rank, world_size):
     frozen = Block(3)
     frozen.up.bias.requires_grad_(False)
     meta = Block(3).to("meta")
+    meta.norm.reset_parameters = None
     whole = Block(3)
     whole.register_parameter("counts", torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
     for module in (scalar, mixed, frozen, meta, whole):
@@ -166,5 +167,5 @@ def test_R11_what_a_unit_cannot_hold_is_refused_by_name(ranks):
     assert "'temperature' has no dims" in scalar
     assert "'norm.weight' is float32, 'up.weight' is float64" in mixed
     assert "'up.bias' has False" in frozen and "use_orig_params=True" in frozen
-    assert "'norm.weight' is on the meta device" in meta
+    assert "'norm' (LayerNorm) is on the meta device and has no reset_parameters" in meta and "weight, bias" in meta
     assert "'int64'" in whole

@@ -1,6 +1,6 @@
 """FSDP2."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,7 +8,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from crossframe.errors import ParamError
-from torch_backend.exposure.registration import RegisteredParams, copy_into, left_by_user, register
+from torch_backend.exposure.registration import (
+    RegisteredParams,
+    call_grad_hooks,
+    copy_into,
+    full_params,
+    left_by_user,
+    point_at,
+    register,
+)
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
@@ -36,15 +44,18 @@ class DTensorExposure(RegisteredParams):
         """Parameter i (or its gradient) from the elements that this rank holds of it; they are aliased, not copied."""
         return DTensor(piece.view(self._local_shapes[i]), self._specs[i], requires_grad=False)  # type: ignore[call-arg]
 
-    def summon(self) -> None:
-        """Register the leaves."""
-        register(self._places, self._leaves)
+    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
+        """Register full parameters."""
+        assert grads is None, "no interface asks for them"
+        self._shown = full_params(full, self._leaves)
+        register(self._places, self._shown)
 
-    def dismiss(self) -> list[Tensor]:
+    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Register the DTensor parameters again."""
-        current = left_by_user(self._places, self._leaves)
+        current = self.left()
         register(self._places, self.params)
-        return current
+        self._shown = []
+        return current, []
 
     def adopt(self) -> None:
         """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
@@ -72,10 +83,26 @@ class DTensorExposure(RegisteredParams):
                     param.grad = self._dtensor(i, part)
                 else:
                     param.grad._local_tensor.add_(part.view(self._local_shapes[i]))  # type: ignore[attr-defined]
-                # The user's hooks (an optimizer in the backward) wait for the reduced gradient, not for autograd's.
-                for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-                    hook(param)
+                call_grad_hooks(param)
 
     def grads(self) -> list[Tensor | None]:
         """The local tensors of the DTensor gradients."""
         return [None if p.grad is None else p.grad._local_tensor.flatten() for p in self.params]  # type: ignore[attr-defined]
+
+    def left(self) -> list[Tensor]:
+        """What is registered now."""
+        return left_by_user(self._places, self._shown)
+
+    def write_grads(self, full: Sequence[Tensor | None]) -> None:
+        """None were shown."""
+
+    def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
+        """Each parameter's local tensor becomes its piece of the new buffer."""
+        self._leaves = leaves
+        for i, (param, piece) in enumerate(zip(self.params, self._store.pieces, strict=True)):
+            point_at(param, self._dtensor(i, piece), fn)
+        register(self._places, self.params)
+
+    def whole_grads(self) -> list[Tensor]:
+        """The local tensors of the DTensor gradients."""
+        return [param.grad._local_tensor for param in self.params if param.grad is not None]  # type: ignore[attr-defined]

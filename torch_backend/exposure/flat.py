@@ -1,13 +1,15 @@
 """FSDP1 without original parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from torch_backend.exposure.registration import (
     add_grad_to,
     adopt_data,
+    full_params,
     left_by_user,
+    point_at,
     registrations,
     shadow,
     sync_requires_grad,
@@ -31,13 +33,18 @@ class FlatExposure:
     conceals_after_forward = True
 
     def __init__(self, module: nn.Module, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]):
-        self._module, self._store, self._leaves = module, store, leaves
+        self._module, self._store = module, store
         self._places = list(registrations(owned))
-        self._absent = [leaf.new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
         self.flat_param = FlatParameter(store.buffer, requires_grad=owned[0].spec.requires_grad)
+        self._shown: list[nn.Parameter] = []
         for _, owner, attribute in self._places:
             del owner._parameters[attribute]
         module.register_parameter(FLAT_PARAM, self.flat_param)
+        self._stand_for(leaves)
+
+    def _stand_for(self, leaves: list[nn.Parameter]) -> None:
+        self._leaves = leaves
+        self._absent = [leaf.new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
         self.unuse()
 
     def show_full(self) -> None:
@@ -55,25 +62,58 @@ class FlatExposure:
         """Attributes yield NaN."""
         shadow(self._places, self._absent)
 
-    def summon(self) -> None:
-        """The leaves become parameters, and the flat parameter none."""
+    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
+        """Full parameters are registered, and the flat parameter is not."""
+        assert grads is None, "refused: the gradient is the flat parameter's"
+        self._shown = full_params(full, self._leaves)
         del self._module._parameters[FLAT_PARAM]
         unshadow(self._places)
         for i, owner, attribute in self._places:
-            owner._parameters[attribute] = self._leaves[i]
+            owner._parameters[attribute] = self._shown[i]
 
-    def dismiss(self) -> list[Tensor]:
+    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Back to the flat parameter."""
-        current = left_by_user(self._places, self._leaves)
+        current = self.left()
         for _, owner, attribute in self._places:
             owner._parameters.pop(attribute, None)
         self._module._parameters[FLAT_PARAM] = self.flat_param
         self.unuse()
-        return current
+        self._shown = []
+        return current, []
+
+    def left(self) -> list[Tensor]:
+        """What is registered now."""
+        return left_by_user(self._places, self._shown)
+
+    def write_grads(self, full: Sequence[Tensor | None]) -> None:
+        """None were shown."""
 
     def adopt(self) -> None:
         """The flat parameter may have been moved or assigned."""
-        adopt_data(self.flat_param, self._store.buffer, "_flat_param", self._store.rank)
+        adopt_data(self.flat_param, self._store.buffer, FLAT_PARAM, self._store.rank)
+
+    def deregister(self) -> None:
+        """The flat parameter is not registered."""
+        del self._module._parameters[FLAT_PARAM]
+
+    def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
+        """The flat parameter becomes the new buffer."""
+        point_at(self.flat_param, self._store.buffer, fn)
+        self._module._parameters[FLAT_PARAM] = self.flat_param
+        self._stand_for(leaves)
+
+    def managed(self) -> list[nn.Parameter]:
+        """The flat parameter."""
+        return [self.flat_param]
+
+    def whole_grads(self) -> list[Tensor]:
+        """The flat parameter's gradient."""
+        grad = self.flat_param.grad
+        if grad is None:
+            return []
+        for run in self._store.layout.padding(self._store.rank):
+            grad[run.start : run.stop] = 0
+        return [grad]
 
     def add_grad(self, shard: Tensor) -> None:
         """The gradient of the flat parameter is the whole reduced shard."""

@@ -1,16 +1,25 @@
 """FSDP1 with original parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from torch_backend.exposure.registration import RegisteredParams, add_grad_to, adopt_data, left_by_user, register
+from torch_backend.exposure.registration import (
+    RegisteredParams,
+    add_grad_to,
+    adopt_data,
+    left_by_user,
+    point_at,
+    register,
+    set_grad,
+)
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
 
 class OriginalExposure(RegisteredParams):
-    """The user's own parameter objects, kept for good: sharded, each is a 1-D view of the piece held here."""
+    """The user's own parameter objects, kept for good. Sharded, each is a 1-D view of the piece held here; where nothing is
+    sharded, it keeps its shape."""
 
     conceals_after_forward = True
 
@@ -19,40 +28,79 @@ class OriginalExposure(RegisteredParams):
         self._hidden_grads: list[Tensor | None] = []
         self._point_at_pieces()
 
+    def _shaped(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Parts of the shard, one a parameter, in the shapes that the user sees."""
+        if self._store.layout.world_size > 1:
+            return list(parts)
+        return [part.view(spec.shape) for part, spec in zip(parts, self._store.layout.params, strict=True)]
+
     def _point_at_pieces(self) -> None:
-        for param, piece in zip(self.params, self._store.pieces, strict=True):
+        for param, piece in zip(self.params, self._shaped(self._store.pieces), strict=True):
             param.data = piece
 
-    def summon(self) -> None:
+    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """The user's parameters hold the full values; gradients of pieces are put away meanwhile."""
         self._hidden_grads = [param.grad for param in self.params]
-        for param, leaf in zip(self.params, self._leaves, strict=True):
-            param.grad = None
-            param.data = leaf.data
+        sharded = self._store.layout.world_size > 1
+        for i, (param, value) in enumerate(zip(self.params, full, strict=True)):
+            if sharded:
+                param.grad = None
+            param.data = value
+            if sharded and grads is not None:
+                set_grad(param, grads[i])
 
-    def dismiss(self) -> list[Tensor]:
+    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """The user's parameters are pieces again, with their gradients, and are registered, whatever was put there."""
-        current = left_by_user(self._places, self.params)
+        current, grads = self.left(), [param.grad for param in self.params]
         register(self._places, self.params)
+        if self._store.layout.world_size > 1:
+            for param in self.params:
+                param.grad = None
         self._point_at_pieces()
-        for param, grad in zip(self.params, self._hidden_grads, strict=True):
-            param.grad = grad
+        if self._store.layout.world_size > 1:
+            for param, grad in zip(self.params, self._hidden_grads, strict=True):
+                set_grad(param, grad)
         self._hidden_grads = []
-        return current
+        return current, grads
+
+    def left(self) -> list[Tensor]:
+        """What is registered now."""
+        return left_by_user(self._places, self.params)
+
+    def write_grads(self, full: Sequence[Tensor | None]) -> None:
+        """Into the gradients of pieces that there are; one that the user took away becomes zeros."""
+        if self._store.layout.world_size == 1:  # what the user saw were the gradients themselves
+            return
+        for param, own in zip(self.params, self._store.slices(full), strict=True):
+            if param.grad is not None and own is not None:
+                param.grad.copy_(own)
+            elif param.grad is not None:
+                param.grad.zero_()
 
     def adopt(self) -> None:
         """Any of the parameters may have been moved or assigned, or replaced by another object."""
         store = self._store
         self._take_back_places(lambda i, other: None)
-        for i, param in enumerate(self.params):
-            adopt_data(param, store.pieces[i], store.layout.params[i].name, store.rank)
+        for param, piece, spec in zip(self.params, self._shaped(store.pieces), store.layout.params, strict=True):
+            adopt_data(param, piece, spec.name, store.rank)
+
+    def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
+        """The user's parameters become pieces of the new buffer."""
+        self._leaves = leaves
+        for param, piece in zip(self.params, self._shaped(self._store.pieces), strict=True):
+            point_at(param, piece, fn)
+        register(self._places, self.params)
+
+    def whole_grads(self) -> list[Tensor]:
+        """The gradients of the user's parameters."""
+        return [param.grad for param in self.params if param.grad is not None]
 
     def add_grad(self, shard: Tensor) -> None:
         """Each piece gets its part of the reduced shard; a parameter without a piece here gets none."""
-        for param, part in zip(self.params, self._store.split(shard), strict=True):
+        for param, part in zip(self.params, self._shaped(self._store.split(shard)), strict=True):
             if part.numel() and param.requires_grad:
                 add_grad_to(param, part)
 
     def grads(self) -> list[Tensor | None]:
-        """The gradients of the user's parameters."""
-        return [param.grad for param in self.params]
+        """The gradients of the user's parameters, 1-D."""
+        return [None if param.grad is None else param.grad.flatten() for param in self.params]

@@ -1,9 +1,9 @@
 """What an engine asks of a face."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Exposure(Protocol):
@@ -28,12 +28,37 @@ class Exposure(Protocol):
         """Attributes yield what is registered."""
         ...
 
-    def summon(self) -> None:
-        """Register full parameters under the original names, for the user."""
+    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
+        """Register full parameters under the original names, for the user, and with `grads` these as their gradients."""
         ...
 
-    def dismiss(self) -> list[Tensor]:
-        """End `summon`. Returns what the user left as full parameters, in the layout's order."""
+    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """End `summon`. Returns what the user left as full parameters and as their gradients, in the layout's order."""
+        ...
+
+    def left(self) -> list[Tensor]:
+        """What the user has made of the full parameters so far, in the layout's order."""
+        ...
+
+    def write_grads(self, full: Sequence[Tensor | None]) -> None:
+        """Take over this rank's slices of full gradients that `dismiss` returned (R22)."""
+        ...
+
+    def deregister(self) -> None:
+        """Let the module have no parameters of this bucket for a while."""
+        ...
+
+    def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
+        """End `deregister`. `fn` (of `module.to`) has made another buffer of the store's, and with it other unsharded parameters
+        are in use; gradients follow."""
+        ...
+
+    def managed(self) -> list[nn.Parameter]:
+        """What stands for this bucket's parameters among the module's."""
+        ...
+
+    def whole_grads(self) -> list[Tensor]:
+        """The reduced gradients as the optimizer reads them; where padding is among them, it is made 0 (R05)."""
         ...
 
     def adopt(self) -> None:

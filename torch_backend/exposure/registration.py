@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from crossframe.errors import ParamError
 from crossframe.writeback import check_replaced
-from torch_backend.collectives import dtype_name
+from torch_backend.dtypes import dtype_name
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
@@ -52,10 +52,15 @@ def left_by_user(places: Sequence[Place], shown: Sequence[nn.Parameter]) -> list
 
 
 def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None:
-    """Copy in what the user put in place of `piece`, and let the parameter alias the piece again."""
+    """Copy in what the user put in place of `piece`, in the piece's shape, and let the parameter alias the piece again."""
     if param.data_ptr() != piece.data_ptr() and piece.numel():
         copy_into(piece, param.data, name, rank, tuple(piece.shape))
         param.data = piece
+
+
+def full_params(full: Sequence[Tensor], leaves: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters for a user to see: full values, trained or frozen as the leaves are."""
+    return [nn.Parameter(value, requires_grad=leaf.requires_grad) for value, leaf in zip(full, leaves, strict=True)]
 
 
 def copy_into(piece: Tensor, value: Tensor, name: str, rank: int, shape: tuple[int, ...]) -> None:
@@ -71,15 +76,40 @@ def copy_into(piece: Tensor, value: Tensor, name: str, rank: int, shape: tuple[i
 
 
 def add_grad_to(param: nn.Parameter, grad: Tensor) -> None:
-    """Accumulate a reduced gradient."""
+    """Accumulate a reduced gradient of the parameter's shape, in the parameter's dtype or a lower one."""
     if param.grad is None:
-        param.grad = grad
+        set_grad(param, grad)
     else:
         param.grad.add_(grad)
+    call_grad_hooks(param)
+
+
+def point_at(param: nn.Parameter, data: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give a parameter other data, of another dtype or elsewhere, and its gradient, to which `fn` is applied."""
+    grad = param.grad
+    param.grad = None
+    param.data = data
+    set_grad(param, None if grad is None else fn(grad))
+
+
+def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
+    """Let a parameter have a gradient, which torch wants to be of its dtype when it is first assigned."""
+    if grad is None or grad.dtype == param.dtype:
+        param.grad = grad
+    else:
+        param.grad = torch.empty_like(param)
+        param.grad.data = grad
+
+
+def call_grad_hooks(param: nn.Parameter) -> None:
+    """Call what the user wants called once a gradient has been accumulated (an optimizer in the backward): it waits for the
+    reduced gradient, not for autograd's."""
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(param)
 
 
 def sync_requires_grad(param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> None:
-    """Let leaves require a gradient where the user\'s parameter does."""
+    """Let leaves require a gradient where the user's parameter does."""
     for leaf in leaves:
         if leaf.requires_grad != param.requires_grad:
             leaf.requires_grad_(param.requires_grad)
@@ -124,6 +154,15 @@ class RegisteredParams:
         """One by one."""
         for param, leaf in zip(self.params, self._leaves, strict=True):
             sync_requires_grad(param, (leaf,))
+
+    def deregister(self) -> None:
+        """None of them is registered."""
+        for _, owner, attribute in self._places:
+            owner._parameters.pop(attribute, None)
+
+    def managed(self) -> list[nn.Parameter]:
+        """All of them."""
+        return self.params
 
     def _take_back_places(self, check: Callable[[int, nn.Parameter], None]) -> None:
         """Where load_state_dict(assign=True) or a user registered another object, take its data over and register ours again,

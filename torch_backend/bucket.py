@@ -1,0 +1,235 @@
+"""A bucket: the uniform part of a unit (R11), and the memory of its shard, its full parameters and its gradients."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from crossframe.faces import Face
+from crossframe.layout import FlatLayout, Layout
+from crossframe.precision import PrecisionPolicy
+from crossframe.trace import FREE, Event
+from crossframe.unshard import Truth, UnshardRequest
+from crossframe.writeback import check_full
+from torch_backend.collectives import UnitMesh
+from torch_backend.dtypes import dtype_name, torch_dtype
+from torch_backend.exposure import Exposure
+from torch_backend.gather import GatherBuffer, views_of
+from torch_backend.grads import CommHook, GradStore
+from torch_backend.observe import observers
+from torch_backend.store import ShardStore
+from torch_backend.streams import streams_of
+
+
+class Writeback(Enum):
+    """What remains of edits of full parameters: nothing, each rank's slice of its own (R20), or the first rank's (R23)."""
+
+    NOTHING = "nothing"
+    OWN = "own"
+    FIRST = "first"
+
+
+class Bucket:
+    """One layout, and what is held under it.
+
+    Attributes:
+        layout: where everything lies.
+        precision: the dtype of everything, at every stage.
+        store: this rank's shard.
+        buffer: the full parameters in use.
+        grads: gradients on their way from full to sharded.
+        exposure: what the user's module shows.
+    """
+
+    def __init__(
+        self,
+        store: ShardStore,
+        mesh: UnitMesh,
+        device: torch.device,
+        *,
+        policy: PrecisionPolicy,
+        face: Face,
+        limited: bool,
+        make_exposure: Callable[[ShardStore, list[nn.Parameter]], Exposure],
+    ) -> None:
+        """
+        Args:
+            store: this rank's shard, where it lives between steps.
+            mesh: the ranks that share the parameters.
+            device: where to compute.
+            policy: what the user asked for in precision.
+            face: whose particulars hold.
+            limited: see `limit_all_gathers` in [Note: streams].
+            make_exposure: from the shard and the unsharded parameters to what shows them.
+        """
+        self.layout, self.store = store.layout, store
+        self._mesh, self._policy, self._face, self._limited = mesh, policy, face, limited
+        self._provide(device)
+        self.exposure = make_exposure(store, self.buffer.leaves)
+        # What the user is shown, and from where: the bucket's own buffer unless that is in low precision.
+        self._shown: GatherBuffer | None = None
+        self._shown_grads: list[Tensor | None] | None = None
+
+    def _provide(self, device: torch.device) -> None:
+        """Make what depends on dtype and device."""
+        shard, self._streams = self.store.buffer, streams_of(device)
+        self.precision = self._policy.resolve(dtype_name(shard.dtype))
+        gathered = torch_dtype(self.precision.gathered)
+        self.buffer = GatherBuffer(self.layout, gathered, device, self._streams, shard=shard, limited=self._limited)
+        self.grads = GradStore(self.layout, self.precision, self._face, self._mesh, self._streams)
+
+    @property
+    def truth(self) -> Truth:
+        """Whether the full parameters that a user is shown are the truth itself, or gathered from it."""
+        alone = self.layout.world_size == 1 and self.layout.contiguous
+        return Truth.FULL_STORAGE if alone and self.store.buffer.device == self.device else Truth.SHARDS
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.buffer.full.device
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether its shard lives elsewhere (on the CPU)."""
+        return self.store.buffer.device != self.device
+
+    def place(self, layout: Layout) -> None:
+        """Take a layout over that differs in the parameters' names alone."""
+        self.layout = self.store.layout = self.buffer.layout = self.grads.layout = layout
+
+    # Full parameters in use
+
+    def gather(self, *, unit: str, phase: str) -> None:
+        """Issue the all-gather."""
+        self.buffer.start(self.store.buffer, self._mesh.shards, unit=unit, phase=phase)
+
+    def free(self, *, unit: str, phase: str) -> None:
+        """Free the full parameters."""
+        self.buffer.free()
+        if observers and not self.buffer.is_shard:
+            full = self.buffer.full
+            num_bytes = self.layout.gathered_numel * full.itemsize
+            event = Event(FREE, unit, phase, dtype_name(full.dtype), num_bytes, self._mesh.shards.ranks)
+            for observer in observers:
+                observer.event(event)
+
+    # Gradients
+
+    def start_reduction(self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None) -> None:
+        """Issue the reduction of full gradients, in the layout's order."""
+        self.grads.start(grads, unit=unit, hook=hook)
+
+    def advance_reduction(self) -> bool:
+        """Go on with the reduction that is under way; at its end give the optimizer its gradient. Returns whether it is over."""
+        if not self.grads.advance():
+            return False
+        if self.grads.arrived is not None:
+            with self._streams.reducing():
+                shard, device = self.grads.take(), self.store.buffer.device
+                if shard.device != device:
+                    # What is there already is added to, by the host, which must not run ahead of the copy.
+                    shard = shard.to(device, non_blocking=not any(grad is not None for grad in self.exposure.grads()))
+                self.exposure.add_grad(shard)
+        return True
+
+    # Full parameters for the user (R18-R24)
+
+    def summon(self, request: UnshardRequest, *, visible: bool, unit: str) -> None:
+        """Gather in full precision, and show it where `visible`. The buffer must have been freed."""
+        stored, device = self.store.buffer.dtype, self.device
+        shown = self.buffer
+        if self.precision.is_mixed:
+            shown = GatherBuffer(self.layout, stored, device, self._streams, shard=self.store.buffer)
+        self._streams.shards_written()
+        shown.start(self.store.buffer, self._mesh.shards, unit=unit, phase="summon")
+        shown.finish()
+        grads = self._gather_grads(unit) if request.with_grads else None
+        if not visible:
+            shown.free()
+            return
+        self._shown, self._shown_grads = shown, grads
+        full = shown.full
+        if request.offload_to_cpu and device.type != "cpu":
+            full = full.to("cpu")
+            shown.free()
+        self.exposure.summon(views_of(self.layout, full), grads)
+
+    def dismiss(self, writeback: Writeback) -> None:
+        """End `summon`, in the order of R24: writeback, as asked for, then what was shown is freed."""
+        full = grads = None
+        if self._shown is not None:
+            full, grads = self.exposure.dismiss()
+        try:
+            if writeback is Writeback.FIRST:
+                self._write_from_first(full)
+            elif writeback is Writeback.OWN and full is not None:
+                self.store.write(full)
+                if self._shown_grads is not None and grads is not None:
+                    self.exposure.write_grads(grads)
+        finally:
+            if self._shown is not None:
+                self._shown.free()
+            self._shown = self._shown_grads = None
+
+    def check_shown(self) -> None:
+        """Raise ParamError unless what the user has made of what is shown can be written back (R20)."""
+        if self._shown is not None:
+            for spec, value in zip(self.layout.params, self.exposure.left(), strict=True):
+                check_full(spec, tuple(value.shape))
+
+    def _gather_grads(self, unit: str) -> list[Tensor | None]:
+        """Full gradients in the layout's order, None where no rank has one; what a rank lacks counts as zeros (R22)."""
+        own = self.exposure.grads()
+        if self.truth is Truth.FULL_STORAGE:
+            return own
+        has = torch.tensor([grad is not None for grad in own], dtype=torch.uint8, device=self.device)
+        shown = self._mesh.shards.gather_all(has).amax(0).tolist()
+        if not any(shown):
+            return [None] * len(own)
+        shard = torch.zeros_like(self.store.buffer, dtype=torch_dtype(self.precision.kept))
+        for part, grad in zip(self.store.split(shard), own, strict=True):
+            if grad is not None and part.numel():
+                part.copy_(grad)
+        full = GatherBuffer(self.layout, shard.dtype, self.device, self._streams, shard=shard)
+        full.start(shard, self._mesh.shards, unit=unit, phase="summon")
+        full.finish()
+        return [view if some else None for view, some in zip(views_of(self.layout, full.full), shown, strict=True)]
+
+    def _write_from_first(self, full: Sequence[Tensor] | None) -> None:
+        """Give every rank its slice of what the first rank of the mesh has as full parameters, in the layout's order.
+
+        Args:
+            full: on that first rank; None elsewhere.
+        """
+        mesh, buffer = self._mesh, self.store.buffer
+        if mesh.replicas.rank == 0:
+            shards = None
+            if full is not None:
+                shards = [ShardStore(self.layout, rank, full).buffer for rank in range(self.layout.world_size)]
+            mesh.shards.scatter(buffer, shards)
+        mesh.replicas.broadcast([buffer])
+
+    # Moved or converted by the user
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Go on with what `fn`, which `module.to` and its like apply to every parameter, makes of this rank's shard.
+
+        What the unsharded parameters were padded to stays (R02), since it is in the shard. They are computed with where the
+        shard is now, unless that is where it was offloaded to.
+        """
+        with torch.no_grad():
+            shard = fn(self.store.buffer)
+        device = shard.device if not self.offloaded else self.device
+        dtype = dtype_name(shard.dtype)
+        params = tuple(replace(spec, dtype=dtype) for spec in self.layout.params)
+        options = {}
+        if isinstance(self.layout, FlatLayout):
+            options["compute_dtype"] = self.layout.compute_dtype or self.layout.dtype
+        self.store.buffer = shard
+        self.place(replace(self.layout, params=params, **options))  # type: ignore[type-var]
+        self.store.cut()
+        self._provide(device)
+        self.exposure.follow(self.buffer.leaves, fn)

@@ -1,0 +1,46 @@
+"""What a module is given, on its way in: moved to the device of compute, and cast (R35)."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def cast_floating(inputs: Any, dtype: torch.dtype) -> Any:
+    """The inputs with every floating tensor in `dtype`, whatever it lies in; integers, bools and complex numbers stay.
+
+    >>> cast = cast_floating({"x": torch.ones(2), "n": torch.tensor(1)}, torch.bfloat16)
+    >>> cast["x"].dtype, cast["n"].dtype
+    (torch.bfloat16, torch.int64)
+    """
+    return _map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+
+
+def moved(inputs: Any, device: torch.device) -> Any:
+    """The inputs with every tensor on `device`."""
+    return _map_tensors(lambda t: t.to(device, non_blocking=True), inputs)
+
+
+def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `fn` of every tensor in it, in containers of the same types; other objects as they are."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, PackedSequence):
+        return value._replace(data=fn(value.data))
+    if isinstance(value, Mapping):
+        changed = {key: _map_tensors(fn, item) for key, item in value.items()}
+        if type(value) is dict:
+            return changed
+        # Another kind of mapping need not be built from a dict: it is, where something in it has changed.
+        return value if all(changed[key] is item for key, item in value.items()) else type(value)(changed)  # type: ignore
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(fn, item) for item in value))
+    if isinstance(value, list | tuple | Set) and not isinstance(value, str | bytes):
+        return type(value)(_map_tensors(fn, item) for item in value)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: _map_tensors(fn, getattr(value, name)) for name in fields})
+    return value

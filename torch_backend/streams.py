@@ -1,0 +1,164 @@
+"""Where work is queued on a device, and what waits for what.
+
+[Note: streams] An accelerator runs what is queued on one stream in order, and streams beside each other. Three are in use:
+the user's own, where the module computes; `unshard`, where shards are cast and gathered; and `reduce`, where gradients are
+reduced. The host waits for none of them. What one stream made and another uses is safe by three rules:
+
+- a gather waits for whatever wrote the shards (an optimizer, a user): once a step, and when a user asks for parameters;
+- full memory belongs to the unshard stream. It is given back when the computing stream is through with it: the next gather
+  waits for the last such moment. So no more than two units are full at a time, however far the host is ahead; this is
+  what `limit_all_gathers` means. Without it the allocator keeps the memory back instead, and gathers run ahead;
+- gradients are collected on the computing stream, into a buffer that is held until that stream has waited for the reduction
+  that reads it. One such buffer is held at a time.
+
+On a CPU there is one queue, the host itself: gloo's collectives run in threads of their own, and `Work.wait` waits.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_backend.collectives import Done, Work
+
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+class Streams:
+    """A device without streams. Everything happens where it is asked for.
+
+    Attributes:
+        queues: whether waiting for a collective leaves the host free to go on.
+    """
+
+    queues = False
+
+    def unsharding(self) -> AbstractContextManager[Any]:
+        """Inside, work is queued on the unshard stream."""
+        return _HERE
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        """Inside, work is queued on the reduce stream."""
+        return _HERE
+
+    def shards_written(self) -> None:
+        """Let gathers wait for all that the computing stream was given so far."""
+
+    def before_gather(self) -> None:
+        """Let a gather wait for the memory that it takes."""
+
+    def settle(self, gather: Work) -> Work:
+        """Put the end of a gather, issued on the unshard stream, in that stream's order.
+
+        Returns:
+            What makes the computing stream wait for it.
+        """
+        return gather
+
+    def before_free(self, tensor: Tensor, *, limited: bool) -> None:
+        """`tensor`, of the unshard stream's memory, is about to be freed by the computing stream."""
+
+    def before_collect(self) -> None:
+        """Let go of the buffer that is held, once the computing stream has waited for the reduction that reads it."""
+
+    def begin_reduction(self, source: Tensor) -> None:
+        """Let the reduce stream wait for gradients collected in `source`, and hold that buffer."""
+
+    def reduction_read(self) -> None:
+        """What is held has been read, once the reduce stream gets here."""
+
+    def end_reductions(self, *, host: bool) -> None:
+        """Let the computing stream, and with `host` the host too, wait for all reductions; let go of what was held."""
+
+
+class DeviceStreams(Streams):
+    """The streams of one accelerator, shared by all units on it."""
+
+    queues = True
+
+    def __init__(self, device: torch.device) -> None:
+        module: Any = torch.get_device_module(device)
+        self._computing: Callable[[], Any] = functools.partial(module.current_stream, device)
+        self._context: Callable[[Any], AbstractContextManager[Any]] = module.stream
+        # Ahead of the computing stream, which waits for both.
+        self._unshard = module.Stream(device, priority=-1)
+        self._reduce = module.Stream(device, priority=-1)
+        self._freed: Any = None
+        self._held: tuple[Tensor, Any] | None = None
+
+    def unsharding(self) -> AbstractContextManager[Any]:
+        """See Streams."""
+        return self._context(self._unshard)
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        """See Streams."""
+        return self._context(self._reduce)
+
+    def shards_written(self) -> None:
+        """See Streams."""
+        self._unshard.wait_stream(self._computing())
+
+    def before_gather(self) -> None:
+        """See Streams."""
+        if self._freed is not None:
+            self._unshard.wait_event(self._freed)
+            self._freed = None
+
+    def settle(self, gather: Work) -> Work:
+        """See Streams."""
+        gather.wait()
+        return _Event(self._unshard.record_event(), self._computing)
+
+    def before_free(self, tensor: Tensor, *, limited: bool) -> None:
+        """See Streams."""
+        if limited:
+            self._freed = self._computing().record_event()
+        else:
+            tensor.record_stream(self._computing())
+
+    def before_collect(self) -> None:
+        """See Streams."""
+        if self._held is not None:
+            self._computing().wait_event(self._held[1])
+            self._held = None
+
+    def begin_reduction(self, source: Tensor) -> None:
+        """See Streams."""
+        self._reduce.wait_stream(self._computing())
+        self._held = (source, None)
+
+    def reduction_read(self) -> None:
+        """See Streams."""
+        assert self._held is not None
+        self._held = (self._held[0], self._reduce.record_event())
+
+    def end_reductions(self, *, host: bool) -> None:
+        """See Streams."""
+        self._computing().wait_stream(self._reduce)
+        self._held = None
+        if host:
+            self._reduce.synchronize()
+
+
+class _Event(Done):
+    """A moment on one stream that another may wait for."""
+
+    def __init__(self, event: Any, waiting: Callable[[], Any]) -> None:
+        self._event, self._waiting = event, waiting
+
+    def wait(self) -> bool:
+        """Let the stream that is in use now wait for it."""
+        self._waiting().wait_event(self._event)
+        return True
+
+
+_CPU = Streams()
+
+
+@functools.cache
+def streams_of(device: torch.device) -> Streams:
+    """The streams of a device, made when first asked for."""
+    return _CPU if device.type in ("cpu", "meta") else DeviceStreams(device)
