@@ -1,7 +1,7 @@
 """Memory of parameters, gradients and gathered buffers over a step, counted by torch's profiler, which sees every allocation.
 
-One rank of torch's fake process group, so that no buffers of a transport and nothing in its threads are counted; a batch of a few
-tokens, so that activations hardly count either. The same code counts the same bytes in every run.
+One rank of torch's fake process group, so that no buffers of a transport and nothing in its threads are counted; an empty batch,
+so that there are no activations, but gradients of full size, all zeros. The same code counts the same bytes in every run.
 """
 
 import gc
@@ -19,7 +19,8 @@ from experiments.models.gpt import GPTConfig
 
 LIMIT = 1.0
 LIMIT_OF = theirs(FACES)[0]
-TOKENS = 8
+# Less than the smallest parameter: the integers and scalars that a model and a mesh of ranks are served with.
+SMALLEST_BYTES = 1024
 WATCHED = "the watched step"
 
 
@@ -31,8 +32,9 @@ def memory_section(sizes: Sizes) -> Section:
         figures += memory_figures(peaks, world_size)
     how = (
         f"GPT of {definition_of(sizes.gpt).numel / 1e6:.1f} million parameters in float32, a unit a block, FULL_SHARD: the most "
-        f"bytes that lived at once in the second forward and backward, on {TOKENS} tokens, without optimizer. Counted from "
-        "all allocations since before the model was built, on one rank of torch's fake process group."
+        "bytes that lived at once in the second forward and backward, on an empty batch and without optimizer: parameters, "
+        f"gradients and gathered buffers. Counted from all allocations of at least {SMALLEST_BYTES} bytes since before the "
+        "model was built, on one rank of torch's fake process group."
     )
     return Section("Peak memory", how, tuple(figures))
 
@@ -58,7 +60,7 @@ def _peaks(_rank: int, names: list[str], config: GPTConfig) -> dict[str, int]:
 def _peak(name: str, config: GPTConfig) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model, loss = losses(name, config, 1, min(TOKENS, config.context), "cpu")
+        model, loss = losses(name, config, 0, 1, "cpu")
         for watched in (False, True):
             with record_function(WATCHED if watched else "a step"):
                 loss().backward()
@@ -67,13 +69,14 @@ def _peak(name: str, config: GPTConfig) -> int:
 
 
 def peak_bytes(events: Iterable[Any]) -> int:
-    """The most bytes that lived at once within the record function WATCHED, of those that the profiler saw allocated."""
+    """The most bytes that lived at once within the record function WATCHED, of those that the profiler saw allocated in
+    pieces of at least SMALLEST_BYTES."""
     events = sorted(events, key=lambda event: event.start_ns())
     [watched] = [event for event in events if event.name() == WATCHED]
     start, stop = watched.start_ns(), watched.start_ns() + watched.duration_ns()
     live = before = peak = 0
     for event in events:
-        if event.name() == "[memory]":
+        if event.name() == "[memory]" and abs(event.nbytes()) >= SMALLEST_BYTES:
             live += event.nbytes()
             if event.start_ns() < start:
                 before = live
