@@ -41,6 +41,11 @@ class AgreementError(CrossframeError, RuntimeError):
     """Ranks that were given different models, units or settings."""
 
 
+class CollectiveError(CrossframeError, RuntimeError):
+    """A collective that failed, since another rank ended, left the step, or did not come in time. Also a RuntimeError, since
+    torch.distributed raises that."""
+
+
 class StateError(CrossframeError, AssertionError, RuntimeError):
     """A move that the lifecycle does not allow (R12, R18). Also an AssertionError, since torch's FSDP1 raises that."""
 

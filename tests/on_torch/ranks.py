@@ -21,24 +21,30 @@ class RankError(AssertionError):
     """A rank raised; the message holds the tracebacks."""
 
 
+def start_process(target: Callable[..., Any], *args: Any) -> Any:
+    """A process that runs `target(*args)`, forked from a server that has torch loaded."""
+    # Every rank that makes an optimizer imports torch._dynamo, which takes seconds.
+    _context.set_forkserver_preload(["tests.on_torch.preload", "torch._dynamo"])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    process = _context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
 class World:
     """Processes of one world size; with the backend "nccl" rank i has GPU i."""
 
     def __init__(self, world_size: int, backend: str) -> None:
-        _context.set_forkserver_preload(["tests.on_torch.preload"])
-        os.environ["OMP_NUM_THREADS"] = "1"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, rank, world_size, port, backend), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self.processes.append(start_process(_serve, theirs, rank, world_size, port, backend))
             theirs.close()
             self.connections.append(ours)
-            self.processes.append(process)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
         """The results of `fn` on all ranks."""

@@ -1,0 +1,213 @@
+"""What becomes of a step that one rank leaves: errors that say which collective failed, for which unit, and why.
+
+torch.distributed says "Connection closed by peer" or "Timed out", and neither whose parameters were on the way nor what
+befell the other rank. `issue`, and the `Pending` that it returns, say so. On the good path they cost a try.
+
+[Note: a rank that leaves a step] A rank that raises in its forward or backward leaves the step; the others wait for it in a
+collective that it will never issue. If all ranks raise at the same place nothing is out of step, and the next iteration is
+right (R17). If one raises alone, and its user catches the exception, no rank can go on: the others have issued a collective
+that it has not, and the next that it issues would be taken for that. So a rank that leaves says in the store after how many
+collectives (`abandon`), and before its next step all ranks compare these numbers (`rejoin`). A rank that waits for a
+collective looks into the store once a second, and raises when another has left after fewer than itself. This needs a wait
+on the host, as for tensors on CPU; on CUDA `Work.wait` returns at once, and NCCL's watchdog ends a process whose collective
+exceeds the timeout of the group.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from crossframe.errors import AgreementError, CollectiveError
+from torch_backend.rounds import agree, group_key, listed, spans_ranks, timeout_seconds, withdraw
+
+AFTER_AN_EXCEPTION = "first step after an exception"
+
+_LOOK_EVERY = timedelta(seconds=1)
+
+# By the group's ranks: groups whose step this rank has left and not come back to; those in which a collective failed, and
+# how; how often all came back, which makes what was said before old; and how many had left when this rank last looked.
+_left: set[tuple[int, ...]] = set()
+_broken: dict[tuple[int, ...], str] = {}
+_times_rejoined: dict[tuple[int, ...], int] = {}
+_num_seen: dict[tuple[int, ...], int] = {}
+
+
+class Pending:
+    """A collective that was issued, and what for."""
+
+    __slots__ = ("_group", "_kind", "_phase", "_unit", "_wait_on_host", "_work")
+
+    def __init__(self, work: Any, group: dist.ProcessGroup, kind: str, unit: str, phase: str, on_host: bool) -> None:
+        self._work = work
+        self._group = group
+        self._kind = kind
+        self._unit = unit
+        self._phase = phase
+        self._wait_on_host = on_host
+
+    def wait(self) -> bool:
+        """As `Work.wait` does. Raises CollectiveError if the collective failed, or another rank has left the step."""
+        if not self._wait_on_host:
+            try:
+                return self._work.wait()
+            except RuntimeError as error:
+                _fail(error, self._group, self._kind, self._unit, self._phase)
+        while True:
+            start = time.monotonic()
+            try:
+                return self._work.wait(_LOOK_EVERY)
+            except RuntimeError as error:
+                # Raised sooner it is no end of patience but a failure, which gloo's reduce_scatter never calls completed.
+                if time.monotonic() - start < 0.9 * _LOOK_EVERY.total_seconds() or self._work.is_completed():
+                    _fail(error, self._group, self._kind, self._unit, self._phase)
+                reason = _who_left(self._group)
+                if reason:
+                    _break(self._group, _sentence(self._group, self._kind, self._unit, self._phase, reason), error)
+
+
+def issue(
+    collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, kind: str, unit: str, phase: str
+) -> Pending:
+    """Start a collective of torch.distributed on `tensors`, to be waited for.
+
+    Args:
+        kind, unit, phase: what an error calls it: "all_gather", the unit's name, "forward".
+
+    Raises:
+        CollectiveError: it cannot be issued.
+    """
+    try:
+        work = collective(*tensors, group=group, async_op=True)
+    except RuntimeError as error:
+        _fail(error, group, kind, unit, phase)
+    return Pending(work, group, kind, unit, phase, tensors[0].is_cpu)
+
+
+def abandon(groups: Sequence[dist.ProcessGroup], what: str) -> None:
+    """Say that this rank leaves its step, since `what` came: "ValueError in the forward of unit 'blocks.1'"."""
+    for group in groups:
+        ranks = _ranks(group)
+        if spans_ranks(group) and ranks not in _left:
+            _left.add(ranks)
+            _publish(group, _num_issued(group), what)
+
+
+def rejoin(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Before a step: if the last one was abandoned, go on only if all ranks of the groups left it at the same place.
+
+    Raises:
+        CollectiveError: a collective of the groups has failed, which closes the connections between the ranks.
+        AgreementError: ranks left the step after different numbers of collectives, or did not leave it.
+    """
+    if not _left:
+        return
+    for i, group in enumerate(groups):
+        ranks = _ranks(group)
+        if ranks in _broken:
+            error = CollectiveError(
+                f"rank {dist.get_rank()}: no further step is possible between ranks {listed(ranks)}, whose collectives no "
+                f"longer match; start the processes again, from a checkpoint. What came first: {_broken[ranks]}"
+            )
+            withdraw(groups[i + 1 :], AFTER_AN_EXCEPTION, error)
+            raise error
+        if ranks in _left:
+            said = [("step that was left", {"number of collectives issued before": str(_num_issued(group))})]
+            try:
+                agree([group], AFTER_AN_EXCEPTION, said)
+            except AgreementError as error:
+                _broken[ranks] = str(error)
+                withdraw(groups[i + 1 :], AFTER_AN_EXCEPTION, error)
+                raise
+            _left.discard(ranks)
+            _times_rejoined[ranks] = _times_rejoined.get(ranks, 0) + 1
+
+
+def _fail(error: RuntimeError, group: dist.ProcessGroup, kind: str, unit: str, phase: str) -> NoReturn:
+    """Raise CollectiveError for what torch.distributed raised; lack of memory stays what it is."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    cause = str(error).split("\n")[0]
+    reason = f"{cause}; {_who_left(group) or _likely_reason(cause, group)}"
+    _break(group, _sentence(group, kind, unit, phase, reason), error)
+
+
+def _sentence(group: dist.ProcessGroup, kind: str, unit: str, phase: str, reason: str) -> str:
+    return f"rank {dist.get_rank()}: {kind} of unit {unit!r} ({phase}) between ranks {listed(_ranks(group))} failed: {reason}"
+
+
+def _likely_reason(cause: str, group: dist.ProcessGroup) -> str:
+    lower = cause.lower()
+    if "timed out" in lower or "timeout" in lower:
+        return (
+            f"within {timeout_seconds(group):g} s, the timeout of the process group, not all ranks came to it: one of them has "
+            "ended, hangs, or took another way through the model; look at the first traceback of the other ranks"
+        )
+    return "a rank has probably ended: look at the first traceback of the other ranks"
+
+
+def _break(group: dist.ProcessGroup, sentence: str, error: RuntimeError) -> NoReturn:
+    """Raise CollectiveError, and let the other ranks know that nothing more can come of the group."""
+    failure = CollectiveError(sentence)
+    ranks = _ranks(group)
+    if ranks not in _broken:
+        _broken[ranks] = sentence
+        _left.add(ranks)
+        # After none: whatever a rank waits for in this group, it waits for in vain.
+        _publish(group, -1, sentence)
+        withdraw([group], AFTER_AN_EXCEPTION, failure)
+    raise failure from error
+
+
+def _publish(group: dist.ProcessGroup, num_issued: int, what: str) -> None:
+    ranks = _ranks(group)
+    store = _store()
+    note = {"rejoined": _times_rejoined.get(ranks, 0), "num_issued": num_issued, "what": " ".join(what.split())}
+    with suppress(dist.DistError):  # the store has ended too; what failed first is what to tell
+        store.set(_note_key(ranks, dist.get_rank()), json.dumps(note))
+        store.add(_count_key(ranks), 1)
+
+
+def _who_left(group: dist.ProcessGroup) -> str:
+    """Which rank left the step that this rank is in, after fewer collectives than this one has issued; "" if none."""
+    ranks, store = _ranks(group), _store()
+    with suppress(dist.DistError):  # as above
+        num_left = store.add(_count_key(ranks), 0)
+        if num_left == 0 or num_left == _num_seen.get(ranks):
+            return ""
+        for rank in ranks:
+            if rank == dist.get_rank() or not store.check([_note_key(ranks, rank)]):
+                continue
+            note = json.loads(store.get(_note_key(ranks, rank)))
+            if note["rejoined"] == _times_rejoined.get(ranks, 0) and note["num_issued"] < _num_issued(group):
+                return f"rank {rank} has left the step: {note['what']}"
+        _num_seen[ranks] = num_left
+    return ""
+
+
+def _num_issued(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has issued in the group, the user's own among them."""
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _note_key(ranks: tuple[int, ...], rank: int) -> str:
+    return f"{group_key(ranks)}/left/{rank}"
+
+
+def _count_key(ranks: tuple[int, ...]) -> str:
+    return f"{group_key(ranks)}/num_left"

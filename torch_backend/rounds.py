@@ -1,0 +1,265 @@
+"""A question to all ranks of a group: do we say the same? Asked before they meet in a collective.
+
+Through the store of the process group and with a timeout, not by a collective: ranks that disagree would hang in one.
+
+[Note: rounds] Each question to a group is a round: the n-th that a rank asks of the group meets the n-th of every other rank.
+A rank describes what it was given, publishes the hash, and waits for the verdict of the group's first rank, so that it
+waits for one key whatever the number of ranks; only where hashes differ are the descriptions themselves looked at. What is
+asked has a title that is compared first: so ranks that are in different places (one builds a further unit while another
+runs its root) find out at once, both of them. Ranks that ask different groups of each other would never meet. After
+a second of waiting a rank therefore publishes where it is, and looks where the others are: when one waits for it in
+another round that it cannot reach before this one ends, neither round can end, and it says so.
+
+A round that ends well leaves one key in the store, which the next of its group deletes.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from crossframe.errors import AgreementError
+
+Description = Sequence[tuple[str, Mapping[str, str]]]
+"""What must be the same everywhere: subjects in order, each with its settings by name."""
+
+# How many rounds this process has entered, for each group's ranks.
+_entered: dict[tuple[int, ...], int] = {}
+
+_PATIENCE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 0.25
+# How many different descriptions a message looks at, and how many ranks it names one by one.
+_MAX_SIDES, _MAX_NAMED = 8, 8
+_ADVICE = "build the same module with the same settings on every rank"
+
+
+def agree(groups: Sequence[dist.ProcessGroup], title: str, said: Description) -> None:
+    """Raise AgreementError on every rank, naming the first difference, unless all ranks of the groups say the same.
+
+    Args:
+        groups: the groups of this rank that the question goes to, one after the other: that of the whole mesh, or where there
+            is none the shard group and then the replicate group. What one group finds is carried into the next, so that
+            all ranks of the mesh raise if any two of them differ. Groups of one rank are passed over.
+        title: what the ranks are about to do, as a noun: "first use of the root".
+        said: what must be the same.
+
+    A rank that does not come is waited for as long as the group's timeout says. Costs a round trip or two to the store.
+    """
+    failure = ""
+    for group in groups:
+        if spans_ranks(group):
+            failure = _Round(group, title).meet(said, failure)
+    if failure:
+        raise AgreementError(f"rank {dist.get_rank()}: {failure}")
+
+
+def withdraw(groups: Sequence[dist.ProcessGroup], title: str, error: BaseException) -> None:
+    """Tell the other ranks, who meet in the round of that title or will, that this rank failed before it: they raise at once.
+
+    Call it where an error on this rank alone may keep it from `agree`, and raise the error then.
+    """
+    for group in groups:
+        if spans_ranks(group):
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            _Round(group, title).withdraw(f"rank {dist.get_rank()} failed before the {title}: {reason}")
+
+
+def spans_ranks(group: dist.ProcessGroup) -> bool:
+    """Whether there is anyone to ask. Under the fake backend one process plays all ranks."""
+    return group.size() > 1 and dist.get_backend(group) != "fake"
+
+
+class _Failed(Exception):
+    """A round that cannot end well; the message says why."""
+
+
+class _Round:
+    """One question to a group; see [Note: rounds]."""
+
+    def __init__(self, group: dist.ProcessGroup, title: str) -> None:
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._ranks = tuple(dist.get_process_group_ranks(group))
+        self._rank = group.rank()
+        self._title = title
+        self._seconds = timeout_seconds(group)
+        self._number = _entered.get(self._ranks, 0)
+        _entered[self._ranks] = self._number + 1
+        self._hashes = [self._key("hash", rank) for rank in range(len(self._ranks))]
+        self._verdict = self._key("verdict")
+
+    def _key(self, *parts: Any, number: int | None = None) -> str:
+        number = self._number if number is None else number
+        return "/".join(map(str, (group_key(self._ranks), number, *parts)))
+
+    def meet(self, said: Description, failure: str) -> str:
+        """The reason why the ranks do not agree, or "". A `failure` that this rank brings along is everyone's."""
+        try:
+            try:
+                verdict = self._meet(said, failure)
+            except _Failed as error:
+                verdict = f"failed:{error}"
+                self._store.set(self._verdict, verdict)
+        except dist.DistError as error:
+            return (
+                f"the store of the process group does not answer ({error}); the process that keeps it, rank 0 or the "
+                "launcher, has probably ended: look at its output"
+            )
+        return verdict.removeprefix("failed:") if verdict.startswith("failed:") else ""
+
+    def _meet(self, said: Description, failure: str) -> str:
+        sides = [[self._title, {}], *([subject, dict(settings)] for subject, settings in said)]
+        text = json.dumps(sides)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._store.set(self._hashes[self._rank], f"failed:{failure}" if failure else digest)
+        verdict = self._judge() if self._rank == 0 else self._read(self._verdict)
+        if verdict.startswith("differ:"):
+            verdict = self._compare(json.loads(verdict.removeprefix("differ:")), text)
+        self._store.delete_key(self._hashes[self._rank])
+        return verdict
+
+    def withdraw(self, failure: str) -> None:
+        """Take part with a failure, and wait for no one."""
+        with suppress(dist.DistError):  # what failed first is what to tell
+            self._store.set(self._hashes[self._rank], f"failed:{failure}")
+            if self._rank == 0:
+                self._store.set(self._verdict, f"failed:{failure}")
+
+    def _judge(self) -> str:
+        """Publish the verdict: "agreed", "failed:" and why, or "differ:" and the ranks that say the same, side by side."""
+        self._await(self._hashes)
+        if self._store.check([self._verdict]):  # this rank comes so late that the others have given up
+            return self._read(self._verdict)
+        if self._number:
+            # Everyone is here, and so has read the verdict of the last round.
+            self._store.delete_key(self._key("verdict", number=self._number - 1))
+        digests = [digest.decode() for digest in self._store.multi_get(self._hashes)]
+        failed = next((digest for digest in digests if digest.startswith("failed:")), None)
+        sides: dict[str, list[int]] = {}
+        for rank, digest in enumerate(digests):
+            sides.setdefault(digest, []).append(rank)
+        verdict = failed or ("agreed" if len(sides) == 1 else f"differ:{json.dumps(list(sides.values()))}")
+        self._store.set(self._verdict, verdict)
+        return verdict
+
+    def _compare(self, sides: list[list[int]], text: str) -> str:
+        """The first rank of each side shows what it says; everyone finds the difference in that."""
+        sides = sides[:_MAX_SIDES]
+        keys = [self._key("text", side[0]) for side in sides]
+        if any(side[0] == self._rank for side in sides):
+            self._store.set(self._key("text", self._rank), text)
+        texts = [json.loads(self._read(key)) for key in keys]
+        named = [[self._ranks[rank] for rank in side] for side in sides]
+        return f"failed:{first_difference(named, texts)}"
+
+    def _read(self, key: str) -> str:
+        self._await([key])
+        return self._store.get(key).decode()
+
+    def _await(self, keys: list[str]) -> None:
+        """Return once all keys are there. Raise _Failed if they do not come in time, or never can."""
+        start, pause = time.monotonic(), 0.0005
+        while not self._store.check(keys):
+            waited = time.monotonic() - start
+            if waited > _PATIENCE_SECONDS:
+                self._tell_where()
+                self._look_for_deadlock()
+            if waited > self._seconds:
+                raise _Failed(self._who_is_absent())
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _tell_where(self) -> None:
+        where = {"ranks": self._ranks, "number": self._number, "title": self._title}
+        self._store.set(_where_key(dist.get_rank()), json.dumps(where))
+
+    def _look_for_deadlock(self) -> None:
+        """Raise _Failed if a rank that this one waits for waits for this one in another round."""
+        for rank in self._absent(self._hashes if self._rank == 0 else self._hashes[:1]):
+            other = self._ranks[rank]
+            if not self._store.check([_where_key(other)]):
+                continue
+            where = json.loads(self._store.get(_where_key(other)))
+            ranks = tuple(where["ranks"])
+            # A round that this rank has entered is over, and what is there about it is old.
+            if dist.get_rank() in ranks and ranks != self._ranks and _entered.get(ranks, 0) <= where["number"]:
+                raise _Failed(
+                    f"the ranks do not agree on the mesh: rank {dist.get_rank()} shares its units with ranks "
+                    f"{listed(self._ranks)} ({self._title}), rank {other} with ranks {listed(ranks)} ({where['title']}); "
+                    "give every rank the same mesh or process groups"
+                )
+
+    def _absent(self, keys: list[str]) -> list[int]:
+        """The ranks whose keys are not there, found by halving: the store only says whether all of some keys are."""
+        if self._store.check(keys):
+            return []
+        if len(keys) == 1:
+            return [self._hashes.index(keys[0])]
+        half = len(keys) // 2
+        return self._absent(keys[:half]) + self._absent(keys[half:])
+
+    def _who_is_absent(self) -> str:
+        absent = [self._ranks[rank] for rank in self._absent(self._hashes)]
+        if not absent:
+            first = self._ranks[0]
+            return f"rank {first} gave no verdict on the {self._title} within {self._seconds:g} s; look at its output"
+        return (
+            f"rank {listed(absent)} did not come to the {self._title} within {self._seconds:g} s, the timeout of the process "
+            f"group, as rank {dist.get_rank()} did; it failed earlier, is late, or was not given this unit: look at its output"
+        )
+
+
+def first_difference(sides: Sequence[Sequence[int]], texts: Sequence[Sequence[Any]]) -> str:
+    """In words, the first thing that not all sides say.
+
+    Args:
+        sides: ranks that say the same.
+        texts: what they say: subjects, each with its settings.
+
+    >>> single, double = [["parameter 'w'", {"dtype": "float32"}]], [["parameter 'w'", {"dtype": "float64"}]]
+    >>> first_difference([[0, 1], [2]], [single, double]).partition(";")[0]
+    "the dtype of parameter 'w' differs: rank 0, 1: float32"
+    """
+    nothing = ["nothing more", {}]
+    for position in range(max(map(len, texts))):
+        lines = [text[position] if position < len(text) else nothing for text in texts]
+        subjects = [subject for subject, _ in lines]
+        if len(set(subjects)) > 1:
+            what = "what the ranks are about to do" if position == 0 else "what the ranks shard"
+            return f"{what} differs: {_opposed(sides, subjects)}; {_ADVICE}"
+        names = dict.fromkeys(name for _, settings in lines for name in settings)
+        for name in names:
+            values = [settings.get(name, "not set") for _, settings in lines]
+            if len(set(values)) > 1:
+                return f"the {name} of {subjects[0]} differs: {_opposed(sides, values)}; {_ADVICE}"
+    raise AssertionError("texts of different hashes say the same")
+
+
+def _opposed(sides: Sequence[Sequence[int]], values: Sequence[str]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for side, value in zip(sides, values, strict=True):
+        ranks_of.setdefault(value, []).extend(side)
+    return "; ".join(f"rank {listed(sorted(ranks))}: {value}" for value, ranks in ranks_of.items())
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks one by one, as far as a reader wants to see them."""
+    named = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    return named if len(ranks) <= _MAX_NAMED else f"{named} and {len(ranks) - _MAX_NAMED} more"
+
+
+def group_key(ranks: Sequence[int]) -> str:
+    """Where a group's keys lie in the store: a name that is as short for 512 ranks as for 2."""
+    return f"crossframe/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+
+
+def _where_key(rank: int) -> str:
+    return f"crossframe/where/{rank}"
+
+
+def timeout_seconds(group: dist.ProcessGroup) -> float:
+    """How long the group's collectives may take, as `init_process_group` was told."""
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
