@@ -1,0 +1,133 @@
+"""Random module trees and options beside torch.distributed.fsdp, and the list of what is not the same."""
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tests.on_torch.differential import (
+    HYBRIDS,
+    STRATEGIES,
+    Case,
+    Options,
+    check,
+    difference,
+    draw_case,
+    failure_of,
+    shrink,
+)
+from tests.on_torch.exceptions import BUGS, DEPARTURES, around_departures
+from tests.on_torch.trees import LEAVES, OUTPUTS, Grower, Node, Tree
+
+SEED = 1
+# Seeds by world size: what takes about 40 s in all.
+NUM_CASES = {2: 60, 3: 20, 4: 25}
+EACH = 5
+
+
+@pytest.mark.parametrize(
+    ("world_size", "first"),
+    [(world_size, first) for world_size, count in NUM_CASES.items() for first in range(0, count, EACH)],
+)
+def test_R14_random_trees_train_as_under_torch(ranks, world_size, first):
+    raised = []
+    for number in range(first, first + EACH):
+        case = around_departures(draw_case(1000 * SEED + number, world_size))
+        raised.append(check(ranks, case, named=f"seed {1000 * SEED + number}, {world_size} ranks"))
+    assert sum(map(bool, raised)) <= EACH // 2, raised  # or the cases would show little
+
+
+@pytest.mark.parametrize("departure", DEPARTURES, ids=lambda departure: departure.name)
+def test_R14_what_is_excepted_differs_as_stated(ranks, departure):
+    assert departure.when(departure.smallest)
+    assert departure.shows in failure_of(ranks, departure.smallest)[0]
+    assert failure_of(ranks, departure.avoid(departure.smallest))[0] == ""
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, marks=pytest.mark.xfail(strict=True, reason=bug.why), id=bug.name) for bug in BUGS],
+)
+def test_R14_known_fault(ranks, bug):
+    assert failure_of(ranks, bug.smallest)[0] == ""
+
+
+@pytest.mark.parametrize("departure", (*BUGS, *DEPARTURES), ids=lambda departure: departure.name)
+def test_what_avoids_a_departure_leaves_none_of_it(departure):
+    for seed in range(300):
+        case = departure.avoid(draw_case(seed, 2 + seed % 3))
+        assert not departure.when(case), (seed, case)
+
+
+def test_a_case_is_made_smaller_as_far_as_it_fails():
+    def fails(case: Case) -> bool:
+        return case.options.evals and any(node.kind == "mlp" and node.unit for node in case.nodes)
+
+    case = next(c for seed in range(1000) if fails(c := draw_case(seed, 2)))
+    small = shrink(case, fails, limit=2000)
+    assert small.options == Options(evals=True, steps=1)
+    assert [node.kind for node in small.nodes] == ["group", "mlp"]
+    assert eval(repr(small), globals() | {"Mixed": None}) == small
+
+
+def test_all_that_can_be_drawn_is_drawn():
+    cases = [draw_case(seed, world_size) for seed in range(400) for world_size in (2, 4)]
+    options = [case.options for case in cases]
+    assert {o.sharding_strategy for o in options} == set(STRATEGIES)
+    for field in fields(Options):
+        if field.name not in ("steps", "shard_size"):
+            assert len({getattr(o, field.name) for o in options}) > 1, field.name
+    nodes = [node for case in cases for node in case.nodes]
+    assert {node.kind for node in nodes} == {"group", *LEAVES}
+    assert {node.output for node in nodes} == set(OUTPUTS)
+    assert {node.frozen for node in nodes} == {"", "all", "first"}
+    assert {node.uses for node in nodes} == {0, 1, 2}
+    for name in ("again", "ties", "ignored", "unit"):
+        assert {getattr(node, name) for node in nodes} == {False, True}
+    for case in cases:  # what a flat parameter cannot hold is not drawn
+        if not case.options.use_orig_params:
+            assert all(node.frozen != "first" for node in case.nodes)
+
+
+def test_the_same_seed_draws_the_same_case():
+    assert draw_case(7, 3) == draw_case(7, 3)
+    assert Grower(random.Random(7)).tree() == Grower(random.Random(7)).tree()
+
+
+def test_R32_only_cases_whose_sums_are_exact_are_compared_by_bits_past_two_ranks():
+    for seed in range(300):
+        case = draw_case(seed, 2 + seed % 3)
+        assert case.bits == (case.world_size == 2 or case.tree.exact)
+        assert case.bits or case.tree.root.dtype == "float64"
+        assert (case.options.sharding_strategy in HYBRIDS) == bool(case.options.shard_size)
+
+
+PLAIN = Case(Tree(Node(children=(Node("vector"),), unit=True)))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-23])),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64)),
+        (torch.tensor([1.0]), torch.tensor([[1.0]])),
+        (torch.tensor([1.0]), torch.tensor([float("nan")])),
+        (torch.tensor([1.0]), None),
+        (["a", "b"], ["b", "a"]),
+        (ValueError("no"), torch.tensor([1.0])),
+    ],
+)
+def test_R32_histories_that_differ_in_a_bit_differ(theirs, ours):
+    assert difference([("grad", theirs)], [("grad", theirs)], PLAIN) == ""
+    assert "grad" in difference([("grad", theirs)], [("grad", ours)], PLAIN)
+    assert difference([("grad", theirs)], [("param", theirs)], PLAIN)
+    assert difference([("grad", theirs)], [("grad", theirs)] * 2, PLAIN)
+
+
+def test_R32_a_bound_lets_rounding_pass_and_nothing_else():
+    case = replace(PLAIN, bits=False, world_size=3)
+    one = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert difference([("grad", one)], [("grad", one * (1 + 1e-15))], case) == ""
+    assert difference([("grad", one)], [("grad", one * (1 + 1e-7))], case)
