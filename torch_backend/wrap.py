@@ -184,17 +184,10 @@ def _select_by_asking(
 
 
 def _post_order(root: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, children before their parents, the root last."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                yield from walk(child)
-        yield module
-
-    return walk(root)
+    """Every module, children before their parents, the root last; one in several places comes in each."""
+    for child in root.children():
+        yield from _post_order(child)
+    yield root
 
 
 def _assign(root: nn.Module, units: set[nn.Module], ignored_params: set[nn.Parameter]) -> dict[nn.Module, UnitSpec]:
