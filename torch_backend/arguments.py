@@ -1,13 +1,17 @@
 """Checks of what the constructor of FullyShardedDataParallel is given, and what units of one model must have in common."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
-from torch_backend.api import ShardingStrategy
+from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch_backend.ignored import Ignored, IsUnit
+from torch_backend.unit import Choices
+from torch_backend.wrap import units_to_wrap, wrap_modules
 
 
 def check_arguments(module: Any, *arguments: tuple[str, Any, Any]) -> None:
@@ -33,6 +37,57 @@ def effective_strategy(asked: ShardingStrategy | None, mesh: MeshSpec) -> Shardi
     if asked not in (None, ShardingStrategy.NO_SHARD):
         warnings.warn(f"{asked.name} over one rank shards nothing: the strategy becomes NO_SHARD", stacklevel=3)
     return ShardingStrategy.NO_SHARD
+
+
+def choices_of(
+    strategy: ShardingStrategy,
+    precision: MixedPrecision,
+    backward_prefetch: BackwardPrefetch | None,
+    forward_prefetch: bool,
+    use_orig_params: bool,
+    mesh: MeshSpec,
+) -> Choices:
+    """What the arguments of a constructor mean to the engine."""
+    reshards = strategy.strategy.reshards_after_forward
+    casts = precision.cast_forward_inputs
+    return Choices(
+        reshard_after_forward=reshards,
+        keeps_full_unreduced=not reshards,
+        backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
+        forward_prefetch=forward_prefetch,
+        input_dtype=precision.param_dtype if casts else None,
+        root_input_dtype=precision.param_dtype if casts or precision.cast_root_forward_inputs else None,
+        settings={
+            "strategy": strategy.name,
+            "mesh": f"{mesh.replicate} x {mesh.shard} (replicate x shard)",
+            "use_orig_params": str(use_orig_params),
+            "mixed_precision": str(precision.policy),
+            "backward_prefetch": str(backward_prefetch),
+            "forward_prefetch": str(forward_prefetch),
+        },
+    )
+
+
+def wrap_inside(
+    module: nn.Module,
+    policy: Any,
+    ignored: Ignored,
+    is_wrapped: IsUnit,
+    wrapper_cls: Callable[..., nn.Module],
+    **arguments: Any,
+) -> None:
+    """Wrap the modules below `module` that a policy makes units, each with these arguments, or what the policy says instead."""
+    mixed = arguments["mixed_precision"]
+    targets = units_to_wrap(
+        module,
+        policy,
+        ignored_modules=set(ignored.modules),
+        ignored_params=set(ignored.params),
+        root_kwargs=arguments | {"ignored_states": ignored.params},
+        is_wrapped=is_wrapped,
+        mixed_precision_ignores=() if mixed is None else tuple(mixed._module_classes_to_ignore),
+    )
+    wrap_modules(module, targets, wrapper_cls)
 
 
 def check_uniform(root: Any, name: str, wrapper: Any) -> None:

@@ -14,10 +14,11 @@ from crossframe.trace import FREE, Event
 from crossframe.unshard import Truth, UnshardRequest
 from crossframe.writeback import check_full
 from torch_backend.collectives import UnitMesh
+from torch_backend.comm_hook import CommHook
 from torch_backend.dtypes import dtype_name, torch_dtype
 from torch_backend.exposure import Exposure
 from torch_backend.gather import GatherBuffer, views_of
-from torch_backend.grads import CommHook, GradStore
+from torch_backend.grads import GradStore
 from torch_backend.observe import observers
 from torch_backend.store import ShardStore
 from torch_backend.streams import streams_of

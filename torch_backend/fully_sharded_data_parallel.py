@@ -7,30 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 from torch.distributed.device_mesh import DeviceMesh
 
-from crossframe.errors import StateError, UnsupportedError, UsageError
+from crossframe.errors import StateError, UsageError
 from crossframe.faces import Face
 from crossframe.layout import FlatLayout
-from crossframe.units import Order
 from crossframe.unshard import Truth, UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch_backend.arguments import check_arguments, check_uniform, effective_strategy
+from torch_backend.arguments import check_arguments, check_uniform, choices_of, effective_strategy, wrap_inside
 from torch_backend.buffers import cast_buffers
 from torch_backend.build import build_unit
+from torch_backend.comm_hook import set_comm_hook
 from torch_backend.exposure import FlatExposure, FlatParameter, OriginalExposure
 from torch_backend.grad_norm import clip_grad_norm
-from torch_backend.grads import CommHook
 from torch_backend.ignored import find_ignored
-from torch_backend.materialise import compute_device, materialise, move_to, sync_states
+from torch_backend.materialise import prepare, sync_states
 from torch_backend.process_groups import Groups, find_groups, unit_mesh
 from torch_backend.schedule import Schedule
-from torch_backend.slots import WRAPPED, canonical_name, owned_params, without_wrapper
+from torch_backend.slots import WRAPPED, canonical_name, without_wrapper
 from torch_backend.state_dict import add_wrapper, refuse_sharded_state_dict, strip_wrapper
-from torch_backend.unit import UNIT, Choices, unit_of
+from torch_backend.unit import UNIT, unit_of
 from torch_backend.unshard import summon_on_first, summon_units
-from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy, units_to_wrap, wrap_modules
+from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
     "BackwardPrefetch",
@@ -110,33 +108,24 @@ class FullyShardedDataParallel(nn.Module):
         asked = sharding_strategy or ShardingStrategy.FULL_SHARD
         groups = find_groups(asked.strategy, process_group, device_mesh, wraps_inside=auto_wrap_policy is not None)
         if auto_wrap_policy is not None:
-            arguments = {
-                "process_group": groups,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": ignored.params,
-                "device_mesh": None,
-            }
-            targets = units_to_wrap(
+            wrap_inside(
                 module,
                 auto_wrap_policy,
-                ignored_modules=set(ignored.modules),
-                ignored_params=set(ignored.params),
-                root_kwargs=arguments,
-                is_wrapped=_is_wrapped,
-                mixed_precision_ignores=()
-                if mixed_precision is None
-                else tuple(mixed_precision._module_classes_to_ignore),
+                ignored,
+                _is_wrapped,
+                FullyShardedDataParallel,
+                process_group=groups,
+                sharding_strategy=sharding_strategy,
+                cpu_offload=cpu_offload,
+                backward_prefetch=backward_prefetch,
+                mixed_precision=mixed_precision,
+                param_init_fn=param_init_fn,
+                device_id=device_id,
+                sync_module_states=sync_module_states,
+                forward_prefetch=forward_prefetch,
+                limit_all_gathers=limit_all_gathers,
+                use_orig_params=use_orig_params,
             )
-            wrap_modules(module, targets, FullyShardedDataParallel)
         mesh = unit_mesh(asked.strategy, groups)
         self.sharding_strategy = effective_strategy(sharding_strategy, mesh.spec)
         self.cpu_offload = cpu_offload or CPUOffload()
@@ -148,36 +137,25 @@ class FullyShardedDataParallel(nn.Module):
         self._use_orig_params = use_orig_params
         self._ignored, self._synced = ignored, sync_module_states
 
-        owned = [entry.param for entry in owned_params(module, _is_wrapped, Order.PRE_ORDER, ignored.params)]
-        self.compute_device = compute_device(device_id, owned[0] if owned else None, self.process_group)
-        materialise(
-            module, _is_wrapped, ignored.modules, ignored.params, param_init_fn=param_init_fn, device=self.compute_device
-        )  # fmt: skip
-        if device_id is not None:
-            move_to(module, _is_wrapped, ignored.modules, ignored.params, self.compute_device)
+        self.compute_device = prepare(
+            module,
+            _is_wrapped,
+            ignored,
+            process_group=self.process_group,
+            device_id=device_id,
+            param_init_fn=param_init_fn,
+        )
         if sync_module_states:
-            owned = [entry.param for entry in owned_params(module, _is_wrapped, Order.PRE_ORDER, ignored.params)]
             inner = [wrapper for _, wrapper in _named_fsdp_modules(module) if wrapper._synced]
-            sync_states(module, owned, mesh, {id(buffer) for wrapper in inner for buffer in wrapper.buffers()})
+            sync_states(module, _is_wrapped, ignored, mesh, {id(b) for wrapper in inner for b in wrapper.buffers()})
         policy = self.mixed_precision.policy
-        strategy = self.sharding_strategy.strategy
-        param_dtype = self.mixed_precision.param_dtype
-        casts, casts_root = self.mixed_precision.cast_forward_inputs, self.mixed_precision.cast_root_forward_inputs
-        choices = Choices(
-            reshard_after_forward=strategy.reshards_after_forward,
-            keeps_full_unreduced=not strategy.reshards_after_forward,
-            backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
-            forward_prefetch=forward_prefetch,
-            input_dtype=param_dtype if casts else None,
-            root_input_dtype=param_dtype if casts or casts_root else None,
-            settings={
-                "strategy": self.sharding_strategy.name,
-                "mesh": f"{mesh.spec.replicate} x {mesh.spec.shard} (replicate x shard)",
-                "use_orig_params": str(use_orig_params),
-                "mixed_precision": str(policy),
-                "backward_prefetch": str(backward_prefetch),
-                "forward_prefetch": str(forward_prefetch),
-            },
+        choices = choices_of(
+            self.sharding_strategy,
+            self.mixed_precision,
+            backward_prefetch,
+            forward_prefetch,
+            use_orig_params,
+            mesh.spec,
         )
 
         def make_exposure(owned, store, leaves):
@@ -345,19 +323,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         if not self.check_is_root():
             raise StateError("register_comm_hook: register it on the outermost unit; it holds for all units inside")
-        if not callable(hook):
-            raise UsageError(f"register_comm_hook: expected a function (state, full, shard), got {hook!r}")
-        wrappers = self.fsdp_modules(self)
-        for wrapper in wrappers:
-            if unit_of(wrapper).choices.comm_hook is not None:
-                raise StateError("register_comm_hook: there is a hook already, and it may be registered once")
-            if wrapper.sharding_strategy.strategy.is_hybrid:
-                raise UnsupportedError(
-                    f"register_comm_hook under {wrapper.sharding_strategy.name}: a hook has no part in the sum over replicas; "
-                    "use another strategy"
-                )
-        for wrapper in wrappers:
-            unit_of(wrapper).choices.comm_hook = CommHook(state, hook, casts=hook in LOW_PRECISION_HOOKS)
+        set_comm_hook([unit_of(wrapper) for wrapper in self.fsdp_modules(self)], state, hook)
 
     @staticmethod
     @contextmanager

@@ -1,8 +1,6 @@
 """GradStore: from the full gradients of one rank to the sharded mean gradient of all."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,24 +10,9 @@ from crossframe.layout import Layout
 from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
 from torch_backend.collectives import UnitMesh
+from torch_backend.comm_hook import CommHook
 from torch_backend.dtypes import torch_dtype
 from torch_backend.streams import Streams
-
-
-@dataclass(frozen=True)
-class CommHook:
-    """A user's own reduction, in the place of ours.
-
-    Attributes:
-        state: what the user wants to be given each time.
-        hook: called as `hook(state, full, shard)`, to fill `shard` with the reduced gradient; where nothing is sharded as
-            `hook(state, full)`, to reduce in place. It divides too.
-        casts: whether it chooses the dtype that gradients travel in, so that they are not cast for it.
-    """
-
-    state: object
-    hook: Callable[..., Any]
-    casts: bool
 
 
 class GradStore:

@@ -1,14 +1,16 @@
 """What FSDP leaves alone: the arguments ignored_modules and ignored_states."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from crossframe.errors import UsageError
-from torch_backend.materialise import IsUnit
+
+IsUnit = Callable[[nn.Module], bool]
+"""Whether a module is a unit already."""
 
 
 class _WrongTypeError(UsageError, TypeError):

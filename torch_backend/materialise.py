@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from crossframe.errors import InitialisationError, UsageError
 from torch_backend.collectives import UnitMesh
-
-IsUnit = Callable[[nn.Module], bool]
+from torch_backend.ignored import Ignored, IsUnit
+from torch_backend.rounds import agree
+from torch_backend.slots import canonical_name
 
 
 def own_modules(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -23,6 +24,26 @@ def own_modules(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Module]
             if child not in seen and not is_unit(child) and child not in ignored:
                 seen.add(child)
                 waiting.append(child)
+
+
+def prepare(
+    root: nn.Module,
+    is_unit: IsUnit,
+    ignored: Ignored,
+    *,
+    process_group: dist.ProcessGroup,
+    device_id: int | torch.device | None,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> torch.device:
+    """Make a unit's modules real, and with `device_id` move them there. Returns where the unit shall compute."""
+    left_out = {id(param) for param in ignored.params}
+    modules = own_modules(root, is_unit, ignored.modules)
+    params = (param for module in modules for param in module.parameters(recurse=False) if id(param) not in left_out)
+    device = compute_device(device_id, next(params, None), process_group)
+    materialise(root, is_unit, ignored.modules, ignored.params, param_init_fn=param_init_fn, device=device)
+    if device_id is not None:
+        move_to(root, is_unit, ignored.modules, ignored.params, device)
+    return device
 
 
 def materialise(
@@ -103,19 +124,36 @@ def move_to(
                         tensor.grad.data = tensor.grad.to(device)
 
 
-def sync_states(module: nn.Module, params: Collection[nn.Parameter], mesh: UnitMesh, synced: set[int]) -> None:
-    """Give every rank the values that the first rank has, of the parameters `params` and all buffers below `module`.
+def sync_states(root: nn.Module, is_unit: IsUnit, ignored: Ignored, mesh: UnitMesh, synced: Collection[int]) -> None:
+    """Give every rank the values that the first rank has, of the unit's parameters and of all buffers below `root`.
 
-    Over replicas first and inside each shard group then, so that the first rank's reach all.
+    Over replicas first and inside each shard group then, so that the first rank's reach all. The ranks agree first on what will
+    be sent, or they would wait for each other in a broadcast.
 
     Args:
-        synced: identities of buffers that inner units have synchronised; what is done here is added.
+        synced: identities of buffers that inner units have synchronised.
+
+    Raises:
+        AgreementError: ranks with other parameters or buffers.
     """
-    buffers = [buffer for buffer in module.buffers() if id(buffer) not in synced]
-    synced.update(id(buffer) for buffer in buffers)
-    tensors = [tensor.detach() for tensor in (*buffers, *params)]
-    mesh.replicas.broadcast(tensors)
-    mesh.shards.broadcast(tensors)
+    left_out = {id(tensor) for tensor in ignored.params} | set(synced)
+    left_out.update(id(buffer) for module in ignored.modules for buffer in module.buffers(recurse=False))
+    own = {id(module) for module in own_modules(root, is_unit, ignored.modules)}
+    named: dict[str, Tensor] = {}
+    for name, module in root.named_modules():
+        tensors = _own_tensors(module) if id(module) in own else module.named_buffers(recurse=False)
+        for attribute, tensor in tensors:
+            if id(tensor) not in left_out:
+                left_out.add(id(tensor))
+                named[canonical_name(f"{name}.{attribute}".lstrip("."))] = tensor.detach()
+    said = [
+        (f"tensor {name!r}", {"shape": str(list(tensor.shape)), "dtype": str(tensor.dtype)})
+        for name, tensor in named.items()
+    ]
+    groups = [communicator.group for communicator in (mesh.shards, mesh.replicas) if communicator.size > 1]
+    agree(groups, f"sync_module_states of a {type(root).__name__}", said)
+    mesh.replicas.broadcast(list(named.values()))
+    mesh.shards.broadcast(list(named.values()))
 
 
 def compute_device(

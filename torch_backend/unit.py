@@ -19,7 +19,7 @@ from crossframe.unshard import UnshardRequest, residency_after
 from torch_backend.anchor import Use, anchored
 from torch_backend.bucket import Bucket, Writeback
 from torch_backend.collectives import UnitMesh
-from torch_backend.grads import CommHook
+from torch_backend.comm_hook import CommHook
 from torch_backend.observe import observers
 
 if TYPE_CHECKING:
