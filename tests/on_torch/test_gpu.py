@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tests.on_torch.models import build_net, loss_of
+import torch_backend
+from tests.on_torch.models import Block, build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, OPTIONS, _local
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -52,6 +55,69 @@ def _train(rank, world_size, face, options):
 @pytest.mark.parametrize(("face", "options"), OPTIONS)
 def test_R26_nccl_bit_for_bit(ranks, face, options):
     assert all(ranks.run(WORLD_SIZE, _train, face, options, backend="nccl"))
+
+
+def _settings(face):
+    """Arguments of FSDP1's constructor that say something on a device alone, or say it otherwise there."""
+    low = face.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    return {
+        "no_shard": {"sharding_strategy": face.ShardingStrategy.NO_SHARD},
+        "bfloat16": {"mixed_precision": low, "use_orig_params": True},
+        "offload": {"cpu_offload": face.CPUOffload(True), "use_orig_params": True},
+        "offload_bfloat16": {"cpu_offload": face.CPUOffload(True), "mixed_precision": low},
+        "post": {"backward_prefetch": face.BackwardPrefetch.BACKWARD_POST},
+        "forward_prefetch": {"forward_prefetch": True, "backward_prefetch": None},
+        "unlimited": {"limit_all_gathers": False},
+        "accumulated": {},
+    }
+
+
+SETTINGS = [
+    "no_shard",
+    "bfloat16",
+    "offload",
+    "offload_bfloat16",
+    "post",
+    "forward_prefetch",
+    "unlimited",
+    "accumulated",
+]
+
+
+def _configured(rank, world_size, setting):
+    """Losses and what is left of the parameters after 5 steps with clipping, ours beside torch's."""
+    import torch.distributed.fsdp as theirs
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    ends = []
+    for face, policy in ((theirs, ModuleWrapPolicy({Block})), (torch_backend, torch_backend.ModuleWrapPolicy({Block}))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = face.FullyShardedDataParallel(
+                build_net(width=33, depth=6), auto_wrap_policy=policy, device_id=rank, **_settings(face)[setting]
+            )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        end = []
+        for step in range(5):
+            with model.no_sync() if setting == "accumulated" and step % 2 == 0 else nullcontext():
+                loss = _loss(model, step, rank)
+                loss.backward()
+            if setting != "accumulated" or step % 2:
+                end.append(float(model.clip_grad_norm_(1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+            end.append(loss.item())
+        with face.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            end += [param.detach().cpu().clone() for param in model.parameters()]
+        ends.append(end)
+    for a, b in zip(*ends, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, (setting, a, b)
+    return True
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_R14_R16_R33_settings_over_nccl_bit_for_bit(ranks, setting):
+    assert all(ranks.run(WORLD_SIZE, _configured, setting, backend="nccl"))
 
 
 def _memory(rank, world_size):
