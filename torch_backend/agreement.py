@@ -1,7 +1,6 @@
 """Whether all ranks were given the same units and settings: what is asked of them before their first collective."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch_backend.rounds import agree
 from torch_backend.unit import Unit, named_below
@@ -13,27 +12,27 @@ def describe_units(named_units: Sequence[tuple[str, Unit]], face: str) -> list[t
     """What must be the same everywhere: one subject a unit, then one a parameter.
 
     Args:
-        named_units: every unit with its path. A unit's own `settings`, names and values in words, are described with it.
+        named_units: every unit with its path. What its user chose in `settings` is described with it.
         face: the interface in use.
     """
     said: list[tuple[str, dict[str, str]]] = []
     for name, unit in named_units:
-        choices: Any = getattr(unit, "choices", unit)
         settings = {
             "interface": face,
-            "reshard_after_forward": str(choices.reshard_after_forward),
-            **getattr(choices, "settings", {}),
+            **unit.choices.settings,
+            "reshard_after_forward": str(unit.choices.reshard_after_forward),
         }
         said.append((f"unit {name!r}", settings))
     for name, unit in named_units:
         for bucket in unit.buckets:
-            for spec in named_below(name, bucket.layout.params):
+            bucket.exposure.sync_requires_grad()  # what a user froze since the unit was made counts
+            for spec, leaf in zip(named_below(name, bucket.layout.params), bucket.buffer.leaves, strict=True):
                 settings = {
                     "unit": repr(name),
                     "layout": bucket.layout.kind,
                     "shape": str(list(spec.shape)),
                     "dtype": spec.dtype,
-                    "requires_grad": str(spec.requires_grad),
+                    "requires_grad": str(leaf.requires_grad),
                     "other names": str(list(spec.aliases)),
                 }
                 said.append((f"parameter {spec.name!r}", settings))
@@ -41,8 +40,7 @@ def describe_units(named_units: Sequence[tuple[str, Unit]], face: str) -> list[t
 
 
 def check_agreement(named_units: Sequence[tuple[str, Unit]], face: str) -> None:
-    """Raise AgreementError on every rank of the root's group unless all of them have the same units."""
-    root = named_units[0][1]
-    mesh: Any = getattr(root, "mesh", None)
-    groups = [mesh.shards.group, mesh.replicas.group] if mesh else [root.communicator.group]  # type: ignore[attr-defined]
-    agree([group for group in groups if group is not None], FIRST_USE, describe_units(named_units, face))
+    """Raise AgreementError on every rank of the root's mesh unless all of them have the same units."""
+    mesh = named_units[0][1].mesh
+    groups = [communicator.group for communicator in (mesh.shards, mesh.replicas) if communicator.size > 1]
+    agree(groups, FIRST_USE, describe_units(named_units, face))

@@ -14,9 +14,12 @@ exceeds the timeout of the group.
 """
 
 import json
+import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -31,12 +34,26 @@ AFTER_AN_EXCEPTION = "first step after an exception"
 
 _LOOK_EVERY = timedelta(seconds=1)
 
-# By the group's ranks: groups whose step this rank has left and not come back to; those in which a collective failed, and
-# how; how often all came back, which makes what was said before old; and how many had left when this rank last looked.
-_left: set[tuple[int, ...]] = set()
-_broken: dict[tuple[int, ...], str] = {}
-_times_rejoined: dict[tuple[int, ...], int] = {}
-_num_seen: dict[tuple[int, ...], int] = {}
+
+@dataclass
+class _Standing:
+    """How this rank stands in a group.
+
+    Attributes:
+        broken: how a collective failed, or the ranks came apart; "" while neither has happened.
+        num_rejoined: how often all ranks came back after an exception, which makes what was said before old.
+        num_notes, notes: how often ranks had left when this one last looked, and the last that each said then.
+    """
+
+    broken: str = ""
+    num_rejoined: int = 0
+    num_notes: int = 0
+    notes: list[dict[str, Any]] = field(default_factory=list)
+
+
+_standings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Standing] = weakref.WeakKeyDictionary()
+# Groups whose step this rank has left and not come back to.
+_left: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class Pending:
@@ -93,9 +110,8 @@ def issue(
 def abandon(groups: Sequence[dist.ProcessGroup], what: str) -> None:
     """Say that this rank leaves its step, since `what` came: "ValueError in the forward of unit 'blocks.1'"."""
     for group in groups:
-        ranks = _ranks(group)
-        if spans_ranks(group) and ranks not in _left:
-            _left.add(ranks)
+        if spans_ranks(group) and group not in _left:
+            _left.add(group)
             _publish(group, _num_issued(group), what)
 
 
@@ -103,43 +119,44 @@ def rejoin(groups: Sequence[dist.ProcessGroup]) -> None:
     """Before a step: if the last one was abandoned, go on only if all ranks of the groups left it at the same place.
 
     Raises:
-        CollectiveError: a collective of the groups has failed, which closes the connections between the ranks.
+        CollectiveError: a collective of the groups has failed before, or the ranks have come apart.
         AgreementError: ranks left the step after different numbers of collectives, or did not leave it.
     """
     if not _left:
         return
     for i, group in enumerate(groups):
-        ranks = _ranks(group)
-        if ranks in _broken:
+        standing = _standing(group)
+        if standing.broken:
             error = CollectiveError(
-                f"rank {dist.get_rank()}: no further step is possible between ranks {listed(ranks)}, whose collectives no "
-                f"longer match; start the processes again, from a checkpoint. What came first: {_broken[ranks]}"
+                f"rank {dist.get_rank()}: no further step is possible between ranks {listed(_ranks(group))}, whose collectives "
+                f"no longer match; start the processes again, from a checkpoint. What came first: {standing.broken}"
             )
             withdraw(groups[i + 1 :], AFTER_AN_EXCEPTION, error)
             raise error
-        if ranks in _left:
+        if group in _left:
             said = [("step that was left", {"number of collectives issued before": str(_num_issued(group))})]
             try:
                 agree([group], AFTER_AN_EXCEPTION, said)
             except AgreementError as error:
-                _broken[ranks] = str(error)
+                standing.broken = str(error)
                 withdraw(groups[i + 1 :], AFTER_AN_EXCEPTION, error)
                 raise
-            _left.discard(ranks)
-            _times_rejoined[ranks] = _times_rejoined.get(ranks, 0) + 1
+            _left.discard(group)
+            standing.num_rejoined += 1
 
 
 def _fail(error: RuntimeError, group: dist.ProcessGroup, kind: str, unit: str, phase: str) -> NoReturn:
     """Raise CollectiveError for what torch.distributed raised; lack of memory stays what it is."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
-    cause = str(error).split("\n")[0]
+    # The first sentence, without the place in the source that is told before it.
+    cause = re.sub(r"^\[[^]]*\] ", "", str(error)).split("\n")[0].split(". ")[0]
     reason = f"{cause}; {_who_left(group) or _likely_reason(cause, group)}"
     _break(group, _sentence(group, kind, unit, phase, reason), error)
 
 
 def _sentence(group: dist.ProcessGroup, kind: str, unit: str, phase: str, reason: str) -> str:
-    return f"rank {dist.get_rank()}: {kind} of unit {unit!r} ({phase}) between ranks {listed(_ranks(group))} failed: {reason}"
+    return f"{kind} of unit {unit!r} ({phase}) between ranks {listed(_ranks(group))} failed: {reason}"
 
 
 def _likely_reason(cause: str, group: dist.ProcessGroup) -> str:
@@ -154,11 +171,11 @@ def _likely_reason(cause: str, group: dist.ProcessGroup) -> str:
 
 def _break(group: dist.ProcessGroup, sentence: str, error: RuntimeError) -> NoReturn:
     """Raise CollectiveError, and let the other ranks know that nothing more can come of the group."""
-    failure = CollectiveError(sentence)
-    ranks = _ranks(group)
-    if ranks not in _broken:
-        _broken[ranks] = sentence
-        _left.add(ranks)
+    failure = CollectiveError(f"rank {dist.get_rank()}: {sentence}")
+    standing = _standing(group)
+    if not standing.broken:
+        standing.broken = sentence
+        _left.add(group)
         # After none: whatever a rank waits for in this group, it waits for in vain.
         _publish(group, -1, sentence)
         withdraw([group], AFTER_AN_EXCEPTION, failure)
@@ -166,28 +183,29 @@ def _break(group: dist.ProcessGroup, sentence: str, error: RuntimeError) -> NoRe
 
 
 def _publish(group: dist.ProcessGroup, num_issued: int, what: str) -> None:
-    ranks = _ranks(group)
-    store = _store()
-    note = {"rejoined": _times_rejoined.get(ranks, 0), "num_issued": num_issued, "what": " ".join(what.split())}
+    note = {
+        "rank": dist.get_rank(),
+        "what": " ".join(what.split()),
+        "num_issued": num_issued,
+        "num_rejoined": _standing(group).num_rejoined,
+    }
     with suppress(dist.DistError):  # the store has ended too; what failed first is what to tell
-        store.set(_note_key(ranks, dist.get_rank()), json.dumps(note))
-        store.add(_count_key(ranks), 1)
+        _store().set(_note_key(group, dist.get_rank()), json.dumps(note))
+        _store().add(_count_key(group), 1)
 
 
 def _who_left(group: dist.ProcessGroup) -> str:
     """Which rank left the step that this rank is in, after fewer collectives than this one has issued; "" if none."""
-    ranks, store = _ranks(group), _store()
+    standing, store = _standing(group), _store()
     with suppress(dist.DistError):  # as above
-        num_left = store.add(_count_key(ranks), 0)
-        if num_left == 0 or num_left == _num_seen.get(ranks):
-            return ""
-        for rank in ranks:
-            if rank == dist.get_rank() or not store.check([_note_key(ranks, rank)]):
-                continue
-            note = json.loads(store.get(_note_key(ranks, rank)))
-            if note["rejoined"] == _times_rejoined.get(ranks, 0) and note["num_issued"] < _num_issued(group):
-                return f"rank {rank} has left the step: {note['what']}"
-        _num_seen[ranks] = num_left
+        num_notes = store.add(_count_key(group), 0)
+        if num_notes != standing.num_notes:
+            keys = [_note_key(group, rank) for rank in _ranks(group) if rank != dist.get_rank()]
+            standing.notes = [json.loads(store.get(key)) for key in keys if store.check([key])]
+            standing.num_notes = num_notes
+    for note in standing.notes:
+        if note["num_rejoined"] == standing.num_rejoined and note["num_issued"] < _num_issued(group):
+            return f"rank {note['rank']} has left the step: {note['what']}"
     return ""
 
 
@@ -197,17 +215,21 @@ def _num_issued(group: dist.ProcessGroup) -> int:
     return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+def _standing(group: dist.ProcessGroup) -> _Standing:
+    return _standings.setdefault(group, _Standing())
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
 
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _note_key(ranks: tuple[int, ...], rank: int) -> str:
-    return f"{group_key(ranks)}/left/{rank}"
+def _note_key(group: dist.ProcessGroup, rank: int) -> str:
+    return f"{group_key(group)}/left/{rank}"
 
 
-def _count_key(ranks: tuple[int, ...]) -> str:
-    return f"{group_key(ranks)}/num_left"
+def _count_key(group: dist.ProcessGroup) -> str:
+    return f"{group_key(group)}/num_left"

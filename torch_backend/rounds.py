@@ -16,6 +16,7 @@ A round that ends well leaves one key in the store, which the next of its group 
 import hashlib
 import json
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,8 +28,8 @@ from crossframe.errors import AgreementError
 Description = Sequence[tuple[str, Mapping[str, str]]]
 """What must be the same everywhere: subjects in order, each with its settings by name."""
 
-# How many rounds this process has entered, for each group's ranks.
-_entered: dict[tuple[int, ...], int] = {}
+# How many rounds this process has entered, for each group.
+_entered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 _PATIENCE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 0.25
@@ -86,14 +87,15 @@ class _Round:
         self._rank = group.rank()
         self._title = title
         self._seconds = timeout_seconds(group)
-        self._number = _entered.get(self._ranks, 0)
-        _entered[self._ranks] = self._number + 1
+        self._group = group
+        self._number = _entered.get(group, 0)
+        _entered[group] = self._number + 1
         self._hashes = [self._key("hash", rank) for rank in range(len(self._ranks))]
         self._verdict = self._key("verdict")
 
     def _key(self, *parts: Any, number: int | None = None) -> str:
         number = self._number if number is None else number
-        return "/".join(map(str, (group_key(self._ranks), number, *parts)))
+        return "/".join(map(str, (group_key(self._group), number, *parts)))
 
     def meet(self, said: Description, failure: str) -> str:
         """The reason why the ranks do not agree, or "". A `failure` that this rank brings along is everyone's."""
@@ -173,7 +175,12 @@ class _Round:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _tell_where(self) -> None:
-        where = {"ranks": self._ranks, "number": self._number, "title": self._title}
+        where = {
+            "group": self._group.group_name,
+            "ranks": self._ranks,
+            "number": self._number,
+            "title": self._title,
+        }
         self._store.set(_where_key(dist.get_rank()), json.dumps(where))
 
     def _look_for_deadlock(self) -> None:
@@ -183,12 +190,14 @@ class _Round:
             if not self._store.check([_where_key(other)]):
                 continue
             where = json.loads(self._store.get(_where_key(other)))
-            ranks = tuple(where["ranks"])
             # A round that this rank has entered is over, and what is there about it is old.
-            if dist.get_rank() in ranks and ranks != self._ranks and _entered.get(ranks, 0) <= where["number"]:
+            entered = {group.group_name: number for group, number in _entered.items()}.get(where["group"], 0)
+            elsewhere = where["group"] != self._group.group_name
+            if elsewhere and dist.get_rank() in where["ranks"] and entered <= where["number"]:
                 raise _Failed(
                     f"the ranks do not agree on the mesh: rank {dist.get_rank()} shares its units with ranks "
-                    f"{listed(self._ranks)} ({self._title}), rank {other} with ranks {listed(ranks)} ({where['title']}); "
+                    f"{listed(self._ranks)} ({self._title}), rank {other} with ranks {listed(where['ranks'])}"
+                    f"{' in another process group' if list(self._ranks) == where['ranks'] else ''} ({where['title']}); "
                     "give every rank the same mesh or process groups"
                 )
 
@@ -251,9 +260,9 @@ def listed(ranks: Sequence[int]) -> str:
     return named if len(ranks) <= _MAX_NAMED else f"{named} and {len(ranks) - _MAX_NAMED} more"
 
 
-def group_key(ranks: Sequence[int]) -> str:
-    """Where a group's keys lie in the store: a name that is as short for 512 ranks as for 2."""
-    return f"crossframe/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+def group_key(group: dist.ProcessGroup) -> str:
+    """Where a group's keys lie in the store. Its name is the same on all its ranks, and no other group's."""
+    return f"crossframe/{group.group_name}"
 
 
 def _where_key(rank: int) -> str:

@@ -30,7 +30,6 @@ from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.ranks import start_process
 from torch_backend.observe import Observer, observe
 
-TIMEOUT_SECONDS = 6.0
 # What a process takes to raise, print a traceback and be gone on a busy machine.
 SLACK_SECONDS = 6.0
 
@@ -58,6 +57,7 @@ class Trial:
     Attributes:
         where, how: see PLACES and HOW; at the `nth` time that the victim comes by, `delay` seconds later.
         store: who keeps the store: the "launcher", as under torchrun, or "rank 0".
+        timeout: of the process group, in seconds.
     """
 
     mode: str
@@ -68,6 +68,7 @@ class Trial:
     nth: int = 1
     delay: float = 0.0
     store: str = "launcher"
+    timeout: float = 6.0
 
     @classmethod
     def drawn(cls, seed: int, number: int) -> "Trial":
@@ -107,7 +108,7 @@ class Outcome:
     def complaints(self, trial: Trial) -> list[str]:
         """What is wrong with it."""
         found = []
-        if self.seconds is None or self.seconds > TIMEOUT_SECONDS + SLACK_SECONDS:
+        if self.seconds is None or self.seconds > trial.timeout + SLACK_SECONDS:
             found.append(f"rank {self.rank} did not end in time ({self.seconds} s)")
         if self.kind == "CollectiveError":
             said = SAID.match(self.message)
@@ -176,7 +177,7 @@ def run_trial(trial: Trial) -> tuple[list[Outcome], str]:
         victim.join(60)
         died = time.monotonic()
         seconds: dict[int, float] = {}
-        deadline = died + TIMEOUT_SECONDS + 2 * SLACK_SECONDS
+        deadline = died + trial.timeout + 2 * SLACK_SECONDS
         waiting = {process.sentinel: rank for rank, process in enumerate(processes) if rank != trial.victim}
         while waiting and time.monotonic() < deadline:
             for sentinel in wait(list(waiting), timeout=deadline - time.monotonic()):
@@ -207,7 +208,7 @@ def _rank(trial: Trial, rank: int, port: int, connection: Connection, folder: st
     keeps = trial.store == "rank 0" and rank == 0
     store = dist.TCPStore("127.0.0.1", port, is_master=keeps, wait_for_workers=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=trial.world_size, timeout=timedelta(seconds=TIMEOUT_SECONDS)
+        "gloo", store=store, rank=rank, world_size=trial.world_size, timeout=timedelta(seconds=trial.timeout)
     )
     bomb = Bomb(trial)
     if rank != trial.victim:
