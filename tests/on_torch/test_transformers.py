@@ -23,6 +23,7 @@ if find_spec("transformers") is None:
 
 STEPS = 5
 BATCH_SIZE, CONTEXT = 2, 16
+SECONDS = 180  # the first test of a world imports transformers
 SIDES = {"theirs": "torch.distributed.fsdp", "ours": "torch_backend"}
 
 
@@ -238,7 +239,7 @@ def _compare(rank: int, world_size: int, script: Script) -> tuple[float, float]:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
 def test_R32_a_model_of_hugging_face_trains_bit_for_bit_as_under_torch(ranks, script):
-    results = ranks.run(2, _compare, script)
+    results = ranks.run(2, _compare, script, seconds=SECONDS)
     assert results[0] != results[1]  # each rank has its own text
     for first, last in results:
         assert last < first
@@ -262,7 +263,7 @@ def _generate(rank, world_size, use_orig_params):
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 def test_R19_R21_text_is_generated_while_the_root_is_summoned(ranks, use_orig_params):
-    for tokens_theirs, loss_theirs, tokens_ours, loss_ours in ranks.run(2, _generate, use_orig_params):
+    for tokens_theirs, loss_theirs, tokens_ours, loss_ours in ranks.run(2, _generate, use_orig_params, seconds=SECONDS):
         assert tokens_ours.shape == (BATCH_SIZE, 14)
         assert torch.equal(tokens_theirs, tokens_ours)
         assert torch.equal(loss_theirs, loss_ours)
