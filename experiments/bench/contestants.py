@@ -22,6 +22,8 @@ PACKAGES: dict[str, Any] = {OURS: torch_backend, THEIRS: torch.distributed.fsdp}
 AGAIN = " again"
 BARE, DDP = "bare", "torch DDP"
 
+_FSDP1_POLICY, _FSDP2_POLICY = "MixedPrecision", "MixedPrecisionPolicy"
+
 # A package, a module, the classes of the modules that become units, and the dtype to compute in (None: as it is stored).
 Face = Callable[[Any, nn.Module, set[type[nn.Module]], torch.dtype | None], nn.Module]
 
@@ -30,7 +32,7 @@ def _fsdp1(
     package: Any, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None, **options: Any
 ) -> nn.Module:
     if dtype is not None:
-        options["mixed_precision"] = package.MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
+        options["mixed_precision"] = getattr(package, _FSDP1_POLICY)(param_dtype=dtype, reduce_dtype=dtype)
     device = next(module.parameters()).device
     policy = package.wrap.ModuleWrapPolicy(units)
     return package.FullyShardedDataParallel(module, auto_wrap_policy=policy, device_id=device, **options)
@@ -40,7 +42,7 @@ def _fsdp2(
     package: Any, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None, **options: Any
 ) -> nn.Module:
     if dtype is not None:
-        options["mp_policy"] = package.MixedPrecisionPolicy(param_dtype=dtype)
+        options["mp_policy"] = getattr(package, _FSDP2_POLICY)(param_dtype=dtype)
     for inner in module.modules():
         if type(inner) in units:
             package.fully_shard(inner, **options)
@@ -76,6 +78,12 @@ def counterpart(name: str) -> str:
     'torch FSDP1 flat'
     """
     return THEIRS + name.removeprefix(OURS)
+
+
+def mixes_precision(name: str) -> bool:
+    """Whether a contestant can compute in another dtype than it is stored in."""
+    package, _, face = name.partition(" ")
+    return hasattr(PACKAGES[package], _FSDP2_POLICY if face == "FSDP2" else _FSDP1_POLICY)
 
 
 def build(name: str, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None = None) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from experiments.bench.contestants import counterpart, ours, theirs
+from experiments.bench.contestants import counterpart, mixes_precision, ours, theirs
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
 from experiments.bench.ranks import NCCL, on_ranks
 from experiments.bench.sizes import Sizes
@@ -32,7 +32,7 @@ def gpu_section(sizes: Sizes) -> Section:
     world_size = torch.cuda.device_count()
     if not world_size:
         return Section(TITLE, "", skipped="skipped: no CUDA device here")
-    names = [*ours(FACES), *theirs(FACES)]
+    names = [name for name in (*ours(FACES), *theirs(FACES)) if mixes_precision(name)]
     sized = (sizes.gpu_gpt, sizes.gpu_batch)
     wall = slowest(on_ranks(world_size, NCCL, _times, names, *sized, sizes.gpu_rounds))
     alone = {name: on_ranks(world_size, NCCL, _alone, name, *sized) for name in names}
@@ -49,7 +49,7 @@ def gpu_section(sizes: Sizes) -> Section:
 def gpu_figures(wall: Times, alone: dict[str, list[list[float]]], num_tokens: int) -> tuple[Figure, ...]:
     """Our times to those of torch's FSDP2, with a limit; tokens a second; memory and exposed copies of the worst rank."""
     peaks, exposed = ({name: max(rank[i] for rank in by_rank) for name, by_rank in alone.items()} for i in range(2))
-    names = ours(FACES)
+    names = [name for name in ours(FACES) if name in wall]
     return (
         *(median_figure(f"time of {name} to {LIMIT_OF}", ratios(wall, name, LIMIT_OF), TIMES, LIMIT) for name in names),
         *(

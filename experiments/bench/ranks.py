@@ -51,15 +51,17 @@ def _rank(
     # What torch has to say of its own interfaces is known, and no matter here.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if backend == NCCL:
-        torch.cuda.set_device(rank)
+    store = f"file://{folder}/store"
     if backend == FAKE:
         dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=world_size)
+    elif backend == NCCL:
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+        dist.init_process_group(NCCL, init_method=store, rank=rank, world_size=world_size, device_id=device)
     else:
         if "lo" in (name for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = f"file://{folder}/store"
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
+        dist.init_process_group(GLOO, init_method=store, rank=rank, world_size=world_size)
     try:
         _result(folder, rank).write_text(json.dumps(work(rank, *args)))
     finally:

@@ -25,9 +25,9 @@ def losses(
     torch.manual_seed(0)
     with torch.device(device):
         module, units = definition_of(config).make_torch()
-        model = build(name, module, units, dtype)
-        torch.manual_seed(1 + dist.get_rank())
-        tokens, targets = torch.randint(config.vocabulary, (2, batch_size, context))
+    model = build(name, module, units, dtype)
+    torch.manual_seed(1 + dist.get_rank())
+    tokens, targets = torch.randint(config.vocabulary, (2, batch_size, context), device=device)
     return model, lambda: functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
