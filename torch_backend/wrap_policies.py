@@ -151,7 +151,7 @@ setattr(size_based_auto_wrap_policy, EXCLUDE_WRAP_MODULES, {nn.ModuleList, nn.Mo
 
 def as_classes(value: Any, where: str) -> tuple[type, ...]:
     """An iterable of classes as a tuple; UsageError in the name of `where` if it is none."""
-    if isinstance(value, Iterable) and not isinstance(value, type):
+    if isinstance(value, Iterable):
         entries = tuple(value)
         if all(isinstance(entry, type) for entry in entries):
             return entries

@@ -502,6 +502,7 @@ def test_the_sets_of_the_size_based_policy_can_be_changed(monkeypatch):
     assert not ask(pair, recurse=True) and ask(nn.MultiheadAttention(2, 1), recurse=True)
     monkeypatch.setattr(policy, "EXCLUDE_WRAP_MODULES", {Pair})
     assert not ask(pair, recurse=False) and ask(nn.ModuleList(), recurse=False)
+    assert ask(pair, recurse=True, force_leaf_modules=set())  # none is not the default
     assert not policy(nn.Linear(2, 2), False, 10**8 - 1) and policy(nn.Linear(2, 2), False, 10**8)
 
 
