@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from crossframe.errors import UsageError
+from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch_backend.ignored import Ignored, IsUnit
@@ -51,6 +52,7 @@ def choices_of(
     reshards = strategy.strategy.reshards_after_forward
     casts = precision.cast_forward_inputs
     return Choices(
+        Face.FSDP1,
         reshard_after_forward=reshards,
         keeps_full_unreduced=not reshards,
         backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,

@@ -27,7 +27,6 @@ def build_unit(
     mesh: UnitMesh,
     choices: Choices,
     *,
-    face: Face,
     is_unit: Callable[[nn.Module], bool],
     make_layout: MakeLayout,
     make_exposure: MakeExposure,
@@ -39,10 +38,11 @@ def build_unit(
 ) -> Unit:
     """Shard all parameters below `module` that no inner unit owns.
 
+    FSDP2 gives each dtype a bucket of its own; FSDP1 gives one layout to all, which refuses a mix (R11).
+
     Args:
         mesh: the ranks.
         choices: the user's.
-        face: FSDP2 gives each dtype a bucket of its own; FSDP1 one layout to all, which refuses a mix (R11).
         policy: what the user asked for in precision.
         device: where to compute; where the parameters are if None.
         offload: let the shards live on the CPU.
@@ -53,6 +53,7 @@ def build_unit(
         LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
         UsageError: parameters on the meta device or on several devices.
     """
+    face = choices.face
     order = Order.PRE_ORDER if face is Face.FSDP1 else Order.POST_ORDER
     owned = owned_params(module, is_unit, order, ignored)
     for entry in owned:

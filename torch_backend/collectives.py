@@ -12,6 +12,7 @@ from torch import Tensor
 from crossframe.mesh import MeshSpec
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
 from torch_backend.dtypes import dtype_name
+from torch_backend.failure import Pending, issue
 from torch_backend.observe import observers
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,7 +27,7 @@ class Done:
         return True
 
 
-Work = dist.Work | Done
+Work = Pending | Done
 """What was issued and may be waited for."""
 
 
@@ -50,7 +51,7 @@ class Communicator:
             gathered.copy_(shard)
             return Done()
         self._tell(ALL_GATHER, gathered, unit, phase)
-        return _all_gather(gathered, shard, group=self.group, async_op=True)
+        return issue(_all_gather, gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, unit: str, phase: str) -> Work:
         """Start summing the `full`s (size * n elements) of all ranks; this rank's n elements of it arrive in `shard`."""
@@ -58,16 +59,14 @@ class Communicator:
             shard.copy_(full)
             return Done()
         self._tell(REDUCE_SCATTER, full, unit, phase)
-        return _reduce_scatter(shard, full, group=self.group, async_op=True)
+        return issue(_reduce_scatter, shard, full, group=self.group, kind=REDUCE_SCATTER, unit=unit, phase=phase)
 
     def all_reduce(self, tensor: Tensor, *, unit: str, phase: str) -> Work:
         """Start replacing `tensor` by the sum over all ranks."""
         if self.size == 1:
             return Done()
         self._tell(ALL_REDUCE, tensor, unit, phase)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        assert work is not None
-        return work
+        return issue(dist.all_reduce, tensor, group=self.group, kind=ALL_REDUCE, unit=unit, phase=phase)
 
     def _tell(self, kind: str, unsharded: Tensor, unit: str, phase: str) -> None:
         if observers:

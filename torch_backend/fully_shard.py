@@ -99,8 +99,7 @@ def fully_shard(
     unit = build_unit(
         module,
         ranks,
-        Choices(reshard_after_forward=reshard_after_forward is not False),
-        face=Face.FSDP2,
+        Choices(Face.FSDP2, reshard_after_forward=reshard_after_forward is not False),
         is_unit=lambda inner: isinstance(inner, FSDPModule),
         make_layout=lambda owned: PerParamLayout(tuple(entry.spec for entry in owned), ranks.shards.size),
         make_exposure=lambda owned, store, leaves: DTensorExposure(owned, store, leaves, mesh, ranks.shards.rank),

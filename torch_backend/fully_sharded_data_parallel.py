@@ -10,7 +10,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.errors import StateError, UsageError
-from crossframe.faces import Face
 from crossframe.layout import FlatLayout
 from crossframe.unshard import Truth, UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -171,7 +170,6 @@ class FullyShardedDataParallel(nn.Module):
             module,
             mesh,
             choices,
-            face=Face.FSDP1,
             is_unit=_is_wrapped,
             make_layout=make_layout,
             make_exposure=make_exposure,

@@ -132,8 +132,8 @@ class _Round:
 
     def _judge(self) -> str:
         """Publish the verdict: "agreed", "failed:" and why, or "differ:" and the ranks that say the same, side by side."""
-        self._await(self._hashes)
-        if self._store.check([self._verdict]):  # this rank comes so late that the others have given up
+        self._await(self._hashes, unless=self._verdict)
+        if self._store.check([self._verdict]):  # another rank has given up, perhaps on this one
             return self._read(self._verdict)
         if self._number:
             # Everyone is here, and so has read the verdict of the last round.
@@ -161,10 +161,10 @@ class _Round:
         self._await([key])
         return self._store.get(key).decode()
 
-    def _await(self, keys: list[str]) -> None:
-        """Return once all keys are there. Raise _Failed if they do not come in time, or never can."""
+    def _await(self, keys: list[str], *, unless: str | None = None) -> None:
+        """Return once all keys are there, or that one. Raise _Failed if they do not come in time, or never can."""
         start, pause = time.monotonic(), 0.0005
-        while not self._store.check(keys):
+        while not self._store.check(keys) and not (unless and self._store.check([unless])):
             waited = time.monotonic() - start
             if waited > _PATIENCE_SECONDS:
                 self._tell_where()

@@ -18,6 +18,7 @@ Collectives are issued and waited for later; what runs beside what on a device i
 
 import dataclasses
 import itertools
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -29,6 +30,7 @@ from crossframe.errors import UsageError
 from crossframe.lifecycle import Activity, Move
 from crossframe.strategy import Prefetch
 from torch_backend.agreement import check_agreement
+from torch_backend.failure import abandon, rejoin
 from torch_backend.inputs import cast_floating, moved
 from torch_backend.streams import streams_of
 from torch_backend.unit import Unit
@@ -67,6 +69,16 @@ class Schedule:
         for name, unit in named_units:
             unit.place(name)
             unit.schedule = self
+        self._groups = list(
+            {
+                communicator.ranks: communicator.group
+                for unit in self.units
+                for communicator in (unit.mesh.shards, unit.mesh.replicas)
+                if communicator.size > 1
+            }.values()
+        )
+        # Why a step was left, while an exception is under way.
+        self._left_for = ""
         self._streams = {streams_of(unit.device) for unit in self.units if unit.device is not None}
         # Units in the order in which their forwards began, and ended; and the one whose forward began next in the step before.
         self._begun: dict[Unit, None] = {}
@@ -121,12 +133,15 @@ class Schedule:
                 unit.move(Move.BEGIN_FORWARD)  # refused, and the message says what to do
         if any(unit.state.activity != Activity.IDLE for unit in self.units):
             self.reset()
+        rejoin(self._groups)
         if self._begun:
+            self._left_for = ""
             self._next = dict(itertools.pairwise(self._begun))
         self._begun.clear()
         self._ended.clear()
         self._without_backward.clear()
         for unit in self.units:
+            unit.num_frozen_uses = 0
             unit.free_outdated("forward", training=torch.is_grad_enabled())
         for streams in self._streams:
             streams.shards_written()
@@ -140,7 +155,13 @@ class Schedule:
         """A frozen unit has no anchor: its backward is over once its inputs have their gradients."""
         tensors = [tensor for tensor in _tensors_in(inputs) if tensor.requires_grad]
         if tensors:
-            torch.autograd.graph.register_multi_grad_hook(tensors, lambda _grads: self._free(unit))
+            unit.num_frozen_uses += 1
+            torch.autograd.graph.register_multi_grad_hook(tensors, lambda _grads: self._end_frozen_use(unit))
+
+    def _end_frozen_use(self, unit: Unit) -> None:
+        unit.num_frozen_uses -= 1
+        if unit.num_frozen_uses == 0:
+            self._free(unit)
 
     def end_forward(self, unit: Unit, output: Any) -> None:
         """Reshard a unit that has computed, and watch for the gradient of its output."""
@@ -174,6 +195,8 @@ class Schedule:
     def abandon_forward(self, unit: Unit) -> None:
         """The module raised in its forward. Outermost, everything is brought back; inside, just this unit, since a module
         around it may catch the exception and go on (R17)."""
+        error = sys.exception()
+        self._left_for = self._left_for or f"{type(error).__name__} in the forward of unit {unit.name!r}"
         if unit is self.root and not self._within_autograd:
             self.reset()
         elif unit.state.activity == Activity.FORWARD:
@@ -230,10 +253,9 @@ class Schedule:
                 return
 
     def _reduce(self, unit: Unit) -> None:
-        if unit.has_grads:
-            self._advance_reductions()
-            unit.start_reduction()
-            self._reducing.append(unit)
+        self._advance_reductions()
+        unit.start_reduction()
+        self._reducing.append(unit)
 
     def _advance_reductions(self) -> None:
         """Take every reduction that is under way one collective further, the oldest first: in one order on all ranks."""
@@ -248,7 +270,7 @@ class Schedule:
         for unit in (*self._waiting, *late):
             if unit.state.activity == Activity.FORWARD:
                 continue
-            if unit.reduces:
+            if unit.reduces and (unit.has_grads or unit.owes_zeros):
                 self._reduce(unit)
             if unit.reduces or not unit.choices.keeps_full_unreduced:
                 unit.reshard("backward")
@@ -269,7 +291,9 @@ class Schedule:
     # After an exception
 
     def reset(self) -> None:
-        """Bring every unit back to its shard after an exception in forward or backward (R17)."""
+        """Bring every unit back to its shard after an exception in forward or backward (R17), and let the other ranks know."""
+        abandon(self._groups, self._left_for or "an exception in its backward")
+        self._left_for = ""
         self._reducing.clear()
         self._leave_backward()
         self._begun.clear()

@@ -1,5 +1,6 @@
 """A unit: what is gathered together, freed together and reduced together. The only writer of its own state."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from crossframe.errors import StateError
+from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
 from crossframe.params import ParamSpec
+from crossframe.reduction import Missing, missing_grad
 from crossframe.strategy import Prefetch
 from crossframe.unshard import UnshardRequest, residency_after
 from torch_backend.anchor import Use, anchored
@@ -31,6 +34,7 @@ class Choices:
     """What the user chose for a unit; some of it may be chosen anew between steps.
 
     Attributes:
+        face: whose particulars hold.
         reshard_after_forward: whether full memory is freed between forward and backward (R13, R14).
         keeps_full_unreduced: whether a backward without reduction leaves the full parameters in memory (R15).
         backward_prefetch: when the unit that comes next in backward is gathered (R16); None: when it is needed.
@@ -41,6 +45,7 @@ class Choices:
         settings: all of it in words, for the agreement between ranks.
     """
 
+    face: Face
     reshard_after_forward: bool = True
     keeps_full_unreduced: bool = False
     backward_prefetch: Prefetch | None = Prefetch.BACKWARD_PRE
@@ -73,18 +78,23 @@ class Unit:
         # Whether the full parameters that are here are for the next forward, and how many optimizer steps they have seen.
         self._kept = False
         self._steps_seen = 0
+        # Of a unit without anything trained: forwards whose inputs have not got their gradients yet.
+        self.num_frozen_uses = 0
         self._aliases: list[Tensor] = []
-        # Forwards whose gradients have not come, of those whose graphs are alive; and in which backward the unit is.
+        # Forwards whose gradients have not come, of those whose graphs are alive; in which backward the unit is; and whether that
+        # has reached a parameter of it.
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._task = -1
+        self._reached = False
         self._take_leaves()
 
     def _take_leaves(self) -> None:
-        # The unsharded parameters, bucket by bucket, whether any of them takes a gradient, and full gradients that autograd
-        # has delivered and that wait for the reduction, one a leaf.
+        # The unsharded parameters, bucket by bucket, whether any of them takes a gradient; and full gradients that wait for the
+        # reduction, one a leaf: what autograd has delivered in this backward, and what earlier ones left.
         self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._grads: list[Tensor | None] = [None] * len(self.leaves)
+        self._earlier_grads: list[Tensor | None] = [None] * len(self.leaves)
 
     @property
     def device(self) -> torch.device | None:
@@ -201,6 +211,11 @@ class Unit:
         if self.state.activity != Activity.BACKWARD:
             self.move(Move.BEGIN_BACKWARD)
             self._task = torch._C._current_graph_task_id()
+            self._reached = False
+            # The uses of a backward are added up first, and the backwards then.
+            if any(grad is not None for grad in self._grads):
+                self._earlier_grads = [_sum(a, b) for a, b in zip(self._earlier_grads, self._grads, strict=True)]
+                self._grads = [None] * len(self._grads)
         self.unshard("backward")
         if self.state.exposure != Exposed.FULL:
             self.expose()
@@ -222,6 +237,7 @@ class Unit:
                     "tuple, list, dict, set or dataclass"
                 )
             self.schedule.begin_backward(self)
+        self._reached = True
         for i, grad in zip(indices, grads, strict=True):
             if grad is not None:
                 # Out of place: the tensor that came may be another node's gradient as well.
@@ -236,11 +252,19 @@ class Unit:
     @property
     def has_grads(self) -> bool:
         """Whether full gradients wait for a reduction."""
-        return any(grad is not None for grad in self._grads) or any(leaf.grad is not None for leaf in self.leaves)
+        waiting = itertools.chain(self._grads, self._earlier_grads, (leaf.grad for leaf in self.leaves))
+        return any(grad is not None for grad in waiting)
+
+    @property
+    def owes_zeros(self) -> bool:
+        """Whether a backward went through the unit and reached none of its trained parameters, which get zeros then (R29)."""
+        went_by = self.state.activity == Activity.BACKWARD and self.trained and not self._reached
+        return went_by and missing_grad(self.choices.face, unit_used=True) is Missing.ZEROS
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
         self._grads = [None] * len(self._grads)
+        self._earlier_grads = [None] * len(self._grads)
         for leaf in self.leaves:
             leaf.grad = None
 
@@ -250,9 +274,10 @@ class Unit:
         for bucket in self.buckets:
             stop = start + len(bucket.buffer.leaves)
             # A leaf has a gradient of its own where the user took it from `parameters()` while it was registered.
-            grads = [_sum(a, leaf.grad) for a, leaf in zip(self._grads[start:stop], bucket.buffer.leaves, strict=True)]
+            waiting = zip(self._earlier_grads[start:stop], self._grads[start:stop], bucket.buffer.leaves, strict=True)
+            grads = [_sum(_sum(earlier, grad), leaf.grad) for earlier, grad, leaf in waiting]
             start = stop
-            if any(grad is not None for grad in grads):
+            if any(grad is not None for grad in grads) or self.owes_zeros:
                 self._tell_local_grads(bucket, grads)
                 bucket.start_reduction(grads, unit=self.name, hook=self.choices.comm_hook)
         self.drop_grads()
