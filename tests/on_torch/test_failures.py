@@ -239,6 +239,18 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout_and_told_when_it_
         assert seconds < 5
 
 
+def _slow(rank, world_size):
+    for late in (1, 2):
+        group = dist.new_group(range(world_size))
+        if rank == late:
+            time.sleep(1.2)
+        agree([group], "first use of the root", [])
+
+
+def test_rounds_that_merely_take_long_end_well(ranks):
+    ranks.run(3, _slow)
+
+
 def _keys(rank, world_size):
     group = dist.new_group(range(world_size))
     store = dist.distributed_c10d._get_default_store().underlying_store
