@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import UsageError
 from crossframe.shown import shown
+from torch_backend.collectives import Communicator
 
 __all__ = ["ShardedGradScaler"]
 
@@ -120,7 +120,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
             )
         home = found_inf.device
         agreed = found_inf.to(self._device) if home.type == "cpu" else found_inf
-        all_reduce(agreed, group=self.process_group)
+        group = dist.group.WORLD if self.process_group is None else self.process_group
+        assert group is not None
+        Communicator(group).sum_all(agreed)
         return agreed.clamp(max=1).to(home)
 
 

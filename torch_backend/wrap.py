@@ -16,7 +16,7 @@ from torch import nn
 from crossframe.errors import UnsupportedError, UsageError
 from crossframe.shown import shown
 from crossframe.units import Slot, UnitSpec, assign_units
-from torch_backend.collectives import dtype_name
+from torch_backend.dtypes import dtype_name
 from torch_backend.wrap_policies import (
     CustomPolicy,
     Kwargs,
@@ -113,14 +113,6 @@ def wrap_modules(root: nn.Module, targets: dict[nn.Module, Kwargs], wrap: Callab
         wrapped = wrap(module, **kwargs)
         for parent, attribute in places[module]:
             setattr(parent, attribute, wrapped)
-
-
-def wrap_children(root: nn.Module, policy: ModuleWrapPolicy, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Replace every module that the policy selects by `wrap(module)`, the same one wherever it is registered."""
-    units = units_to_wrap(
-        root, policy, ignored_modules=set(), ignored_params=set(), root_kwargs={}, is_wrapped=lambda _: False
-    )
-    wrap_modules(root, units, wrap)
 
 
 def _select_each(
