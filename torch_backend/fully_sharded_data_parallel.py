@@ -136,7 +136,7 @@ class FullyShardedDataParallel(nn.Module):
         self._use_orig_params = use_orig_params
         self._ignored, self._synced = ignored, sync_module_states
 
-        self.compute_device = prepare(
+        self._device = prepare(
             module,
             _is_wrapped,
             ignored,
@@ -174,7 +174,7 @@ class FullyShardedDataParallel(nn.Module):
             make_layout=make_layout,
             make_exposure=make_exposure,
             policy=policy,
-            device=self.compute_device if self.cpu_offload.offload_params else None,
+            device=self._device if self.cpu_offload.offload_params else None,
             offload=self.cpu_offload.offload_params,
             limited=limit_all_gathers,
             ignored=ignored.params,
@@ -189,6 +189,11 @@ class FullyShardedDataParallel(nn.Module):
         """The wrapped module; below a wrapper for activation checkpointing, what that wraps."""
         module = self._modules[WRAPPED]
         return module._checkpoint_wrapped_module if isinstance(module, ActivationWrapper) else module  # type: ignore
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the unit computes, also after it was moved."""
+        return unit_of(self).device or self._device
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the wrapper lacks are the wrapped module's."""

@@ -32,7 +32,7 @@ from crossframe.strategy import Prefetch
 from torch_backend.agreement import check_agreement
 from torch_backend.failure import abandon, rejoin
 from torch_backend.inputs import cast_floating, moved
-from torch_backend.streams import streams_of
+from torch_backend.streams import Streams, streams_of
 from torch_backend.unit import Unit
 
 # What a module may return without anything to differentiate in it.
@@ -79,7 +79,7 @@ class Schedule:
         )
         # Why a step was left, while an exception is under way.
         self._left_for = ""
-        self._streams = {streams_of(unit.device) for unit in self.units if unit.device is not None}
+        self._streams: set[Streams] = set()
         # Units in the order in which their forwards began, and ended; and the one whose forward began next in the step before.
         self._begun: dict[Unit, None] = {}
         self._ended: dict[Unit, int] = {}
@@ -143,6 +143,7 @@ class Schedule:
         for unit in self.units:
             unit.num_frozen_uses = 0
             unit.free_outdated("forward", training=torch.is_grad_enabled())
+        self._streams = {streams_of(unit.device) for unit in self.units if unit.device is not None}
         for streams in self._streams:
             streams.shards_written()
 
