@@ -33,7 +33,7 @@ def describe_units(named_units: Sequence[tuple[str, Unit]], face: str) -> list[t
                     "shape": str(list(spec.shape)),
                     "dtype": spec.dtype,
                     "requires_grad": str(leaf.requires_grad),
-                    "other names": str(list(spec.aliases)),
+                    "sharing": str(list(spec.aliases)),
                 }
                 said.append((f"parameter {spec.name!r}", settings))
     return said

@@ -32,6 +32,7 @@ from torch_backend.rounds import agree, group_key, listed, spans_ranks, timeout_
 
 AFTER_AN_EXCEPTION = "first step after an exception"
 
+_ADVICE = "start the processes again, from a checkpoint, and catch an exception on every rank or on none"
 _LOOK_EVERY = timedelta(seconds=1)
 
 
@@ -129,14 +130,14 @@ def rejoin(groups: Sequence[dist.ProcessGroup]) -> None:
         if standing.broken:
             error = CollectiveError(
                 f"rank {dist.get_rank()}: no further step is possible between ranks {listed(_ranks(group))}, whose collectives "
-                f"no longer match; start the processes again, from a checkpoint. What came first: {standing.broken}"
+                f"no longer match; {_ADVICE}. What came first: {standing.broken}"
             )
             withdraw(groups[i + 1 :], AFTER_AN_EXCEPTION, error)
             raise error
         if group in _left:
-            said = [("step that was left", {"number of collectives issued before": str(_num_issued(group))})]
+            said = [("the step that was left", {"end": f"after {_num_issued(group)} collectives of the group"})]
             try:
-                agree([group], AFTER_AN_EXCEPTION, said)
+                agree([group], AFTER_AN_EXCEPTION, said, advice=_ADVICE)
             except AgreementError as error:
                 standing.broken = str(error)
                 withdraw(groups[i + 1 :], AFTER_AN_EXCEPTION, error)

@@ -35,10 +35,15 @@ _PATIENCE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 0.25
 # How many different descriptions a message looks at, and how many ranks it names one by one.
 _MAX_SIDES, _MAX_NAMED = 8, 8
-_ADVICE = "build the same module with the same settings on every rank"
 
 
-def agree(groups: Sequence[dist.ProcessGroup], title: str, said: Description) -> None:
+def agree(
+    groups: Sequence[dist.ProcessGroup],
+    title: str,
+    said: Description,
+    *,
+    advice: str = "build the same module with the same settings on every rank",
+) -> None:
     """Raise AgreementError on every rank, naming the first difference, unless all ranks of the groups say the same.
 
     Args:
@@ -47,13 +52,14 @@ def agree(groups: Sequence[dist.ProcessGroup], title: str, said: Description) ->
             all ranks of the mesh raise if any two of them differ. Groups of one rank are passed over.
         title: what the ranks are about to do, as a noun: "first use of the root".
         said: what must be the same.
+        advice: what to do where it is not.
 
     A rank that does not come is waited for as long as the group's timeout says. Costs a round trip or two to the store.
     """
     failure = ""
     for group in groups:
         if spans_ranks(group):
-            failure = _Round(group, title).meet(said, failure)
+            failure = _Round(group, title).meet(said, failure, advice)
     if failure:
         raise AgreementError(f"rank {dist.get_rank()}: {failure}")
 
@@ -97,11 +103,11 @@ class _Round:
         number = self._number if number is None else number
         return "/".join(map(str, (group_key(self._group), number, *parts)))
 
-    def meet(self, said: Description, failure: str) -> str:
+    def meet(self, said: Description, failure: str, advice: str) -> str:
         """The reason why the ranks do not agree, or "". A `failure` that this rank brings along is everyone's."""
         try:
             try:
-                verdict = self._meet(said, failure)
+                verdict = self._meet(said, failure, advice)
             except _Failed as error:
                 verdict = f"failed:{error}"
                 self._store.set(self._verdict, verdict)
@@ -112,14 +118,15 @@ class _Round:
             )
         return verdict.removeprefix("failed:") if verdict.startswith("failed:") else ""
 
-    def _meet(self, said: Description, failure: str) -> str:
+    def _meet(self, said: Description, failure: str, advice: str) -> str:
         sides = [[self._title, {}], *([subject, dict(settings)] for subject, settings in said)]
         text = json.dumps(sides)
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._store.set(self._hashes[self._rank], f"failed:{failure}" if failure else digest)
         verdict = self._judge() if self._rank == 0 else self._read(self._verdict)
         if verdict.startswith("differ:"):
-            verdict = self._compare(json.loads(verdict.removeprefix("differ:")), text)
+            difference = self._compare(json.loads(verdict.removeprefix("differ:")), text)
+            verdict = f"failed:{difference}; {advice}"
         self._store.delete_key(self._hashes[self._rank])
         return verdict
 
@@ -155,7 +162,7 @@ class _Round:
             self._store.set(self._key("text", self._rank), text)
         texts = [json.loads(self._read(key)) for key in keys]
         named = [[self._ranks[rank] for rank in side] for side in sides]
-        return f"failed:{first_difference(named, texts)}"
+        return first_difference(named, texts)
 
     def _read(self, key: str) -> str:
         self._await([key])
@@ -229,8 +236,8 @@ def first_difference(sides: Sequence[Sequence[int]], texts: Sequence[Sequence[An
         texts: what they say: subjects, each with its settings.
 
     >>> single, double = [["parameter 'w'", {"dtype": "float32"}]], [["parameter 'w'", {"dtype": "float64"}]]
-    >>> first_difference([[0, 1], [2]], [single, double]).partition(";")[0]
-    "the dtype of parameter 'w' differs: rank 0, 1: float32"
+    >>> first_difference([[0, 1], [2]], [single, double])
+    "the dtype of parameter 'w' differs: rank 0, 1: float32; rank 2: float64"
     """
     nothing = ["nothing more", {}]
     for position in range(max(map(len, texts))):
@@ -238,12 +245,12 @@ def first_difference(sides: Sequence[Sequence[int]], texts: Sequence[Sequence[An
         subjects = [subject for subject, _ in lines]
         if len(set(subjects)) > 1:
             what = "what the ranks are about to do" if position == 0 else "what the ranks shard"
-            return f"{what} differs: {_opposed(sides, subjects)}; {_ADVICE}"
+            return f"{what} differs: {_opposed(sides, subjects)}"
         names = dict.fromkeys(name for _, settings in lines for name in settings)
         for name in names:
             values = [settings.get(name, "not set") for _, settings in lines]
             if len(set(values)) > 1:
-                return f"the {name} of {subjects[0]} differs: {_opposed(sides, values)}; {_ADVICE}"
+                return f"the {name} of {subjects[0]} differs: {_opposed(sides, values)}"
     raise AssertionError("texts of different hashes say the same")
 
 

@@ -17,20 +17,13 @@ from crossframe.errors import AgreementError, CollectiveError, CrossframeError
 from tests.on_torch.failing import Bomb, Boom, Trial, run_trial
 from tests.on_torch.models import Block, Net, batch, loss_of
 from tests.on_torch.ranks import started_ranks
-from torch_backend import collectives, rounds, schedule
+from torch_backend import rounds
 from torch_backend.failure import abandon, issue, rejoin
 from torch_backend.observe import Observer, observe
 from torch_backend.rounds import agree, first_difference, withdraw
 
 FSDP = torch_backend.FullyShardedDataParallel
 BLOCKS = torch_backend.ModuleWrapPolicy({Block})
-
-
-# Until every collective goes through `issue`, and an abandoned step through `abandon` and `rejoin`.
-pending = pytest.mark.xfail(
-    not (hasattr(collectives, "issue") and hasattr(schedule, "rejoin")),
-    reason="the engine does not call failure.py yet",
-)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +103,7 @@ DIFFERENT = {
     ),
     "sharing": (
         lambda: _fsdp1(_net(tied=True)),
-        "the other names of parameter 'embedding.weight' differs: rank 0, 2: []; rank 1: ['head.weight']",
+        "the sharing of parameter 'embedding.weight' differs: rank 0, 2: []; rank 1: ['head.weight']",
     ),
     "number of units": (
         lambda: _fsdp1(_net(depth=3)),
@@ -274,7 +267,7 @@ def test_a_difference_between_many_ranks_is_told_in_one_line():
     texts = [[["first use of the root", {}], ["unit ''", {"a": "1", "b": value}]] for value in ("x", "y", "x")]
     texts[2].append(["unit 'more'", {}])
     told = first_difference(sides, texts)
-    assert told.startswith("the b of unit '' differs: rank 0, 1, 2, 3, 4, 5, 6, 7 and 494 more: x; rank 500: y;")
+    assert told == "the b of unit '' differs: rank 0, 1, 2, 3, 4, 5, 6, 7 and 494 more: x; rank 500: y"
     assert first_difference(sides[::2], texts[::2]).startswith(
         "what the ranks shard differs: rank 0, 1, 2, 3, 4, 5, 6, 7 and 492 more: nothing more; rank 501, 502: unit 'more'"
     )
@@ -285,7 +278,6 @@ def test_a_difference_between_many_ranks_is_told_in_one_line():
 # Ranks that die
 
 
-@pending
 @pytest.mark.parametrize(
     "trial",
     [
@@ -396,8 +388,18 @@ def _one_raises(rank, world_size, where):
     return told
 
 
-@pending
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(
+            "forward",
+            marks=pytest.mark.xfail(
+                strict=True, reason="a reset waits again for the gather that failed, and so never comes to its end"
+            ),
+        ),
+        "backward",
+    ],
+)
 def test_R17_where_one_rank_raises_alone_no_rank_goes_on_with_a_wrong_step(fragile, where):
     (first, *rest), *others = fragile.run(3, _one_raises, where)
     assert not rest and "AgreementError: rank 0: rank" in first[0], first
@@ -466,7 +468,7 @@ def _left_apart(rank, world_size):
 
 def test_ranks_that_left_a_step_at_different_places_are_refused(fragile):
     for (first, _), (again, _) in fragile.run(3, _left_apart):
-        assert "number of collectives issued before of step that was left differs: rank 0: " in first
+        assert "the end of the step that was left differs: rank 0: after " in first
         assert "CollectiveError" in again and "no further step is possible" in again
 
 
