@@ -141,6 +141,7 @@ def test_the_profiler_sees_every_byte():
         gone = torch.ones(10_000_000)  # before the watched step, and larger
         kept = torch.ones(250_000)  # 1 MB
         del gone
+        uncounted = [torch.ones(255) for _ in range(100)]  # 1020 bytes each: what a model's own integers may take
         with record_function(WATCHED):
             buffer = torch.empty(0)
             for _ in range(3):
@@ -149,13 +150,24 @@ def test_the_profiler_sees_every_byte():
                 del other
                 buffer.untyped_storage().resize_(0)
             small = torch.ones(25_000)
-            uncounted = [
-                torch.ones(255) for _ in range(100)
-            ]  # 1020 bytes each, as integers of the model's own may take
         after = torch.ones(10_000_000)
         del after
     del kept, small, uncounted
     assert peak_bytes(profiler.profiler.kineto_results.events()) == 3_500_000
+
+
+class Event:
+    """What the profiler tells of an allocation, or of a function."""
+
+    def __init__(self, name, start, num_bytes=0, duration=0):
+        self.name, self.nbytes = lambda: name, lambda: num_bytes
+        self.start_ns, self.duration_ns = lambda: start, lambda: duration
+
+
+def test_what_lives_when_a_step_begins_counts():
+    changes = [(0, 9000), (1, -4000), (11, -3000), (12, 2000), (30, 9000)]
+    events = [Event("[memory]", start, num_bytes) for start, num_bytes in changes]
+    assert peak_bytes([*events, Event(WATCHED, 10, duration=10)]) == 5000
 
 
 def test_gpu_figures_are_of_the_slowest_and_fullest_rank():
