@@ -296,6 +296,8 @@ class Schedule:
         abandon(self._groups, self._left_for or "an exception in its backward")
         self._left_for = ""
         self._reducing.clear()
+        for streams in self._streams:
+            streams.end_reductions(host=False)
         self._leave_backward()
         self._begun.clear()
         self._ended.clear()
