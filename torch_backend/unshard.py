@@ -79,7 +79,7 @@ def _end_on_first(units: Sequence[Unit], after: Sequence[Residency], failed: boo
         first_failed = bool(said.item())
     for unit, residency in zip(units, after, strict=True):
         writeback = Writeback.NOTHING if first_failed else Writeback.FIRST
-        unit.dismiss(writeback, after=Residency.SHARD if failed or first_failed else residency)
+        unit.dismiss(writeback, after=Residency.SHARD if first_failed else residency)  # alike on all ranks
     if refusal is not None:
         raise refusal
     if first_failed and not failed:
@@ -95,4 +95,4 @@ def _check(units: Sequence[Unit], request: UnshardRequest) -> None:
             unit.schedule.check_summon()
         unit.check_summon()
     if request.warning:
-        warnings.warn(request.warning, stacklevel=5)
+        warnings.warn(request.warning, stacklevel=6)

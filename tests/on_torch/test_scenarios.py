@@ -15,11 +15,14 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_backend
+from crossframe.errors import ParamError, StateError
 from tests.on_torch.models import Block, build_net, loss_of
 from torch_backend.unit import unit_of
 
@@ -145,7 +148,8 @@ HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 def setups(*strategies: str, over: tuple[int, ...] = ()) -> list[Setup]:
     """All setups of these strategies."""
-    return [Setup(*flags, over=over) for flags in product(strategies, *[(True, False)] * 3)]
+    flags = product((True, False), repeat=3)
+    return [Setup(strategy, *some, over=over) for strategy, some in product(strategies, flags)]
 
 
 SHARDED = {2: setups("FULL_SHARD", "SHARD_GRAD_OP"), 4: setups(*HYBRIDS, over=(2, 2))}
@@ -163,7 +167,7 @@ def plain() -> dict[str, Tensor]:
 @cache
 def mesh_of(shape: tuple[int, ...]) -> Any:
     """A device mesh over all ranks."""
-    return dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 @cache
@@ -722,6 +726,40 @@ def test_with_grads_none_grads(ranks):
     assert_right(ranks, none_grads, ALL, requests=WITH_GRADS)
 
 
+def taken_grads(rank: int, world_size: int, setups: list[Setup]) -> list[str]:
+    """One gradient set to None inside, one replaced by another tensor, and one of a frozen parameter."""
+    wrong = []
+    for setup in setups:
+        net = build_net(depth=1)
+        net.embedding.weight.requires_grad_(False)
+        model: Any = setup.wrap(net)
+        backward(model, rank)
+        mean = mean_grads(setup.over, setup.shard_size == 1, setup.mixed)
+        with Request(with_grads=True).summon(model):
+            inside = grads(model)
+            model.module.head.weight.grad = None
+            model.module.head.bias.grad = torch.full((11,), 5.0)
+        after = {clean(name): grad for name, grad in grads(model).items()}
+        with Request(with_grads=True, writeback=False).summon(model):
+            again = grads(model)
+        untouched = {name: grad for name, grad in mean.items() if name not in UNITS[""]}
+        none = None if setup.shard_size == 1 else torch.zeros(11, 7)  # there the gradients shown are the gradients
+        expected = {"embedding.weight": None, "head.weight": none, "head.bias": torch.full((11,), 5.0)} | untouched
+        lines = [*differences("inside", {**mean, "embedding.weight": None}, inside)]
+        lines += differences("again", {name: expected[name] for name in plain()}, again)
+        lines += ["a frozen parameter has a gradient"] * (after["embedding.weight"] is not None)
+        wrong += [f"rank {rank} {setup} {line}" for line in lines]
+    return wrong
+
+
+def test_R22_gradients_that_a_user_takes_away_replaces_or_never_had(ranks):
+    """Beyond torch, which keeps what was there before in the place of both, and shows zeros for what is frozen."""
+    for world_size, some in ALL.items():
+        some = [setup for setup in some if setup.use_orig_params and setup.over != (2, 1)]
+        wrong = [line for lines in ranks.run(world_size, taken_grads, some) for line in lines]
+        assert not wrong, f"{len(wrong)} wrong, the first of them:\n" + "\n".join(wrong[:5])
+
+
 # What is refused
 
 
@@ -846,3 +884,146 @@ def warned(rank: int, world_size: int) -> list[str]:
                 if (files == {__file__}) != expected:  # a warning points at the user's line
                     wrong.append(f"{setup} {request}: {files}")
     return wrong
+
+
+# The first rank's edits to all ranks, which torch has not
+
+
+def is_first(setup: Setup, rank: int) -> bool:
+    """Whether a rank is the one that edits; alone in its group, each is."""
+    return rank == 0 or setup.over == (1,)
+
+
+def edit_all(model: Any, names: Sequence[str]) -> None:
+    """In each way that there is: in place, by other data, by another object."""
+    for i, name in enumerate(names):
+        path, _, attribute = name.rpartition(".")
+        module = model.module.get_submodule(path)
+        module = module.module if isinstance(module, FSDP) else module
+        param: Any = module._parameters[attribute]
+        value = torch.full_like(plain()[name], 20.0 + i)
+        match i % 3:
+            case 0:
+                with torch.no_grad():
+                    param.fill_(20.0 + i)
+            case 1:
+                param.data = value
+            case 2:
+                setattr(module, attribute, nn.Parameter(value))
+
+
+def first_ranks_edits(rank: int, world_size: int, setups: list[Setup]) -> list[str]:
+    """The first rank edits, the others write into their shards what is lost; between steps, and in the midst of one."""
+    wrong: list[str] = []
+    for setup in setups:
+        model = setup.wrap(build_net(depth=1))
+        for recurse, offload, midst in product((True, False), repeat=3):
+            fill_with(model, plain())
+            loss = loss_of(model, 0, rank) if midst else None
+            memory = allocated(model)
+            request = Request(recurse=recurse)
+            with FSDP.summon_full_params_on_rank0(model, recurse=recurse, offload_to_cpu=offload):
+                inside = values(model)
+                if is_first(setup, rank):
+                    edit_all(model, request.names)
+                elif recurse:
+                    fill(model, 99)
+            after = allocated(model)
+            if loss is not None:
+                loss.backward()
+            edited = {name: torch.full_like(plain()[name], 20.0 + i) for i, name in enumerate(request.names)}
+            expected: dict[str, Any] = {"full": {**plain(), **edited}}
+            observed: dict[str, Any] = {"full": full(model), "memory": after}
+            if is_first(setup, rank):
+                expected["inside"] = {name: plain()[name] for name in request.names}
+                observed["inside"] = {name: inside.get(name) for name in request.names}
+            if not (setup.mixed and midst):
+                expected["memory"] = memory
+            case = f"rank {rank} {setup} recurse={recurse} offload_to_cpu={offload} midst={midst}"
+            for key, value in expected.items():
+                wrong += [f"{case} {d}" for d in differences(key, value, observed[key])]
+    return wrong
+
+
+def test_R23_the_first_ranks_edits_become_every_ranks(ranks):
+    for world_size, some in {**ALL, 3: setups("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")}.items():
+        wrong = [line for lines in ranks.run(world_size, first_ranks_edits, some) for line in lines]
+        assert not wrong, f"{len(wrong)} wrong, the first of them:\n" + "\n".join(wrong[:5])
+
+
+FIRST_FAILS, OTHER_FAILS = ("first raises", "wrong shape"), ("other raises",)
+
+
+def failure_of(model: Any, rank: int, failure: str) -> str:
+    """What each rank is told when one of them fails."""
+    try:
+        with FSDP.summon_full_params_on_rank0(model):
+            if rank == 0:
+                edit_all(model, list(plain()))
+            if failure == "wrong shape" and rank == 0:
+                model.module.head.bias = nn.Parameter(torch.zeros(12))
+            if (failure, rank) in (("first raises", 0), ("other raises", 1)):
+                raise KeyError("mine")
+    except (KeyError, ParamError, StateError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def failures_on_rank0(
+    rank: int, world_size: int, setups: list[Setup], failures: tuple[str, ...], midst: bool
+) -> list[str]:
+    """Where the first rank fails no rank's parameters change, and all are told; where another does, the first one's count."""
+    wrong: list[str] = []
+    for setup, failure in product(setups, failures):
+        model = setup.wrap(build_net(depth=1))
+        loss = loss_of(model, 0, rank) if midst else None
+        said = failure_of(model, rank, failure)
+        if loss is not None and failure == "other raises":
+            loss.backward()
+        after = full(model)
+        edited = {name: torch.full_like(value, 20.0 + i) for i, (name, value) in enumerate(plain().items())}
+        expected = {
+            "first raises": ("KeyError: 'mine'" if rank == 0 else "StateError: the first rank raised", plain()),
+            "wrong shape": (
+                "ParamError: parameter 'head.bias': expected the unsharded shape (11,), got (12,)"
+                if rank == 0
+                else "StateError: the first rank raised",
+                plain(),
+            ),
+            "other raises": ("KeyError: 'mine'" if rank == 1 else "nothing", edited),
+        }[failure]
+        case = f"rank {rank} {setup} {failure} midst={midst}"
+        wrong += [f"{case} said {said}"] * (not said.startswith(expected[0]))
+        wrong += [f"{case} {d}" for d in differences("full", expected[1], after)]
+        model.zero_grad()
+        loss_of(model, 1, rank).backward()  # and it goes on
+        wrong += [f"{case} memory {allocated(model)}"] * (setup.shard_size > 1 and any(allocated(model)))
+    return wrong
+
+
+def assert_told(ranks: Any, setups: dict[int, list[Setup]], *args: Any) -> None:
+    """Run `failures_on_rank0` at each world size."""
+    for world_size, some in setups.items():
+        wrong = [line for lines in ranks.run(world_size, failures_on_rank0, some, *args) for line in lines]
+        assert not wrong, f"{len(wrong)} wrong, the first of them:\n" + "\n".join(wrong[:5])
+
+
+REPLICAS = {2: [setup for setup in UNSHARDED[2] if setup.over != (1,)]}
+
+
+@pytest.mark.parametrize("midst", [False, True])
+def test_R23_where_the_first_rank_fails_nothing_changes_on_any(ranks, midst):
+    assert_told(ranks, SHARDED, FIRST_FAILS, midst)
+
+
+@pytest.mark.parametrize("midst", [False, True])
+def test_R23_where_another_rank_fails_the_first_ones_edits_count(ranks, midst):
+    assert_told(ranks, {2: SHARDED[2] + REPLICAS[2], 4: SHARDED[4]}, OTHER_FAILS, midst)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="where nothing is sharded, what the first rank wrote in place before it failed stays, on it alone: replicas differ",
+)
+def test_R23_where_the_first_rank_fails_and_nothing_is_sharded(ranks):
+    assert_told(ranks, REPLICAS, FIRST_FAILS, False)
