@@ -5,10 +5,11 @@ else is excepted. A departure whose fault lies here is in BUGS, each with a test
 mended; one that is torch's, or where ours is the better, in DEPARTURES, each with a test that both do as is said.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tests.on_torch.differential import Case, Options
+from tests.on_torch.differential import Case, Mixed, Options
 from tests.on_torch.trees import Node, Tree
 
 
@@ -33,9 +34,14 @@ class Departure:
     avoid: Callable[[Case], Case]
 
 
-def with_options(**changes: object) -> Callable[[Case], Case]:
+def with_options(**changes: Any) -> Callable[[Case], Case]:
     """A case with other options."""
     return lambda case: replace(case, options=replace(case.options, **changes))
+
+
+def with_mixed(**changes: Any) -> Callable[[Case], Case]:
+    """A case with another policy of mixed precision."""
+    return lambda case: with_options(mixed=replace(case.options.mixed, **changes))(case)
 
 
 def with_nodes(change: Callable[[Node], Node]) -> Callable[[Case], Case]:
@@ -47,66 +53,193 @@ def with_nodes(change: Callable[[Node], Node]) -> Callable[[Case], Case]:
     return lambda case: replace(case, tree=replace(case.tree, root=changed(case.tree.root)))
 
 
-def used_once(node: Node) -> Node:
-    """A node that is called once, under one name."""
-    return replace(node, uses=min(node.uses, 1), again=False)
-
-
-def _reused(case: Case) -> bool:
-    return any(node.uses > 1 or node.again for node in case.nodes)
+def _with_kind(kind: str, other: str) -> Callable[[Case], Case]:
+    """A case with leaves of one kind instead of those of another."""
+    return with_nodes(lambda node: replace(node, kind=other) if node.kind == kind else node)
 
 
 def _passes_on(node: Node) -> bool:
     return node.kind == "group" and all(child.uses == 0 or _passes_on(child) for child in node.children)
 
 
+def _is_bare(node: Node) -> bool:
+    return all(
+        child.unit or child.ignored or child.kind == "plain" or (child.kind == "group" and _is_bare(child))
+        for child in node.children
+    ) and (node.kind in ("group", "plain"))
+
+
+def _is_idle(node: Node) -> bool:
+    """Whether nothing that the unit at `node` owns is used, and there is something."""
+    own = list(_owned(node))
+    return any(leaf.kind != "plain" for leaf, _ in own) and not any(used for leaf, used in own if leaf.kind != "plain")
+
+
+def _owned(node: Node, used: bool = True) -> Iterator[tuple[Node, bool]]:
+    """The leaves that belong to the unit at `node`, and whether they are used."""
+    if node.kind != "group":
+        yield node, used
+    for child in node.children:
+        if not (child.unit or child.ignored):
+            yield from _owned(child, used and child.uses > 0)
+
+
 def _has_frozen(node: Node) -> bool:
     return any(inner.frozen for inner in node.walk())
 
 
-def _one(leaf: Node, **options: object) -> Case:
+def _one(leaf: Node, **options: Any) -> Case:
     return Case(Tree(Node(children=(leaf,), unit=True)), Options(steps=1, **options))
 
 
+_LONG = Node("vector", shape=(17,))
+
 BUGS = (
     Departure(
-        "a trained parameter that is not used, in a unit of which only frozen parameters are",
-        "torch takes the unit as used and gives zeros (R29); ours gives none",
-        Case(Tree(Node(children=(Node("vector", uses=0), Node("vector", frozen="all")), unit=True)), Options(steps=1)),
-        "grad",
-        lambda case: (
-            case.options.use_orig_params
-            and any(node.frozen for node in case.nodes)
-            and any(node.uses == 0 for node in case.nodes)
-        ),
+        "a unit of which no parameter is used",
+        "torch gives none of its parameters a gradient (R29); ours gives zeros, which weight decay takes for a step",
+        _one(Node("vector", uses=0)),
+        "grad (step 0, ",
+        lambda case: any(node.unit and node.uses > 0 and _is_idle(node) for node in case.nodes),
         with_nodes(lambda node: replace(node, uses=max(node.uses, 1))),
     ),
     Departure(
-        "a frozen unit that is used twice",
-        "the second use's end frees the parameters that the backward through the first use needs",
-        _one(Node("tied", unit=True, frozen="all", again=True)),
-        "raises",
-        lambda case: any(node.frozen for node in case.nodes) and _reused(case),
-        with_nodes(used_once),
-    ),
-    Departure(
-        "gradients of a unit that is used twice, accumulated under no_sync",
-        "torch adds up the uses within a microbatch, then the microbatches; ours adds each use to what is there",
-        _one(Node(children=(Node("vector"),), unit=True, uses=2), micro=(False, True)),
-        "grad",
-        lambda case: (_reused(case) or case.options.forwards > 1) and not all(case.options.micro),
-        with_options(micro=(True, True)),
+        "inputs of modules of classes that mixed precision ignores",
+        "torch casts them to float32; ours takes them as they come",
+        _one(Node("vector"), mixed=Mixed("bfloat16", ignores=("Vector",)), wrap="custom"),
+        "seen (step 0)",
+        lambda case: (
+            case.options.mixed is not None and case.options.mixed.ignores != () and case.options.wrap != "hand"
+        ),
+        lambda case: with_mixed(ignores=())(_with_kind("batch_norm", "layer_norm")(case)),
     ),
     Departure(
         "the gradient of a parameter without elements, with original parameters",
         "torch gives the rank in whose shard the parameter lies a gradient without elements; ours gives none",
-        _one(Node("empty")),
-        "grad",
+        Case(Tree(Node(children=(Node("empty"), Node("vector")), unit=True)), Options(steps=1)),
+        "grad (step 0, ",
         lambda case: case.options.use_orig_params and any(node.kind == "empty" for node in case.nodes),
-        with_nodes(lambda node: replace(node, kind="vector") if node.kind == "empty" else node),
+        _with_kind("empty", "vector"),
+    ),
+    Departure(
+        "the largest gradient, where ignored parameters have one that differs between ranks",
+        "torch takes the largest over all ranks, also among ignored parameters; ours takes this rank's of those",
+        Case(
+            Tree(Node(children=(Node("vector"), Node("mlp", ignored=True, size=3)), unit=True)),
+            Options(steps=1, clip=(0.01, float("inf"))),
+        ),
+        "norm (step 0)",
+        lambda case: (
+            case.options.clip is not None
+            and case.options.clip[1] == float("inf")
+            and any(node.ignored for node in case.nodes)
+        ),
+        with_options(clip=None),
+    ),
+    Departure(
+        "inputs of a unit without parameters of its own, under cast_forward_inputs",
+        "torch casts the inputs of units that have parameters alone; ours those of every unit",
+        Case(
+            Tree(Node(children=(Node("plain"), Node("square", unit=True)), unit=True)),
+            Options(
+                steps=1,
+                mixed=Mixed("bfloat16", cast_forward_inputs=True, cast_root_forward_inputs=False),
+            ),
+        ),
+        "",
+        lambda case: (
+            case.options.mixed is not None
+            and case.options.mixed.cast_forward_inputs
+            and any(node.unit and _is_bare(node) for node in case.nodes)
+        ),
+        with_mixed(cast_forward_inputs=False),
     ),
 )
 DEPARTURES = (
+    Departure(
+        "the largest gradient, where a parameter has no elements, with original parameters",
+        "torch takes the largest of no elements, and raises on the rank that has the parameter; ours has no gradient there",
+        Case(
+            Tree(Node(children=(Node("empty"), _LONG, _LONG, Node("empty"), _LONG), unit=True)),  # one in either shard
+            Options(steps=1, clip=(1.0, float("inf"))),
+        ),
+        "cannot compute the inf norm on an empty tensor",
+        lambda case: (
+            case.options.use_orig_params
+            and case.options.clip is not None
+            and case.options.clip[1] == float("inf")
+            and any(node.kind == "empty" for node in case.nodes)
+        ),
+        with_options(clip=None),
+    ),
+    Departure(
+        "a hybrid mesh whose shard groups have one rank",
+        "torch divides by the number of replicas and does not sum over them; ours averages (R14)",
+        _one(Node("vector"), sharding_strategy="HYBRID_SHARD", mesh="mesh", shard_size=1),
+        "grad (step 0, ",
+        lambda case: case.options.shard_size == 1,
+        lambda case: with_options(shard_size=2 if case.world_size % 2 == 0 else case.world_size)(case),
+    ),
+    Departure(
+        "a gradient accumulated over reductions, not sharded",
+        "torch adds one rank's gradient to the sum of what was reduced before, and reduces that again; ours reduces, then "
+        "adds, as under the other strategies (R28). The same but for rounding",
+        _one(Node("mlp"), sharding_strategy="NO_SHARD", micro=(True, True)),
+        "grad (step 0, ",
+        lambda case: "NO_SHARD" in (case.options.sharding_strategy, case.options.inner) and sum(case.options.micro) > 1,
+        with_options(micro=(True,)),
+    ),
+    Departure(
+        "clipping with gradients of float64",
+        "torch takes the norm in float32, and so raises on float64; ours takes it in float64 (R30)",
+        _one(Node("vector", dtype="float64"), clip=(1.0, 2.0)),
+        "torch: raises (step 0): RuntimeError: linalg.vector_norm",
+        lambda case: case.options.clip is not None and any(node.dtype == "float64" for node in case.nodes),
+        with_options(clip=None),
+    ),
+    Departure(
+        "low precision gradients of a shared parameter, with original parameters",
+        "torch assigns them to the second name of the parameter without saying that its gradient has another dtype, and "
+        "raises, on the rank that has them",
+        Case(
+            Tree(Node(children=(Node("tied"),), unit=True), width=5),  # wide enough for both ranks to have a part
+            Options(steps=1, mixed=Mixed("bfloat16", keep_low_precision_grads=True)),
+        ),
+        "attempting to assign a gradient with dtype 'c10::BFloat16'",
+        lambda case: (
+            case.options.use_orig_params
+            and case.options.mixed is not None
+            and case.options.mixed.keep_low_precision_grads
+            and any(node.kind == "tied" or node.ties for node in case.nodes)
+        ),
+        with_mixed(keep_low_precision_grads=False),
+    ),
+    Departure(
+        "modules of classes that mixed precision ignores, in float64",
+        "torch casts their inputs to float32, whatever their parameters are; ours to the dtype of their parameters",
+        Case(
+            Tree(Node(children=(Node("vector", dtype="float64"),), unit=True, dtype="float64")),
+            Options(steps=1, mixed=Mixed(ignores=("Vector",)), wrap="custom"),
+        ),
+        "output (step 0, ",
+        lambda case: (
+            case.options.mixed is not None
+            and case.options.mixed.ignores != ()
+            and any(node.dtype == "float64" for node in case.nodes)
+        ),
+        lambda case: with_mixed(ignores=())(_with_kind("batch_norm", "layer_norm")(case)),
+    ),
+    Departure(
+        "the full gradient of a frozen parameter in a unit with trained ones",
+        "torch shows zeros while parameters are summoned with gradients; ours shows none, as the plain model has",
+        Case(
+            Tree(Node(children=(Node("mlp", frozen="first"),), unit=True)),
+            Options(steps=1, sees_grads=True),
+        ),
+        "full grad (step 0, ",
+        lambda case: case.options.sees_grads and any(node.frozen for node in case.nodes),
+        with_options(sees_grads=False),
+    ),
     Departure(
         "a frozen unit that returns its input itself",
         "torch takes the input's gradient for the end of the unit's backward before it has begun, and raises; ours goes on",
@@ -128,6 +261,13 @@ DEPARTURES = (
         ),
         with_nodes(lambda node: replace(node, shape=(2,)) if node.shape == (1,) else node),
     ),
+)
+
+# Smallest cases that once differed by a fault of ours.
+MENDED = (
+    Case(Tree(Node(children=(Node("vector", uses=0), Node("vector", frozen="all")), unit=True)), Options(steps=1)),
+    _one(Node("tied", unit=True, frozen="all", again=True)),
+    _one(Node(children=(Node("vector"),), unit=True, uses=2), micro=(False, True)),
 )
 
 

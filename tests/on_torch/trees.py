@@ -373,8 +373,9 @@ class Grower:
         per_param_frozen: parameters of one unit may differ in whether they are trained.
         dtypes: those that units may have.
         ignores: some leaves are left alone.
+        batch_norms: there may be some, which torch computes with parameters and inputs of one dtype alone.
         freezes: some parameters are not trained.
-        shares: modules may be registered twice; `shares_units`: units too.
+        shares: parameters and modules may have two names; `shares_units`: units too.
     """
 
     rng: random.Random
@@ -382,13 +383,16 @@ class Grower:
     per_param_frozen: bool = True
     dtypes: tuple[str, ...] = ("float32",)
     ignores: bool = False
+    batch_norms: bool = True
     freezes: bool = True
     shares: bool = True
     shares_units: bool = True
     leaves: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.leaves = EXACT_LEAVES if self.exact else REAL_LEAVES
+        leaves = EXACT_LEAVES if self.exact else REAL_LEAVES
+        left_out = [*["batch_norm"] * (not self.batch_norms), *["tied"] * (not self.shares)]
+        self.leaves = tuple(kind for kind in leaves if kind not in left_out)
 
     def chance(self, probability: float) -> bool:
         """Whether something of this probability happens."""
@@ -411,7 +415,7 @@ class Grower:
             tuple(children),
             unit=unit,
             dtype=dtype,
-            ties=self.chance(0.3),
+            ties=self.shares and self.chance(0.3),
             output=self.rng.choice(OUTPUTS),
             uses=self.uses(),
             again=again,
