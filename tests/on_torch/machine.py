@@ -82,6 +82,7 @@ FAULTS = {
     "not the user's own; an edit of them is lost.",
     "still in use": "R17: after an exception in backward the module goes on showing full parameters, until the next forward, "
     "summon or clipping: an edit of them is lost, the model's zero_grad misses the user's gradients, and `to` is refused.",
+    "forgotten in a move": "R15: `to` and its like forget full gradients that wait under no_sync.",
 }
 
 
@@ -401,10 +402,10 @@ class Real:
 
     def edit(self, unit: str, name: str, value: int, by: int | None, how: str) -> None:
         """The user writes into what the module shows of a parameter: in place, by other data, or by another object."""
+        if self._unit(unit).state.exposure is not Exposure.SUMMONED:
+            self.pending.clear()
         if by is not None and by != self.rank:
             return
-        if not self.summoned(unit):
-            self.pending.clear()
         param, shown = self.param(unit, name), self.shown(unit).get(name)
         if shown is None:
             return
@@ -1008,6 +1009,9 @@ class Pair:
 NAMES = st.sampled_from(["w", "v", "f"])
 UNIT = st.sampled_from(UNITS)
 VALUES = st.integers(0, 7)
+BY = st.none() | st.integers(0, 3)
+EDITS = st.lists(st.tuples(NAMES, VALUES, BY, st.sampled_from(["fill", "data"])), min_size=1, max_size=3)
+GRAD_EDITS = st.lists(st.tuples(NAMES, VALUES, BY, st.sampled_from(["fill", "none"])), max_size=3)
 
 
 @st.composite
@@ -1148,10 +1152,21 @@ class SideBySide(RuleBasedStateMachine):
         return all(bool((grad * 8 == np.round(grad * 8)).all() and (abs(grad) < 4096).all())
                    for rank in self.expected.ranks for grad in world._own_grads(rank))  # fmt: skip
 
+    def nothing_waits(self) -> bool:
+        """Whether no full gradients wait: see "forgotten in a move"."""
+        return not any(grads for unit in self.expected.world.units.values() for b in unit.buckets for grads in b.grads)
+
     @precondition(settled)
-    @rule()
-    def convert(self) -> None:
-        self.take("convert")
+    @rule(what=st.sampled_from(["convert", "assign", "assign", "misfit"]), unit=UNIT, name=NAMES, value=VALUES, by=BY)
+    def odd(self, what: str, unit: str, name: str, value: int, by: int | None) -> None:
+        """What users do seldom."""
+        live = self.expected.world.units[unit]
+        if what == "convert" and self.nothing_waits():
+            self.take("convert")
+        elif what == "assign":
+            self.take("assign", unit=unit, name=name, value=value, by=self._rank(by))
+        elif what == "misfit" and all(full_name(unit, name) in live.shown(rank) for rank in self.expected.ranks):
+            self.take("misfit", unit=unit, name=name)
 
     @rule(unit=st.sampled_from(["", "", *UNITS]), recurse=st.booleans(), flags=st.tuples(*[st.booleans()] * 4))
     def summon(self, unit: str, recurse: bool, flags: tuple[bool, ...]) -> None:
@@ -1165,6 +1180,33 @@ class SideBySide(RuleBasedStateMachine):
         flags = (writeback, False, False, with_grads and self.setup.use_orig_params)
         self.take("summon", unit=unit, recurse=recurse, flags=flags)
 
+    @precondition(closed)
+    @rule(
+        unit=UNIT,
+        writeback=st.sampled_from([True, True, False]),
+        edits=EDITS,
+        grad_edits=GRAD_EDITS,
+        failed=st.booleans(),
+    )
+    def change(self, unit: str, writeback: bool, edits: list, grad_edits: list, failed: bool) -> None:
+        """Edits of full parameters, and of full gradients, of one unit."""
+        flags = (writeback, False, False, self.setup.use_orig_params)
+        self.take("summon", unit=unit, recurse=True, flags=flags)
+        for name, value, by, how in edits:
+            self.take("edit", unit=unit, name=name, value=value, by=self._rank(by), how=how)
+        for name, value, by, how in grad_edits:
+            self.take("edit_grad", unit=unit, name=name, value=value, by=self._rank(by), how=how)
+        self.take("leave", failed=failed)
+
+    @precondition(closed)
+    @rule(first=jobs(), second=jobs(), unit=UNIT, edits=EDITS)
+    def evaluate(self, first: Job, second: Job, unit: str, edits: list) -> None:
+        """Forwards without gradients, and edits of the shards in between."""
+        for job in (first, second):
+            self.take("forward", job=replace(self._lawful(job), training=False))
+            for name, value, by, how in edits:
+                self.take("edit", unit=unit, name=name, value=value, by=self._rank(by), how=how)
+
     @precondition(lambda self: self.open)
     @rule(failed=st.sampled_from([False, False, True]))
     def leave(self, failed: bool) -> None:
@@ -1174,21 +1216,16 @@ class SideBySide(RuleBasedStateMachine):
         return None if by is None else by % self.world_size
 
     @precondition(lambda self: self.open or self.settled())
-    @rule(unit=UNIT, name=NAMES, value=VALUES, by=st.none() | st.integers(0, 3), how=st.sampled_from(["fill", "data"]))
+    @rule(unit=UNIT, name=NAMES, value=VALUES, by=BY, how=st.sampled_from(["fill", "data"]))
     def edit(self, unit: str, name: str, value: int, by: int | None, how: str) -> None:
         self.take("edit", unit=unit, name=name, value=value, by=self._rank(by), how=how)
-
-    @precondition(settled)
-    @rule(unit=UNIT, name=NAMES, value=VALUES, by=st.none() | st.integers(0, 3))
-    def assign(self, unit: str, name: str, value: int, by: int | None) -> None:
-        self.take("assign", unit=unit, name=name, value=value, by=self._rank(by))
 
     @precondition(lambda self: self.open)
     @rule(
         unit=UNIT,
         name=NAMES,
         value=VALUES,
-        by=st.none() | st.integers(0, 3),
+        by=BY,
         how=st.sampled_from(["fill", "fill", "none"]),
     )
     def edit_grad(self, unit: str, name: str, value: int, by: int | None, how: str) -> None:
@@ -1198,13 +1235,6 @@ class SideBySide(RuleBasedStateMachine):
     @rule(unit=UNIT, name=NAMES, by=st.integers(0, 3))
     def forget_grad(self, unit: str, name: str, by: int) -> None:
         self.take("forget_grad", unit=unit, name=name, by=by % self.world_size)
-
-    @precondition(settled)
-    @rule(unit=UNIT, name=NAMES)
-    def misfit(self, unit: str, name: str) -> None:
-        live = self.expected.world.units[unit]
-        assume(all(full_name(unit, name) in live.shown(rank) for rank in self.expected.ranks))
-        self.take("misfit", unit=unit, name=name)
 
 
 class Counts:
