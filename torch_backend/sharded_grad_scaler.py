@@ -106,7 +106,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 torch._amp_foreach_non_finite_check_and_unscale_(  # type: ignore[attr-defined]
                     tensors, found, inv_scale.to(device)
                 )
-                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+                found_inf = found.to(found_inf.device)
         agreed = self._agree(found_inf)
         return {agreed.device: agreed}
 

@@ -208,6 +208,30 @@ def test_each_optimizer_costs_one_collective_on_every_rank(ranks):
     assert ranks.run(2, _collectives) == [2, 2]
 
 
+def _dtensors(rank, world_size):
+    """The collectives of one step over DTensors of two dtypes, with an infinity on rank 1; and what the parameters are."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    shards = [torch.ones(2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    params = [nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)])) for shard in shards]
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if rank == 1:
+        params[0].grad.to_local()[0] = torch.inf
+    with CommDebugMode() as mode:
+        scaler.step(torch.optim.SGD(params, lr=1.0))
+    return mode.get_total_counts(), [param.to_local().tolist() for param in params]
+
+
+def test_dtensors_are_checked_as_shards_in_the_same_one_collective(ranks):
+    assert ranks.run(2, _dtensors) == [(1, [[1.0, 1.0]] * 2)] * 2
+
+
 def _train(rank, world_size, face, bad):
     """Losses of a sharded model, at the step `bad` of which one element of rank 1's shard is infinite; and the scales."""
     model = build_net(width=5)
