@@ -541,38 +541,52 @@ def allocated(model: Any) -> list[bool]:
     return [buffer.untyped_storage().size() > 0 for buffer in buffers]
 
 
-def reshard(model: Any, setup: Setup, request: Request, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is in memory between forward and backward and after backward, before and after a summon."""
-    model.zero_grad()
-    loss = loss_of(model, 0, rank)
-    between = allocated(model)
-    with request.summon(model):
-        inside = allocated(model)
-    after = allocated(model)
-    loss.backward()
-    end, received = allocated(model), grads(model)
-    with request.summon(model):
-        pass
-    observed = {"between": between, "after": after, "end": end, "grads": received, "last": allocated(model)}
-    if setup.shard_size == 1:
-        if setup.mixed:  # whether a cast of what is not sharded is kept is each implementation's own affair
-            return {"grads": received}, {}
-        return observed, dict.fromkeys(("between", "after", "end", "last"), [True] * 3)
+def reshard(model: Any, setup: Setup, _: Request, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is in memory between forward and backward, and after backward, before, in and after each summon. As long as a summon
+    leaves memory as it was, the next one comes in the same step."""
+    observed, expected = {}, {}
     keeps = setup.strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-    left = [True, keeps, keeps]
-    # The full precision that was shown has replaced the low one, which is freed (R21).
-    freed = [setup.mixed and unit in request.units for unit in UNITS]
-    expected: dict[str, Any] = {"between": left, "after": [a and not b for a, b in zip(left, freed, strict=True)]}
-    expected |= {"end": [False] * 3, "last": [False] * 3}
-    if not setup.mixed and setup.visible(request, rank):
-        expected["inside"] = [a or unit in request.units for a, unit in zip(left, UNITS, strict=True)]
-        return {**observed, "inside": inside}, expected
-    return observed, expected
+    left, sharded = ([True] * 3, [True] * 3) if setup.shard_size == 1 else ([True, keeps, keeps], [False] * 3)
+    loss = None
+    for request in REQUESTS:
+        if not request.is_legal(setup) or (request.offload_to_cpu and not isinstance(model, FSDP)):
+            continue
+        if loss is None:
+            model.zero_grad()
+            loss = loss_of(model, 0, rank)
+        before = allocated(model)
+        with request.summon(model):
+            inside = allocated(model)
+        summoned = [unit in request.units for unit in UNITS]
+        # The full precision that was shown has replaced the low one, which is freed (R21).
+        freed = [setup.mixed and some for some in summoned]
+        now = {"before": before, "after": allocated(model)}
+        right = {"before": left, "after": [a and not b for a, b in zip(left, freed, strict=True)]}
+        if not setup.mixed and setup.visible(request, rank):
+            now["inside"] = inside
+            right["inside"] = [a or b for a, b in zip(left, summoned, strict=True)]
+        if setup.mixed:
+            loss.backward()
+            loss = None
+            now["end"], right["end"] = allocated(model), sharded
+            with request.summon(model):
+                pass
+            now["last"], right["last"] = allocated(model), sharded
+        observed |= {f"{request} {key}": value for key, value in now.items()}
+        expected |= {f"{request} {key}": value for key, value in right.items()}
+    if loss is not None:
+        loss.backward()
+        observed["end"], expected["end"] = allocated(model), sharded
+    if (
+        setup.shard_size == 1 and setup.mixed
+    ):  # whether a cast of what is not sharded is kept is each implementation's own affair
+        observed, expected = {}, {}
+    return {**observed, "grads": grads(model)}, expected
 
 
 def test_unshard_params_respects_reshard(ranks):
     """R21: what was full between forward and backward stays so, but for a copy in low precision; the gradients are the same."""
-    assert_right(ranks, reshard, ALL)
+    assert_right(ranks, reshard, ALL, requests=[Request()])
 
 
 # Gradients
