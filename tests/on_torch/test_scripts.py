@@ -1295,6 +1295,13 @@ def tied_weights_below_the_root(side):
     return [trained(side, model), [name for name, _ in model.named_parameters(remove_duplicate=False)]]
 
 
+@scenario
+def a_wrapper_is_wrapped(side):
+    torch.manual_seed(15)
+    model = side.shard(side.shard(nn.Linear(4, 2)))
+    return [[name for name, _ in model.named_parameters()], trained(side, model)]
+
+
 # What is not the same yet, by scenario, with original parameters or without or both; and why.
 WANTED = "a group with rank() and size() is enough for torch, which PyTorch's own tests make use of"
 KNOWN = {
@@ -1330,6 +1337,7 @@ KNOWN = {
     "data_of_a_wrong_shape_is_refused": ("orig", "torch refuses with a RuntimeError"),
     "collectives_that_are_replaced_by_name": ("both", "collectives are looked up once, when the module is imported"),
     "attributes_for_hybrid_sharding": ("both", "_inter_node_pg, _device_mesh and _is_root are missing"),
+    "a_wrapper_is_wrapped": ("both", "refused; torch's outer one has no parameters of its own"),
     "channels_last": ("both", "torch keeps strides, and flattens in the order of memory"),
 }
 
@@ -1359,3 +1367,65 @@ def _compare(rank: int, world_size: int, name: str, use_orig_params: bool) -> st
 @pytest.mark.parametrize(("name", "use_orig_params"), list(_cases()))
 def test_R32_a_script_sees_what_it_sees_under_torch(ranks, name, use_orig_params):
     assert ranks.run(2, _compare, name, use_orig_params) == ["", ""]
+
+
+# Where torch fails
+
+
+def _after_forward(side: Side, low: torch.dtype | None, before: str) -> Any:
+    """Losses of a training that a forward came before, which no backward followed."""
+    model = nested(
+        side, mixed_precision=side.MixedPrecision(low), sharding_strategy=side.ShardingStrategy.SHARD_GRAD_OP
+    )
+    optimizer = sgd(model)
+    with torch.inference_mode() if before == "inference" else contextlib.nullcontext():
+        for _ in range(before != "nothing"):
+            model(batch(side))
+    return trained(side, model, optimizer=optimizer)["losses"]
+
+
+def _departs(rank: int, world_size: int, use_orig_params: bool) -> list[tuple[bool, bool]]:
+    """Whether a forward that no backward followed changes nothing of what comes after: under torch, and with ours."""
+    results = []
+    for low, before in ((None, "forward"), (torch.bfloat16, "forward"), (None, "inference")):
+        same = []
+        for package in ("torch.distributed.fsdp", "torch_backend"):
+            side = Side(package, rank, world_size, use_orig_params)
+            expected = _after_forward(side, low, "nothing")
+            try:
+                same.append(difference(expected, _after_forward(side, low, before)) == "")
+            except (RuntimeError, AssertionError):
+                same.append(False)
+        results.append(tuple(same))
+    return results
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+def test_R12_a_forward_without_backward_changes_no_later_step(ranks, use_orig_params):
+    # Under torch, gradients of the next step get lost under mixed precision, and what was gathered in inference mode cannot be
+    # trained with.
+    for results in ranks.run(2, _departs, use_orig_params):
+        assert results == [(True, True), (False, True), (False, True)]
+
+
+def _twice(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> list[Any]:
+    results = []
+    for package in ("torch.distributed.fsdp", "torch_backend"):
+        side = Side(package, rank, world_size, use_orig_params)
+        model = nested(side, sharding_strategy=side.ShardingStrategy[strategy])
+        loss = model(batch(side)).square().sum()
+        loss.backward(retain_graph=True)
+        once = side.full_grads(model)
+        again = raised(loss.backward)
+        doubled = [None if grad is None else grad * 2 for grad in once]
+        results.append(again.kind if again else difference(doubled, side.full_grads(model)))
+    return results
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_R28_a_graph_is_gone_through_twice(ranks, strategy, use_orig_params):
+    # torch has freed the parameters by then. Twice the same gradient is its double, exactly.
+    for theirs, ours in ranks.run(2, _twice, strategy, use_orig_params):
+        assert theirs is RuntimeError
+        assert ours == ""
