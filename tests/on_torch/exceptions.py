@@ -96,6 +96,23 @@ _LONG = Node("vector", shape=(17,))
 
 BUGS = (
     Departure(
+        "gradients that are not sharded, kept in low precision",
+        "torch leaves them in the dtype of the reduction; ours in that of compute, as under the other strategies",
+        _one(
+            Node("vector"),
+            sharding_strategy="NO_SHARD",
+            mixed=Mixed(reduce_dtype="float16", keep_low_precision_grads=True),
+        ),
+        "grad (step 0, ",
+        lambda case: (
+            "NO_SHARD" in (case.options.sharding_strategy, case.options.inner)
+            and case.options.mixed is not None
+            and case.options.mixed.keep_low_precision_grads
+            and case.options.mixed.reduce_dtype is not None
+        ),
+        with_mixed(reduce_dtype=None),
+    ),
+    Departure(
         "a unit of which no parameter is used",
         "torch gives none of its parameters a gradient (R29); ours gives zeros, which weight decay takes for a step",
         _one(Node("vector", uses=0)),
@@ -156,6 +173,41 @@ BUGS = (
     ),
 )
 DEPARTURES = (
+    Departure(
+        "the norm of gradients that are not sharded",
+        "torch adds up the norms of parameters in the order in which it last registered them; ours in that of units. The same "
+        "but for rounding",
+        Case(
+            Tree(
+                Node(children=(Node(children=(Node("square"),), unit=True), Node("vector")), unit=True),
+                width=3,
+            ),
+            Options(steps=1, sharding_strategy="NO_SHARD", clip=(100.0, 1.0)),
+        ),
+        "norm (step 0)",
+        lambda case: (
+            case.options.clip is not None
+            and case.options.clip[1] != float("inf")
+            and "NO_SHARD" in (case.options.sharding_strategy, case.options.inner)
+        ),
+        with_options(clip=None),
+    ),
+    Departure(
+        "several uses of a parameter ahead of one backward, accumulated under no_sync in low precision",
+        "torch adds each use to the gradient that is there, since autograd forgets, whenever the dtype of a flat parameter "
+        "changes, that it added up for it; ours adds up the uses first. The same but for rounding",
+        Case(
+            Tree(Node(children=(Node("square"),), unit=True), width=5),
+            Options(steps=1, mixed=Mixed("bfloat16"), micro=(False, True), forwards=2),
+        ),
+        "grad (step 0, ",
+        lambda case: (
+            case.options.mixed is not None
+            and (case.options.forwards > 1 or any(node.uses > 1 or node.again for node in case.nodes))
+            and not all(case.options.micro)
+        ),
+        with_options(micro=(True,)),
+    ),
     Departure(
         "the largest gradient, where a parameter has no elements, with original parameters",
         "torch takes the largest of no elements, and raises on the rank that has the parameter; ours has no gradient there",
