@@ -41,7 +41,7 @@ def with_options(**changes: Any) -> Callable[[Case], Case]:
 
 def with_mixed(**changes: Any) -> Callable[[Case], Case]:
     """A case with another policy of mixed precision."""
-    return lambda case: with_options(mixed=replace(case.options.mixed, **changes))(case)
+    return lambda case: with_options(mixed=replace(case.options.mixed or Mixed(), **changes))(case)
 
 
 def with_nodes(change: Callable[[Node], Node]) -> Callable[[Case], Case]:
@@ -117,7 +117,10 @@ BUGS = (
         "torch gives none of its parameters a gradient (R29); ours gives zeros, which weight decay takes for a step",
         _one(Node("vector", uses=0)),
         "grad (step 0, ",
-        lambda case: any(node.unit and node.uses > 0 and _is_idle(node) for node in case.nodes),
+        lambda case: (
+            any(node.unit and _is_idle(node) for node in case.nodes)
+            or (case.options.wrap == "size" and any(node.uses == 0 for node in case.nodes))
+        ),
         with_nodes(lambda node: replace(node, uses=max(node.uses, 1))),
     ),
     Departure(
@@ -173,6 +176,20 @@ BUGS = (
     ),
 )
 DEPARTURES = (
+    Departure(
+        "full gradients of another dtype than float32, where a rank has no part of a unit",
+        "that rank sends zeros of float32 under torch, and the others end their processes over the size of what comes",
+        _one(Node("vector", shape=(1,), dtype="float64"), sees_grads=True),
+        "EOFError",
+        lambda case: (
+            case.options.sees_grads
+            and (
+                any(node.dtype == "float64" for node in case.nodes)
+                or (case.options.mixed is not None and case.options.mixed.keep_low_precision_grads)
+            )
+        ),
+        with_options(sees_grads=False),
+    ),
     Departure(
         "the norm of gradients that are not sharded",
         "torch adds up the norms of parameters in the order in which it last registered them; ours in that of units. The same "

@@ -139,3 +139,11 @@ def test_R32_a_bound_lets_rounding_pass_and_nothing_else():
     one = torch.tensor([1.0, 2.0], dtype=torch.float64)
     assert difference([("grad", one)], [("grad", one * (1 + 1e-15))], case) == ""
     assert difference([("grad", one)], [("grad", one * (1 + 1e-7))], case)
+
+
+def test_R32_what_has_blown_up_is_not_held_to_the_bound():
+    case = replace(PLAIN, bits=False, world_size=3)
+    large, nan = torch.tensor([2.0**21]), torch.tensor([float("nan")])
+    assert difference([("grad", large)], [("grad", large * 2)], case) == ""
+    assert difference([("grad", nan)], [("grad", large)], case) == ""
+    assert difference([("grad", large)], [("grad", large * 2)], PLAIN)

@@ -191,6 +191,10 @@ class Empty(Vector):
 class Buffers(Vector):
     """As `Vector`, with buffers: one that counts, one that is read, one that collects and is not saved."""
 
+    count: Tensor
+    scale: Tensor
+    sums: Tensor
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -245,7 +249,9 @@ class BatchNorm(Part):
         self.norm = nn.BatchNorm1d(self.width)
 
     def forward(self, stream: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-        x = stream.to(self.norm.running_mean.dtype)
+        running_mean = self.norm.running_mean
+        assert running_mean is not None
+        x = stream.to(running_mean.dtype)
         return stream + self.norm(x).to(stream.dtype)
 
 
@@ -403,7 +409,7 @@ class Grower:
         dtype = self.rng.choice(self.dtypes)
         frozen = "all" if self.freezes and self.chance(0.1) else ""
         root = self.group(dtype, frozen, depth=self.rng.choice((1, 2, 2, 3)), unit=True, again=False)
-        return Tree(root, self.rng.choice(WIDTHS), self.exact)
+        return Tree(replace(root, uses=1), self.rng.choice(WIDTHS), self.exact)
 
     def group(self, dtype: str, frozen: str, depth: int, *, unit: bool, again: bool) -> Node:
         """A group; below `depth` groups there are leaves alone."""
