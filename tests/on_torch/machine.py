@@ -49,25 +49,25 @@ SECONDS = 20
 LR = 0.5
 FLAGS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads")
 
-# Where the engine is not as the reference, each with its rule; the expectation is bent where `_explain` is called with the
+# Where the engine is not as the reference, each with its rule; the expectation is bent where `_bends` is called with the
 # key, and `test_rule_machine.py` asserts that each of them is met. What is not driven at all is in NOT_DRIVEN.
 EXPLAINED = {
     "trains anew": "R12, R14: a forward for training frees what an earlier forward left full, fresh or not: whether to gather "
     "must not hang on what one rank alone can see. The reference sees all ranks.",
     "evaluates stale": "R12: what an evaluation left full, or a backward under no_sync where full parameters are kept (R15), "
     "is used again until an optimizer steps: an edit by hand in between is seen by one rank alone, and so by none. torch too.",
-    "keeps gradients in a failure": "R17: the reference drops reduced gradients with the step that failed; in torch they are "
-    "the user's, who clears them: the machine does.",
     "learns late": "R17: of an exception in backward the engine hears nothing; the next forward, summon or clipping resets it.",
     "shows own gradients": "R22: where nothing is sharded the gradients are the parameters' own: shown with or without "
     "with_grads, and None where this rank has none.",
     "replaces the only copy": "R20: without writeback a write into a parameter that is the truth itself persists, but not "
     "`.data = ...`, which is no write into it.",
-    "asks its shard group": "R22: whether any rank has a gradient is asked within the shard group, where the shards come from.",
+    "asks its shard group": "R22: whether any rank has a gradient is asked of the ranks of the shard group that hold any of the "
+    "parameter; the others have none in any case.",
     "one gradient of a unit": "R22: a user may take one parameter's gradient away on one rank; the reference knows a rank's "
     "gradients of a unit as a whole, and would write back into one that is not there.",
 }
 NOT_DRIVEN = {
+    "gradients that a failed step leaves": "R17: the reference drops them; in torch they are the user's, who clears them here.",
     "an optimizer's step or zero_grad inside a summon": "torch's optimizers know nothing of it and cannot refuse.",
     "a backward of a forward before an edit of the shards or a step": "torch itself refuses it by version counters.",
     "units that a forward passes by, under forward_prefetch": "R16: what is gathered for nothing waits for the next forward.",
@@ -83,6 +83,10 @@ FAULTS = {
     "still in use": "R17: after an exception in backward the module goes on showing full parameters, until the next forward, "
     "summon or clipping: an edit of them is lost, the model's zero_grad misses the user's gradients, and `to` is refused.",
     "forgotten in a move": "R15: `to` and its like forget full gradients that wait under no_sync.",
+    "refused too late": "R17, R18: a backward inside a summon is refused, but the next step then reduces no gradient: the engine "
+    "takes that backward to be still under way.",
+    "not adopted": "R25: where nothing is sharded, `.data = ...` is not seen by the next evaluation if the one before, or a "
+    "backward under no_sync, left the unit full; torch's FSDP1 sees it.",
 }
 
 
@@ -413,10 +417,10 @@ class Real:
         if self._flat(unit):
             flat = self.parts[unit]._parameters["_flat_param"]
             assert flat is not None
-            if how != "fill":
+            if how != "fill" and not self._must_fill(unit):
                 flat.data = flat.data.clone()
             self._pieces(unit, flat.data)[name].copy_(values)
-        elif how == "fill":
+        elif how == "fill" or (how == "data" and self._must_fill(unit)):
             with torch.no_grad():
                 param.view(shown.shape).copy_(values)
         elif how == "data":
@@ -425,6 +429,11 @@ class Real:
             self.parts[unit]._parameters[name] = nn.Parameter(
                 values.view(param.shape), requires_grad=param.requires_grad
             )
+
+    def _must_fill(self, unit: str) -> bool:
+        """Whether the next forward might not see other data: see "not adopted"."""
+        real = self._unit(unit)
+        return self.avoids and real.is_full and not self.summoned(unit) and real.buckets[0].buffer.is_shard
 
     def assign(self, unit: str, name: str, value: int, by: int | None) -> None:
         """Another object in the place of a sharded parameter, which the next gather takes the values of."""
@@ -582,8 +591,12 @@ class Expected:
         explained: how often each exception was made use of.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(self, setup: Setup, straight: str = "") -> None:
+        """
+        Args:
+            straight: a key of EXPLAINED in which the reference is taken at its word.
+        """
+        self.setup, self.straight = setup, straight
         strategy = Strategy[setup.strategy.removeprefix("_")]
         mesh = strategy.mesh(setup.world_size, setup.world_size // 2 if strategy.is_hybrid else None)
         policy = PrecisionPolicy(*setup.mixed, keep_low_precision_grads=setup.keep_low_precision_grads)
@@ -624,9 +637,11 @@ class Expected:
 
         unit.move = move  # type: ignore[method-assign]
 
-    def _explain(self, key: str) -> None:
+    def _bends(self, key: str) -> bool:
+        """Whether to depart from the reference here, as EXPLAINED says."""
         assert key in EXPLAINED
         self.explained[key] += 1
+        return key != self.straight
 
     def do(self, name: str, arguments: dict[str, Any]) -> tuple[str | None, Any]:
         """Do one operation; returns the refusal and what it returns."""
@@ -675,10 +690,9 @@ class Expected:
                 if self._seen_steps[name] != self.steps:
                     unit.reshard()
                 elif training and not self._kept[name]:
-                    self._explain("trains anew")
-                    unit.reshard()
-                elif unit.state.freshness is Freshness.STALE:
-                    self._explain("evaluates stale")
+                    if self._bends("trains anew"):
+                        unit.reshard()
+                elif unit.state.freshness is Freshness.STALE and self._bends("evaluates stale"):
                     unit.states = [replace(state, freshness=Freshness.SAME) for state in unit.states]
 
     def forward(self, job: Job) -> None:
@@ -704,6 +718,8 @@ class Expected:
     def backward(self, which: int, syncs: bool) -> None:
         """The backward of one of the forwards."""
         job = self.pending.pop(which)
+        for unit in self.world.units.values():
+            unit.state.after(Move.BEGIN_BACKWARD, unit.name)
         reached = [self.world.units[name] for name, reaches in self._course(job)[0] if reaches]
         for unit in reversed(reached):
             try:
@@ -711,8 +727,7 @@ class Expected:
                     "backward", lambda rank, params, unit=unit: self._note(unit, rank, params, "backward", job)
                 )
             except UserError:
-                self._explain("learns late")
-                self.unsettled = True
+                self.unsettled = self._bends("learns late")
                 self._fail()
                 raise
         for name, unit in self.world.units.items():
@@ -724,7 +739,6 @@ class Expected:
                 self._kept[name] = True
 
     def _fail(self) -> None:
-        self._explain("keeps gradients in a failure")
         self.world.reset()
         self.pending.clear()
 
@@ -809,8 +823,7 @@ class Expected:
     def _forget_unwritten(self, bucket: Any) -> None:
         for rank in self.ranks:
             for name, piece in bucket.grad_pieces(rank).items():
-                if name not in bucket.reached[rank] and piece.any():
-                    self._explain("one gradient of a unit")
+                if name not in bucket.reached[rank] and piece.any() and self._bends("one gradient of a unit"):
                     piece[:] = 0
 
     def summoned(self, unit: str, rank: int) -> bool:
@@ -829,8 +842,7 @@ class Expected:
                 continue
             key, values = (rank, full_name(unit, name)), edited(shown.shape, value, rank)
             alone = self.summoned(unit, rank) and self._owns_all(live) and not live._request.writeback
-            if alone and (how == "data" or key in self.replaced):
-                self._explain("replaces the only copy")
+            if alone and (how == "data" or key in self.replaced) and self._bends("replaces the only copy"):
                 self.replaced[key] = values
             else:
                 live.edit(rank, full_name(unit, name), values)
@@ -892,20 +904,16 @@ class Expected:
         bucket = live.buckets[0]
         if not self.setup.use_orig_params:
             return {}
-        if self._owns_all(live):
-            self._explain("shows own gradients")
+        if self._owns_all(live) and self._bends("shows own gradients"):
             shapes = {spec.name: spec.shape for spec in bucket.layout.params}
             own = bucket.grad_pieces(rank)
             return {name: own[name].reshape(shapes[name]) for name in own if name in bucket.reached[rank]}
         shown = live.grads_shown(rank)
-        group = [bucket.reached[other] for other in self.mesh.shard_group(rank)]
+        group = [bucket.reached[other] & {*bucket.grad_pieces(other)} for other in self.mesh.shard_group(rank)]
         return {name: grad for name, grad in shown.items() if self._some_have(name, group)}
 
     def _some_have(self, name: str, reached: list[set[str]]) -> bool:
-        if any(name in names for names in reached):
-            return True
-        self._explain("asks its shard group")
-        return False
+        return any(name in names for names in reached) or not self._bends("asks its shard group")
 
     def look(self, rank: int) -> list[dict[str, Any]]:
         """All that there is to see on a rank, unit by unit, as `look` finds it."""
@@ -960,14 +968,17 @@ class Pair:
         expected: the reference.
     """
 
-    def __init__(self, ranks: Ranks, setup: Setup, counts: "Counts", *, avoids: bool = True) -> None:
+    def __init__(
+        self, ranks: Ranks, setup: Setup, counts: "Counts", *, avoids: bool = True, straight: str = ""
+    ) -> None:
         """
         Args:
             avoids: whether the FAULTS are kept out of sight.
+            straight: a key of EXPLAINED for which no exception is made.
         """
         self.ranks, self.setup, self.counts = ranks, setup, counts
         self.world_size = setup.world_size
-        self.expected = Expected(setup)
+        self.expected = Expected(setup, straight)
         found = self.ranks.run(self.world_size, build_real, setup, avoids, seconds=SECONDS)
         self._compare("build", found)
 
@@ -1100,6 +1111,17 @@ class SideBySide(RuleBasedStateMachine):
         self.take("backward", which=which % len(self.expected.pending), syncs=syncs)
 
     @precondition(closed)
+    @rule(job=jobs(), unit=UNIT, writeback=st.booleans(), edits=EDITS, syncs=st.booleans())
+    def summon_between(self, job: Job, unit: str, writeback: bool, edits: list, syncs: bool) -> None:
+        """Edits of full parameters between a forward and its backward."""
+        self.take("forward", job=replace(self._lawful(job), training=True))
+        self.take("summon", unit=unit, recurse=True, flags=(writeback, False, False, False))
+        for name, value, by, how in edits:
+            self.take("edit", unit=unit, name=name, value=value, by=self._rank(by), how=how)
+        self.take("leave", failed=False)
+        self.take("backward", which=len(self.expected.pending) - 1, syncs=syncs)
+
+    @precondition(closed)
     @rule(job=jobs(), syncs=st.booleans(), how=st.sampled_from(["none", "model", "optimizer", "zeros"]))
     def train(self, job: Job, syncs: bool, how: str) -> None:
         """The moves of a step, which are drawn more often than all that is refused."""
@@ -1186,10 +1208,18 @@ class SideBySide(RuleBasedStateMachine):
         writeback=st.sampled_from([True, True, False]),
         edits=EDITS,
         grad_edits=GRAD_EDITS,
+        job=st.none() | jobs(),
+        forgets=st.lists(st.tuples(NAMES, st.integers(0, 3)), max_size=3),
         failed=st.booleans(),
     )
-    def change(self, unit: str, writeback: bool, edits: list, grad_edits: list, failed: bool) -> None:
-        """Edits of full parameters, and of full gradients, of one unit."""
+    def change(
+        self, unit: str, writeback: bool, edits: list, grad_edits: list, job: Job | None, forgets: list, failed: bool
+    ) -> None:
+        """Edits of full parameters, and of full gradients, of one unit; before, some may be taken away."""
+        if job is not None:
+            self.train(job, True, "none")
+            for name, by in forgets:
+                self.forget_grad(unit, name, by)
         flags = (writeback, False, False, self.setup.use_orig_params)
         self.take("summon", unit=unit, recurse=True, flags=flags)
         for name, value, by, how in edits:

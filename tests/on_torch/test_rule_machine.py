@@ -1,12 +1,34 @@
 """The engine on real ranks beside the numpy reference, any operations in any order; see `machine.py`."""
 
+from typing import Any
+
 import pytest
 
-from tests.on_torch.machine import Counts, drive
+from tests.on_torch.machine import EXPLAINED, FAULTS, Counts, Job, Pair, Setup, drive
 
-# Programs by world size, each of up to STEPS operations.
-EXAMPLES = {2: 40, 3: 12, 4: 15}
-STEPS = 25
+# Programs by world size, each of up to STEPS rules.
+EXAMPLES = {2: 60, 3: 15, 4: 25}
+STEPS = 20
+
+Program = list[tuple[str, dict[str, Any]]]
+WRITEBACK, WITH_GRADS = (True, False, False, False), (True, False, False, True)
+
+
+def forward(**job: Any) -> tuple[str, dict[str, Any]]:
+    return "forward", {"job": Job(**job)}
+
+
+def summon(flags: tuple[bool, ...]) -> tuple[str, dict[str, Any]]:
+    return "summon", {"unit": "", "recurse": True, "flags": flags}
+
+
+BACKWARD = ("backward", {"which": 0, "syncs": True})
+UNSYNCED = ("backward", {"which": 0, "syncs": False})
+LEAVE = ("leave", {"failed": False})
+TRAIN: Program = [forward(), BACKWARD]
+EVALUATE: Program = [forward(training=False)]
+EDIT = {"unit": "", "name": "w", "value": 1, "by": None}
+FORGET = {"unit": "a", "name": "w"}
 
 
 @pytest.mark.parametrize("world_size", EXAMPLES)
@@ -14,3 +36,77 @@ def test_R12_R17_R25_the_engine_does_what_the_reference_does(ranks, world_size):
     counts = Counts()
     drive(ranks, world_size, EXAMPLES[world_size], STEPS, counts)
     print(counts.describe())
+    assert counts.done.total() > 10 * EXAMPLES[world_size]
+    assert 0 < counts.refused.total() < counts.done.total() / 2
+
+
+def follow(ranks, setup: Setup, program: Program, **options: Any) -> Counts:
+    counts = Counts()
+    pair = Pair(ranks, setup, counts, **options)
+    try:
+        for operation, arguments in program:
+            pair.take(operation, **arguments)
+    finally:
+        pair.end()
+    return counts
+
+
+# The smallest program that needs each exception.
+EXCEPTIONS: dict[str, tuple[Setup, Program]] = {
+    "trains anew": (Setup(strategy="SHARD_GRAD_OP"), [*EVALUATE, forward(skipped=("b",))]),
+    "evaluates stale": (Setup(), [*EVALUATE, ("edit", {**EDIT, "how": "fill"}), *EVALUATE]),
+    "learns late": (Setup(), [forward(raises=("backward", "a")), BACKWARD]),
+    "shows own gradients": (Setup(strategy="NO_SHARD"), [*TRAIN, summon(WRITEBACK)]),
+    "replaces the only copy": (
+        Setup(strategy="NO_SHARD"),
+        [summon((False, False, False, False)), ("edit", {**EDIT, "how": "data"}), LEAVE],
+    ),
+    "asks its shard group": (
+        Setup(4, "HYBRID_SHARD"),
+        [*TRAIN, *(("forget_grad", {**FORGET, "by": rank}) for rank in (0, 1)), summon(WITH_GRADS)],
+    ),
+    "one gradient of a unit": (
+        Setup(),
+        [
+            *TRAIN,
+            ("forget_grad", {**FORGET, "by": 0}),
+            summon(WITH_GRADS),
+            ("edit_grad", {**FORGET, "value": 1, "by": None, "how": "fill"}),
+            LEAVE,
+            *TRAIN,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("key", EXPLAINED)
+def test_R12_R17_R20_R22_what_is_excepted_differs_as_stated(ranks, key):
+    setup, program = EXCEPTIONS[key]
+    assert follow(ranks, setup, program).explained[key] > 0
+    with pytest.raises(AssertionError, match="expected"):
+        follow(ranks, setup, program, straight=key)
+
+
+KNOWN: list[tuple[str, Setup, Program]] = [
+    ("kept in use", Setup(strategy="SHARD_GRAD_OP"), [forward(), UNSYNCED]),
+    ("still in use", Setup(), [*TRAIN, forward(raises=("backward", "a")), BACKWARD, *EVALUATE]),
+    ("still in use", Setup(), [forward(raises=("backward", "a")), BACKWARD, ("convert", {})]),
+    ("forgotten in a move", Setup(), [forward(), UNSYNCED, ("convert", {})]),
+    ("not adopted", Setup(strategy="NO_SHARD"), [*EVALUATE, ("edit", {**EDIT, "how": "data"}), *EVALUATE]),
+    ("refused too late", Setup(), [forward(), summon(WRITEBACK), BACKWARD, LEAVE, *TRAIN]),
+]
+
+
+@pytest.mark.parametrize(
+    ("setup", "program"),
+    [
+        pytest.param(setup, program, marks=pytest.mark.xfail(strict=True, reason=FAULTS[key], raises=AssertionError), id=key)
+        for key, setup, program in KNOWN
+    ],
+)  # fmt: skip
+def test_known_fault(ranks, setup, program):
+    follow(ranks, setup, program, avoids=False)
+
+
+def test_every_known_fault_has_a_program():
+    assert {key for key, _, _ in KNOWN} == set(FAULTS)
