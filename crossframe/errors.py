@@ -9,6 +9,10 @@ class ParamError(CrossframeError):
     """A parameter cannot be described or sharded: its name, shape or dtype."""
 
 
+class ReplacedError(ParamError, RuntimeError):
+    """What a user put in the place of a parameter does not fit (R20, R25). Also a RuntimeError, since torch raises that."""
+
+
 class MeshError(CrossframeError):
     """A mesh, a world size or a rank that does not exist."""
 

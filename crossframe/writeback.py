@@ -3,7 +3,7 @@ be put in the place of a parameter (R25)."""
 
 from dataclasses import dataclass
 
-from crossframe.errors import ParamError
+from crossframe.errors import ReplacedError
 from crossframe.layout import Layout
 from crossframe.params import ParamSpec
 
@@ -37,9 +37,9 @@ def writeback_copies(layout: Layout, rank: int) -> tuple[Copy, ...]:
 
 
 def check_full(spec: ParamSpec, shape: tuple[int, ...]) -> None:
-    """Raise ParamError unless full values of this shape can be written back to a parameter."""
+    """Raise ReplacedError unless full values of this shape can be written back to a parameter."""
     if shape != spec.shape:
-        raise ParamError(
+        raise ReplacedError(
             f"parameter {spec.name!r}: expected the unsharded shape {spec.shape}, got {shape}; "
             "write into the parameter instead of replacing it, or replace it with the same shape"
         )
@@ -48,7 +48,7 @@ def check_full(spec: ParamSpec, shape: tuple[int, ...]) -> None:
 def check_replaced(
     name: str, rank: int, expected: tuple[tuple[int, ...], str], came: tuple[tuple[int, ...], str]
 ) -> None:
-    """Raise ParamError unless what replaced a sharded parameter's data, outside of any unsharding, can be adopted (R25).
+    """Raise ReplacedError unless what replaced a sharded parameter's data, outside of any unsharding, can be adopted (R25).
 
     Args:
         name: the parameter's, or what else was replaced.
@@ -56,12 +56,12 @@ def check_replaced(
         came: those of what was put there.
     """
     if came[0] != expected[0]:
-        raise ParamError(
+        raise ReplacedError(
             f"parameter {name!r}, rank {rank}: its data was replaced outside of summon_full_params; expected this rank's "
             f"sharded shape {expected[0]}, got {came[0]}; replace full values inside of it"
         )
     if came[1] != expected[1]:
-        raise ParamError(
+        raise ReplacedError(
             f"parameter {name!r}, rank {rank}: expected {expected[1]}, as it was sharded, got {came[1]}; convert the module "
             "before sharding it"
         )

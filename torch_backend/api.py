@@ -12,7 +12,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Prefetch, Strategy
 from torch_backend.dtypes import dtype_name
 
-__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"]
+__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy", "TrainingState"]
 
 
 class ShardingStrategy(Enum):
@@ -110,3 +110,11 @@ class CPUOffload:
     """
 
     offload_params: bool = False
+
+
+class TrainingState(Enum):
+    """What a unit is in the middle of, as torch's FSDP1 names it (R12)."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()

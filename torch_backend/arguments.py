@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from crossframe.errors import UsageError
+from crossframe.errors import StateError, UsageError
 from crossframe.faces import Face
+from crossframe.lifecycle import Activity, Exposure, UnitState
 from crossframe.mesh import MeshSpec
-from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, TrainingState
 from torch_backend.ignored import Ignored, IsUnit
+from torch_backend.inputs import compute_in_full
 from torch_backend.unit import Choices
 from torch_backend.wrap import units_to_wrap, wrap_modules
 
@@ -58,7 +60,7 @@ def choices_of(
         backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
         forward_prefetch=forward_prefetch,
         input_dtype=precision.param_dtype if casts else None,
-        root_input_dtype=precision.param_dtype if casts or precision.cast_root_forward_inputs else None,
+        root_input_dtype=precision.param_dtype if precision.cast_root_forward_inputs else None,
         settings={
             "strategy": strategy.name,
             "mesh": f"{mesh.replicate} x {mesh.shard} (replicate x shard)",
@@ -89,11 +91,18 @@ def wrap_inside(
         is_wrapped=is_wrapped,
         mixed_precision_ignores=() if mixed is None else tuple(mixed._module_classes_to_ignore),
     )
+    if mixed is not None:
+        for inner in module.modules():
+            if isinstance(inner, tuple(mixed._module_classes_to_ignore)):
+                compute_in_full(inner)
     wrap_modules(module, targets, wrapper_cls)
 
 
 def check_uniform(root: Any, name: str, wrapper: Any) -> None:
-    """Raise UsageError unless an inner unit was given what the root was, where that cannot differ."""
+    """Raise UsageError unless an inner unit was given what the root was, where that cannot differ.
+
+    Also StateError for a flat parameter that an optimizer shall step on in backward, as in torch.
+    """
     for argument, a, b in (
         ("use_orig_params", root._use_orig_params, wrapper._use_orig_params),
         ("limit_all_gathers", root.limit_all_gathers, wrapper.limit_all_gathers),
@@ -103,3 +112,14 @@ def check_uniform(root: Any, name: str, wrapper: Any) -> None:
                 f"unit {name!r} was wrapped with {argument}={b}, the root with {argument}={a}; pass the same to all units of "
                 "one model"
             )
+    if not wrapper._use_orig_params and any(hasattr(param, "_in_backward_optimizers") for param in wrapper.params):
+        raise StateError(
+            f"unit {name!r} has a flat parameter, on which an optimizer cannot step in backward; pass use_orig_params=True"
+        )
+
+
+def training_state(state: UnitState) -> TrainingState:
+    """torch's name of a state."""
+    if state.exposure == Exposure.SUMMONED:
+        return TrainingState.SUMMON_FULL_PARAMS
+    return TrainingState.FORWARD_BACKWARD if state.activity != Activity.IDLE else TrainingState.IDLE

@@ -79,7 +79,7 @@ class Bucket:
         self.precision = self._policy.resolve(dtype_name(shard.dtype))
         gathered = torch_dtype(self.precision.gathered)
         self.buffer = GatherBuffer(self.layout, gathered, device, self._streams, shard=shard, limited=self._limited)
-        self.grads = GradStore(self.layout, self.precision, self._face, self._mesh, self._streams, device)
+        self.grads = GradStore(self.layout, self.precision, self._face, self._mesh, self._streams)
 
     @property
     def truth(self) -> Truth:

@@ -15,8 +15,9 @@ from torch_backend.dtypes import dtype_name
 from torch_backend.failure import Pending, issue
 from torch_backend.observe import observers
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Looked up when they are called: who replaces a collective of torch.distributed, to count or to mock, sees ours too.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class Done:
@@ -43,7 +44,7 @@ class Communicator:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.ranks = _ranks_of(group)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, *, unit: str, phase: str) -> Work:
         """Start filling `gathered` (size * n elements) with the `shard`s (n elements) of all ranks, in rank order."""
@@ -51,7 +52,9 @@ class Communicator:
             gathered.copy_(shard)
             return Done()
         self._tell(ALL_GATHER, gathered, unit, phase)
-        return issue(_all_gather, gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase)
+        return issue(
+            getattr(dist, _ALL_GATHER), gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase
+        )
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, unit: str, phase: str) -> Work:
         """Start summing the `full`s (size * n elements) of all ranks; this rank's n elements of it arrive in `shard`."""
@@ -59,7 +62,9 @@ class Communicator:
             shard.copy_(full)
             return Done()
         self._tell(REDUCE_SCATTER, full, unit, phase)
-        return issue(_reduce_scatter, shard, full, group=self.group, kind=REDUCE_SCATTER, unit=unit, phase=phase)
+        return issue(
+            getattr(dist, _REDUCE_SCATTER), shard, full, group=self.group, kind=REDUCE_SCATTER, unit=unit, phase=phase
+        )
 
     def all_reduce(self, tensor: Tensor, *, unit: str, phase: str) -> Work:
         """Start replacing `tensor` by the sum over all ranks."""
@@ -82,7 +87,7 @@ class Communicator:
         if self.size == 1:
             gathered[0] = tensor
         else:
-            _all_gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
+            getattr(dist, _ALL_GATHER)(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def sum_all(self, tensor: Tensor) -> None:
@@ -106,6 +111,13 @@ class Communicator:
             shard.copy_(full[0])
         else:
             dist.scatter(shard, full, src=self.ranks[0], group=self.group)
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    """A group's ranks in the world; its own, of an object that stands for a group in a test and knows its rank and size alone."""
+    if isinstance(group, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(group))
+    return tuple(range(group.size()))
 
 
 class UnitMesh:
@@ -133,4 +145,4 @@ class Alone(Communicator):
     def __init__(self) -> None:
         self.group = None  # type: ignore[assignment]
         self.rank, self.size = 0, 1
-        self.ranks = (dist.get_rank(),)
+        self.ranks = (dist.get_rank() if dist.is_initialized() else 0,)

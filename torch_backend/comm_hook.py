@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 
-from crossframe.errors import StateError, UnsupportedError, UsageError
+from crossframe.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from torch_backend.unit import Unit
@@ -28,23 +28,24 @@ class CommHook:
     casts: bool
 
 
-def set_comm_hook(units: Sequence["Unit"], state: object, hook: Callable[..., Any]) -> None:
+def set_comm_hook(units: Sequence["Unit"], state: object, hook: Callable[..., Any], *, hybrid: bool) -> None:
     """Let a hook reduce the gradients of all units of a model, from their next reduction on.
+
+    Args:
+        hybrid: whether any of them is under a hybrid strategy.
 
     Raises:
         UsageError: a hook that cannot be called.
-        StateError: there is one already.
-        UnsupportedError: under hybrid sharding, as in torch.
+        StateError: there is one already; and under hybrid sharding, as in torch.
     """
     if not callable(hook):
         raise UsageError(f"register_comm_hook: expected a function (state, full, shard), got {hook!r}")
+    if hybrid:
+        raise StateError(
+            "register_comm_hook under hybrid sharding: a hook has no part in the sum over replicas; use another strategy"
+        )
     for unit in units:
         if unit.choices.comm_hook is not None:
             raise StateError(f"register_comm_hook: unit {unit.name!r} has a hook already; it may be registered once")
-        if unit.mesh.spec.shard > 1 and unit.mesh.spec.replicate > 1:
-            raise UnsupportedError(
-                f"register_comm_hook: unit {unit.name!r} is sharded over {unit.mesh.spec.shard} ranks and replicated "
-                f"{unit.mesh.spec.replicate} times, and a hook has no part in the sum over replicas; use another strategy"
-            )
     for unit in units:
         unit.choices.comm_hook = CommHook(state, hook, casts=hook in LOW_PRECISION_HOOKS)

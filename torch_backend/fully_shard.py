@@ -112,12 +112,13 @@ def fully_shard(
         return _schedule_of(inner, keeps_root).begin_forward(unit, args, kwargs)
 
     def after(inner: nn.Module, args: Any, output: Any) -> None:
-        schedule = _schedule_of(inner, keeps_root)
-        # Called always: without an output and with an exception under way, the module has raised.
+        # Called always: without an output and with an exception under way, the module has raised, or its first use has.
+        if unit.schedule is None:
+            return
         if output is None and sys.exc_info()[0] is not None:
-            schedule.abandon_forward(unit)
+            unit.schedule.abandon_forward(unit)
         else:
-            schedule.end_forward(unit, output)
+            unit.schedule.end_forward(unit, output)
 
     def show_sharded(inner: nn.Module, *_: Any) -> None:
         unit.conceal()

@@ -11,9 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.errors import StateError, UsageError
 from crossframe.layout import FlatLayout
-from crossframe.unshard import Truth, UnshardRequest
-from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch_backend.arguments import check_arguments, check_uniform, choices_of, effective_strategy, wrap_inside
+from crossframe.unshard import UnshardRequest
+from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
+from torch_backend.arguments import (
+    check_arguments,
+    check_uniform,
+    choices_of,
+    effective_strategy,
+    training_state,
+    wrap_inside,
+)
 from torch_backend.buffers import cast_buffers
 from torch_backend.build import build_unit
 from torch_backend.comm_hook import set_comm_hook
@@ -23,10 +30,11 @@ from torch_backend.ignored import find_ignored
 from torch_backend.materialise import prepare, sync_states
 from torch_backend.process_groups import Groups, find_groups, unit_mesh
 from torch_backend.schedule import Schedule
-from torch_backend.slots import WRAPPED, canonical_name, without_wrapper
+from torch_backend.slots import WRAPPED, canonical_name
 from torch_backend.state_dict import add_wrapper, refuse_sharded_state_dict, strip_wrapper
+from torch_backend.summon import Summonable
 from torch_backend.unit import UNIT, unit_of
-from torch_backend.unshard import summon_on_first, summon_units
+from torch_backend.unshard import summon_units
 from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
@@ -39,7 +47,7 @@ __all__ = [
 ]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Summonable):
     """Shard a module's parameters over the ranks; gather them around its forward and backward.
 
     Args:
@@ -160,12 +168,13 @@ class FullyShardedDataParallel(nn.Module):
         def make_exposure(owned, store, leaves):
             if use_orig_params:
                 return OriginalExposure(owned, store, leaves)
-            return FlatExposure(module, owned, store, leaves)
+            return FlatExposure(self.module, owned, store, leaves)
 
         def make_layout(owned):
             specs = tuple(entry.spec for entry in owned)
             return FlatLayout(specs, mesh.shards.size, keep_original=use_orig_params, compute_dtype=policy.param_dtype)
 
+        self.add_module(WRAPPED, module)
         self.__dict__[UNIT] = build_unit(
             module,
             mesh,
@@ -179,7 +188,6 @@ class FullyShardedDataParallel(nn.Module):
             limited=limit_all_gathers,
             ignored=ignored.params,
         )
-        self.add_module(WRAPPED, module)
         self.register_state_dict_pre_hook(refuse_sharded_state_dict)
         self.register_state_dict_post_hook(strip_wrapper)
         self.register_load_state_dict_pre_hook(add_wrapper)
@@ -194,6 +202,16 @@ class FullyShardedDataParallel(nn.Module):
     def compute_device(self) -> torch.device:
         """Where the unit computes, also after it was moved."""
         return unit_of(self).device or self._device
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the unit is in the middle of."""
+        return training_state(unit_of(self).state)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What stands for the parameters of this unit alone: its flat parameter, or its original ones."""
+        return [param for bucket in unit_of(self).buckets for param in bucket.exposure.managed()]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the wrapper lacks are the wrapped module's."""
@@ -320,76 +338,14 @@ class FullyShardedDataParallel(nn.Module):
                 sharded (NO_SHARD) `hook(state, full)`: reduce in place. torch's default_hooks and fp16_compress_hook fit.
 
         Raises:
-            StateError: on an inner unit, or where there is a hook already.
-            UnsupportedError: under hybrid sharding, as in torch.
+            StateError: on an inner unit, where there is a hook already, or under hybrid sharding, as in torch.
             UsageError: a hook that cannot be called.
         """
         if not self.check_is_root():
             raise StateError("register_comm_hook: register it on the outermost unit; it holds for all units inside")
-        set_comm_hook([unit_of(wrapper) for wrapper in self.fsdp_modules(self)], state, hook)
-
-    @staticmethod
-    @contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
-        """Inside, parameters are full and in full precision, under their original names and shapes (R18-R24).
-
-        Args:
-            module: a module with units in it; all of them are unsharded, or with `recurse=False` its own alone.
-            writeback: on exit each rank copies back what it owns of the edits; otherwise they are lost, except where nothing
-                is sharded.
-            rank0_only: ranks other than the group's first see their shards; needs `writeback=False`.
-            offload_to_cpu: show the parameters on the CPU. With `rank0_only`, or each rank of a machine fills its memory.
-            with_grads: show full gradients too; needs `use_orig_params=True`, and no `offload_to_cpu`.
-
-        Raises:
-            StateError: during forward or backward, or inside another summon of the same units.
-            UnsupportedError: a combination that has no meaning (R23).
-        """
-        request = UnshardRequest(writeback, rank0_only, offload_to_cpu, with_grads)
-        wrappers = _wrappers(module, recurse)
-        for wrapper in wrappers:
-            truth = next((bucket.truth for bucket in unit_of(wrapper).buckets), Truth.SHARDS)
-            request.check(keeps_original=wrapper._use_orig_params, truth=truth)
-        with summon_units([unit_of(wrapper) for wrapper in wrappers], request):
-            yield
-
-    @staticmethod
-    @contextmanager
-    def summon_full_params_on_rank0(
-        module: nn.Module, recurse: bool = True, offload_to_cpu: bool = False
-    ) -> Iterator[None]:
-        """Inside, the first rank alone sees full parameters, and what it makes of them becomes every rank's on exit (R23).
-
-        torch has no such thing: there `rank0_only` excludes `writeback`. Every rank enters and leaves it.
-
-        Args:
-            module, recurse, offload_to_cpu: as of `summon_full_params`.
-
-        Raises:
-            StateError: as there; and on all ranks if the first one raises inside, when nothing is changed.
-        """
-        wrappers = _wrappers(module, recurse)
-        with summon_on_first([unit_of(wrapper) for wrapper in wrappers], offload_to_cpu=offload_to_cpu):
-            yield
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; while parameters are summoned, without the names that wrapping added."""
-        summoned = unit_of(self).summoned
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield (without_wrapper(name) if summoned else name), param
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; while parameters are summoned, without the names that wrapping added."""
-        summoned = unit_of(self).summoned
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (without_wrapper(name) if summoned else name), buffer
+        wrappers = self.fsdp_modules(self)
+        hybrid = any(wrapper.sharding_strategy.strategy.is_hybrid for wrapper in wrappers)
+        set_comm_hook([unit_of(wrapper) for wrapper in wrappers], state, hook, hybrid=hybrid)
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -400,9 +356,3 @@ def _named_fsdp_modules(module: nn.Module) -> Iterator[tuple[str, FullyShardedDa
     for name, inner in module.named_modules():
         if isinstance(inner, FullyShardedDataParallel):
             yield name, inner
-
-
-def _wrappers(module: nn.Module, recurse: bool) -> list[FullyShardedDataParallel]:
-    if recurse:
-        return FullyShardedDataParallel.fsdp_modules(module)
-    return [module] if isinstance(module, FullyShardedDataParallel) else []

@@ -1,8 +1,11 @@
 """GatherBuffer: the memory of a bucket's full parameters, and the parameters that alias it."""
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor, nn
 
+from crossframe.errors import CollectiveError
 from crossframe.layout import Layout
 from torch_backend.collectives import Communicator, Work
 from torch_backend.streams import Streams
@@ -90,15 +93,17 @@ class GatherBuffer:
 
     def _wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
-            self._work = self._sent = None
+            work, self._work = self._work, None
+            work.wait()
+            self._sent = None
 
     def free(self) -> None:
         """Give the memory back. The leaves keep their shapes and hold nothing."""
         if self.is_shard:
             return
-        self._wait()
-        self._landing = None
+        with suppress(CollectiveError):  # who waited for it has been told
+            self._wait()
+        self._landing = self._sent = None
         self._streams.before_free(self.full, limited=self._limited)
         storage = self.full.untyped_storage()
         if storage.resizable():

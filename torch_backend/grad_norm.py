@@ -49,13 +49,16 @@ def clip_grad_norm(units: Sequence[Unit], others: Iterable[nn.Parameter], max_no
     for communicator, grads in groups.values():
         part = _norm(grads, order, dtype, device)
         if order == math.inf:
-            part = part if communicator is None else communicator.gather_all(part).amax(0)
             total = torch.maximum(total, part)
         else:
             part = part**order
             if communicator is not None:
                 communicator.sum_all(part)
             total = total + part
+    if order == math.inf:
+        for communicator, _ in groups.values():
+            if communicator is not None:
+                total = communicator.gather_all(total).amax(0)
     norm = total if order == math.inf else total ** (1.0 / order)
     coefficient = torch.clamp(bound / (norm + EPSILON), max=1.0)
     for _, grads in groups.values():

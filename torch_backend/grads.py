@@ -23,11 +23,8 @@ class GradStore:
             come to its end.
     """
 
-    def __init__(
-        self, layout: Layout, precision: Precision, face: Face, mesh: UnitMesh, streams: Streams, device: torch.device
-    ) -> None:
+    def __init__(self, layout: Layout, precision: Precision, face: Face, mesh: UnitMesh, streams: Streams) -> None:
         self.layout = layout
-        self._like = torch.empty(0, dtype=torch_dtype(precision.gathered), device=device)
         self._mesh, self._streams = mesh, streams
         self._reduced, self._kept = torch_dtype(precision.reduced), torch_dtype(precision.kept)
         self._steps = reduction_steps(mesh.spec, face)
@@ -106,7 +103,7 @@ class GradStore:
         """One buffer of gathered_numel elements, laid out like the gathered parameters, zero wherever there is no
         gradient."""
         layout = self.layout
-        some = next((grad for grad in grads if grad is not None), self._like)
+        some = next(grad for grad in grads if grad is not None)
         dtype, zeros = self._reduced if cast else some.dtype, some.new_zeros
         if not layout.contiguous:
             full = some.new_empty((layout.world_size, layout.padded_shard_numel), dtype=dtype)

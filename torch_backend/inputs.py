@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -22,6 +22,30 @@ def cast_floating(inputs: Any, dtype: torch.dtype) -> Any:
 def moved(inputs: Any, device: torch.device) -> Any:
     """The inputs with every tensor on `device`."""
     return _map_tensors(lambda t: t.to(device, non_blocking=True), inputs)
+
+
+def compute_in_full(module: nn.Module) -> None:
+    """Let a module in full precision stand among others in low precision: cast its floating inputs to the dtype of its
+    parameters, and its outputs back to what the inputs had."""
+    full = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
+    came: list[torch.dtype] = []
+
+    def before(_: nn.Module, args: Any) -> Any:
+        came.clear()
+        came.extend(tensor.dtype for tensor in _floating(args) if tensor.dtype != full)
+        return cast_floating(args, full)
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, came[-1]) if came else output
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def _floating(inputs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map_tensors(lambda tensor: found.append(tensor) or tensor, inputs)
+    return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:

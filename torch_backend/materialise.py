@@ -177,7 +177,7 @@ def compute_device(
         return device
     if param is not None and param.device.type not in ("cpu", "meta"):
         return param.device
-    if "cpu" in {device.type for device in group._device_types}:  # type: ignore[attr-defined]
+    if "cpu" in {device.type for device in getattr(group, "_device_types", [torch.device("cpu")])}:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:

@@ -54,11 +54,11 @@ class Schedule:
             face: the interface in use, for the agreement between ranks.
 
         Raises:
-            UsageError: a unit that ran under another root before.
+            UsageError: a unit that ran as a root before. One that ran below another root leaves that for this one.
             AgreementError: other ranks have other units.
         """
         for name, unit in named_units:
-            if unit.schedule is not None:
+            if unit.schedule is not None and unit.schedule.root is unit:
                 raise UsageError(
                     f"unit {name!r} has already run on its own, as a root; run the forward of the outermost sharded "
                     "module first, so that its units are scheduled together"
@@ -104,10 +104,10 @@ class Schedule:
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device, in the dtype
         that the user chose for them (R35)."""
-        dtype = unit.choices.input_dtype
+        dtype = unit.choices.input_dtype if unit.buckets else None
         if unit is self.root and not self._within_autograd:
             self._begin_step()
-            dtype = unit.choices.root_input_dtype
+            dtype = unit.choices.root_input_dtype or dtype
             if unit.device is not None and unit.device.type != "cpu":
                 args, kwargs = moved((args, kwargs), unit.device)
         if unit.state.activity == Activity.BACKWARD:  # computed again, with what its backward holds
@@ -254,9 +254,10 @@ class Schedule:
                 return
 
     def _reduce(self, unit: Unit) -> None:
-        self._advance_reductions()
-        unit.start_reduction()
-        self._reducing.append(unit)
+        if unit.has_grads:
+            self._advance_reductions()
+            unit.start_reduction()
+            self._reducing.append(unit)
 
     def _advance_reductions(self) -> None:
         """Take every reduction that is under way one collective further, the oldest first: in one order on all ranks."""
@@ -271,7 +272,7 @@ class Schedule:
         for unit in (*self._waiting, *late):
             if unit.state.activity == Activity.FORWARD:
                 continue
-            if unit.reduces and (unit.has_grads or unit.owes_zeros):
+            if unit.reduces:
                 self._reduce(unit)
             if unit.reduces or not unit.choices.keeps_full_unreduced:
                 unit.reshard("backward")
@@ -311,6 +312,7 @@ class Schedule:
         """
         if self._in_backward and not self._within_autograd:
             self.reset()
+            rejoin(self._groups)
         for unit in self.units:
             if unit.state.activity:
                 unit.move(Move.SUMMON)

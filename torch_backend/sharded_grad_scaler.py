@@ -54,7 +54,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(process_group, dist.ProcessGroup | None):
+        if isinstance(process_group, tuple) or not (process_group is None or hasattr(process_group, "size")):
             raise UsageError(
                 "ShardedGradScaler: expected as process_group one group of all ranks that hold parts of the gradients, "
                 f"got {shown(process_group)}"

@@ -16,7 +16,6 @@ from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
 from crossframe.params import ParamSpec
-from crossframe.reduction import Missing, missing_grad
 from crossframe.strategy import Prefetch
 from crossframe.unshard import UnshardRequest, residency_after
 from torch_backend.anchor import Use, anchored
@@ -81,11 +80,9 @@ class Unit:
         # Of a unit without anything trained: forwards whose inputs have not got their gradients yet.
         self.num_frozen_uses = 0
         self._aliases: list[Tensor] = []
-        # Forwards whose gradients have not come, of those whose graphs are alive; in which backward the unit is; and whether that
-        # has reached a parameter of it.
+        # Forwards whose gradients have not come, of those whose graphs are alive; and in which backward the unit is.
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._task = -1
-        self._reached = False
         self._take_leaves()
 
     def _take_leaves(self) -> None:
@@ -103,9 +100,11 @@ class Unit:
 
     def place(self, name: str) -> None:
         """Learn the path from the root, and name the parameters after it."""
-        self.name = name
+        above = f"{self.name}." if self.schedule is not None and self.name else ""
         for bucket in self.buckets:
-            bucket.place(replace(bucket.layout, params=named_below(name, bucket.layout.params)))  # type: ignore[type-var]
+            params = named_below(name, renamed(bucket.layout.params, lambda known: known.removeprefix(above)))
+            bucket.place(replace(bucket.layout, params=params))  # type: ignore[type-var]
+        self.name = name
 
     def move(self, move: Move) -> None:
         """Take one step of the lifecycle, or raise StateError with this unit's name."""
@@ -211,7 +210,6 @@ class Unit:
         if self.state.activity != Activity.BACKWARD:
             self.move(Move.BEGIN_BACKWARD)
             self._task = torch._C._current_graph_task_id()
-            self._reached = False
             # The uses of a backward are added up first, and the backwards then.
             if any(grad is not None for grad in self._grads):
                 self._earlier_grads = [_sum(a, b) for a, b in zip(self._earlier_grads, self._grads, strict=True)]
@@ -237,7 +235,6 @@ class Unit:
                     "tuple, list, dict, set or dataclass"
                 )
             self.schedule.begin_backward(self)
-        self._reached = True
         for i, grad in zip(indices, grads, strict=True):
             if grad is not None:
                 # Out of place: the tensor that came may be another node's gradient as well.
@@ -255,12 +252,6 @@ class Unit:
         waiting = itertools.chain(self._grads, self._earlier_grads, (leaf.grad for leaf in self.leaves))
         return any(grad is not None for grad in waiting)
 
-    @property
-    def owes_zeros(self) -> bool:
-        """Whether a backward went through the unit and reached none of its trained parameters, which get zeros then (R29)."""
-        went_by = self.state.activity == Activity.BACKWARD and self.trained and not self._reached
-        return went_by and missing_grad(self.choices.face, unit_used=True) is Missing.ZEROS
-
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
         self._grads = [None] * len(self._grads)
@@ -277,7 +268,7 @@ class Unit:
             waiting = zip(self._earlier_grads[start:stop], self._grads[start:stop], bucket.buffer.leaves, strict=True)
             grads = [_sum(_sum(earlier, grad), leaf.grad) for earlier, grad, leaf in waiting]
             start = stop
-            if any(grad is not None for grad in grads) or self.owes_zeros:
+            if any(grad is not None for grad in grads):
                 self._tell_local_grads(bucket, grads)
                 bucket.start_reduction(grads, unit=self.name, hook=self.choices.comm_hook)
         self.drop_grads()
@@ -394,9 +385,13 @@ register_optimizer_step_post_hook(_count_step)
 def named_below(module: str, params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:
     """Parameters named relative to a module, under their full names."""
     prefix = f"{module}." if module else ""
+    return renamed(params, lambda name: prefix + name)
+
+
+def renamed(params: Sequence[ParamSpec], rename: Callable[[str], str]) -> tuple[ParamSpec, ...]:
+    """Parameters under other names, aliases included."""
     return tuple(
-        replace(spec, name=prefix + spec.name, aliases=tuple(prefix + alias for alias in spec.aliases))
-        for spec in params
+        replace(spec, name=rename(spec.name), aliases=tuple(rename(alias) for alias in spec.aliases)) for spec in params
     )
 
 

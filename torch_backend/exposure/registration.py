@@ -106,6 +106,9 @@ def call_grad_hooks(param: nn.Parameter) -> None:
     reduced gradient, not for autograd's."""
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
+    for optimizer in getattr(param, "_in_backward_optimizers", ()):  # torch.distributed.optim left them there
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def sync_requires_grad(param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> None:
@@ -176,4 +179,5 @@ class RegisteredParams:
             if registered is not None and registered is not self.params[i]:
                 check(i, registered)
                 self.params[i].data = registered.data
+                self.params[i].grad = registered.grad
                 owner._parameters[attribute] = self.params[i]
