@@ -178,7 +178,10 @@ def draw_options(rng: random.Random, world_size: int, *, bits: bool) -> Options:
         inner=inner,
         mixed_in=rng.choice(("all", "all", "root", "inner")) if mixed and wrap == "hand" else "all",
         ignored=rng.choice(("modules", "states", "params")),
-        optimizer=rng.choice(("sgd", "momentum", "adamw")) if bits else rng.choice(("sgd", "momentum")),
+        # AdamW takes no gradients of another dtype than the parameters'.
+        optimizer=rng.choice(
+            ("sgd", "momentum", *["adamw"] * (bits and not (mixed and mixed.keep_low_precision_grads)))
+        ),
         micro=rng.choice(((True,), (True,), (True, True), (False, True), (False, True, True))),
         forwards=maybe(0.1, 2, 1),
         clip=maybe(0.3, lambda: (rng.choice((0.01, 0.5, 100.0)), rng.choice(norm_types)), None),

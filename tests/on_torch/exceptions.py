@@ -177,6 +177,19 @@ BUGS = (
 )
 DEPARTURES = (
     Departure(
+        "the largest gradient in a later step, where a rank has none",
+        "torch reduces into the zero that stands for no gradient, and takes what came for it from then on: the largest of all "
+        "steps so far; ours takes that of the step",
+        Case(
+            Tree(Node(children=(Node("vector"),), unit=True), exact=True),
+            Options(steps=2, clip=(0.01, float("inf"))),
+            world_size=4,
+        ),
+        "norm (step 1)",
+        lambda case: case.options.clip is not None and case.options.clip[1] == float("inf") and case.options.steps > 1,
+        with_options(steps=1),
+    ),
+    Departure(
         "full gradients of another dtype than float32, where a rank has no part of a unit",
         "that rank sends zeros of float32 under torch, and the others end their processes over the size of what comes",
         _one(Node("vector", shape=(1,), dtype="float64"), sees_grads=True),

@@ -409,6 +409,8 @@ class Grower:
         dtype = self.rng.choice(self.dtypes)
         frozen = "all" if self.freezes and self.chance(0.1) else ""
         root = self.group(dtype, frozen, depth=self.rng.choice((1, 2, 2, 3)), unit=True, again=False)
+        if not any(node.kind not in ("group", "plain") and not node.ignored for node in root.walk()):
+            root = replace(root, children=(*root.children, Node("vector", dtype=dtype, frozen=frozen)))
         return Tree(replace(root, uses=1), self.rng.choice(WIDTHS), self.exact)
 
     def group(self, dtype: str, frozen: str, depth: int, *, unit: bool, again: bool) -> Node:
