@@ -1046,3 +1046,29 @@ def test_R23_where_another_rank_fails_the_first_ones_edits_count(ranks, midst):
 )
 def test_R23_where_the_first_rank_fails_and_nothing_is_sharded(ranks):
     assert_told(ranks, REPLICAS, FIRST_FAILS, False)
+
+
+def refused_on_the_way_in(rank: int, world_size: int, context: str) -> list[bool]:
+    """Which units show full parameters after an inner one's was refused, since its data had been replaced by another shape."""
+    model: Any = Setup("FULL_SHARD", True, False, False).wrap(build_net(depth=1))
+    block = model.module.blocks[0].module
+    param = (block.up.weight, block.down.weight)[rank]  # one that lies on this rank, so that each refuses
+    assert param.numel()
+    param.data = torch.zeros(param.numel() + 1)
+    with pytest.raises(ParamError), getattr(FSDP, context)(model):
+        pass
+    return [unit_of(wrapper).summoned for wrapper in FSDP.fsdp_modules(model)]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        "summon_full_params",
+        pytest.param(
+            "summon_full_params_on_rank0",
+            marks=pytest.mark.xfail(strict=True, reason="the units before the one that refuses stay summoned for good"),
+        ),
+    ],
+)
+def test_R24_a_refusal_by_a_later_unit_leaves_no_unit_summoned(ranks, context):
+    assert not any(summoned for units in ranks.run(2, refused_on_the_way_in, context) for summoned in units)
