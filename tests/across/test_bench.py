@@ -195,7 +195,7 @@ def test_copies_are_exposed_where_nothing_computes():
         event("Memcpy DtoD (Device -> Device)", 3, 6, "gpu_memcpy"),
         event("void at::native::chunk_cat_cuda_kernel<float, float>", 5, 7),
         event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 6, 9),
-        event("Memset (Device)", 7, 8, "gpu_memset"),
+        event("Memset (Device)", 5, 6, "gpu_memset"),
         event("scatter_add_kernel", 10, 11),
         event("vectorized_elementwise_kernel<bfloat16tofloat32_copy_kernel_cuda>", 8, 9),
         event("cudaMemcpyAsync", 20, 30, "cuda_runtime"),
