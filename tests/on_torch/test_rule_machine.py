@@ -55,6 +55,10 @@ def follow(ranks, setup: Setup, program: Program, **options: Any) -> Counts:
 EXCEPTIONS: dict[str, tuple[Setup, Program]] = {
     "trains anew": (Setup(strategy="SHARD_GRAD_OP"), [*EVALUATE, forward(skipped=("b",))]),
     "evaluates stale": (Setup(), [*EVALUATE, ("edit", {**EDIT, "how": "fill"}), *EVALUATE]),
+    "gathers ahead": (
+        Setup(strategy="SHARD_GRAD_OP", mixed=("bfloat16", None)),
+        [forward(detached=("a",)), summon(WRITEBACK), LEAVE, UNSYNCED],
+    ),
     "learns late": (Setup(), [forward(raises=("backward", "a")), BACKWARD]),
     "shows own gradients": (Setup(strategy="NO_SHARD"), [*TRAIN, summon(WRITEBACK)]),
     "replaces the only copy": (
