@@ -138,8 +138,8 @@ class Bucket:
 
     # Full parameters for the user (R18-R24)
 
-    def summon(self, request: UnshardRequest, *, visible: bool, unit: str) -> None:
-        """Gather in full precision, and show it where `visible`. The buffer must have been freed."""
+    def summon(self, request: UnshardRequest, *, visible: bool, aside: bool, unit: str) -> None:
+        """Gather in full precision, and show it where `visible`; a copy of it, if `aside`. The buffer must have been freed."""
         stored, device = self.store.buffer.dtype, self.device
         shown = self.buffer
         if self.precision.is_mixed:
@@ -156,6 +156,8 @@ class Bucket:
         if request.offload_to_cpu and device.type != "cpu":
             full = full.to("cpu")
             shown.free()
+        elif aside and shown.is_shard:
+            full = full.clone()
         self.exposure.summon(views_of(self.layout, full), grads)
 
     def dismiss(self, writeback: Writeback) -> None:

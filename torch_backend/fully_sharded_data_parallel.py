@@ -282,6 +282,9 @@ class FullyShardedDataParallel(Summonable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; full gradients that accumulated under `no_sync` are forgotten too."""
+        schedule = unit_of(self).schedule
+        if schedule is not None:
+            schedule.recover()
         super().zero_grad(set_to_none)
         for wrapper in self.fsdp_modules(self):
             unit_of(wrapper).drop_grads()

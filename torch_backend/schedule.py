@@ -131,7 +131,7 @@ class Schedule:
         for unit in self.units:
             if unit.summoned:
                 unit.move(Move.BEGIN_FORWARD)  # refused, and the message says what to do
-        if any(unit.state.activity != Activity.IDLE for unit in self.units):
+        if self._in_backward or any(unit.state.activity != Activity.IDLE for unit in self.units):
             self.reset()
         rejoin(self._groups)
         if self._begun:
@@ -173,10 +173,15 @@ class Schedule:
         self._ended.setdefault(unit, len(self._ended))
         if unit.choices.reshard_after_forward:
             unit.reshard("forward")
-        elif all(bucket.exposure.conceals_after_forward for bucket in unit.buckets):
-            unit.conceal()
+        else:
+            self._conceal(unit)
         if torch.is_grad_enabled():
             self._watch(unit, output)
+
+    def _conceal(self, unit: Unit) -> None:
+        """Full memory stays; what the module shows then is the face's."""
+        if all(bucket.exposure.conceals_after_forward for bucket in unit.buckets):
+            unit.conceal()
 
     def _watch(self, unit: Unit, output: Any) -> None:
         tensors = list(_tensors_in(output))
@@ -278,6 +283,7 @@ class Schedule:
                 unit.reshard("backward")
             else:
                 unit.keep()
+                self._conceal(unit)
             unit.end_backward()
         while self._reducing:
             self._advance_reductions()
@@ -305,14 +311,15 @@ class Schedule:
         for unit in self.units:
             unit.reset()
 
-    def check_summon(self) -> None:
-        """Raise StateError if the user cannot be shown full parameters now, since a forward or backward is under way (R18).
-
-        A backward that was begun and is not under way ended in an exception: then all units are reset first.
-        """
+    def recover(self) -> None:
+        """Reset all units after a backward that was begun and is not under way: it ended in an exception (R17)."""
         if self._in_backward and not self._within_autograd:
             self.reset()
             rejoin(self._groups)
+
+    def check_summon(self) -> None:
+        """Raise StateError if the user cannot be shown full parameters now, since a forward or backward is under way (R18)."""
+        self.recover()
         for unit in self.units:
             if unit.state.activity:
                 unit.move(Move.SUMMON)

@@ -118,6 +118,9 @@ class Unit:
     def gather(self, phase: str) -> None:
         """Issue the all-gather, unless the full parameters are here and fresh."""
         if self.is_full:
+            for bucket in self.buckets:
+                if bucket.buffer.is_shard and self.state.exposure == Exposed.SHARDED:
+                    bucket.exposure.adopt()
             return
         for bucket in self.buckets:
             bucket.exposure.adopt()
@@ -298,6 +301,8 @@ class Unit:
         Raises:
             StateError: in a forward or backward, or while parameters are summoned.
         """
+        if self.schedule is not None:
+            self.schedule.recover()
         if self.state != UnitState():
             self.move(Move.EDIT_SHARDS)  # refused in use, and the message says why
             self.reshard("summon")
@@ -309,7 +314,15 @@ class Unit:
         finally:
             for bucket in self.buckets:
                 bucket.convert(fn)
+            waiting = self._grads, self._earlier_grads
             self._take_leaves()
+            self._grads, self._earlier_grads = (
+                [
+                    None if g is None else g.to(leaf.device, leaf.dtype)
+                    for g, leaf in zip(grads, self.leaves, strict=True)
+                ]
+                for grads in waiting
+            )
 
     @property
     def summoned(self) -> bool:
@@ -321,8 +334,11 @@ class Unit:
         if self.summoned or self.state.activity:
             self.move(Move.SUMMON)
 
-    def summon(self, request: UnshardRequest, *, visible: bool) -> Residency:
+    def summon(self, request: UnshardRequest, *, visible: bool, aside: bool = False) -> Residency:
         """Show the user full parameters, if `visible` on this rank. Returns what memory shall hold afterwards (R21).
+
+        Args:
+            aside: show a copy, so that nothing is written unless it is written back.
 
         They are gathered in any case: what the user is shown, and may write back, is what the shards hold now.
         """
@@ -332,7 +348,7 @@ class Unit:
         self.reshard("summon")
         self.move(Move.GATHER)
         for bucket in self.buckets:
-            bucket.summon(request, visible=visible, unit=self.name)
+            bucket.summon(request, visible=visible, aside=aside, unit=self.name)
         self.move(Move.SUMMON)
         if not visible:
             self.move(Move.RESHARD)

@@ -49,7 +49,14 @@ def summon_on_first(units: Sequence[Unit], *, offload_to_cpu: bool) -> Iterator[
     """
     request = UnshardRequest(writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu)
     _check(units, request)
-    after = [unit.summon(request, visible=_is_first(unit)) for unit in units]
+    after: list[Residency] = []
+    try:
+        for unit in units:
+            after.append(unit.summon(request, visible=_is_first(unit), aside=True))
+    except BaseException:
+        for unit in units[: len(after)]:
+            unit.dismiss(Writeback.NOTHING, after=Residency.SHARD)
+        raise
     failed = True
     try:
         yield
