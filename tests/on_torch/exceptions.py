@@ -5,7 +5,7 @@ else is excepted. A departure whose fault lies here is in BUGS, each with a test
 mended; one that is torch's, or where ours is the better, in DEPARTURES, each with a test that both do as is said.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,28 +62,6 @@ def _passes_on(node: Node) -> bool:
     return node.kind == "group" and all(child.uses == 0 or _passes_on(child) for child in node.children)
 
 
-def _is_bare(node: Node) -> bool:
-    return all(
-        child.unit or child.ignored or child.kind == "plain" or (child.kind == "group" and _is_bare(child))
-        for child in node.children
-    ) and (node.kind in ("group", "plain"))
-
-
-def _is_idle(node: Node) -> bool:
-    """Whether nothing that the unit at `node` owns is used, and there is something."""
-    own = list(_owned(node))
-    return any(leaf.kind != "plain" for leaf, _ in own) and not any(used for leaf, used in own if leaf.kind != "plain")
-
-
-def _owned(node: Node, used: bool = True) -> Iterator[tuple[Node, bool]]:
-    """The leaves that belong to the unit at `node`, and whether they are used."""
-    if node.kind != "group":
-        yield node, used
-    for child in node.children:
-        if not (child.unit or child.ignored):
-            yield from _owned(child, used and child.uses > 0)
-
-
 def _has_frozen(node: Node) -> bool:
     return any(inner.frozen for inner in node.walk())
 
@@ -95,6 +73,18 @@ def _one(leaf: Node, **options: Any) -> Case:
 _LONG = Node("vector", shape=(17,))
 
 BUGS = (
+    Departure(
+        "a trained parameter that is not used, in a unit of which only frozen parameters are",
+        "torch takes the unit as used and gives zeros (R29); ours gives none",
+        Case(Tree(Node(children=(Node("vector", uses=0), Node("vector", frozen="all")), unit=True)), Options(steps=1)),
+        "grad (step 0, ",
+        lambda case: (
+            case.options.use_orig_params
+            and any(node.frozen for node in case.nodes)
+            and any(node.uses == 0 for node in case.nodes)
+        ),
+        with_nodes(lambda node: replace(node, uses=max(node.uses, 1))),
+    ),
     Departure(
         "gradients that are not sharded, kept in low precision",
         "torch leaves them in the dtype of the reduction; ours in that of compute, as under the other strategies",
@@ -113,27 +103,6 @@ BUGS = (
         with_mixed(reduce_dtype=None),
     ),
     Departure(
-        "a unit of which no parameter is used",
-        "torch gives none of its parameters a gradient (R29); ours gives zeros, which weight decay takes for a step",
-        _one(Node("vector", uses=0)),
-        "grad (step 0, ",
-        lambda case: (
-            any(node.unit and _is_idle(node) for node in case.nodes)
-            or (case.options.wrap == "size" and any(node.uses == 0 for node in case.nodes))
-        ),
-        with_nodes(lambda node: replace(node, uses=max(node.uses, 1))),
-    ),
-    Departure(
-        "inputs of modules of classes that mixed precision ignores",
-        "torch casts them to float32; ours takes them as they come",
-        _one(Node("vector"), mixed=Mixed("bfloat16", ignores=("Vector",)), wrap="custom"),
-        "seen (step 0)",
-        lambda case: (
-            case.options.mixed is not None and case.options.mixed.ignores != () and case.options.wrap != "hand"
-        ),
-        lambda case: with_mixed(ignores=())(_with_kind("batch_norm", "layer_norm")(case)),
-    ),
-    Departure(
         "the gradient of a parameter without elements, with original parameters",
         "torch gives the rank in whose shard the parameter lies a gradient without elements; ours gives none",
         Case(Tree(Node(children=(Node("empty"), Node("vector")), unit=True)), Options(steps=1)),
@@ -141,41 +110,50 @@ BUGS = (
         lambda case: case.options.use_orig_params and any(node.kind == "empty" for node in case.nodes),
         _with_kind("empty", "vector"),
     ),
+)
+DEPARTURES = (
     Departure(
-        "the largest gradient, where ignored parameters have one that differs between ranks",
-        "torch takes the largest over all ranks, also among ignored parameters; ours takes this rank's of those",
+        "the dtype of a norm, where gradients have several",
+        "torch promotes the dtypes of the gradients that a rank has at the time; ours those of all that there can be, which "
+        "are the same on every rank",
         Case(
-            Tree(Node(children=(Node("vector"), Node("mlp", ignored=True, size=3)), unit=True)),
-            Options(steps=1, clip=(0.01, float("inf"))),
+            Tree(Node(children=(Node("square"), Node("vector", uses=0)), unit=True)),
+            Options(
+                steps=1,
+                mixed=Mixed("bfloat16", keep_low_precision_grads=True, ignores=("Vector",)),
+                wrap="custom",
+                clip=(1.0, 2.0),
+            ),
         ),
         "norm (step 0)",
         lambda case: (
             case.options.clip is not None
-            and case.options.clip[1] == float("inf")
-            and any(node.ignored for node in case.nodes)
+            and case.options.mixed is not None
+            and case.options.mixed.keep_low_precision_grads
+            and (
+                case.options.mixed.ignores != ()
+                or case.options.mixed_in != "all"
+                or any(node.ignored for node in case.nodes)
+            )
         ),
         with_options(clip=None),
     ),
     Departure(
-        "inputs of a unit without parameters of its own, under cast_forward_inputs",
-        "torch casts the inputs of units that have parameters alone; ours those of every unit",
+        "buffers of an ignored module in a unit that a policy wraps",
+        "torch tells the inner unit nothing of what is ignored, and casts them; ours leaves them alone",
         Case(
-            Tree(Node(children=(Node("plain"), Node("square", unit=True)), unit=True)),
-            Options(
-                steps=1,
-                mixed=Mixed("bfloat16", cast_forward_inputs=True, cast_root_forward_inputs=False),
-            ),
+            Tree(Node(children=(Node(children=(Node("buffers", ignored=True), _LONG), unit=True), _LONG), unit=True)),
+            Options(steps=1, mixed=Mixed(buffer_dtype="float16"), wrap="module"),
         ),
-        "",
+        "buffer (step 0, ",
         lambda case: (
             case.options.mixed is not None
-            and case.options.mixed.cast_forward_inputs
-            and any(node.unit and _is_bare(node) for node in case.nodes)
+            and case.options.mixed.buffer_dtype is not None
+            and case.options.wrap != "hand"
+            and any(node.ignored and node.kind == "buffers" for node in case.nodes)
         ),
-        with_mixed(cast_forward_inputs=False),
+        with_mixed(buffer_dtype=None),
     ),
-)
-DEPARTURES = (
     Departure(
         "the largest gradient in a later step, where a rank has none",
         "torch reduces into the zero that stands for no gradient, and takes what came for it from then on: the largest of all "
@@ -239,7 +217,7 @@ DEPARTURES = (
         with_options(micro=(True,)),
     ),
     Departure(
-        "the largest gradient, where a parameter has no elements, with original parameters",
+        "the largest gradient, where a parameter has no elements",
         "torch takes the largest of no elements, and raises on the rank that has the parameter; ours has no gradient there",
         Case(
             Tree(Node(children=(Node("empty"), _LONG, _LONG, Node("empty"), _LONG), unit=True)),  # one in either shard
@@ -247,8 +225,7 @@ DEPARTURES = (
         ),
         "cannot compute the inf norm on an empty tensor",
         lambda case: (
-            case.options.use_orig_params
-            and case.options.clip is not None
+            case.options.clip is not None
             and case.options.clip[1] == float("inf")
             and any(node.kind == "empty" for node in case.nodes)
         ),
@@ -292,7 +269,7 @@ DEPARTURES = (
             case.options.use_orig_params
             and case.options.mixed is not None
             and case.options.mixed.keep_low_precision_grads
-            and any(node.kind == "tied" or node.ties for node in case.nodes)
+            and any(node.kind == "tied" or node.ties or node.again for node in case.nodes)
         ),
         with_mixed(keep_low_precision_grads=False),
     ),
@@ -347,7 +324,16 @@ DEPARTURES = (
 
 # Smallest cases that once differed by a fault of ours.
 MENDED = (
-    Case(Tree(Node(children=(Node("vector", uses=0), Node("vector", frozen="all")), unit=True)), Options(steps=1)),
+    _one(Node("vector", uses=0)),
+    _one(Node("vector"), mixed=Mixed("bfloat16", ignores=("Vector",)), wrap="custom"),
+    Case(
+        Tree(Node(children=(Node("vector"), Node("mlp", ignored=True, size=3)), unit=True)),
+        Options(steps=1, clip=(0.01, float("inf"))),
+    ),
+    Case(
+        Tree(Node(children=(Node("plain"), Node("square", unit=True)), unit=True)),
+        Options(steps=1, mixed=Mixed("bfloat16", cast_forward_inputs=True, cast_root_forward_inputs=False)),
+    ),
     _one(Node("tied", unit=True, frozen="all", again=True)),
     _one(Node(children=(Node("vector"),), unit=True, uses=2), micro=(False, True)),
 )
