@@ -297,7 +297,7 @@ DEPARTURES = (
         ),
         "full grad (step 0, ",
         lambda case: case.options.sees_grads and any(node.frozen for node in case.nodes),
-        with_options(sees_grads=False),
+        with_nodes(lambda node: replace(node, frozen="")),
     ),
     Departure(
         "a frozen unit that returns its input itself",
