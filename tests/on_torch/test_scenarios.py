@@ -941,7 +941,7 @@ def first_ranks_edits(rank: int, world_size: int, setups: list[Setup]) -> list[s
         for recurse, offload, midst in product((True, False), repeat=3):
             fill_with(model, plain())
             loss = loss_of(model, 0, rank) if midst else None
-            memory = allocated(model)
+            memory, outside = allocated(model), shapes(model)
             request = Request(recurse=recurse)
             with FSDP.summon_full_params_on_rank0(model, recurse=recurse, offload_to_cpu=offload):
                 inside = values(model)
@@ -958,6 +958,9 @@ def first_ranks_edits(rank: int, world_size: int, setups: list[Setup]) -> list[s
             if is_first(setup, rank):
                 expected["inside"] = {name: plain()[name] for name in request.names}
                 observed["inside"] = {name: inside.get(name) for name in request.names}
+            else:
+                expected["inside"] = outside
+                observed["inside"] = {clean(name): tuple(value.shape) for name, value in inside.items()}
             if not (setup.mixed and midst):
                 expected["memory"] = memory
             case = f"rank {rank} {setup} recurse={recurse} offload_to_cpu={offload} midst={midst}"
