@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from torch_backend.rounds import agree
-from torch_backend.unit import Unit, named_below
+from torch_backend.slots import named_below
+from torch_backend.unit import Unit
 
 FIRST_USE = "first use of the root"
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -11,10 +12,17 @@ from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Exposure, UnitState
 from crossframe.mesh import MeshSpec
 from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, TrainingState
+from torch_backend.choices import Choices
 from torch_backend.ignored import Ignored, IsUnit
 from torch_backend.inputs import compute_in_full
-from torch_backend.unit import Choices
 from torch_backend.wrap import units_to_wrap, wrap_modules
+
+
+def as_ours(value: Any, kind: type) -> Any:
+    """An enum member or a record of torch's own, as ours of that name: scripts mix their imports. Anything else as it is."""
+    if isinstance(value, kind) or type(value).__name__ != kind.__name__:
+        return value
+    return kind[value.name] if issubclass(kind, Enum) else kind(**vars(value))  # type: ignore[index]
 
 
 def check_arguments(module: Any, *arguments: tuple[str, Any, Any]) -> None:

@@ -12,11 +12,12 @@ from crossframe.layout import Layout
 from crossframe.precision import PrecisionPolicy
 from crossframe.units import Order
 from torch_backend.bucket import Bucket
+from torch_backend.choices import Choices
 from torch_backend.collectives import UnitMesh
 from torch_backend.exposure import Exposure
 from torch_backend.slots import OwnedParam, owned_params
 from torch_backend.store import ShardStore
-from torch_backend.unit import Choices, Unit
+from torch_backend.unit import Unit
 
 MakeLayout = Callable[[Sequence[OwnedParam]], Layout]
 MakeExposure = Callable[[Sequence[OwnedParam], ShardStore, list[nn.Parameter]], Exposure]

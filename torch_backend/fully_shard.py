@@ -12,10 +12,11 @@ from crossframe.faces import Face
 from crossframe.layout import PerParamLayout
 from crossframe.precision import PrecisionPolicy
 from torch_backend.build import build_unit, default_process_group
+from torch_backend.choices import Choices
 from torch_backend.collectives import Alone, Communicator, UnitMesh
 from torch_backend.exposure import DTensorExposure
 from torch_backend.schedule import Schedule
-from torch_backend.unit import UNIT, Choices, Unit, unit_of
+from torch_backend.unit import UNIT, Unit, unit_of
 
 
 class UnshardHandle:

@@ -14,6 +14,7 @@ from crossframe.layout import FlatLayout
 from crossframe.unshard import UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
 from torch_backend.arguments import (
+    as_ours,
     check_arguments,
     check_uniform,
     choices_of,
@@ -100,6 +101,9 @@ class FullyShardedDataParallel(Summonable):
         super().__init__()
         if isinstance(module, FullyShardedDataParallel):
             raise UsageError("FullyShardedDataParallel: the module is one already; wrap it once")
+        sharding_strategy = as_ours(sharding_strategy, ShardingStrategy)
+        cpu_offload, mixed_precision = as_ours(cpu_offload, CPUOffload), as_ours(mixed_precision, MixedPrecision)
+        backward_prefetch = as_ours(backward_prefetch, BackwardPrefetch)
         check_arguments(
             module,
             ("sharding_strategy", sharding_strategy, ShardingStrategy | None),
@@ -286,8 +290,9 @@ class FullyShardedDataParallel(Summonable):
         if schedule is not None:
             schedule.recover()
         super().zero_grad(set_to_none)
-        for wrapper in self.fsdp_modules(self):
-            unit_of(wrapper).drop_grads()
+        units = schedule.units if schedule is not None else [unit_of(wrapper) for wrapper in self.fsdp_modules(self)]
+        for unit in units:
+            unit.drop_grads()
 
     def __deepcopy__(self, memo: dict) -> "FullyShardedDataParallel":
         """Refused: the copy would share neither hooks nor memory with its units."""

@@ -58,6 +58,7 @@ class GatherBuffer:
             for spec, view in zip(layout.params, self.views(), strict=True)
         ]
         self._targets = self._columns()
+        self._widths = [] if layout.contiguous else [column.width for column in layout.columns]
         self._landing: Tensor | None = None
         self._sent: Tensor | None = None
         self._work: Work | None = None
@@ -86,8 +87,7 @@ class GatherBuffer:
         if self._landing is not None:
             self.full.untyped_storage().resize_(self._num_bytes)
             table = self._landing.view(self.layout.world_size, -1)
-            widths = [column.width for column in self.layout.columns]
-            torch.split_with_sizes_copy(table, widths, dim=1, out=self._targets)
+            torch.split_with_sizes_copy(table, self._widths, dim=1, out=self._targets)
             self._streams.before_free(self._landing, limited=self._limited)
             self._landing = None
 

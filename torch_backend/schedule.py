@@ -273,7 +273,8 @@ class Schedule:
 
     def _end_backward(self) -> None:
         """The last thing in a backward. A unit in its forward called for a backward within it, and is left alone."""
-        late = [unit for unit in reversed(self.units) if unit not in self._waiting]
+        waiting = set(self._waiting)
+        late = [unit for unit in reversed(self.units) if unit not in waiting]
         for unit in (*self._waiting, *late):
             if unit.state.activity == Activity.FORWARD:
                 continue

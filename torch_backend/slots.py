@@ -1,7 +1,7 @@
 """From a torch module tree to the core's names: where parameters are registered, and which unit they belong to."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -89,3 +89,16 @@ def owned_params(
         OwnedParam(spec, params[key := by_name[spec.name]], tuple(registrations[key]))  # type: ignore[index]
         for spec in (own.params if own else ())
     ]
+
+
+def named_below(module: str, params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:
+    """Parameters named relative to a module, under their full names."""
+    prefix = f"{module}." if module else ""
+    return renamed(params, lambda name: prefix + name)
+
+
+def renamed(params: Sequence[ParamSpec], rename: Callable[[str], str]) -> tuple[ParamSpec, ...]:
+    """Parameters under other names, aliases included."""
+    return tuple(
+        replace(spec, name=rename(spec.name), aliases=tuple(rename(alias) for alias in spec.aliases)) for spec in params
+    )

@@ -27,6 +27,7 @@ class ShardStore:
         """
         self.layout, self.rank = layout, rank
         self._copies = writeback_copies(layout, rank)
+        self._widths, self._places = self._cuts()
         device = full[0].device if device is None else device
         # From pinned memory a shard is copied to its device without the host waiting.
         pinned = device.type == "cpu" and full[0].device.type == "cuda"
@@ -36,6 +37,19 @@ class ShardStore:
                 self.buffer[run.start : run.stop] = run.fill
             self.cut()
             self.write(full)
+
+    def _cuts(self) -> tuple[list[int], list[int]]:
+        """A shard cut into pieces and gaps, and an empty part at its end: how wide each is, and which of them is which
+        parameter's piece."""
+        widths, end = [], 0
+        places = [-1] * len(self.layout.params)
+        for copy in sorted(self._copies, key=lambda copy: copy.shard_start):
+            if end < copy.shard_start:
+                widths.append(copy.shard_start - end)
+            places[copy.index] = len(widths)
+            widths.append(copy.shard_stop - copy.shard_start)
+            end = copy.shard_stop
+        return [*widths, self.layout.padded_shard_numel - end, 0], places
 
     def cut(self) -> None:
         """Make `pieces` anew, once `buffer` is another."""
@@ -68,7 +82,5 @@ class ShardStore:
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""
-        views = [shard[:0] for _ in self.layout.params]
-        for copy in self._copies:
-            views[copy.index] = shard[copy.shard_start : copy.shard_stop]
-        return views
+        parts = torch.split_with_sizes(shard, self._widths)
+        return [parts[at] for at in self._places]

@@ -2,57 +2,28 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from crossframe.errors import StateError
-from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
-from crossframe.params import ParamSpec
-from crossframe.strategy import Prefetch
 from crossframe.unshard import UnshardRequest, residency_after
 from torch_backend.anchor import Use, anchored
 from torch_backend.bucket import Bucket, Writeback
+from torch_backend.choices import Choices
 from torch_backend.collectives import UnitMesh
-from torch_backend.comm_hook import CommHook
 from torch_backend.observe import observers
+from torch_backend.optimizer_steps import optimizer_steps
+from torch_backend.slots import named_below, renamed
 
 if TYPE_CHECKING:
     from torch_backend.schedule import Schedule
-
-
-@dataclass
-class Choices:
-    """What the user chose for a unit; some of it may be chosen anew between steps.
-
-    Attributes:
-        face: whose particulars hold.
-        reshard_after_forward: whether full memory is freed between forward and backward (R13, R14).
-        keeps_full_unreduced: whether a backward without reduction leaves the full parameters in memory (R15).
-        backward_prefetch: when the unit that comes next in backward is gathered (R16); None: when it is needed.
-        forward_prefetch: whether this unit's forward gathers the unit that came next in the step before.
-        input_dtype: what floating inputs are cast to, and root_input_dtype if this unit turns out to be the root; None:
-            left as they are (R35).
-        comm_hook: the user's own reduction.
-        settings: all of it in words, for the agreement between ranks.
-    """
-
-    face: Face
-    reshard_after_forward: bool = True
-    keeps_full_unreduced: bool = False
-    backward_prefetch: Prefetch | None = Prefetch.BACKWARD_PRE
-    forward_prefetch: bool = False
-    input_dtype: torch.dtype | None = None
-    root_input_dtype: torch.dtype | None = None
-    comm_hook: CommHook | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 class Unit:
@@ -380,35 +351,6 @@ class Unit:
             }
             for observer in observers:
                 observer.local_grads(self.name, named)
-
-
-_optimizer_steps = 0
-
-
-def optimizer_steps() -> int:
-    """How many optimizers have stepped in this process: shards may have changed when this has."""
-    return _optimizer_steps
-
-
-def _count_step(*_: object) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-def named_below(module: str, params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:
-    """Parameters named relative to a module, under their full names."""
-    prefix = f"{module}." if module else ""
-    return renamed(params, lambda name: prefix + name)
-
-
-def renamed(params: Sequence[ParamSpec], rename: Callable[[str], str]) -> tuple[ParamSpec, ...]:
-    """Parameters under other names, aliases included."""
-    return tuple(
-        replace(spec, name=rename(spec.name), aliases=tuple(rename(alias) for alias in spec.aliases)) for spec in params
-    )
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -53,7 +53,7 @@ def left_by_user(places: Sequence[Place], shown: Sequence[nn.Parameter]) -> list
 
 def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None:
     """Copy in what the user put in place of `piece`, in the piece's shape, and let the parameter alias the piece again."""
-    if param.data_ptr() != piece.data_ptr() and piece.numel():
+    if param.data_ptr() != piece.data_ptr():  # both are 0 where there are no elements
         copy_into(piece, param.data, name, rank, tuple(piece.shape))
         param.data = piece
 
