@@ -970,7 +970,8 @@ def first_ranks_edits(rank: int, world_size: int, setups: list[Setup]) -> list[s
 
 
 def test_R23_the_first_ranks_edits_become_every_ranks(ranks):
-    for world_size, some in {**ALL, 3: THREE}.items():
+    four = [setup for setup in SHARDED[4] if not setup.mixed]
+    for world_size, some in {2: ALL[2], 3: THREE, 4: four}.items():
         wrong = [line for lines in ranks.run(world_size, first_ranks_edits, some) for line in lines]
         assert not wrong, f"{len(wrong)} wrong, the first of them:\n" + "\n".join(wrong[:5])
 
