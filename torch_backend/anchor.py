@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Use:
-    """One use of a unit in a graph of autograd: it lives as long as the graph does."""
+    """One use of a unit in a graph of autograd: it lives as long as the graph of the unit's output does, through which its
+    backward begins. What checkpointing computes again inside a backward may never be gone through."""
 
 
 class _Anchor(torch.autograd.Function):
@@ -27,7 +28,7 @@ class _Anchor(torch.autograd.Function):
     def forward(
         ctx: Any, unit: "weakref.ref[Unit]", use: Use, indices: tuple[int, ...], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.use, ctx.indices = unit, use, indices
+        ctx.unit, ctx.use, ctx.indices = unit, weakref.ref(use), indices
         ctx.set_materialize_grads(False)
         # `.data` gives each alias a version counter of its own: see [Note: version counters] in gather.py.
         return tuple(leaf.data for leaf in leaves)
@@ -36,15 +37,18 @@ class _Anchor(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         unit = ctx.unit()
         if unit is not None:
-            unit.collect(ctx.use, ctx.indices, grads)
+            unit.collect(ctx.use(), ctx.indices, grads)
         return (None, None, None, *(None for _ in grads))
 
 
 def anchored(unit: "Unit", use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
     """What the module computes with: aliases behind an anchor for the leaves that take a gradient, the others themselves."""
     indices = tuple(i for i, leaf in enumerate(leaves) if leaf.requires_grad)
+    if not torch.is_grad_enabled():
+        # Not the leaves themselves: autocast would keep copies of them in low precision, and take these for the next step's.
+        return [leaf.detach() for leaf in leaves]
     used = list(leaves)
-    if indices and torch.is_grad_enabled():
+    if indices:
         # The node must not keep the unit alive: a tensor's graph is invisible to the collector of cycles.
         aliases = _Anchor.apply(weakref.ref(unit), use, indices, *(leaves[i] for i in indices))
         for i, alias in zip(indices, aliases, strict=True):  # type: ignore[arg-type]

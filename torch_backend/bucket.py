@@ -17,6 +17,7 @@ from torch_backend.collectives import UnitMesh
 from torch_backend.comm_hook import CommHook
 from torch_backend.dtypes import dtype_name, torch_dtype
 from torch_backend.exposure import Exposure
+from torch_backend.exposure.registration import has_grad_hooks
 from torch_backend.gather import GatherBuffer, views_of
 from torch_backend.grads import GradStore
 from torch_backend.observe import observers
@@ -131,8 +132,10 @@ class Bucket:
             with self._streams.reducing():
                 shard, device = self.grads.take(), self.store.buffer.device
                 if shard.device != device:
-                    # What is there already is added to, by the host, which must not run ahead of the copy.
-                    shard = shard.to(device, non_blocking=not any(grad is not None for grad in self.exposure.grads()))
+                    # The host must not run ahead of the copy where it adds to what is there, or calls what the user hooked.
+                    waits = any(grad is not None for grad in self.exposure.grads())
+                    waits = waits or any(has_grad_hooks(param) for param in self.exposure.managed())
+                    shard = shard.to(device, non_blocking=not waits)
                 self.exposure.add_grad(shard)
         return True
 
@@ -207,13 +210,18 @@ class Bucket:
         Args:
             full: on that first rank; None elsewhere.
         """
-        mesh, buffer = self._mesh, self.store.buffer
+        mesh, stored = self._mesh, self.store.buffer
+        # Between ranks it travels on the device of compute, whatever the user was shown, and wherever shards live.
+        buffer = stored if stored.device == self.device else torch.empty_like(stored, device=self.device)
         if mesh.replicas.rank == 0:
             shards = None
             if full is not None:
-                shards = [ShardStore(self.layout, rank, full).buffer for rank in range(self.layout.world_size)]
+                world = range(self.layout.world_size)
+                shards = [ShardStore(self.layout, rank, full, self.device).buffer for rank in world]
             mesh.shards.scatter(buffer, shards)
         mesh.replicas.broadcast([buffer])
+        if buffer is not stored:
+            stored.copy_(buffer)
 
     # Moved or converted by the user
 

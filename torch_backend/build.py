@@ -66,11 +66,15 @@ def build_unit(
     for members in groups.values():
         full = [entry.param.detach() for entry in members]
         home = torch.device("cpu") if offload else full[0].device
+        compute = full[0].device if device is None else device
+        store = ShardStore(
+            make_layout(members), mesh.shards.rank, full, home, pinned=offload and compute.type != home.type
+        )
         buckets.append(
             Bucket(
-                ShardStore(make_layout(members), mesh.shards.rank, full, home),
+                store,
                 mesh,
-                full[0].device if device is None else device,
+                compute,
                 policy=policy,
                 face=face,
                 limited=limited,

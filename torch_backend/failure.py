@@ -33,6 +33,8 @@ from torch_backend.rounds import agree, group_key, listed, spans_ranks, timeout_
 AFTER_AN_EXCEPTION = "first step after an exception"
 
 _ADVICE = "start the processes again, from a checkpoint, and catch an exception on every rank or on none"
+# What backends say when the process at the other end has ended.
+_CONNECTION = ("connection", "closed by peer", "reset by peer", "broken pipe", "socket", "remote process")
 _LOOK_EVERY = timedelta(seconds=1)
 
 
@@ -167,7 +169,9 @@ def _likely_reason(cause: str, group: dist.ProcessGroup) -> str:
             f"within {timeout_seconds(group):g} s, the timeout of the process group, not all ranks came to it: one of them has "
             "ended, hangs, or took another way through the model; look at the first traceback of the other ranks"
         )
-    return "a rank has probably ended: look at the first traceback of the other ranks"
+    if any(word in lower for word in _CONNECTION):
+        return "a rank has probably ended: look at the first traceback of the other ranks"
+    return "look at the dtype and device of the unit's parameters, and whether the group's backend serves them"
 
 
 def _break(group: dist.ProcessGroup, sentence: str, error: RuntimeError) -> NoReturn:

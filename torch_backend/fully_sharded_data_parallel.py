@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -228,6 +229,7 @@ class FullyShardedDataParallel(Summonable):
         """Items are the wrapped module's."""
         return self._modules[WRAPPED][key]  # type: ignore[index]
 
+    @_disable_dynamo(recursive=False)  # the hooks are not to be compiled, what is wrapped may be
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
         unit = unit_of(self)
@@ -241,6 +243,7 @@ class FullyShardedDataParallel(Summonable):
         schedule.end_forward(unit, output)
         return output
 
+    @_disable_dynamo
     def _begin_as_root(self) -> Schedule:
         named = list(_named_fsdp_modules(self))
         for name, wrapper in named:

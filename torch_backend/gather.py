@@ -72,7 +72,8 @@ class GatherBuffer:
         with self._streams.unsharding():
             shard = shard.detach()
             if self._converts:
-                shard = shard.to(self.full.device, self.full.dtype, non_blocking=True)
+                # Moved first: a copy that casts as well is cast by the host, which waits for it.
+                shard = shard.to(self.full.device, non_blocking=True).to(self.full.dtype)
             if self.layout.contiguous:
                 gathered = self.full
                 self.full.untyped_storage().resize_(self._num_bytes)

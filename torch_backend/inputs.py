@@ -1,7 +1,7 @@
 """What a module is given, on its way in: moved to the device of compute, and cast (R35)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,14 +56,15 @@ def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
         return value._replace(data=fn(value.data))
     if isinstance(value, Mapping):
         changed = {key: _map_tensors(fn, item) for key, item in value.items()}
-        if type(value) is dict:
-            return changed
-        # Another kind of mapping need not be built from a dict: it is, where something in it has changed.
-        return value if all(changed[key] is item for key, item in value.items()) else type(value)(changed)  # type: ignore
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(fn, item) for item in value))
-    if isinstance(value, list | tuple | Set) and not isinstance(value, str | bytes):
-        return type(value)(_map_tensors(fn, item) for item in value)  # type: ignore[call-arg]
+        # Rebuilt only where something in it has changed: not every kind can be built from its items.
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        return changed if type(value) is dict else type(value)(changed)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_map_tensors(fn, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{name: _map_tensors(fn, getattr(value, name)) for name in fields})

@@ -1,18 +1,35 @@
-"""How often optimizers have stepped: what every rank knows alike of when shards may have changed."""
+"""How often a model's optimizers have stepped: what every rank knows alike of when shards may have changed.
 
+Not whether this rank's shard was written: a rank without elements never sees that. And not any optimizer's step: one that a rank
+has by itself, for a model of its own, says nothing of this one.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_optimizer_steps = 0
+_ATTRIBUTE = "_crossframe_steps"
 
 
-def optimizer_steps() -> int:
-    """How many optimizers have stepped in this process: shards may have changed when this has."""
-    return _optimizer_steps
+class StepCount:
+    """Steps of the optimizers that hold parameters of one model."""
+
+    def __init__(self) -> None:
+        self.num = 0
 
 
-def _count_step(*_: object) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
+def count_steps(params: Iterable[nn.Parameter], steps: StepCount) -> None:
+    """Count in `steps`, from now on, each step of an optimizer that holds any of `params`."""
+    for param in params:
+        setattr(param, _ATTRIBUTE, steps)
 
 
-register_optimizer_step_post_hook(_count_step)
+def _count(optimizer: Any, *_: object) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for steps in {id(steps): steps for param in params if (steps := getattr(param, _ATTRIBUTE, None))}.values():
+        steps.num += 1
+
+
+register_optimizer_step_post_hook(_count)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from crossframe.errors import UsageError
 from crossframe.lifecycle import Activity, Move
@@ -32,6 +33,7 @@ from crossframe.strategy import Prefetch
 from torch_backend.agreement import check_agreement
 from torch_backend.failure import abandon, rejoin
 from torch_backend.inputs import cast_floating, moved
+from torch_backend.optimizer_steps import StepCount
 from torch_backend.streams import Streams, streams_of
 from torch_backend.unit import Unit
 
@@ -66,8 +68,10 @@ class Schedule:
         check_agreement(named_units, face)
         self.units = [unit for _, unit in named_units]
         self.root = self.units[0]
+        steps = StepCount()
         for name, unit in named_units:
             unit.place(name)
+            unit.count_steps(steps)
             unit.schedule = self
         self._groups = list(
             {
@@ -80,6 +84,7 @@ class Schedule:
         # Why a step was left, while an exception is under way.
         self._left_for = ""
         self._streams: set[Streams] = set()
+        self._input_hooks: list[Any] = []
         # Units in the order in which their forwards began, and ended; and the one whose forward began next in the step before.
         self._begun: dict[Unit, None] = {}
         self._ended: dict[Unit, int] = {}
@@ -101,20 +106,24 @@ class Schedule:
 
     # Forward
 
+    @_disable_dynamo
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device, in the dtype
         that the user chose for them (R35)."""
         dtype = unit.choices.input_dtype if unit.buckets else None
-        if unit is self.root and not self._within_autograd:
-            self._begin_step()
+        if unit is self.root:
             dtype = unit.choices.root_input_dtype or dtype
-            if unit.device is not None and unit.device.type != "cpu":
-                args, kwargs = moved((args, kwargs), unit.device)
+            if not self._within_autograd:
+                self._begin_step()
+                if unit.device is not None and unit.device.type != "cpu":
+                    args, kwargs = moved((args, kwargs), unit.device)
+        elif self.root.state.activity != Activity.FORWARD and not self._within_autograd:
+            self._begin_inside(unit)
+        if dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), dtype)
         if unit.state.activity == Activity.BACKWARD:  # computed again, with what its backward holds
             unit.begin_backward()
             return args, kwargs
-        if dtype is not None:
-            args, kwargs = cast_floating((args, kwargs), dtype)
         if unit.state.activity == Activity.IDLE:
             unit.move(Move.BEGIN_FORWARD)
         unit.unshard("forward")
@@ -123,7 +132,7 @@ class Schedule:
         unit.expose()
         unit.begin_use()
         self._begun.setdefault(unit)
-        if not unit.trained and torch.is_grad_enabled():
+        if unit.buckets and not unit.trained and torch.is_grad_enabled():
             self._free_after_inputs(unit, (args, kwargs))
         return args, kwargs
 
@@ -140,9 +149,19 @@ class Schedule:
         self._begun.clear()
         self._ended.clear()
         self._without_backward.clear()
+        self._forget_inputs()
         for unit in self.units:
-            unit.num_frozen_uses = 0
             unit.free_outdated("forward", training=torch.is_grad_enabled())
+        self._await_shards()
+
+    def _begin_inside(self, unit: Unit) -> None:
+        """A unit below the root is used by itself, unless one around it has begun."""
+        if all(other.state.activity != Activity.FORWARD for other in self.units):
+            unit.free_outdated("forward", training=torch.is_grad_enabled())
+            self._await_shards()
+
+    def _await_shards(self) -> None:
+        """Gathers see what has been written to shards so far."""
         self._streams = {streams_of(unit.device) for unit in self.units if unit.device is not None}
         for streams in self._streams:
             streams.shards_written()
@@ -157,13 +176,23 @@ class Schedule:
         tensors = [tensor for tensor in _tensors_in(inputs) if tensor.requires_grad]
         if tensors:
             unit.num_frozen_uses += 1
-            torch.autograd.graph.register_multi_grad_hook(tensors, lambda _grads: self._end_frozen_use(unit))
+            hook = torch.autograd.graph.register_multi_grad_hook(tensors, lambda _grads: self._end_frozen_use(unit))
+            self._input_hooks.append(hook)
+
+    def _forget_inputs(self) -> None:
+        """Inputs may outlive their step (a prompt that is trained), and shall not keep its hooks."""
+        for hook in self._input_hooks:
+            hook.remove()
+        self._input_hooks.clear()
+        for unit in self.units:
+            unit.num_frozen_uses = 0
 
     def _end_frozen_use(self, unit: Unit) -> None:
         unit.num_frozen_uses -= 1
         if unit.num_frozen_uses == 0:
             self._free(unit)
 
+    @_disable_dynamo
     def end_forward(self, unit: Unit, output: Any) -> None:
         """Reshard a unit that has computed, and watch for the gradient of its output."""
         if unit.state.activity != Activity.FORWARD:  # computed again within its backward: that will reshard it
@@ -177,6 +206,7 @@ class Schedule:
             self._conceal(unit)
         if torch.is_grad_enabled():
             self._watch(unit, output)
+        unit.current_use = None
 
     def _conceal(self, unit: Unit) -> None:
         """Full memory stays; what the module shows then is the face's."""
@@ -189,7 +219,7 @@ class Schedule:
             self._without_backward.add(unit)
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _grad: self.begin_backward(unit))
+                tensor.register_hook(lambda _grad, _use=unit.current_use: self.begin_backward(unit))
         opaque = not tensors and not isinstance(output, _WITHOUT_TENSORS)
         if opaque and unit.trained and unit.choices.reshard_after_forward:
             raise UsageError(
@@ -198,11 +228,14 @@ class Schedule:
                 "dict, set or dataclass"
             )
 
+    @_disable_dynamo
     def abandon_forward(self, unit: Unit) -> None:
         """The module raised in its forward. Outermost, everything is brought back; inside, just this unit, since a module
         around it may catch the exception and go on (R17)."""
-        error = sys.exception()
-        self._left_for = self._left_for or f"{type(error).__name__} in the forward of unit {unit.name!r}"
+        unit.current_use = None
+        if not self._within_autograd:  # there checkpointing ends what it computes again by an exception of its own
+            error = sys.exception()
+            self._left_for = self._left_for or f"{type(error).__name__} in the forward of unit {unit.name!r}"
         if unit is self.root and not self._within_autograd:
             self.reset()
         elif unit.state.activity == Activity.FORWARD:
@@ -307,6 +340,7 @@ class Schedule:
         for streams in self._streams:
             streams.end_reductions(host=False)
         self._leave_backward()
+        self._forget_inputs()
         self._begun.clear()
         self._ended.clear()
         for unit in self.units:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from crossframe.dtypes import FLOATING
+from crossframe.errors import LayoutError
 from crossframe.params import ParamSpec
 from crossframe.units import Order, Slot, assign_units
 from torch_backend.dtypes import dtype_name
@@ -75,6 +77,11 @@ def owned_params(
         for attribute, param in module._parameters.items():
             if param is None or id(param) in left_out:
                 continue
+            if dtype_name(param.dtype) not in FLOATING:
+                raise LayoutError(
+                    f"parameter {f'{name}.{attribute}'.lstrip('.')!r} is {dtype_name(param.dtype)!r}: expected one of "
+                    f"{', '.join(FLOATING)}; pass it in ignored_states, or register it as a buffer"
+                )
             params[id(param)] = param
             slots.append(
                 Slot(name, attribute, id(param), tuple(param.shape), dtype_name(param.dtype), param.requires_grad)

@@ -19,18 +19,25 @@ class ShardStore:
             where it holds none.
     """
 
-    def __init__(self, layout: Layout, rank: int, full: Sequence[Tensor], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        full: Sequence[Tensor],
+        device: torch.device | None = None,
+        *,
+        pinned: bool = False,
+    ) -> None:
         """
         Args:
             full: every parameter in full, in the layout's order.
             device: where the shard shall live; where the parameters are if None.
+            pinned: in memory from which it is copied to an accelerator without the host waiting.
         """
         self.layout, self.rank = layout, rank
         self._copies = writeback_copies(layout, rank)
         self._widths, self._places = self._cuts()
         device = full[0].device if device is None else device
-        # From pinned memory a shard is copied to its device without the host waiting.
-        pinned = device.type == "cpu" and full[0].device.type == "cuda"
         with torch.no_grad():
             self.buffer = torch.empty(layout.padded_shard_numel, dtype=full[0].dtype, device=device, pin_memory=pinned)
             for run in layout.padding(rank):

@@ -5,9 +5,9 @@ the user's own, where the module computes; `unshard`, where shards are cast and 
 reduced. The host waits for none of them. What one stream made and another uses is safe by three rules:
 
 - a gather waits for whatever wrote the shards (an optimizer, a user): once a step, and when a user asks for parameters;
-- full memory belongs to the unshard stream. It is given back when the computing stream is through with it: the next gather
-  waits for the last such moment. So no more than two units are full at a time, however far the host is ahead; this is
-  what `limit_all_gathers` means. Without it the allocator keeps the memory back instead, and gathers run ahead;
+- full memory belongs to the unshard stream. When it is freed, the allocator keeps it back until the computing stream has come
+  so far, so that gathers need not wait for computation and overlap it. With `limit_all_gathers` the host waits, before it
+  issues a gather, until all but the last of the units freed so far are through: else it would run ahead, and memory with it;
 - gradients are collected on the computing stream, into a buffer that is held until that stream has waited for the reduction
   that reads it. One such buffer is held at a time.
 
@@ -15,6 +15,7 @@ On a CPU there is one queue, the host itself: gloo's collectives run in threads 
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -48,7 +49,7 @@ class Streams:
         """Let gathers wait for all that the computing stream was given so far."""
 
     def before_gather(self) -> None:
-        """Let a gather wait for the memory that it takes."""
+        """A gather is about to be issued: wait until no more is ahead than `before_free` was told to allow."""
 
     def settle(self, gather: Work) -> Work:
         """Put the end of a gather, issued on the unshard stream, in that stream's order.
@@ -86,7 +87,7 @@ class DeviceStreams(Streams):
         # Ahead of the computing stream, which waits for both.
         self._unshard = module.Stream(device, priority=-1)
         self._reduce = module.Stream(device, priority=-1)
-        self._freed: Any = None
+        self._frees: deque[Any] = deque()
         self._held: tuple[Tensor, Any] | None = None
 
     def unsharding(self) -> AbstractContextManager[Any]:
@@ -103,9 +104,8 @@ class DeviceStreams(Streams):
 
     def before_gather(self) -> None:
         """See Streams."""
-        if self._freed is not None:
-            self._unshard.wait_event(self._freed)
-            self._freed = None
+        while len(self._frees) > 1:
+            self._frees.popleft().synchronize()
 
     def settle(self, gather: Work) -> Work:
         """See Streams."""
@@ -114,10 +114,10 @@ class DeviceStreams(Streams):
 
     def before_free(self, tensor: Tensor, *, limited: bool) -> None:
         """See Streams."""
+        computing = self._computing()
+        tensor.record_stream(computing)
         if limited:
-            self._freed = self._computing().record_event()
-        else:
-            tensor.record_stream(self._computing())
+            self._frees.append(computing.record_event())
 
     def before_collect(self) -> None:
         """See Streams."""

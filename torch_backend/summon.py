@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from crossframe.errors import UsageError
 from crossframe.unshard import Truth, UnshardRequest
 from torch_backend.slots import without_wrapper
 from torch_backend.unit import unit_of
@@ -82,6 +83,8 @@ class Summonable(nn.Module):
 
 
 def _summonable(module: nn.Module, recurse: bool) -> list[Summonable]:
+    if not isinstance(module, nn.Module) or not isinstance(recurse, bool):
+        raise UsageError(f"expected a module, and recurse as True or False; got {module!r}, {recurse!r}")
     if recurse:
         return [inner for inner in module.modules() if isinstance(inner, Summonable)]
     return [module] if isinstance(module, Summonable) else []

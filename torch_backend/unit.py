@@ -19,7 +19,7 @@ from torch_backend.bucket import Bucket, Writeback
 from torch_backend.choices import Choices
 from torch_backend.collectives import UnitMesh
 from torch_backend.observe import observers
-from torch_backend.optimizer_steps import optimizer_steps
+from torch_backend.optimizer_steps import StepCount, count_steps
 from torch_backend.slots import named_below, renamed
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ class Unit:
         self.schedule: Schedule | None = None
         # Whether the full parameters that are here are for the next forward, and how many optimizer steps they have seen.
         self._kept = False
-        self._steps_seen = 0
+        self.count_steps(StepCount())
+        # The use that a forward is in the midst of.
+        self.current_use: Use | None = None
         # Of a unit without anything trained: forwards whose inputs have not got their gradients yet.
         self.num_frozen_uses = 0
         self._aliases: list[Tensor] = []
@@ -63,6 +65,12 @@ class Unit:
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._grads: list[Tensor | None] = [None] * len(self.leaves)
         self._earlier_grads: list[Tensor | None] = [None] * len(self.leaves)
+
+    def count_steps(self, steps: StepCount) -> None:
+        """Let optimizers that hold any of this unit's parameters be counted in `steps`."""
+        self._steps, self._steps_seen = steps, steps.num
+        for bucket in self.buckets:
+            count_steps(bucket.exposure.managed(), steps)
 
     @property
     def device(self) -> torch.device | None:
@@ -96,7 +104,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.exposure.adopt()
         self.move(Move.GATHER)
-        self._steps_seen = optimizer_steps()
+        self._steps_seen = self._steps.num
         self._kept = False
         for bucket in self.buckets:
             bucket.gather(unit=self.name, phase=phase)
@@ -121,6 +129,7 @@ class Unit:
         use = Use()
         if torch.is_grad_enabled() and self.trained:
             self._uses.add(use)
+        self.current_use = use
         self._aliases = anchored(self, use, self.leaves)
         self._put_aliases()
 
@@ -171,7 +180,7 @@ class Unit:
         written, which a rank without elements never sees, but whether an optimizer has stepped, and whether a forward for
         training begins, which gathers anew in any case.
         """
-        if self.is_full and self._steps_seen != optimizer_steps():
+        if self.is_full and self._steps_seen != self._steps.num:
             self.conceal()
             self.move(Move.EDIT_SHARDS)
             assert self.state.freshness == Freshness.STALE
@@ -199,7 +208,7 @@ class Unit:
             self.move(Move.END_BACKWARD)
         self._aliases = []
 
-    def collect(self, use: Use, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    def collect(self, use: Use | None, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Autograd delivers the gradients of one use of the unit; see [Note: anchors]."""
         if self.state.activity != Activity.BACKWARD:
             if self.choices.reshard_after_forward or self.schedule is None:
@@ -216,7 +225,8 @@ class Unit:
                 self._grads[i] = grad if before is None else before + grad
         # What a nested backward delivers (reentrant checkpointing inside the unit) is a part; the rest is to come.
         if torch._C._current_graph_task_id() == self._task:
-            self._uses.discard(use)
+            if use is not None:
+                self._uses.discard(use)
             if not self._uses and self.schedule is not None:
                 self.schedule.backward_done(self)
 

@@ -72,10 +72,12 @@ def _one(leaf: Node, **options: Any) -> Case:
 
 _LONG = Node("vector", shape=(17,))
 
-BUGS = (
+BUGS: tuple[Departure, ...] = ()
+DEPARTURES = (
     Departure(
         "a trained parameter that is not used, in a unit of which only frozen parameters are",
-        "torch takes the unit as used and gives zeros (R29); ours gives none",
+        "torch computes gradients of frozen parameters too, so that it takes the unit as used and gives zeros (R29); ours "
+        "computes none of these, and gives none",
         Case(Tree(Node(children=(Node("vector", uses=0), Node("vector", frozen="all")), unit=True)), Options(steps=1)),
         "grad (step 0, ",
         lambda case: (
@@ -104,14 +106,13 @@ BUGS = (
     ),
     Departure(
         "the gradient of a parameter without elements, with original parameters",
-        "torch gives the rank in whose shard the parameter lies a gradient without elements; ours gives none",
+        "torch gives the rank in whose shard the parameter lies a gradient without elements, over which its own largest "
+        "gradient then fails; ours gives none",
         Case(Tree(Node(children=(Node("empty"), Node("vector")), unit=True)), Options(steps=1)),
         "grad (step 0, ",
         lambda case: case.options.use_orig_params and any(node.kind == "empty" for node in case.nodes),
         _with_kind("empty", "vector"),
     ),
-)
-DEPARTURES = (
     Departure(
         "the dtype of a norm, where gradients have several",
         "torch promotes the dtypes of the gradients that a rank has at the time; ours those of all that there can be, which "

@@ -101,6 +101,11 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
         param.grad.data = grad
 
 
+def has_grad_hooks(param: nn.Parameter) -> bool:
+    """Whether anything is to be called once a gradient has been accumulated."""
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None)) or hasattr(param, "_in_backward_optimizers")
+
+
 def call_grad_hooks(param: nn.Parameter) -> None:
     """Call what the user wants called once a gradient has been accumulated (an optimizer in the backward): it waits for the
     reduced gradient, not for autograd's."""
