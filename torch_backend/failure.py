@@ -9,7 +9,8 @@ right (R17). If one raises alone, and its user catches the exception, no rank ca
 that it has not, and the next that it issues would be taken for that. So a rank that leaves says in the store after how many
 collectives (`abandon`), and before its next step all ranks compare these numbers (`rejoin`). A rank that waits for a
 collective looks into the store once a second, and raises when another has left after fewer than itself. This needs a wait
-on the host, as for tensors on CPU; on CUDA `Work.wait` returns at once, and NCCL's watchdog ends a process whose collective
+on the host that can be cut short, as for tensors on CPU, but for gloo's reduce_scatter, which heeds no timeout but the
+group's; on CUDA `Work.wait` returns at once, and NCCL's watchdog ends a process whose collective
 exceeds the timeout of the group.
 """
 
