@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.on_torch.machine import EXPLAINED, FAULTS, Counts, Job, Pair, Setup, drive
+from tests.on_torch.machine import EXPLAINED, Counts, Job, Pair, Setup, drive
 
 # Programs by world size, each of up to STEPS rules.
 EXAMPLES = {2: 60, 3: 15, 4: 25}
@@ -60,6 +60,7 @@ EXCEPTIONS: dict[str, tuple[Setup, Program]] = {
         [forward(detached=("a",)), summon(WRITEBACK), LEAVE, UNSYNCED],
     ),
     "learns late": (Setup(), [forward(raises=("backward", "a")), BACKWARD]),
+    "fails when refused": (Setup(), [forward(), UNSYNCED, forward(), summon(WRITEBACK), BACKWARD, LEAVE, *EVALUATE]),
     "shows own gradients": (Setup(strategy="NO_SHARD"), [*TRAIN, summon(WRITEBACK)]),
     "replaces the only copy": (
         Setup(strategy="NO_SHARD"),
@@ -91,26 +92,26 @@ def test_R12_R17_R20_R22_what_is_excepted_differs_as_stated(ranks, key):
         follow(ranks, setup, program, straight=key)
 
 
-KNOWN: list[tuple[str, Setup, Program]] = [
-    ("kept in use", Setup(strategy="SHARD_GRAD_OP"), [forward(), UNSYNCED]),
-    ("still in use", Setup(), [*TRAIN, forward(raises=("backward", "a")), BACKWARD, *EVALUATE]),
-    ("still in use", Setup(), [forward(raises=("backward", "a")), BACKWARD, ("convert", {})]),
-    ("forgotten in a move", Setup(), [forward(), UNSYNCED, ("convert", {})]),
-    ("not adopted", Setup(strategy="NO_SHARD"), [*EVALUATE, ("edit", {**EDIT, "how": "data"}), *EVALUATE]),
-    ("refused too late", Setup(), [forward(), summon(WRITEBACK), BACKWARD, LEAVE, *TRAIN]),
-]
+# Faults that the machine found, which are mended.
+MENDED: dict[str, tuple[Setup, Program]] = {
+    "R12: after a backward that keeps full parameters the module shows the user's own": (
+        Setup(strategy="SHARD_GRAD_OP"),
+        [forward(), UNSYNCED, ("edit", {**EDIT, "how": "fill"})],
+    ),
+    "R17: what a failed backward leaves in use can be cleared": (
+        Setup(),
+        [*TRAIN, forward(raises=("backward", "a")), BACKWARD, ("zero_grad", {"how": "model"}), *EVALUATE],
+    ),
+    "R17: and moved": (Setup(), [forward(raises=("backward", "a")), BACKWARD, ("convert", {})]),
+    "R15: full gradients go along in a move": (Setup(), [forward(), UNSYNCED, ("convert", {}), *TRAIN]),
+    "R25: data replaced where nothing is sharded is seen": (
+        Setup(strategy="NO_SHARD"),
+        [*EVALUATE, ("edit", {**EDIT, "how": "data"}), *EVALUATE],
+    ),
+    "R18: a step after a refused backward reduces": (Setup(), [forward(), summon(WRITEBACK), BACKWARD, LEAVE, *TRAIN]),
+}
 
 
-@pytest.mark.parametrize(
-    ("setup", "program"),
-    [
-        pytest.param(setup, program, marks=pytest.mark.xfail(strict=True, reason=FAULTS[key], raises=AssertionError), id=key)
-        for key, setup, program in KNOWN
-    ],
-)  # fmt: skip
-def test_known_fault(ranks, setup, program):
-    follow(ranks, setup, program, avoids=False)
-
-
-def test_every_known_fault_has_a_program():
-    assert {key for key, _, _ in KNOWN} == set(FAULTS)
+@pytest.mark.parametrize("what", MENDED)
+def test_R12_R15_R17_R18_R25_what_was_mended(ranks, what):
+    follow(ranks, *MENDED[what])
