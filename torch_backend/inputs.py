@@ -1,12 +1,15 @@
 """What a module is given, on its way in: moved to the device of compute, and cast (R35)."""
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+from crossframe.errors import UsageError
 
 
 def cast_floating(inputs: Any, dtype: torch.dtype) -> Any:
@@ -59,13 +62,20 @@ def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
         # Rebuilt only where something in it has changed: not every kind can be built from its items.
         if all(changed[key] is item for key, item in value.items()):
             return value
-        return changed if type(value) is dict else type(value)(changed)  # type: ignore[call-arg]
+        return OrderedDict(changed) if isinstance(value, OrderedDict) else changed
     if isinstance(value, list | tuple | set | frozenset):
         items = [_map_tensors(fn, item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        try:
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        except TypeError as error:
+            raise UsageError(
+                f"an input has tensors in a {type(value).__name__}, which cannot be built anew from its items to cast or "
+                "move these; pass them in a tuple, list or dict, or in the dtype and on the device of compute"
+            ) from error
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: _map_tensors(fn, getattr(value, name)) for name in fields})
+        came = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        fields = {name: new for name, item in came.items() if (new := _map_tensors(fn, item)) is not item}
+        return dataclasses.replace(value, **fields) if fields else value
     return value

@@ -327,6 +327,7 @@ class Schedule:
 
     def _leave_backward(self) -> None:
         self._in_backward = False
+        self._forget_inputs()
         self._waiting, self._order = [], []
         self._done.clear()
 
@@ -340,7 +341,6 @@ class Schedule:
         for streams in self._streams:
             streams.end_reductions(host=False)
         self._leave_backward()
-        self._forget_inputs()
         self._begun.clear()
         self._ended.clear()
         for unit in self.units:
