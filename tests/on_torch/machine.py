@@ -1043,6 +1043,7 @@ class Pair:
 NAMES = st.sampled_from(["w", "v", "f"])
 UNIT = st.sampled_from(UNITS)
 VALUES = st.integers(0, 7)
+NORM_TYPES = st.sampled_from([float("inf"), 1.0, 2.0])
 BY = st.none() | st.integers(0, 3)
 EDITS = st.lists(st.tuples(NAMES, VALUES, BY, st.sampled_from(["fill", "data"])), min_size=1, max_size=3)
 GRAD_EDITS = st.lists(st.tuples(NAMES, VALUES, BY, st.sampled_from(["fill", "none"])), max_size=3)
@@ -1135,14 +1136,14 @@ class SideBySide(RuleBasedStateMachine):
         self.take("backward", which=which % len(self.expected.pending), syncs=syncs)
 
     @precondition(closed)
-    @rule(job=jobs(), unit=UNIT, writeback=st.booleans(), edits=EDITS, syncs=st.booleans())
-    def summon_between(self, job: Job, unit: str, writeback: bool, edits: list, syncs: bool) -> None:
+    @rule(job=jobs(), unit=UNIT, writeback=st.booleans(), edits=EDITS, failed=st.booleans(), syncs=st.booleans())
+    def summon_between(self, job: Job, unit: str, writeback: bool, edits: list, failed: bool, syncs: bool) -> None:
         """Edits of full parameters between a forward and its backward."""
         self.take("forward", job=replace(self._lawful(job), training=True))
         self.take("summon", unit=unit, recurse=True, flags=(writeback, False, False, False))
         for name, value, by, how in edits:
             self.take("edit", unit=unit, name=name, value=value, by=self._rank(by), how=how)
-        self.take("leave", failed=False)
+        self.take("leave", failed=failed)
         self.take("backward", which=len(self.expected.pending) - 1, syncs=syncs)
 
     @precondition(can_go_back)
@@ -1154,11 +1155,18 @@ class SideBySide(RuleBasedStateMachine):
         self.take("leave", failed=False)
 
     @precondition(closed)
-    @rule(job=jobs(), syncs=st.booleans(), how=st.sampled_from(["none", "model", "optimizer", "zeros"]))
-    def train(self, job: Job, syncs: bool, how: str) -> None:
+    @rule(
+        job=jobs(),
+        syncs=st.booleans(),
+        clips=st.none() | st.tuples(st.integers(-2, 3), NORM_TYPES),
+        how=st.sampled_from(["none", "model", "optimizer", "zeros"]),
+    )
+    def train(self, job: Job, syncs: bool, clips: tuple[int, float] | None, how: str) -> None:
         """The moves of a step, which are drawn more often than all that is refused."""
         self.take("forward", job=replace(self._lawful(job), training=True))
         self.take("backward", which=len(self.expected.pending) - 1, syncs=syncs)
+        if clips is not None and not self.setup.keep_low_precision_grads:
+            self._clip(*clips)
         if how != "none":
             self.take("step")
             self.take("zero_grad", how=how)
@@ -1195,8 +1203,11 @@ class SideBySide(RuleBasedStateMachine):
         self.take("zero_grad", how=how)
 
     @precondition(lambda self: self.closed() and not self.setup.keep_low_precision_grads)
-    @rule(exponent=st.integers(-2, 3), norm_type=st.sampled_from([float("inf"), 1.0, 2.0]))
+    @rule(exponent=st.integers(-2, 3), norm_type=NORM_TYPES)
     def clip(self, exponent: int, norm_type: float) -> None:
+        self._clip(exponent, norm_type)
+
+    def _clip(self, exponent: int, norm_type: float) -> None:
         """By a power of two, so that it does not matter whether one multiplies by an inverse."""
         scales = norm_type == float("inf") or (norm_type == 1.0 and self._sums_are_exact())
         self.take("clip", max_norm=2.0**exponent if scales else float("inf"), norm_type=norm_type)
@@ -1245,7 +1256,7 @@ class SideBySide(RuleBasedStateMachine):
     ) -> None:
         """Edits of full parameters, and of full gradients, of one unit; before, some may be taken away."""
         if job is not None:
-            self.train(job, True, "none")
+            self.train(job, True, None, "none")
             for name, by in forgets:
                 self.forget_grad(unit, name, by)
         flags = (writeback, False, False, self.setup.use_orig_params)
