@@ -1349,6 +1349,7 @@ def drive(
         derandomize=first_seed is None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+        report_multiple_bugs=False,
         print_blob=True,
     )
     if first_seed is not None:
