@@ -23,7 +23,7 @@ from tests.on_torch.trees import LEAVES, OUTPUTS, Grower, Node, Tree
 
 SEED = 1
 # Seeds by world size: a sample of what `python -m tests.on_torch.differential` runs.
-NUM_CASES = {2: 30, 3: 10, 4: 10}
+NUM_CASES = {2: 15, 3: 5, 4: 5}
 EACH = 5
 
 
