@@ -112,15 +112,11 @@ class GatherBuffer:
         else:
             self._replace()
 
-    def realias(self) -> None:
-        """Point every leaf at `full` again, whatever data a user who was shown them gave them instead."""
-        for leaf, view in zip(self.leaves, self.views(), strict=True):
-            leaf.data = view
-
     def _replace(self) -> None:
         """Leave the memory to a numpy array that the user made of a leaf, which pins it, and go on with other memory."""
         self.full = torch.empty_like(self.full)
-        self.realias()
+        for leaf, view in zip(self.leaves, self.views(), strict=True):
+            leaf.data = view
         self._targets = self._columns()
         self.full.untyped_storage().resize_(0)
 

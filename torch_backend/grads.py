@@ -32,11 +32,6 @@ class GradStore:
         self._under_way: Iterator[None] | None = None
         self.arrived: Tensor | None = None
 
-    @property
-    def pending(self) -> bool:
-        """Whether a reduction was started whose result nobody took yet."""
-        return self._under_way is not None or self.arrived is not None
-
     def start(self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None) -> None:
         """Issue the first collective of the reduction of this rank's full gradients, in the layout's order; None counts as zeros
         (R29)."""

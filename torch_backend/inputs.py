@@ -1,8 +1,8 @@
-"""What a module is given, on its way in: moved to the device of compute, and cast (R35)."""
+"""Tensors in what a module is given and returns: found, moved to the device of compute, cast (R35)."""
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def compute_in_full(module: nn.Module) -> None:
 
     def before(_: nn.Module, args: Any) -> Any:
         came.clear()
-        came.extend(tensor.dtype for tensor in _floating(args) if tensor.dtype != full)
+        came.extend(tensor.dtype for tensor in tensors_in(args) if tensor.is_floating_point() and tensor.dtype != full)
         return cast_floating(args, full)
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
@@ -45,10 +45,19 @@ def compute_in_full(module: nn.Module) -> None:
     module.register_forward_hook(after)
 
 
-def _floating(inputs: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map_tensors(lambda tensor: found.append(tensor) or tensor, inputs)
-    return [tensor for tensor in found if tensor.is_floating_point()]
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's inputs or output: also inside dicts, sequences, sets and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | Set):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
 
 
 def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:

@@ -40,17 +40,16 @@ def prepare(
     modules = own_modules(root, is_unit, ignored.modules)
     params = (param for module in modules for param in module.parameters(recurse=False) if id(param) not in left_out)
     device = compute_device(device_id, next(params, None), process_group)
-    materialise(root, is_unit, ignored.modules, ignored.params, param_init_fn=param_init_fn, device=device)
+    materialise(root, is_unit, ignored, param_init_fn=param_init_fn, device=device)
     if device_id is not None:
-        move_to(root, is_unit, ignored.modules, ignored.params, device)
+        move_to(root, is_unit, ignored, device)
     return device
 
 
 def materialise(
     root: nn.Module,
     is_unit: IsUnit,
-    ignored: Collection[nn.Module],
-    ignored_params: Collection[nn.Parameter],
+    ignored: Ignored,
     *,
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
@@ -66,8 +65,8 @@ def materialise(
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise UsageError(f"param_init_fn: expected a function of a module, got {param_init_fn!r}")
-    modules = list(own_modules(root, is_unit, ignored))
-    if not any(_on_meta(module, ignored_params) for module in modules):
+    modules = list(own_modules(root, is_unit, ignored.modules))
+    if not any(_on_meta(module, ignored.params) for module in modules):
         return
     names = {module: name for name, module in root.named_modules()}
     for module in modules:
@@ -75,7 +74,7 @@ def materialise(
             param_init_fn(module)
         elif any(True for _ in _own_tensors(module)):
             _reset(module, names[module], device)
-    left = [f"{names[module]}.{name}".lstrip(".") for module in modules for name in _on_meta(module, ignored_params)]
+    left = [f"{names[module]}.{name}".lstrip(".") for module in modules for name in _on_meta(module, ignored.params)]
     if left:
         raise InitialisationError(
             f"still on the meta device once {type(root).__name__} was initialised: {', '.join(left)}; param_init_fn must "
@@ -109,13 +108,12 @@ def _on_meta(module: nn.Module, ignored_params: Collection[nn.Parameter]) -> lis
 def move_to(
     root: nn.Module,
     is_unit: IsUnit,
-    ignored: Collection[nn.Module],
-    ignored_params: Collection[nn.Parameter],
+    ignored: Ignored,
     device: torch.device,
 ) -> None:
     """Move what is on the CPU of a unit's parameters and of its buffers to `device`, in place."""
-    left_out = {id(param) for param in ignored_params}
-    for module in own_modules(root, is_unit, ignored):
+    left_out = {id(param) for param in ignored.params}
+    for module in own_modules(root, is_unit, ignored.modules):
         for _, tensor in _own_tensors(module):
             if tensor.device.type == "cpu" != device.type and id(tensor) not in left_out:
                 with torch.no_grad():

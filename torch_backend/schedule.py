@@ -16,15 +16,13 @@ those units that began their forward after it and are in their backward; what is
 Collectives are issued and waited for later; what runs beside what on a device is in [Note: streams] in streams.py.
 """
 
-import dataclasses
 import itertools
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from crossframe.errors import UsageError
@@ -32,7 +30,7 @@ from crossframe.lifecycle import Activity, Move
 from crossframe.strategy import Prefetch
 from torch_backend.agreement import check_agreement
 from torch_backend.failure import abandon, rejoin
-from torch_backend.inputs import cast_floating, moved
+from torch_backend.inputs import cast_floating, moved, tensors_in
 from torch_backend.optimizer_steps import StepCount
 from torch_backend.streams import Streams, streams_of
 from torch_backend.unit import Unit
@@ -173,7 +171,7 @@ class Schedule:
 
     def _free_after_inputs(self, unit: Unit, inputs: Any) -> None:
         """A frozen unit has no anchor: its backward is over once its inputs have their gradients."""
-        tensors = [tensor for tensor in _tensors_in(inputs) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if tensors:
             unit.num_frozen_uses += 1
             hook = torch.autograd.graph.register_multi_grad_hook(tensors, lambda _grads: self._end_frozen_use(unit))
@@ -214,7 +212,7 @@ class Schedule:
             unit.conceal()
 
     def _watch(self, unit: Unit, output: Any) -> None:
-        tensors = list(_tensors_in(output))
+        tensors = list(tensors_in(output))
         if not any(tensor.requires_grad for tensor in tensors):
             self._without_backward.add(unit)
         for tensor in tensors:
@@ -358,18 +356,3 @@ class Schedule:
         for unit in self.units:
             if unit.state.activity:
                 unit.move(Move.SUMMON)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's inputs or output: also inside dicts, sequences, sets and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple | Set):
-        for item in value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name, None))
