@@ -1,9 +1,5 @@
 """What scripts do around FSDP1: each thing done with torch.distributed.fsdp and with torch_backend in the same ranks, and what
-comes of it compared.
-
-A scenario is a function of one side. It returns what a script could see: tensors, names, dtypes, attributes; `raised` and
-`warned` stand for an exception and for warnings. Ours must be equal, bit for bit, and an exception must be caught by whoever
-catches torch's: it has torch's type among its bases.
+comes of it compared (see tests/on_torch/scripts.py).
 """
 
 import collections
@@ -29,21 +25,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
+from tests.on_torch import scripts
+from tests.on_torch.scripts import compare, difference, raised, warned
+
 CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
-    """One of the two implementations, in one rank."""
+class Side(scripts.Side):
+    """One of the two implementations of FSDP1, in one rank."""
 
-    name: str
-    rank: int
-    world_size: int
     use_orig_params: bool
-
-    def __getattr__(self, name: str) -> Any:
-        """A public name of the package."""
-        return getattr(import_module(self.name), name)
 
     @property
     def policies(self) -> Any:
@@ -64,52 +56,6 @@ class Side:
     def full_grads(self, model: nn.Module) -> list[Tensor | None]:
         """What is in the gradients of this rank."""
         return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Raised:
-    """An exception, as far as it is compared."""
-
-    kind: type
-    text: str = dataclasses.field(compare=False)
-
-
-def raised(act: Callable[[], Any]) -> Raised | None:
-    """What `act` raises, if anything."""
-    try:
-        act()
-    except Exception as error:
-        return Raised(type(error), str(error))
-    return None
-
-
-def warned(act: Callable[[], Any]) -> list[str]:
-    """The kinds of warnings that `act` gives, but for those of torch that are not about its use."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        act()
-    return sorted({w.category.__name__ for w in caught if w.category is not FutureWarning})
-
-
-def difference(theirs: Any, ours: Any, at: str = "") -> str:
-    """Where the results of a scenario differ first, or ""."""
-    if isinstance(theirs, Raised):
-        if isinstance(ours, Raised) and issubclass(ours.kind, theirs.kind):
-            return ""
-        return f"{at}: torch raises {theirs}, ours {ours}"
-    if isinstance(theirs, Tensor):
-        same = isinstance(ours, Tensor) and theirs.dtype == ours.dtype and torch.equal(theirs, ours)
-        return "" if same else f"{at}: torch has {theirs}, ours {ours}"
-    if isinstance(theirs, dict):
-        if not isinstance(ours, dict) or list(theirs) != list(ours):
-            return f"{at}: torch has {list(theirs)}, ours {list(ours)}"
-        return next(filter(None, (difference(theirs[key], ours[key], f"{at}/{key}") for key in theirs)), "")
-    if isinstance(theirs, list | tuple):
-        if type(theirs) is not type(ours) or len(theirs) != len(ours):
-            return f"{at}: torch has {theirs}, ours {ours}"
-        parts = (difference(a, b, f"{at}/{i}") for i, (a, b) in enumerate(zip(theirs, ours, strict=True)))
-        return next(filter(None, parts), "")
-    return "" if theirs == ours else f"{at}: torch has {theirs!r}, ours {ours!r}"
 
 
 SCENARIOS: dict[str, Callable[[Side], Any]] = {}
@@ -1349,17 +1295,10 @@ def _cases():
 
 
 def _compare(rank: int, world_size: int, name: str, use_orig_params: bool) -> str:
-    results = []
-    for package in ("torch.distributed.fsdp", "torch_backend"):
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                results.append(SCENARIOS[name](Side(package, rank, world_size, use_orig_params)))
-            except Exception as error:
-                results.append(Raised(type(error), str(error)))
-    assert not isinstance(results[0], Raised), results[0]
-    return difference(*results)
+    sides = [
+        Side(package, rank, world_size, use_orig_params) for package in ("torch.distributed.fsdp", "torch_backend")
+    ]
+    return compare(SCENARIOS[name], *sides)
 
 
 @pytest.mark.parametrize(("name", "use_orig_params"), list(_cases()))
