@@ -5,7 +5,16 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("torch_backend needs torch: pip install 'crossframe[torch]'") from error
 
-from torch_backend.fully_shard import FSDPModule, UnshardHandle, fully_shard
+from torch_backend.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from torch_backend.fully_shard import fully_shard
+from torch_backend.fully_shard_api import (
+    AllGather,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+)
 from torch_backend.fully_sharded_data_parallel import (
     BackwardPrefetch,
     CPUOffload,
@@ -17,14 +26,22 @@ from torch_backend.fully_sharded_data_parallel import (
 from torch_backend.wrap import ModuleWrapPolicy
 
 __all__ = [
+    "AllGather",
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
     "FullyShardedDataParallel",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
+    "ReduceScatter",
     "ShardingStrategy",
     "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from torch_backend.rounds import agree
-from torch_backend.slots import named_below
 from torch_backend.unit import Unit
 
 FIRST_USE = "first use of the root"
@@ -27,7 +26,7 @@ def describe_units(named_units: Sequence[tuple[str, Unit]], face: str) -> list[t
     for name, unit in named_units:
         for bucket in unit.buckets:
             bucket.exposure.sync_requires_grad()  # what a user froze since the unit was made counts
-            for spec, leaf in zip(named_below(name, bucket.layout.params), bucket.buffer.leaves, strict=True):
+            for spec, leaf in zip(unit.params_at(bucket, name), bucket.buffer.leaves, strict=True):
                 settings = {
                     "unit": repr(name),
                     "layout": bucket.layout.kind,

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Prefetch, Strategy
-from torch_backend.dtypes import dtype_name
+from torch_backend.dtypes import name_or_none
 
 __all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy", "TrainingState"]
 
@@ -87,17 +87,13 @@ class MixedPrecision:
             PlanError: a choice that is no bool.
         """
         return PrecisionPolicy(
-            _name(self.param_dtype),
-            _name(self.reduce_dtype),
-            _name(self.buffer_dtype),
+            name_or_none(self.param_dtype),
+            name_or_none(self.reduce_dtype),
+            name_or_none(self.buffer_dtype),
             keep_low_precision_grads=self.keep_low_precision_grads,
             cast_forward_inputs=self.cast_forward_inputs,
             cast_root_forward_inputs=self.cast_root_forward_inputs,
         )
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout
 from crossframe.precision import PrecisionPolicy
-from crossframe.trace import FREE, Event
+from crossframe.trace import FREE, RESHARD_TO_GROUP, Event
 from crossframe.unshard import Truth, UnshardRequest
 from crossframe.writeback import check_full
 from torch_backend.collectives import UnitMesh
@@ -19,10 +19,12 @@ from torch_backend.dtypes import dtype_name, torch_dtype
 from torch_backend.exposure import Exposure
 from torch_backend.exposure.registration import has_grad_hooks
 from torch_backend.gather import GatherBuffer, views_of
-from torch_backend.grads import GradStore
+from torch_backend.grads import GradStore, ReductionChoices
+from torch_backend.group_shard import GroupShard
 from torch_backend.observe import observers
 from torch_backend.store import ShardStore
 from torch_backend.streams import streams_of
+from torch_backend.unused import Unused
 
 
 class Writeback(Enum):
@@ -38,11 +40,17 @@ class Bucket:
 
     Attributes:
         layout: where everything lies.
+        mesh: the ranks that share the parameters.
         precision: the dtype of everything, at every stage.
         store: this rank's shard.
         buffer: the full parameters in use.
         grads: gradients on their way from full to sharded.
         exposure: what the user's module shows.
+        local_params: the layout's parameters, named from the unit's module, or from the place of their module among several.
+        origins: of each parameter, what tells it from others once it is sharded.
+        unused: under FSDP2, what no rank's backward reached (R29).
+        reduction_choices: what the user changed in how gradients are reduced.
+        part: what is held between forward and backward, under resharding to a smaller group (R08); None without that.
     """
 
     def __init__(
@@ -67,9 +75,14 @@ class Bucket:
             make_exposure: from the shard and the unsharded parameters to what shows them.
         """
         self.layout, self.store = store.layout, store
-        self._mesh, self._policy, self._face, self._limited = mesh, policy, face, limited
+        self.mesh, self._policy, self._face, self._limited = mesh, policy, face, limited
+        self.reduction_choices = ReductionChoices()
         self._provide(device)
         self.exposure = make_exposure(store, self.buffer.leaves)
+        self.unused = Unused(mesh)
+        self.local_params = store.layout.params
+        self.origins: list[object] = []
+        self.part: GroupShard | None = None
         # What the user is shown, and from where: the bucket's own buffer unless that is in low precision.
         self._shown: GatherBuffer | None = None
         self._shown_grads: list[Tensor | None] | None = None
@@ -80,7 +93,9 @@ class Bucket:
         self.precision = self._policy.resolve(dtype_name(shard.dtype))
         gathered = torch_dtype(self.precision.gathered)
         self.buffer = GatherBuffer(self.layout, gathered, device, self._streams, shard=shard, limited=self._limited)
-        self.grads = GradStore(self.layout, self.precision, self._face, self._mesh, self._streams)
+        self.grads = GradStore(
+            self.layout, self.precision, self._face, self.mesh, self._streams, self.reduction_choices
+        )
 
     @property
     def truth(self) -> Truth:
@@ -105,24 +120,62 @@ class Bucket:
     # Full parameters in use
 
     def gather(self, *, unit: str, phase: str) -> None:
-        """Issue the all-gather."""
-        self.buffer.start(self.store.buffer, self._mesh.shards, unit=unit, phase=phase)
+        """Issue the all-gather: of the shard, or of what a smaller group holds."""
+        part = self.part
+        if part is not None and part.buffer is not None:
+            self.exposure.show_sharded()
+            self._streams.gather_after(self._part_taken)
+            self.buffer.start(part.give(), part.communicator, unit=unit, phase=phase, layout=part.layout)
+        else:
+            self.buffer.start(self.store.buffer, self.mesh.shards, unit=unit, phase=phase)
 
     def free(self, *, unit: str, phase: str) -> None:
-        """Free the full parameters."""
+        """Free the full parameters, or what a smaller group holds of them."""
+        if self.part is not None and self.part.buffer is not None:
+            self.exposure.show_sharded()
+            self.part.give()
+            return
         self.buffer.free()
-        if observers and not self.buffer.is_shard:
+        if not self.buffer.is_shard:
+            self._tell(FREE, unit, phase, self.layout.gathered_numel)
+
+    def free_to_part(self, *, unit: str, phase: str) -> None:
+        """Free all of the full parameters but the part that a smaller group needs to gather them again (R08)."""
+        assert self.part is not None
+        self.part.take(self.buffer.full, self.buffer.leaves)
+        self._part_taken = self._streams.moment()
+        self.exposure.show_part(self.part)
+        self.buffer.free()
+        assert self.part.buffer is not None
+        self._tell(RESHARD_TO_GROUP, unit, phase, self.layout.gathered_numel - self.part.buffer.numel())
+
+    def _tell(self, kind: str, unit: str, phase: str, numel: int) -> None:
+        if observers:
             full = self.buffer.full
-            num_bytes = self.layout.gathered_numel * full.itemsize
-            event = Event(FREE, unit, phase, dtype_name(full.dtype), num_bytes, self._mesh.shards.ranks)
+            event = Event(kind, unit, phase, dtype_name(full.dtype), numel * full.itemsize, self.mesh.shards.ranks)
             for observer in observers:
                 observer.event(event)
 
     # Gradients
 
-    def start_reduction(self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None) -> None:
+    def allow_held(self, num: int) -> None:
+        """Let `num` buffers of collected gradients wait for their reductions on this device."""
+        self._streams.max_held = num
+
+    @property
+    def accumulated(self) -> torch.dtype:
+        """The dtype of full gradients that wait for a later backward (R15)."""
+        return torch_dtype(self.precision.accumulated(self._face))
+
+    def start_reduction(
+        self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None, all_reduce: bool = True
+    ) -> None:
         """Issue the reduction of full gradients, in the layout's order."""
-        self.grads.start(grads, unit=unit, hook=hook)
+        if self._face is Face.FSDP2:
+            self.unused.lack(
+                [g is None and leaf.requires_grad for g, leaf in zip(grads, self.buffer.leaves, strict=True)]
+            )
+        self.grads.start(grads, unit=unit, hook=hook, all_reduce=all_reduce)
 
     def advance_reduction(self) -> bool:
         """Go on with the reduction that is under way; at its end give the optimizer its gradient. Returns whether it is over."""
@@ -136,8 +189,17 @@ class Bucket:
                     waits = any(grad is not None for grad in self.exposure.grads())
                     waits = waits or any(has_grad_hooks(param) for param in self.exposure.managed())
                     shard = shard.to(device, non_blocking=not waits)
-                self.exposure.add_grad(shard)
+                unused = self.unused.everywhere(len(self.layout.params), self._streams.join_host)
+                self.exposure.add_grad(shard, unused)
         return True
+
+    def reset(self) -> None:
+        """Back to the shard: nothing full, and no gradient half done (R17)."""
+        self.exposure.show_sharded()
+        if self.part is not None and self.part.buffer is not None:
+            self.part.give()
+        self.buffer.free()
+        self.grads.abandon()
 
     # Full parameters for the user (R18-R24)
 
@@ -148,7 +210,7 @@ class Bucket:
         if self.precision.is_mixed:
             shown = GatherBuffer(self.layout, stored, device, self._streams, shard=self.store.buffer)
         self._streams.shards_written()
-        shown.start(self.store.buffer, self._mesh.shards, unit=unit, phase="summon")
+        shown.start(self.store.buffer, self.mesh.shards, unit=unit, phase="summon")
         shown.finish()
         grads = self._gather_grads(unit) if request.with_grads else None
         if not visible:
@@ -192,7 +254,7 @@ class Bucket:
         if self.truth is Truth.FULL_STORAGE:
             return own
         has = torch.tensor([grad is not None for grad in own], dtype=torch.uint8, device=self.device)
-        shown = self._mesh.shards.gather_all(has).amax(0).tolist()
+        shown = self.mesh.shards.gather_all(has).amax(0).tolist()
         if not any(shown):
             return [None] * len(own)
         shard = torch.zeros_like(self.store.buffer, dtype=torch_dtype(self.precision.kept))
@@ -200,7 +262,7 @@ class Bucket:
             if grad is not None and part.numel():
                 part.copy_(grad)
         full = GatherBuffer(self.layout, shard.dtype, self.device, self._streams, shard=shard)
-        full.start(shard, self._mesh.shards, unit=unit, phase="summon")
+        full.start(shard, self.mesh.shards, unit=unit, phase="summon")
         full.finish()
         return [view if some else None for view, some in zip(views_of(self.layout, full.full), shown, strict=True)]
 
@@ -210,7 +272,7 @@ class Bucket:
         Args:
             full: on that first rank; None elsewhere.
         """
-        mesh, stored = self._mesh, self.store.buffer
+        mesh, stored = self.mesh, self.store.buffer
         # Between ranks it travels on the device of compute, whatever the user was shown, and wherever shards live.
         buffer = stored if stored.device == self.device else torch.empty_like(stored, device=self.device)
         if mesh.replicas.rank == 0:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from crossframe.errors import LayoutError, UsageError
@@ -15,7 +14,7 @@ from torch_backend.bucket import Bucket
 from torch_backend.choices import Choices
 from torch_backend.collectives import UnitMesh
 from torch_backend.exposure import Exposure
-from torch_backend.slots import OwnedParam, owned_params
+from torch_backend.slots import OwnedParam, local_of, owned_params
 from torch_backend.store import ShardStore
 from torch_backend.unit import Unit
 
@@ -34,10 +33,11 @@ def build_unit(
     policy: PrecisionPolicy,
     device: torch.device | None = None,
     offload: bool = False,
+    pinned: bool = True,
     limited: bool = True,
     ignored: Collection[nn.Parameter] = (),
 ) -> Unit:
-    """Shard all parameters below `module` that no inner unit owns.
+    """Shard all parameters below `module`, or below the modules of an nn.ModuleList, that no inner unit owns.
 
     FSDP2 gives each dtype a bucket of its own; FSDP1 gives one layout to all, which refuses a mix (R11).
 
@@ -47,6 +47,7 @@ def build_unit(
         policy: what the user asked for in precision.
         device: where to compute; where the parameters are if None.
         offload: let the shards live on the CPU.
+        pinned: with `offload`, in memory from which an accelerator copies without the host waiting.
         limited: see `limit_all_gathers` in [Note: streams].
         ignored: parameters that are left to the user.
 
@@ -58,17 +59,17 @@ def build_unit(
     order = Order.PRE_ORDER if face is Face.FSDP1 else Order.POST_ORDER
     owned = owned_params(module, is_unit, order, ignored)
     for entry in owned:
-        _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank])
+        _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], meta_is_fine=face is Face.FSDP2)
     groups: dict[torch.dtype | None, list[OwnedParam]] = {}
     for entry in owned:
         groups.setdefault(entry.param.dtype if face is Face.FSDP2 else None, []).append(entry)
     buckets = []
     for members in groups.values():
-        full = [entry.param.detach() for entry in members]
+        full = [local_of(entry.param).detach() for entry in members]
         home = torch.device("cpu") if offload else full[0].device
         compute = full[0].device if device is None else device
         store = ShardStore(
-            make_layout(members), mesh.shards.rank, full, home, pinned=offload and compute.type != home.type
+            make_layout(members), mesh.shards.rank, full, home, pinned=offload and pinned and compute.type != home.type
         )
         buckets.append(
             Bucket(
@@ -81,16 +82,25 @@ def build_unit(
                 make_exposure=lambda store, leaves, members=members: make_exposure(members, store, leaves),
             )
         )
-    return Unit(type(module).__name__, buckets, mesh, choices)
+        buckets[-1].origins = [origin_of(entry.param) for entry in members]
+    num_modules = len(module) if type(module) is nn.ModuleList else 1
+    return Unit(type(module).__name__, buckets, mesh, choices, num_modules=num_modules)
 
 
-def _check(entry: OwnedParam, first: OwnedParam, rank: int) -> None:
+def origin_of(param: nn.Parameter) -> object:
+    """What tells that two units were given one parameter, once its shards have taken its place."""
+    if not hasattr(param, "_crossframe_origin"):
+        param._crossframe_origin = object()  # type: ignore[attr-defined]
+    return param._crossframe_origin  # type: ignore[attr-defined]
+
+
+def _check(entry: OwnedParam, first: OwnedParam, rank: int, *, meta_is_fine: bool) -> None:
     name, param = entry.spec.name, entry.param
     if not param.shape:
         raise LayoutError(
             f"rank {rank}: parameter {name!r} has no dims, so there is nothing to shard; make it shape (1,)"
         )
-    if param.device.type == "meta":
+    if param.device.type == "meta" and not meta_is_fine:
         raise UsageError(
             f"rank {rank}: parameter {name!r} is on the meta device and has no values; materialise the module "
             "(to_empty, then initialise) before sharding it"
@@ -100,15 +110,3 @@ def _check(entry: OwnedParam, first: OwnedParam, rank: int) -> None:
             f"rank {rank}: a unit lives on one device, but {first.spec.name!r} is on {first.param.device} and {name!r} "
             f"on {param.device}; move the module to one device first, or pass device_id"
         )
-
-
-def default_process_group() -> dist.ProcessGroup:
-    """The group of all ranks; UsageError if there is none yet."""
-    if not dist.is_initialized():
-        raise UsageError(
-            "there is no process group: call torch.distributed.init_process_group before sharding a module "
-            "(backend 'gloo' on CPU, 'nccl' on CUDA)"
-        )
-    group = dist.group.WORLD
-    assert group is not None
-    return group

@@ -4,15 +4,19 @@ The only file that calls torch.distributed's collectives. torch 2.13 gave two of
 which 2.11 alone has.
 """
 
+import functools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
-from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
 from torch_backend.dtypes import dtype_name
 from torch_backend.failure import Pending, issue
+from torch_backend.fully_shard_api import AllGather, Comm, ReduceScatter
 from torch_backend.observe import observers
 
 # Looked up when they are called: who replaces a collective of torch.distributed, to count or to mock, sees ours too.
@@ -45,6 +49,28 @@ class Communicator:
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = _ranks_of(group)
+        # What a user put in the place of torch.distributed's, if anything.
+        self.custom_all_gather: AllGather | None = None
+        self.custom_reduce_scatter: ReduceScatter | None = None
+        # Whether buffers come from the group's own allocator, where it has one.
+        self.allocates = False
+
+    def allocate_gathered(self, numel: int, like: Tensor) -> Tensor:
+        """A buffer for `all_gather` to fill."""
+        return self._allocate(self.custom_all_gather, numel, like, like.dtype)
+
+    def allocate_reduced(self, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A buffer for `reduce_scatter` to sum, or to fill."""
+        return self._allocate(self.custom_reduce_scatter, numel, like, dtype or like.dtype)
+
+    def _allocate(self, custom: Comm | None, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        if custom is not None:
+            return custom.allocate((numel,), dtype=dtype, device=like.device)
+        if self.allocates:
+            backend: Any = self.group._get_backend(like.device)
+            if backend.supports_tensor_alloc(like.device):
+                return backend.allocate_tensor(numel, dtype=dtype, device=like.device)
+        return like.new_empty(numel, dtype=dtype)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, *, unit: str, phase: str) -> Work:
         """Start filling `gathered` (size * n elements) with the `shard`s (n elements) of all ranks, in rank order."""
@@ -52,9 +78,8 @@ class Communicator:
             gathered.copy_(shard)
             return Done()
         self._tell(ALL_GATHER, gathered, unit, phase)
-        return issue(
-            getattr(dist, _ALL_GATHER), gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase
-        )
+        collective = getattr(dist, _ALL_GATHER) if self.custom_all_gather is None else self.custom_all_gather
+        return issue(collective, gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, unit: str, phase: str) -> Work:
         """Start summing the `full`s (size * n elements) of all ranks; this rank's n elements of it arrive in `shard`."""
@@ -62,9 +87,10 @@ class Communicator:
             shard.copy_(full)
             return Done()
         self._tell(REDUCE_SCATTER, full, unit, phase)
-        return issue(
-            getattr(dist, _REDUCE_SCATTER), shard, full, group=self.group, kind=REDUCE_SCATTER, unit=unit, phase=phase
-        )
+        collective = getattr(dist, _REDUCE_SCATTER)
+        if self.custom_reduce_scatter is not None:
+            collective = functools.partial(self.custom_reduce_scatter, op=dist.ReduceOp.SUM)
+        return issue(collective, shard, full, group=self.group, kind=REDUCE_SCATTER, unit=unit, phase=phase)
 
     def all_reduce(self, tensor: Tensor, *, unit: str, phase: str) -> Work:
         """Start replacing `tensor` by the sum over all ranks."""
@@ -79,7 +105,7 @@ class Communicator:
             for observer in observers:
                 observer.event(event)
 
-    # Outside of steps: these return when they are done, and are in no trace.
+    # Outside of steps: these return when they are done. Of them `exchange` alone is in traces.
 
     def gather_all(self, tensor: Tensor) -> Tensor:
         """The `tensor`s of all ranks, of any one shape and dtype, stacked in rank order."""
@@ -104,6 +130,25 @@ class Communicator:
                 if dense is not tensor:
                     tensor.copy_(dense)
 
+    def exchange(
+        self, sent: Tensor, sent_numels: list[int], received_numels: list[int], *, unit: str, phase: str
+    ) -> Tensor:
+        """What all ranks send to this one, in rank order.
+
+        Args:
+            sent: 1-D, contiguous; the elements for rank 0 first, then those for rank 1, and so on.
+            sent_numels, received_numels: how many elements go to each rank, and come from each.
+        """
+        received = sent.new_empty(sum(received_numels))
+        if self.size == 1:
+            return received.copy_(sent)
+        self._tell(ALL_TO_ALL, received, unit, phase)
+        # As bytes, since not every backend moves every dtype.
+        size = sent.itemsize
+        splits = [[numel * size for numel in numels] for numels in (received_numels, sent_numels)]
+        dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), *splits, group=self.group)
+        return received
+
     def scatter(self, shard: Tensor, full: list[Tensor] | None) -> None:
         """Give rank k the k-th of rank 0's tensors, which on the other ranks is None."""
         if self.size == 1:
@@ -126,11 +171,13 @@ class UnitMesh:
     Attributes:
         shards: the shard group; all the ranks under plain FSDP, this rank alone where nothing is sharded.
         replicas: the ranks with the same shard; this rank alone but for hybrid sharding and replication.
+        reducing: the shard group once more, for sums: by itself, or in a process group of its own, which overlaps gathers.
         spec: both sizes.
     """
 
     def __init__(self, shards: Communicator, replicas: Communicator) -> None:
-        self.shards, self.replicas = shards, replicas
+        self.shards = self.reducing = shards
+        self.replicas = replicas
         self.spec = MeshSpec(shard=shards.size, replicate=replicas.size)
 
     @property
@@ -144,5 +191,19 @@ class Alone(Communicator):
 
     def __init__(self) -> None:
         self.group = None  # type: ignore[assignment]
+        self.custom_all_gather = self.custom_reduce_scatter = None
+        self.allocates = False
         self.rank, self.size = 0, 1
         self.ranks = (dist.get_rank() if dist.is_initialized() else 0,)
+
+
+def default_process_group() -> dist.ProcessGroup:
+    """The group of all ranks; UsageError if there is none yet."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "there is no process group: call torch.distributed.init_process_group before sharding a module "
+            "(backend 'gloo' on CPU, 'nccl' on CUDA)"
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group

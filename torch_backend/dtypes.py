@@ -19,3 +19,8 @@ def torch_dtype(name: str) -> torch.dtype:
     torch.float16
     """
     return getattr(torch, name)
+
+
+def name_or_none(dtype: torch.dtype | None) -> str | None:
+    """The core's name of a dtype that a user may leave out. What is no dtype stays, for the core to refuse."""
+    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype

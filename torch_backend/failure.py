@@ -60,6 +60,14 @@ _standings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Standing] = weakref.We
 _left: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
+class _Over:
+    def wait(self) -> bool:
+        return True
+
+
+_OVER = _Over()
+
+
 class Pending:
     """A collective that was issued, and what for."""
 
@@ -96,7 +104,7 @@ class Pending:
 def issue(
     collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, kind: str, unit: str, phase: str
 ) -> Pending:
-    """Start a collective of torch.distributed on `tensors`, to be waited for.
+    """Start a collective of torch.distributed, or of the user's own, on `tensors`, to be waited for.
 
     Args:
         kind, unit, phase: what an error calls it: "all_gather", the unit's name, "forward".
@@ -108,7 +116,9 @@ def issue(
         work = collective(*tensors, group=group, async_op=True)
     except RuntimeError as error:
         _fail(error, group, kind, unit, phase)
-    return Pending(work, group, kind, unit, phase, tensors[0].is_cpu)
+    # A collective of the user's own may be over when it returns, or wait without a time.
+    on_host = tensors[0].is_cpu and isinstance(work, dist.Work)
+    return Pending(_OVER if work is None else work, group, kind, unit, phase, on_host)
 
 
 def abandon(groups: Sequence[dist.ProcessGroup], what: str) -> None:

@@ -1,125 +1,207 @@
-"""The FSDP2 interface: `fully_shard`, which turns a module into an FSDPModule with DTensor parameters."""
+"""The FSDP2 interface: `fully_shard`, which turns modules into FSDPModules with DTensor parameters."""
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from crossframe.errors import UsageError
+from crossframe.errors import MeshError, UsageError
 from crossframe.faces import Face
-from crossframe.layout import PerParamLayout
-from crossframe.precision import PrecisionPolicy
-from torch_backend.build import build_unit, default_process_group
+from crossframe.layout import Layout, PerParamLayout, post_forward_group
+from torch_backend.build import build_unit
 from torch_backend.choices import Choices
-from torch_backend.collectives import Alone, Communicator, UnitMesh
+from torch_backend.collectives import Communicator
+from torch_backend.data_mesh import DataMesh, find_mesh
 from torch_backend.exposure import DTensorExposure
-from torch_backend.schedule import Schedule
-from torch_backend.unit import UNIT, Unit, unit_of
+from torch_backend.fsdp_module import FSDPModule, begin_as_root, sharded_class
+from torch_backend.fully_shard_api import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch_backend.group_shard import GroupShard
+from torch_backend.materialise import move_to_mesh
+from torch_backend.placement import PlacementFn, place
+from torch_backend.slots import OwnedParam
+from torch_backend.unit import UNIT, Unit
 
-
-class UnshardHandle:
-    """An all-gather under way. The parameters are full after `wait`."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Wait for the all-gather and register the full parameters."""
-        self._unit.unshard("summon")
-        self._unit.expose()
-
-
-class FSDPModule(nn.Module):
-    """What `fully_shard` adds to a module's class."""
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters and register them in full, until `reshard` or the unit's next forward or backward
-        frees them. Inner units are not touched.
-
-        Args:
-            async_op: return at once with a handle, on which to `wait` before the parameters are used.
-        """
-        unit = unit_of(self)
-        unit.free_outdated("summon", training=False)
-        unit.gather("summon")
-        unit.keep()
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Register the sharded parameters and free the full ones. Edits of the full ones are lost."""
-        unit_of(self).reshard("summon")
-
-    def __deepcopy__(self, memo: dict) -> "FSDPModule":
-        """Refused: the copy would share neither hooks nor memory with its unit."""
-        raise UsageError("a sharded module cannot be copied; copy it before fully_shard")
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether a backward reduces gradients. Without, they accumulate in full on each rank (R15)."""
-        for module in self.modules() if recurse else [self]:
-            if isinstance(module, FSDPModule):
-                unit_of(module).reduces = requires_gradient_sync
+_AS_STORED, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
 
 
 def fully_shard(
-    module: nn.Module, *, mesh: DeviceMesh | None = None, reshard_after_forward: bool | None = None
-) -> nn.Module:
-    """Shard the parameters of `module` that no inner FSDPModule owns, on dim 0, in place. Call it on inner modules first.
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = _AS_STORED,
+    offload_policy: OffloadPolicy = _ON_DEVICE,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shard the parameters of a module that no inner FSDPModule owns, in place. Call it on inner modules first.
 
     Args:
-        mesh: the ranks, as a mesh of one axis; all ranks if None.
-        reshard_after_forward: free the full parameters between forward and backward. None means True, except for the
-            root, which is kept (R13).
+        module: one module, or several that are gathered and reduced together.
+        mesh: the ranks, as a mesh of one axis (shard), or of two (replicate, shard); all ranks if None.
+        reshard_after_forward: free the full parameters between forward and backward: True, False, or the number of ranks that
+            together keep them, which divides those of the shard axis (R08). None means True, except for the root (R13).
+        shard_placement_fn: from a parameter to the `Shard(dim)` that it gets, or None for dim 0. A dim above 0 must be a
+            multiple of the shard axis (R07).
+        mp_policy: in which dtypes to compute and to reduce.
+        offload_policy: CPUOffloadPolicy for shards that live on the CPU.
+        ignored_params: parameters that are left alone.
+        dp_mesh_dims: with parameters that are DTensors on all of `mesh` already: which of its axes are data parallel.
 
     Returns:
-        The same module, now an FSDPModule too.
+        What was given, now FSDPModules too.
 
     Raises:
-        UsageError: a mesh of more axes, or a module that is sharded already.
-        LayoutError: a parameter without dims, or parameters on several devices.
+        UsageError: no module, a mesh of other axes, or a module that is sharded already.
+        MeshError: a `reshard_after_forward` that does not divide the shard axis.
+        LayoutError: a parameter without dims, or one that cannot be sharded on its dim.
     """
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"fully_shard: expected a module, got {type(module).__name__}")
-    if isinstance(module, FSDPModule):
-        raise UsageError(f"fully_shard: this {type(module).__name__} is sharded already; shard a module once")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise UsageError(f"fully_shard: a {type(module).__name__} has no forward; shard the modules inside it")
-    if reshard_after_forward is not None and type(reshard_after_forward) is not bool:
-        raise UsageError(
-            f"fully_shard: expected reshard_after_forward True, False or None, got {reshard_after_forward!r}"
+    modules = _modules(module)
+    data = find_mesh(mesh, dp_mesh_dims)
+    policy = _as_policy(mp_policy)
+    ignored = set(ignored_params or ())
+    group_size = _group_size(reshard_after_forward, data)
+    offload = type(offload_policy).__name__ == CPUOffloadPolicy.__name__
+    for root in modules:
+        move_to_mesh(root, is_sharded, ignored, data.device)
+
+    def make_exposure(owned: Sequence[OwnedParam], store: Any, leaves: list[nn.Parameter]) -> DTensorExposure:
+        placed = [place(entry.spec.name, entry.param, data, shard_placement_fn) for entry in owned]
+        plain = all(where.whole is None for where in placed)
+        return DTensorExposure(
+            owned, store, leaves, placed, _group_mesh(data, group_size) if group_size and plain else None
         )
-    mesh = _default_mesh(module) if mesh is None else mesh
-    if mesh.ndim != 1:
-        raise UsageError(f"fully_shard: expected a mesh of one axis, got one of shape {tuple(mesh.shape)}")
-    ranks = UnitMesh(Communicator(mesh.get_group()), Alone())
+
+    def make_layout(owned: Sequence[OwnedParam]) -> Layout:
+        dims = tuple(place(entry.spec.name, entry.param, data, shard_placement_fn).dim for entry in owned)
+        return PerParamLayout(tuple(entry.spec for entry in owned), data.unit_mesh.shards.size, dims)
+
     unit = build_unit(
-        module,
-        ranks,
-        Choices(Face.FSDP2, reshard_after_forward=reshard_after_forward is not False),
-        is_unit=lambda inner: isinstance(inner, FSDPModule),
-        make_layout=lambda owned: PerParamLayout(tuple(entry.spec for entry in owned), ranks.shards.size),
-        make_exposure=lambda owned, store, leaves: DTensorExposure(owned, store, leaves, mesh, ranks.shards.rank),
-        policy=PrecisionPolicy(),
+        modules[0] if len(modules) == 1 else nn.ModuleList(modules),
+        data.unit_mesh,
+        Choices(
+            Face.FSDP2,
+            reshard_after_forward=reshard_after_forward is not False and group_size != 1,
+            keeps_root=reshard_after_forward is None,
+            input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+            output_dtype=policy.output_dtype,
+            settings=_settings(data, policy, group_size),
+        ),
+        is_unit=is_sharded,
+        make_layout=make_layout,
+        make_exposure=make_exposure,
+        policy=policy.policy,
+        device=data.device,
+        offload=offload,
+        pinned=offload and offload_policy.pin_memory,  # type: ignore[attr-defined]
+        ignored=ignored,
     )
-    module.__dict__[UNIT] = unit
-    keeps_root = reshard_after_forward is None
+    if group_size and group_size > 1:
+        group = Communicator(_group_mesh(data, group_size).get_group(1))
+        for bucket in unit.buckets:
+            bucket.part = GroupShard(bucket.layout, group)
+    _attach(modules, unit)
+    return module
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether it is an FSDPModule."""
+    return isinstance(module, FSDPModule)
+
+
+def _modules(given: Any) -> list[nn.Module]:
+    """The modules that were given, without those that lie inside others of them."""
+    if isinstance(given, nn.Module):
+        modules = [given]
+    elif isinstance(given, list | tuple) and given and all(isinstance(module, nn.Module) for module in given):
+        inner = {id(module) for outer in given for module in outer.modules() if module is not outer}
+        modules = [module for module in dict.fromkeys(given) if id(module) not in inner]
+    else:
+        raise UsageError(f"fully_shard: expected a module or a list of modules, got {type(given).__name__}")
+    for module in modules:
+        name = type(module).__name__
+        if isinstance(module, FSDPModule):
+            raise _AlreadyShardedError(f"fully_shard: this {name} is sharded already; shard a module once")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise UsageError(f"fully_shard: a {name} has no forward; shard the modules inside it")
+    return modules
+
+
+class _AlreadyShardedError(UsageError, AssertionError):
+    """Also an AssertionError, since torch raises that."""
+
+
+def _as_policy(given: Any) -> MixedPrecisionPolicy:
+    """torch's own record is taken too: scripts mix their imports."""
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    if type(given).__name__ == MixedPrecisionPolicy.__name__:
+        return MixedPrecisionPolicy(**vars(given))
+    raise UsageError(f"fully_shard: expected mp_policy to be a MixedPrecisionPolicy, got {given!r}")
+
+
+def _group_size(asked: Any, data: DataMesh) -> int | None:
+    """The size of the group that keeps the parameters between forward and backward; None where the question is which of all
+    and none. 1 means none."""
+    if asked is None or isinstance(asked, bool):
+        return None
+    size = data.unit_mesh.shards.size
+    if not isinstance(asked, int) or asked < 1 or size % asked:
+        raise MeshError(
+            f"fully_shard: expected reshard_after_forward to be True, False, None or a number that divides the {size} ranks of "
+            f"the shard axis, got {asked!r}"
+        )
+    return None if asked == size else asked
+
+
+@functools.lru_cache(maxsize=64)
+def _group_mesh(data: DataMesh, size: int) -> DeviceMesh:
+    """The (replicate, shard) mesh over which a unit is sharded between forward and backward (R08)."""
+    spec = data.unit_mesh.spec
+    first = post_forward_group(spec, 0, size)
+    assert len(first) == size
+    return DeviceMesh(data.mesh.device_type, data.mesh.mesh.reshape(-1, size))
+
+
+def _settings(data: DataMesh, policy: MixedPrecisionPolicy, group_size: int | None) -> dict[str, str]:
+    """What all ranks must have alike, in words."""
+    spec = data.unit_mesh.spec
+    return {
+        "mesh": f"{spec.replicate} x {spec.shard} (replicate x shard)",
+        "mp_policy": str(policy),
+        "smaller group": str(group_size),
+    }
+
+
+def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
+    """Let the modules run under the unit: hooks, their class, and where the unit is found."""
+    # Of several modules: those that have not run in this pass.
+    to_run: set[nn.Module] = set()
 
     def before(inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _schedule_of(inner, keeps_root).begin_forward(unit, args, kwargs)
+        schedule = unit.schedule or begin_as_root(inner)
+        if not to_run:
+            to_run.update(modules)
+        return schedule.begin_forward(unit, args, kwargs)
 
-    def after(inner: nn.Module, args: Any, output: Any) -> None:
+    def after(inner: nn.Module, args: Any, output: Any) -> Any:
         # Called always: without an output and with an exception under way, the module has raised, or its first use has.
         if unit.schedule is None:
-            return
+            return None
+        to_run.discard(inner)
         if output is None and sys.exc_info()[0] is not None:
-            unit.schedule.abandon_forward(unit)
-        else:
-            unit.schedule.end_forward(unit, output)
+            to_run.clear()
+            return unit.schedule.abandon_forward(unit)
+        return unit.schedule.end_forward(unit, output, whole=not to_run)
 
     def show_sharded(inner: nn.Module, *_: Any) -> None:
         unit.conceal()
@@ -128,34 +210,13 @@ def fully_shard(
         for bucket in unit.buckets:
             bucket.exposure.adopt()
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
-    module.register_state_dict_pre_hook(show_sharded)
-    module.register_load_state_dict_pre_hook(show_sharded)
-    # At once, not at the next gather: an optimizer made in between must get the parameters that stay.
-    module.register_load_state_dict_post_hook(adopt)
-    module.__class__ = _sharded_class(type(module))
-    return module
-
-
-@functools.cache
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a sharded `cls`: one for all its instances, so that they stay of one type."""
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-
-
-def _schedule_of(module: nn.Module, keeps_root: bool) -> Schedule:
-    """The schedule that the module runs under; if it has none, it is a root that is used for the first time."""
-    unit = unit_of(module)
-    if unit.schedule is None:
-        if keeps_root:
-            unit.choices.reshard_after_forward = False
-        named = [(name, unit_of(inner)) for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
-        return Schedule(named, face="fully_shard")
-    return unit.schedule
-
-
-def _default_mesh(module: nn.Module) -> DeviceMesh:
-    world_size = default_process_group().size()
-    device = next((param.device.type for param in module.parameters()), "cpu")
-    return init_device_mesh(device, (world_size,))
+    for module in modules:
+        module.__dict__[UNIT] = unit
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+        module.register_state_dict_pre_hook(show_sharded)
+        module.register_load_state_dict_pre_hook(show_sharded)
+        # At once, not at the next gather: an optimizer made in between must get the parameters that stay.
+        module.register_load_state_dict_post_hook(adopt)
+        module.__class__ = sharded_class(type(module))
+    unit.call_around = (before, after)

@@ -1,18 +1,35 @@
 """GradStore: from the full gradients of one rank to the sharded mean gradient of all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from crossframe.faces import Face
-from crossframe.layout import Layout
+from crossframe.layout import Column, Layout
 from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
 from torch_backend.collectives import UnitMesh
 from torch_backend.comm_hook import CommHook
 from torch_backend.dtypes import torch_dtype
+from torch_backend.gather import rows_of
 from torch_backend.streams import Streams
+
+
+@dataclass
+class ReductionChoices:
+    """What a user changed in how the gradients of a bucket are reduced; between steps it may be changed again.
+
+    Attributes:
+        divide_factor: in the place of the number of ranks (R27).
+        all_reduce_hook: called with this rank's reduced gradient, 1-D, behind the last collective and ahead of the division
+            that may follow.
+    """
+
+    divide_factor: float | None = None
+    all_reduce_hook: Callable[[Tensor], Any] | None = None
 
 
 class GradStore:
@@ -21,24 +38,46 @@ class GradStore:
     Attributes:
         arrived: this rank's reduced gradient, of shape (padded_shard_numel,), in the dtype that is kept, once `advance` has
             come to its end.
+        partial: what earlier microbatches left, summed over the shard group and not yet over the replicas (R28).
     """
 
-    def __init__(self, layout: Layout, precision: Precision, face: Face, mesh: UnitMesh, streams: Streams) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        precision: Precision,
+        face: Face,
+        mesh: UnitMesh,
+        streams: Streams,
+        choices: ReductionChoices,
+    ) -> None:
         self.layout = layout
-        self._mesh, self._streams = mesh, streams
+        self._mesh, self._streams, self._choices, self._face = mesh, streams, choices, face
         self._reduced, self._kept = torch_dtype(precision.reduced), torch_dtype(precision.kept)
+        self._reduced_name = precision.reduced
         self._steps = reduction_steps(mesh.spec, face)
+        self._steps_to_partial = self._steps
+        if face is Face.FSDP2 and mesh.spec.replicate > 1:
+            self._steps_to_partial = reduction_steps(mesh.spec, face, all_reduce=False)
         self._factors = factors_of(mesh.spec, face, precision.reduced)
+        self._on_dim_0 = layout.contiguous or all(column.dim == 0 for column in layout.columns)
         self._under_way: Iterator[None] | None = None
         self.arrived: Tensor | None = None
+        self.partial: Tensor | None = None
 
-    def start(self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None) -> None:
+    def start(
+        self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None, all_reduce: bool = True
+    ) -> None:
         """Issue the first collective of the reduction of this rank's full gradients, in the layout's order; None counts as zeros
-        (R29)."""
+        (R29).
+
+        Args:
+            all_reduce: False leaves the sum over the replicas to a later reduction.
+        """
         self._streams.before_collect()
         full = self._collect(grads, cast=hook is None or not hook.casts)
         self._streams.begin_reduction(full)
-        self._under_way = self._reduce(full, unit) if hook is None else self._call(hook, full)
+        steps = self._steps if all_reduce else self._steps_to_partial
+        self._under_way = self._reduce(full, unit, steps) if hook is None else self._call(hook, full)
         self.advance()
         while self._streams.queues and self._under_way is not None:
             self.advance()
@@ -58,28 +97,40 @@ class GradStore:
         return shard
 
     def abandon(self) -> None:
-        """Let go of a reduction that failed."""
-        self._under_way = self.arrived = None
+        """Let go of a reduction that failed, and of what earlier ones left for it."""
+        self._under_way = self.arrived = self.partial = None
 
-    def _reduce(self, value: Tensor, unit: str) -> Iterator[None]:
+    def _reduce(self, value: Tensor, unit: str, steps: Sequence[ReductionStep]) -> Iterator[None]:
         """The core's steps. Between two of them, wherever one waits for other ranks, the host may do something else."""
-        step, factors = ReductionStep, self._factors
-        for this in self._steps:
+        step, factors, choices = ReductionStep, self._factors, self._choices
+        if choices.divide_factor is not None:
+            factors = factors_of(self._mesh.spec, self._face, self._reduced_name, choices.divide_factor)
+        for this in steps:
             if this is step.DIVIDE_BEFORE:
                 _divide(value, factors.before)
             elif this is step.REDUCE_SCATTER:
-                shard = value.new_empty(self.layout.padded_shard_numel)
-                work = self._mesh.shards.reduce_scatter(shard, value, unit=unit, phase="backward")
+                group = self._mesh.reducing
+                shard = group.allocate_reduced(self.layout.padded_shard_numel, value)
+                work = group.reduce_scatter(shard, value, unit=unit, phase="backward")
                 yield
                 work.wait()
                 value = shard
             elif this is step.DIVIDE_BETWEEN:
                 _divide(value, factors.between)
+            elif this is step.ADD_PARTIAL:
+                if self.partial is not None:
+                    value.add_(self.partial)
+                    self.partial = None
+            elif this is step.KEEP_PARTIAL:
+                self.partial = value
+                return
             elif this is step.ALL_REDUCE:
                 work = self._mesh.replicas.all_reduce(value, unit=unit, phase="backward")
                 yield
                 work.wait()
             elif this is step.DIVIDE_AFTER:
+                if choices.all_reduce_hook is not None:
+                    choices.all_reduce_hook(value)
                 _divide(value, factors.after)
             elif this is step.CAST_TO_KEPT:
                 self.arrived = value.to(self._kept)
@@ -101,13 +152,18 @@ class GradStore:
         some = next(grad for grad in grads if grad is not None)
         dtype, zeros = self._reduced if cast else some.dtype, some.new_zeros
         if not layout.contiguous:
-            full = some.new_empty((layout.world_size, layout.padded_shard_numel), dtype=dtype)
+            full = self._mesh.reducing.allocate_reduced(layout.gathered_numel, some, dtype)
+            table = full.view(layout.world_size, layout.padded_shard_numel)
             present = [zeros(p.shape) if g is None else g for p, g in zip(layout.params, grads, strict=True)]
-            if some.dtype == dtype:
-                torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=full)
+            if self._on_dim_0:
+                if some.dtype == dtype:
+                    torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=table)
+                else:
+                    table.copy_(torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size))
             else:
-                full.copy_(torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size))
-            return full.view(-1)
+                for column, spec, grad in zip(layout.columns, layout.params, present, strict=True):
+                    _put(table[:, column.start : column.start + column.width], grad, spec.shape, column)
+            return full
         parts, end = [], 0
         for spec, start, grad in zip(layout.params, layout.offsets, grads, strict=True):
             if end < start:
@@ -117,6 +173,16 @@ class GradStore:
         if end < layout.gathered_numel:
             parts.append(zeros(layout.gathered_numel - end))
         return torch.cat(parts).to(dtype)
+
+
+def _put(target: Tensor, grad: Tensor, shape: tuple[int, ...], column: Column) -> None:
+    """Copy a full gradient into its column of the table of all ranks' shards, of shape (world_size, width)."""
+    size = target.shape[0]
+    if column.dim:
+        rows = rows_of(grad.contiguous(), shape, column, size)
+        target.view(rows.shape).copy_(rows)
+    elif column.width:
+        torch.ops.aten._chunk_cat([grad], dim=0, num_chunks=size, out=target)
 
 
 def _divide(value: Tensor, factor: float) -> None:

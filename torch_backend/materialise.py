@@ -122,6 +122,16 @@ def move_to(
                         tensor.grad.data = tensor.grad.to(device)
 
 
+def move_to_mesh(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Parameter], device: torch.device) -> None:
+    """Move a unit's parameters and buffers to the device of its mesh, in place, wherever they are but on meta."""
+    left_out = {id(param) for param in ignored}
+    for module in own_modules(root, is_unit, ()):
+        for _, tensor in _own_tensors(module):
+            if tensor.device != device and not tensor.is_meta and id(tensor) not in left_out:
+                with torch.no_grad():
+                    tensor.data = tensor.to(device)
+
+
 def sync_states(root: nn.Module, is_unit: IsUnit, ignored: Ignored, mesh: UnitMesh, synced: Collection[int]) -> None:
     """Give every rank the values that the first rank has, of the unit's parameters and of all buffers below `root`.
 

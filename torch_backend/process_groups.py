@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.errors import UsageError
 from crossframe.strategy import Strategy
-from torch_backend.build import default_process_group
-from torch_backend.collectives import Alone, Communicator, UnitMesh
+from torch_backend.collectives import Alone, Communicator, UnitMesh, default_process_group
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 

@@ -267,6 +267,11 @@ def listed(ranks: Sequence[int]) -> str:
     return named if len(ranks) <= _MAX_NAMED else f"{named} and {len(ranks) - _MAX_NAMED} more"
 
 
+def num_rounds(group: dist.ProcessGroup) -> int:
+    """How many rounds this rank has entered with the group: right behind one, all ranks of it say the same."""
+    return _entered.get(group, 0)
+
+
 def group_key(group: dist.ProcessGroup) -> str:
     """Where a group's keys lie in the store. Its name is the same on all its ranks, and no other group's."""
     return f"crossframe/{group.group_name}"

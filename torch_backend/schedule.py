@@ -26,6 +26,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from crossframe.errors import UsageError
+from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Move
 from crossframe.strategy import Prefetch
 from torch_backend.agreement import check_agreement
@@ -64,6 +65,9 @@ class Schedule:
                     "module first, so that its units are scheduled together"
                 )
         check_agreement(named_units, face)
+        for name, unit in named_units:
+            for i, bucket in enumerate(unit.buckets):
+                bucket.unused.name(f"{name}/{i}")
         self.units = [unit for _, unit in named_units]
         self.root = self.units[0]
         steps = StepCount()
@@ -96,6 +100,11 @@ class Schedule:
         # Units whose reduction is under way, the oldest first.
         self._reducing: deque[Unit] = deque()
         self._in_backward = False
+        # Of units of several modules: those of which some have run, and the parameters are kept for the others.
+        self._in_part: dict[Unit, None] = {}
+        # Whether computation waits at the end of a backward for its reductions; and what gathers of the next step wait for.
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
 
     @property
     def _within_autograd(self) -> bool:
@@ -108,7 +117,7 @@ class Schedule:
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device, in the dtype
         that the user chose for them (R35)."""
-        dtype = unit.choices.input_dtype if unit.buckets else None
+        dtype = unit.choices.input_dtype if unit.buckets or unit.choices.face is Face.FSDP2 else None
         if unit is self.root:
             dtype = unit.choices.root_input_dtype or dtype
             if not self._within_autograd:
@@ -127,6 +136,8 @@ class Schedule:
         unit.unshard("forward")
         if unit.choices.forward_prefetch:
             self._prefetch(self._next.get(unit), "forward")
+        for other in unit.choices.forward_prefetch_units:
+            self._prefetch(other, "forward")
         unit.expose()
         unit.begin_use()
         self._begun.setdefault(unit)
@@ -162,11 +173,17 @@ class Schedule:
         """Gathers see what has been written to shards so far."""
         self._streams = {streams_of(unit.device) for unit in self.units if unit.device is not None}
         for streams in self._streams:
-            streams.shards_written()
+            if self.post_optim_event is None:
+                streams.shards_written()
+            else:
+                streams.gather_after(self.post_optim_event)
+        self.post_optim_event = None
 
     def _prefetch(self, unit: Unit | None, phase: str) -> None:
         """Issue a gather ahead of its need, unless it would be for nothing."""
-        if unit is not None and unit.state.activity == Activity.IDLE and not unit.summoned:
+        if unit is None or unit.state.activity != Activity.IDLE or unit.summoned:
+            return
+        if phase == "forward" or unit.choices.unshards_in_backward:
             unit.gather(phase)
 
     def _free_after_inputs(self, unit: Unit, inputs: Any) -> None:
@@ -191,20 +208,37 @@ class Schedule:
             self._free(unit)
 
     @_disable_dynamo
-    def end_forward(self, unit: Unit, output: Any) -> None:
-        """Reshard a unit that has computed, and watch for the gradient of its output."""
-        if unit.state.activity != Activity.FORWARD:  # computed again within its backward: that will reshard it
-            return
-        unit.move(Move.END_FORWARD)
-        unit.end_use()
+    def end_forward(self, unit: Unit, output: Any, *, whole: bool = True) -> Any:
+        """Reshard a unit that has computed, and watch for the gradient of its output. Returns that in the dtype that the user
+        chose.
+
+        Args:
+            whole: False if other modules of the unit are still to run, for which its parameters stay.
+        """
+        if unit.state.activity == Activity.FORWARD:  # else computed again within its backward, which will reshard it
+            unit.move(Move.END_FORWARD)
+            unit.end_use()
+            if whole:
+                self._in_part.pop(unit, None)
+                self._reshard_after_forward(unit)
+            else:
+                self._in_part.setdefault(unit)
+            if torch.is_grad_enabled():
+                self._watch(unit, output)
+            unit.current_use = None
+            if unit is self.root:
+                for part in self._in_part:
+                    self._reshard_after_forward(part)
+                self._in_part.clear()
+        dtype = unit.choices.output_dtype
+        return output if dtype is None else cast_floating(output, dtype)
+
+    def _reshard_after_forward(self, unit: Unit) -> None:
         self._ended.setdefault(unit, len(self._ended))
         if unit.choices.reshard_after_forward:
-            unit.reshard("forward")
+            unit.reshard_after_forward()
         else:
             self._conceal(unit)
-        if torch.is_grad_enabled():
-            self._watch(unit, output)
-        unit.current_use = None
 
     def _conceal(self, unit: Unit) -> None:
         """Full memory stays; what the module shows then is the face's."""
@@ -246,7 +280,9 @@ class Schedule:
         """A gradient of the unit's output has arrived."""
         self._join_backward()
         unit.begin_backward()
-        if unit.choices.backward_prefetch is Prefetch.BACKWARD_PRE:
+        for other in unit.choices.backward_prefetch_units:
+            self._prefetch(other, "backward")
+        if unit.choices.backward_prefetch is Prefetch.BACKWARD_PRE and not unit.choices.backward_prefetch_units:
             self._prefetch_before(unit)
 
     def _prefetch_before(self, unit: Unit) -> None:
@@ -276,8 +312,11 @@ class Schedule:
             self._reduce_in_turn()
 
     def _free(self, unit: Unit) -> None:
-        if unit.state.activity == Activity.BACKWARD and (unit.reduces or not unit.choices.keeps_full_unreduced):
+        if unit.state.activity == Activity.BACKWARD and self._reshards_after_backward(unit):
             unit.reshard("backward")
+
+    def _reshards_after_backward(self, unit: Unit) -> bool:
+        return unit.choices.reshard_after_backward and (unit.reduces or not unit.choices.keeps_full_unreduced)
 
     def _reduce_in_turn(self) -> None:
         """See [Note: order of reductions]."""
@@ -290,7 +329,7 @@ class Schedule:
                 return
 
     def _reduce(self, unit: Unit) -> None:
-        if unit.has_grads:
+        if unit.has_grads or (unit.choices.reduces_unused and unit.trained):
             self._advance_reductions()
             unit.start_reduction()
             self._reducing.append(unit)
@@ -311,7 +350,7 @@ class Schedule:
                 continue
             if unit.reduces:
                 self._reduce(unit)
-            if unit.reduces or not unit.choices.keeps_full_unreduced:
+            if self._reshards_after_backward(unit):
                 unit.reshard("backward")
             else:
                 unit.keep()
@@ -320,7 +359,9 @@ class Schedule:
         while self._reducing:
             self._advance_reductions()
         for streams in self._streams:
-            streams.end_reductions(host=any(bucket.offloaded for unit in self.units for bucket in unit.buckets))
+            host = any(bucket.offloaded for unit in self.units for bucket in unit.buckets)
+            if host or self.is_last_backward:
+                streams.end_reductions(host=host)
         self._leave_backward()
 
     def _leave_backward(self) -> None:
@@ -341,6 +382,7 @@ class Schedule:
         self._leave_backward()
         self._begun.clear()
         self._ended.clear()
+        self._in_part.clear()
         for unit in self.units:
             unit.reset()
 

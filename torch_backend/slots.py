@@ -3,7 +3,8 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from crossframe.dtypes import FLOATING
 from crossframe.errors import LayoutError
@@ -83,9 +84,8 @@ def owned_params(
                     f"{', '.join(FLOATING)}; pass it in ignored_states, or register it as a buffer"
                 )
             params[id(param)] = param
-            slots.append(
-                Slot(name, attribute, id(param), tuple(param.shape), dtype_name(param.dtype), param.requires_grad)
-            )
+            shape = tuple(local_of(param).shape)
+            slots.append(Slot(name, attribute, id(param), shape, dtype_name(param.dtype), param.requires_grad))
             where = (module, attribute)
             places = registrations.setdefault(id(param), [])
             if where not in places:
@@ -96,6 +96,11 @@ def owned_params(
         OwnedParam(spec, params[key := by_name[spec.name]], tuple(registrations[key]))  # type: ignore[index]
         for spec in (own.params if own else ())
     ]
+
+
+def local_of(param: Tensor) -> Tensor:
+    """What this rank has of a parameter under tensor parallelism; of others, the parameter itself."""
+    return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def named_below(module: str, params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:

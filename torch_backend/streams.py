@@ -9,7 +9,7 @@ reduced. The host waits for none of them. What one stream made and another uses 
   so far, so that gathers need not wait for computation and overlap it. With `limit_all_gathers` the host waits, before it
   issues a gather, until all but the last of the units freed so far are through: else it would run ahead, and memory with it;
 - gradients are collected on the computing stream, into a buffer that is held until that stream has waited for the reduction
-  that reads it. One such buffer is held at a time.
+  that reads it. One such buffer is held at a time, or as many as the user allows.
 
 On a CPU there is one queue, the host itself: gloo's collectives run in threads of their own, and `Work.wait` waits.
 """
@@ -33,9 +33,11 @@ class Streams:
 
     Attributes:
         queues: whether waiting for a collective leaves the host free to go on.
+        max_held: how many buffers of collected gradients may wait for their reductions.
     """
 
     queues = False
+    max_held = 1
 
     def unsharding(self) -> AbstractContextManager[Any]:
         """Inside, work is queued on the unshard stream."""
@@ -47,6 +49,12 @@ class Streams:
 
     def shards_written(self) -> None:
         """Let gathers wait for all that the computing stream was given so far."""
+
+    def moment(self) -> Any:
+        """What the computing stream was given so far, for `gather_after`."""
+
+    def gather_after(self, moment: Any) -> None:
+        """Let gathers wait for that."""
 
     def before_gather(self) -> None:
         """A gather is about to be issued: wait until no more is ahead than `before_free` was told to allow."""
@@ -71,6 +79,9 @@ class Streams:
     def reduction_read(self) -> None:
         """What is held has been read, once the reduce stream gets here."""
 
+    def join_host(self) -> None:
+        """Let the host wait for all reductions so far."""
+
     def end_reductions(self, *, host: bool) -> None:
         """Let the computing stream, and with `host` the host too, wait for all reductions; let go of what was held."""
 
@@ -88,7 +99,7 @@ class DeviceStreams(Streams):
         self._unshard = module.Stream(device, priority=-1)
         self._reduce = module.Stream(device, priority=-1)
         self._frees: deque[Any] = deque()
-        self._held: tuple[Tensor, Any] | None = None
+        self._held: deque[tuple[Tensor, Any]] = deque()
 
     def unsharding(self) -> AbstractContextManager[Any]:
         """See Streams."""
@@ -101,6 +112,14 @@ class DeviceStreams(Streams):
     def shards_written(self) -> None:
         """See Streams."""
         self._unshard.wait_stream(self._computing())
+
+    def moment(self) -> Any:
+        """See Streams."""
+        return self._computing().record_event()
+
+    def gather_after(self, moment: Any) -> None:
+        """See Streams."""
+        self._unshard.wait_event(moment)
 
     def before_gather(self) -> None:
         """See Streams."""
@@ -121,26 +140,29 @@ class DeviceStreams(Streams):
 
     def before_collect(self) -> None:
         """See Streams."""
-        if self._held is not None:
-            self._computing().wait_event(self._held[1])
-            self._held = None
+        while len(self._held) >= self.max_held:
+            self._computing().wait_event(self._held.popleft()[1])
 
     def begin_reduction(self, source: Tensor) -> None:
         """See Streams."""
         self._reduce.wait_stream(self._computing())
-        self._held = (source, None)
+        self._held.append((source, None))
 
     def reduction_read(self) -> None:
         """See Streams."""
-        assert self._held is not None
-        self._held = (self._held[0], self._reduce.record_event())
+        source, _ = self._held.pop()
+        self._held.append((source, self._reduce.record_event()))
 
     def end_reductions(self, *, host: bool) -> None:
         """See Streams."""
         self._computing().wait_stream(self._reduce)
-        self._held = None
+        self._held.clear()
         if host:
-            self._reduce.synchronize()
+            self.join_host()
+
+    def join_host(self) -> None:
+        """See Streams."""
+        self._reduce.synchronize()
 
 
 class _Event(Done):

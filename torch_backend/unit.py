@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from crossframe.errors import StateError
 from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
+from crossframe.params import ParamSpec
 from crossframe.unshard import UnshardRequest, residency_after
 from torch_backend.anchor import Use, anchored
 from torch_backend.bucket import Bucket, Writeback
@@ -32,18 +33,27 @@ class Unit:
     Attributes:
         name: its module's path from the root, known once the root has run; "" for the root.
         state: where it is in its life; only this class moves it.
-        mesh: the ranks that it is sharded and replicated over.
+        mesh: the ranks that it is sharded and replicated over; one of its buckets may have other ranks.
         choices: the user's.
         reduces: whether a backward ends in a reduction; False under no_sync (R15).
+        all_reduces: whether a reduction goes on over the replicas; False leaves partial sums for a later one (R28).
         schedule: the schedule of the root that this unit runs under, once that has run.
+        num_modules: how many modules it has; they are gathered and reduced together.
+        is_converting: whether its parameters are being moved or converted.
+        call_around: under FSDP2, what is called before and after a forward of any of its modules.
     """
 
-    def __init__(self, name: str, buckets: Sequence[Bucket], mesh: UnitMesh, choices: Choices) -> None:
-        self.name = name
+    call_around: tuple[Callable[..., Any], Callable[..., Any]]
+
+    def __init__(
+        self, name: str, buckets: Sequence[Bucket], mesh: UnitMesh, choices: Choices, *, num_modules: int = 1
+    ) -> None:
+        self.name, self.num_modules = name, num_modules
         self.buckets = list(buckets)
         self.mesh, self.choices = mesh, choices
         self.state = UnitState()
-        self.reduces = True
+        self.reduces = self.all_reduces = True
+        self.is_converting = False
         self.schedule: Schedule | None = None
         # Whether the full parameters that are here are for the next forward, and how many optimizer steps they have seen.
         self._kept = False
@@ -78,12 +88,26 @@ class Unit:
         return self.buckets[0].device if self.buckets else None
 
     def place(self, name: str) -> None:
-        """Learn the path from the root, and name the parameters after it."""
-        above = f"{self.name}." if self.schedule is not None and self.name else ""
+        """Learn the path from the root (of several modules their paths, "a, b"), and name the parameters after it."""
         for bucket in self.buckets:
-            params = named_below(name, renamed(bucket.layout.params, lambda known: known.removeprefix(above)))
-            bucket.place(replace(bucket.layout, params=params))  # type: ignore[type-var]
+            bucket.place(replace(bucket.layout, params=self.params_at(bucket, name)))  # type: ignore[type-var]
         self.name = name
+
+    def params_at(self, bucket: Bucket, name: str) -> tuple[ParamSpec, ...]:
+        """The parameters of one of its buckets, as they are called where the unit is at this path."""
+        named = named_below(name, bucket.local_params)
+        if self.num_modules > 1:
+            paths = name.split(", ")
+
+            def below(local: str) -> str:
+                place, _, rest = local.partition(".")
+                return f"{paths[int(place)]}.{rest}"
+
+            named = renamed(bucket.local_params, below)
+        return tuple(
+            replace(spec, name=known.name, aliases=known.aliases)
+            for spec, known in zip(bucket.layout.params, named, strict=True)
+        )
 
     def move(self, move: Move) -> None:
         """Take one step of the lifecycle, or raise StateError with this unit's name."""
@@ -158,15 +182,22 @@ class Unit:
                 bucket.exposure.show_sharded()
 
     def reshard(self, phase: str) -> None:
-        """Show the shards and free the full parameters."""
+        """Show the shards and free the full parameters, or what a smaller group holds of them."""
         self.conceal()
-        if self.is_full:
-            self._free(phase)
+        if self.state.residency != Residency.SHARD:
+            self.move(Move.RESHARD)
+            for bucket in self.buckets:
+                bucket.free(unit=self.name, phase=phase)
 
-    def _free(self, phase: str) -> None:
-        self.move(Move.RESHARD)
+    def reshard_after_forward(self) -> None:
+        """Free what need not be there between forward and backward (R08, R14)."""
+        if not self.buckets or self.buckets[0].part is None:
+            self.reshard("forward")
+            return
+        self.conceal()
+        self.move(Move.RESHARD_TO_GROUP)
         for bucket in self.buckets:
-            bucket.free(unit=self.name, phase=phase)
+            bucket.free_to_part(unit=self.name, phase="forward")
 
     def keep(self) -> None:
         """The next forward takes the full parameters as they are: the user asked for them, or a backward that reduced nothing
@@ -180,7 +211,7 @@ class Unit:
         written, which a rank without elements never sees, but whether an optimizer has stepped, and whether a forward for
         training begins, which gathers anew in any case.
         """
-        if self.is_full and self._steps_seen != self._steps.num:
+        if self.state.residency != Residency.SHARD and self._steps_seen != self._steps.num:
             self.conceal()
             self.move(Move.EDIT_SHARDS)
             assert self.state.freshness == Freshness.STALE
@@ -195,12 +226,23 @@ class Unit:
             self._task = torch._C._current_graph_task_id()
             # The uses of a backward are added up first, and the backwards then.
             if any(grad is not None for grad in self._grads):
-                self._earlier_grads = [_sum(a, b) for a, b in zip(self._earlier_grads, self._grads, strict=True)]
-                self._grads = [None] * len(self._grads)
+                self._keep_grads()
+        if not self.choices.unshards_in_backward and not self.is_full:
+            return
         self.unshard("backward")
         if self.state.exposure != Exposed.FULL:
             self.expose()
             self.resume_use()
+
+    def _keep_grads(self) -> None:
+        """Add what this backward has delivered to what earlier ones left, in the dtype in which it accumulates (R15)."""
+        kept = iter(self._earlier_grads), iter(self._grads)
+        self._earlier_grads = [
+            _sum(earlier, grad if grad is None else grad.to(bucket.accumulated))
+            for bucket in self.buckets
+            for _, earlier, grad in zip(bucket.buffer.leaves, *kept, strict=False)
+        ]
+        self._grads = [None] * len(self._earlier_grads)
 
     def end_backward(self) -> None:
         """The whole backward is over."""
@@ -245,16 +287,21 @@ class Unit:
 
     def start_reduction(self) -> None:
         """Issue the reduction of the full gradients that have come, and forget these."""
-        start = 0
+        start, choices = 0, self.choices
         for bucket in self.buckets:
             stop = start + len(bucket.buffer.leaves)
             # A leaf has a gradient of its own where the user took it from `parameters()` while it was registered.
             waiting = zip(self._earlier_grads[start:stop], self._grads[start:stop], bucket.buffer.leaves, strict=True)
             grads = [_sum(_sum(earlier, grad), leaf.grad) for earlier, grad, leaf in waiting]
             start = stop
+            if choices.reduces_unused:
+                grads = [
+                    torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad
+                    for grad, leaf in zip(grads, bucket.buffer.leaves, strict=True)
+                ]
             if any(grad is not None for grad in grads):
                 self._tell_local_grads(bucket, grads)
-                bucket.start_reduction(grads, unit=self.name, hook=self.choices.comm_hook)
+                bucket.start_reduction(grads, unit=self.name, hook=choices.comm_hook, all_reduce=self.all_reduces)
         self.drop_grads()
 
     def advance_reduction(self) -> bool:
@@ -266,9 +313,7 @@ class Unit:
     def reset(self) -> None:
         """Back to the shard from anywhere (R17): nothing full, nothing pending, no gradient half done."""
         for bucket in self.buckets:
-            bucket.exposure.show_sharded()
-            bucket.buffer.free()
-            bucket.grads.abandon()
+            bucket.reset()
         self.drop_grads()
         self.move(Move.RESET)
         self._uses.clear()
@@ -290,9 +335,11 @@ class Unit:
         for bucket in self.buckets:
             bucket.exposure.adopt()
             bucket.exposure.deregister()
+        self.is_converting = True
         try:
             yield
         finally:
+            self.is_converting = False
             for bucket in self.buckets:
                 bucket.convert(fn)
             waiting = self._grads, self._earlier_grads

@@ -1,13 +1,16 @@
 """FSDP2."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from crossframe.errors import ParamError
+from crossframe.errors import ReplacedError
+from crossframe.layout import PerParamLayout
 from torch_backend.exposure.registration import (
     RegisteredParams,
     call_grad_hooks,
@@ -17,33 +20,88 @@ from torch_backend.exposure.registration import (
     point_at,
     register,
 )
+from torch_backend.group_shard import GroupShard
+from torch_backend.placement import Placed, as_whole
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
 
 class DTensorExposure(RegisteredParams):
-    """DTensor parameters while sharded, the leaves themselves while unsharded, both truly registered."""
+    """DTensor parameters while sharded; while unsharded the leaves themselves, or under tensor parallelism DTensors of them."""
 
     conceals_after_forward = False
 
     def __init__(
-        self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter], mesh: DeviceMesh, rank: int
-    ):
-        self._local_shapes = [store.layout.shard_shape(i, rank) for i in range(len(owned))]  # type: ignore[attr-defined]
-        self._specs = [
-            DTensorSpec(mesh, (Shard(0),), TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)) for leaf in leaves
+        self,
+        owned: Sequence[OwnedParam],
+        store: ShardStore,
+        leaves: list[nn.Parameter],
+        placed: Sequence[Placed],
+        group_mesh: DeviceMesh | None = None,
+    ) -> None:
+        """
+        Args:
+            placed: where each parameter lies.
+            group_mesh: under resharding to a smaller group (replicate, shard) between forward and backward, if all parameters
+                are plain tensors (R08).
+        """
+        layout = store.layout
+        assert isinstance(layout, PerParamLayout)
+        self._local_shapes = [layout.shard_shape(i, store.rank) for i in range(len(owned))]
+        self._placed, self._group_mesh = placed, group_mesh
+        self._specs = [place.sharded for place in placed]
+        super().__init__(owned, store, leaves, [])
+        self.params = [
+            _parameter(local, spec, entry.spec.requires_grad)
+            for local, spec, entry in zip(self._locals(store.pieces), self._specs, owned, strict=True)
         ]
-        params = [
-            nn.Parameter(self._dtensor(i, piece), requires_grad=owned[i].spec.requires_grad)
-            for i, piece in enumerate(store.pieces)
-        ]
-        super().__init__(owned, store, leaves, params)
-        self.show_sharded()
+        self._take_leaves(leaves)
+        register(self._places, self.params)
 
-    def _dtensor(self, i: int, piece: Tensor) -> DTensor:
-        """Parameter i (or its gradient) from the elements that this rank holds of it; they are aliased, not copied."""
-        # Without __init__, which does nothing but passes through a wrapper that costs as much as the rest.
-        return DTensor.__new__(DTensor, piece.view(self._local_shapes[i]), self._specs[i], requires_grad=False)
+    def _take_leaves(self, leaves: list[nn.Parameter]) -> None:
+        self._leaves = self._full = leaves
+        self._wholes: list[Placed] = []
+        if any(place.whole is not None for place in self._placed):
+            self._wholes = [place.in_dtype(leaf.dtype) for place, leaf in zip(self._placed, leaves, strict=True)]
+            self._full = [
+                leaf if place.whole is None else _parameter(leaf.data, place.whole, leaf.requires_grad)
+                for leaf, place in zip(leaves, self._wholes, strict=True)
+            ]
+
+    def _locals(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank holds of each parameter, in its shape."""
+        return [piece.view(shape) for piece, shape in zip(pieces, self._local_shapes, strict=True)]
+
+    def show_full(self) -> None:
+        """Register the full parameters."""
+        register(self._places, self._full)
+
+    def use(self, aliases: Sequence[Tensor]) -> None:
+        """Attributes yield `aliases`, under tensor parallelism as DTensors."""
+        if self._wholes:
+            aliases = [as_whole(alias, place) for alias, place in zip(aliases, self._wholes, strict=True)]
+        super().use(aliases)
+
+    def sync_requires_grad(self) -> None:
+        """One by one."""
+        super().sync_requires_grad()
+        if self._wholes:
+            for param, full in zip(self.params, self._full, strict=True):
+                full.requires_grad_(param.requires_grad)
+
+    def show_part(self, part: GroupShard) -> None:
+        """Register DTensors of what the smaller group holds."""
+        mesh, layout = self._group_mesh, part.layout
+        if mesh is None or not isinstance(layout, PerParamLayout):
+            return
+        rank, parts = part.communicator.rank, []
+        for i, (piece, spec, leaf) in enumerate(zip(part.pieces, self._specs, self._leaves, strict=True)):
+            placements = (Replicate(), Shard(layout.shard_dims[i]))
+            local = piece.view(layout.shard_shape(i, rank))
+            meta = TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)
+            parts.append(_parameter(local, DTensorSpec(mesh, placements, meta), self.params[i].requires_grad))
+            assert spec.tensor_meta is not None
+        register(self._places, parts)
 
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """Register full parameters."""
@@ -61,29 +119,35 @@ class DTensorExposure(RegisteredParams):
     def adopt(self) -> None:
         """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
         self._take_back_places(self._check_dtensor)
-        for i, param in enumerate(self.params):
+        for i, (param, piece) in enumerate(zip(self.params, self._store.pieces, strict=True)):
             local = param._local_tensor  # type: ignore[attr-defined]
-            piece = self._store.pieces[i]
             if local.data_ptr() != piece.data_ptr() and piece.numel():
                 name = self._store.layout.params[i].name
                 copy_into(piece, local, name, self._store.rank, self._local_shapes[i])
-                param.data = self._dtensor(i, piece)
+                param.data = _dtensor(piece.view(self._local_shapes[i]), self._specs[i])
 
     def _check_dtensor(self, i: int, other: nn.Parameter) -> None:
+        name = self._store.layout.params[i].name
         if not isinstance(other, DTensor):
-            raise ParamError(
-                f"parameter {self._store.layout.params[i].name!r} was replaced by a {type(other).__name__}; expected a DTensor "
-                "sharded on dim 0 of the same mesh (use distribute_tensor), or copy into the parameter"
+            raise ReplacedError(
+                f"parameter {name!r} was replaced by a {type(other).__name__}; expected a DTensor of placements "
+                f"{self._specs[i].placements} on the same mesh (use distribute_tensor), or copy into the parameter"
+            )
+        if other._spec.placements != self._specs[i].placements:
+            raise ReplacedError(
+                f"parameter {name!r} was replaced by a DTensor of placements {other._spec.placements}, expected "
+                f"{self._specs[i].placements}; redistribute it first"
             )
 
-    def add_grad(self, shard: Tensor) -> None:
+    def add_grad(self, shard: Tensor, unused: Set[int]) -> None:
         """Each parameter's gradient is a DTensor over its part of the reduced shard."""
-        for i, (param, part) in enumerate(zip(self.params, self._store.split(shard), strict=True)):
-            if param.requires_grad:
-                if param.grad is None:
-                    param.grad = self._dtensor(i, part)
+        for i, (param, part) in enumerate(zip(self.params, self._locals(self._store.split(shard)), strict=True)):
+            if i not in unused and param.requires_grad:
+                grad = param.grad
+                if grad is None:
+                    param.grad = _dtensor(part, self._specs[i])
                 else:
-                    param.grad._local_tensor.add_(part.view(self._local_shapes[i]))  # type: ignore[attr-defined]
+                    grad._local_tensor.add_(part)  # type: ignore[attr-defined]
                 call_grad_hooks(param)
 
     def grads(self) -> list[Tensor | None]:
@@ -99,11 +163,29 @@ class DTensorExposure(RegisteredParams):
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Each parameter's local tensor becomes its piece of the new buffer."""
-        self._leaves = leaves
-        for i, (param, piece) in enumerate(zip(self.params, self._store.pieces, strict=True)):
-            point_at(param, self._dtensor(i, piece), fn)
+        self._take_leaves(leaves)
+        dtype = self._store.buffer.dtype
+        for i, (param, local) in enumerate(zip(self.params, self._locals(self._store.pieces), strict=True)):
+            meta = self._specs[i].tensor_meta
+            assert meta is not None
+            self._specs[i] = replace(self._specs[i], tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+            point_at(param, _dtensor(local, self._specs[i]), fn)
         register(self._places, self.params)
 
     def whole_grads(self) -> list[Tensor]:
         """The local tensors of the DTensor gradients."""
         return [param.grad._local_tensor for param in self.params if param.grad is not None]  # type: ignore[attr-defined]
+
+
+def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """A DTensor of what this rank holds; it is aliased, not copied."""
+    # Without __init__, which does nothing but passes through a wrapper that costs as much as the rest.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def _parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
+    """The same as a parameter: what nn.Parameter makes of a DTensor is that DTensor, marked."""
+    with torch.no_grad():
+        param = _dtensor(local.detach(), spec, requires_grad)
+    param._is_param = True  # type: ignore[attr-defined]
+    return param  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """FSDP1 without original parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from torch_backend.exposure.registration import (
     sync_requires_grad,
     unshadow,
 )
+from torch_backend.group_shard import GroupShard
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
@@ -115,7 +116,10 @@ class FlatExposure:
             grad[run.start : run.stop] = 0
         return [grad]
 
-    def add_grad(self, shard: Tensor) -> None:
+    def show_part(self, part: GroupShard) -> None:
+        """The flat parameter stays the shard."""
+
+    def add_grad(self, shard: Tensor, unused: Set[int]) -> None:
         """The gradient of the flat parameter is the whole reduced shard."""
         add_grad_to(self.flat_param, shard)
 

@@ -1,9 +1,11 @@
 """What an engine asks of a face."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 from torch import Tensor, nn
+
+from torch_backend.group_shard import GroupShard
 
 
 class Exposure(Protocol):
@@ -65,8 +67,13 @@ class Exposure(Protocol):
         """Take over data that the user put in the place of a sharded parameter's (R25)."""
         ...
 
-    def add_grad(self, shard: Tensor) -> None:
-        """Accumulate a reduced gradient, of shape (padded_shard_numel,), into what the optimizer reads."""
+    def show_part(self, part: GroupShard) -> None:
+        """A smaller group's shard is held between forward and backward, and may be registered."""
+        ...
+
+    def add_grad(self, shard: Tensor, unused: Set[int]) -> None:
+        """Accumulate a reduced gradient, of shape (padded_shard_numel,), into what the optimizer reads; but for the parameters
+        of indices `unused`, which have none."""
         ...
 
     def grads(self) -> list[Tensor | None]:

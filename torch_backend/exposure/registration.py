@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from crossframe.errors import ParamError
 from crossframe.writeback import check_replaced
 from torch_backend.dtypes import dtype_name
+from torch_backend.group_shard import GroupShard
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
@@ -162,6 +163,9 @@ class RegisteredParams:
         """One by one."""
         for param, leaf in zip(self.params, self._leaves, strict=True):
             sync_requires_grad(param, (leaf,))
+
+    def show_part(self, part: GroupShard) -> None:
+        """What is sharded over all ranks stays registered."""
 
     def deregister(self) -> None:
         """None of them is registered."""

@@ -1,0 +1,117 @@
+"""The ranks that `fully_shard` shards over: from a DeviceMesh to process groups (R10)."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from crossframe.errors import UsageError
+from torch_backend.collectives import Alone, Communicator, UnitMesh, default_process_group
+from torch_backend.fully_shard_api import DataParallelMeshDims
+
+
+@dataclass(frozen=True, eq=False)
+class DataMesh:
+    """The data parallel ranks of a unit.
+
+    Attributes:
+        mesh: one axis (shard); or two (replicate, shard); or, if it only replicates, one.
+        shards: whether there is an axis to shard over. It is the last.
+        spmd: the whole mesh, of which parameters are DTensors already, if the user said so by `dp_mesh_dims`.
+        dims: its axes that are data parallel, by index: to shard over, and to replicate over.
+    """
+
+    mesh: DeviceMesh
+    shards: bool = True
+    spmd: DeviceMesh | None = None
+    dims: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    @functools.cached_property
+    def unit_mesh(self) -> UnitMesh:
+        """Its process groups."""
+        group = Communicator(self.mesh.get_group(self.mesh.ndim - 1))
+        if not self.shards:
+            return UnitMesh(Alone(), group)
+        replicas = Communicator(self.mesh.get_group(0)) if self.mesh.ndim == 2 else Alone()
+        return UnitMesh(group, replicas)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its ranks compute."""
+        if self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
+
+
+def find_mesh(mesh: Any, dims: DataParallelMeshDims | None) -> DataMesh:
+    """The arguments `mesh` and `dp_mesh_dims` of `fully_shard`; all ranks if there is no mesh.
+
+    Raises:
+        UsageError: a mesh of more than two axes, or of two without names; axes that it has not.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"fully_shard: expected mesh to be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh is None:
+        default_process_group()
+        mesh = _mesh_of_all()
+    if dims is not None:
+        return _named(mesh, dims)
+    if mesh.ndim > 2:
+        raise UsageError(
+            f"fully_shard: expected a mesh of one axis (shard) or of two (replicate, shard), got one of shape "
+            f"{tuple(mesh.shape)}; slice the data parallel axes, mesh['dp'], or name them in dp_mesh_dims"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise _UnnamedAxesError(
+            "fully_shard: a mesh of two axes (replicate, shard) needs names; pass mesh_dim_names to init_device_mesh"
+        )
+    return _data_mesh(mesh)
+
+
+class _UnnamedAxesError(UsageError, AssertionError):
+    """Also an AssertionError, since torch raises that."""
+
+
+def _mesh_of_all() -> DeviceMesh:
+    accelerator = torch.accelerator.current_accelerator()
+    group = default_process_group()
+    return _mesh_over(group, "cpu" if accelerator is None else accelerator.type)
+
+
+@functools.lru_cache(maxsize=8)
+def _mesh_over(group: Any, device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, (group.size(),))
+
+
+@functools.lru_cache(maxsize=64)
+def _data_mesh(mesh: DeviceMesh) -> DataMesh:
+    return DataMesh(mesh)
+
+
+def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise UsageError("fully_shard: dp_mesh_dims names axes of the mesh, which has no mesh_dim_names")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise UsageError(f"fully_shard: dp_mesh_dims names the axis {name!r}; the mesh has {', '.join(names)}")
+    shard = _one_axis(mesh, dims.shard_names) if dims.shard_names else None
+    replicate = _one_axis(mesh, dims.replicate_names) if dims.replicate_names else None
+    data = shard or replicate
+    if shard is not None and replicate is not None:
+        data = joined(replicate, shard)
+    assert data is not None
+    indices = tuple(tuple(names.index(name) for name in some) for some in (dims.shard_names, dims.replicate_names))
+    return DataMesh(data, shards=shard is not None, spmd=mesh, dims=indices)  # type: ignore[arg-type]
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+@functools.lru_cache(maxsize=64)
+def joined(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh of the axes of several that are cut out of one."""
+    return DeviceMesh._concatenate(list(meshes))

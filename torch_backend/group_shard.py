@@ -1,0 +1,55 @@
+"""What a bucket holds between forward and backward when it reshards to a smaller group (R08)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from crossframe.layout import Layout, post_forward
+from torch_backend.collectives import Communicator
+from torch_backend.store import ShardStore
+
+
+class GroupShard:
+    """This rank's part of the full parameters, over the ranks of a smaller group, in the dtype of compute.
+
+    A layout that is one line is cut as it stands, so that its parts are gathered into the line again. Per parameter each is
+    chunked anew, as `torch.chunk` does over the smaller group: then a part is what a DTensor over that group says.
+
+    Attributes:
+        layout: over the smaller group.
+        communicator: between its ranks.
+        buffer: shape (gathered_numel / size,) or (padded_shard_numel,); None: not held now.
+        pieces: per parameter, what this rank holds, 1-D, as views of the buffer; none where the layout is one line.
+    """
+
+    def __init__(self, layout: Layout, communicator: Communicator) -> None:
+        """
+        Args:
+            layout: of the bucket, over all ranks of its shard group.
+        """
+        self.communicator = communicator
+        self.layout = layout if layout.contiguous else post_forward(layout, communicator.size)
+        self.buffer: Tensor | None = None
+        self.pieces: list[Tensor] = []
+
+    def take(self, full: Tensor, views: Sequence[Tensor]) -> None:
+        """Keep this rank's part.
+
+        Args:
+            full: shape (unsharded_numel,).
+            views: each parameter in it.
+        """
+        with torch.no_grad():
+            if self.layout.contiguous:
+                numel = full.numel() // self.communicator.size
+                self.buffer = full[self.communicator.rank * numel :][:numel].clone()
+            else:
+                store = ShardStore(self.layout, self.communicator.rank, views)
+                self.buffer, self.pieces = store.buffer, store.pieces
+
+    def give(self) -> Tensor:
+        """The part, which is no longer held here."""
+        assert self.buffer is not None
+        buffer, self.buffer, self.pieces = self.buffer, None, []
+        return buffer
