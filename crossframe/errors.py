@@ -41,6 +41,10 @@ class UsageError(CrossframeError):
     """Wrong use of a backend or of the command line."""
 
 
+class AssertedError(UsageError, AssertionError):
+    """Wrong use that torch refuses by an assertion."""
+
+
 class AgreementError(CrossframeError, RuntimeError):
     """Ranks that were given different models, units or settings."""
 

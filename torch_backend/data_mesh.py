@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from crossframe.errors import UsageError
+from crossframe.errors import AssertedError, UsageError
 from torch_backend.collectives import Alone, Communicator, UnitMesh, default_process_group
 from torch_backend.fully_shard_api import DataParallelMeshDims
 
@@ -64,14 +64,10 @@ def find_mesh(mesh: Any, dims: DataParallelMeshDims | None) -> DataMesh:
             f"{tuple(mesh.shape)}; slice the data parallel axes, mesh['dp'], or name them in dp_mesh_dims"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise _UnnamedAxesError(
+        raise AssertedError(
             "fully_shard: a mesh of two axes (replicate, shard) needs names; pass mesh_dim_names to init_device_mesh"
         )
     return _data_mesh(mesh)
-
-
-class _UnnamedAxesError(UsageError, AssertionError):
-    """Also an AssertionError, since torch raises that."""
 
 
 def _mesh_of_all() -> DeviceMesh:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from crossframe.errors import StateError, UnitError, UnsupportedError, UsageError
+from crossframe.errors import AssertedError, StateError, UnitError, UnsupportedError, UsageError
 from crossframe.reduction import custom_factors
 from torch_backend.bucket import Bucket
 from torch_backend.collectives import Communicator
@@ -50,7 +50,7 @@ class FSDPModule(nn.Module):
 
     def __deepcopy__(self, memo: dict) -> "FSDPModule":
         """Refused: the copy would share neither hooks nor memory with its unit."""
-        raise StateError("a sharded module cannot be copied; copy it before fully_shard, or use a state dict")
+        raise AssertedError("a sharded module cannot be copied; copy it before fully_shard, or use a state dict")
 
     # Parameters
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from crossframe.errors import MeshError, UsageError
+from crossframe.errors import AssertedError, MeshError, UsageError
 from crossframe.faces import Face
 from crossframe.layout import Layout, PerParamLayout, post_forward_group
 from torch_backend.build import build_unit
@@ -130,14 +130,10 @@ def _modules(given: Any) -> list[nn.Module]:
     for module in modules:
         name = type(module).__name__
         if isinstance(module, FSDPModule):
-            raise _AlreadyShardedError(f"fully_shard: this {name} is sharded already; shard a module once")
+            raise AssertedError(f"fully_shard: this {name} is sharded already; shard a module once")
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise UsageError(f"fully_shard: a {name} has no forward; shard the modules inside it")
     return modules
-
-
-class _AlreadyShardedError(UsageError, AssertionError):
-    """Also an AssertionError, since torch raises that."""
 
 
 def _as_policy(given: Any) -> MixedPrecisionPolicy:

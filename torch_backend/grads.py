@@ -154,14 +154,18 @@ class GradStore:
         if not layout.contiguous:
             full = self._mesh.reducing.allocate_reduced(layout.gathered_numel, some, dtype)
             table = full.view(layout.world_size, layout.padded_shard_numel)
-            present = [zeros(p.shape) if g is None else g for p, g in zip(layout.params, grads, strict=True)]
-            if self._on_dim_0:
+            # What has no elements has no column, and _chunk_cat refuses it.
+            present = [zeros(p.shape) if g is None else g for p, g in zip(layout.params, grads, strict=True) if p.numel]
+            if not present:
+                pass
+            elif self._on_dim_0:
                 if some.dtype == dtype:
                     torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=table)
                 else:
                     table.copy_(torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size))
             else:
-                for column, spec, grad in zip(layout.columns, layout.params, present, strict=True):
+                filled = [pair for pair in zip(layout.columns, layout.params, strict=True) if pair[1].numel]
+                for (column, spec), grad in zip(filled, present, strict=True):
                     _put(table[:, column.start : column.start + column.width], grad, spec.shape, column)
             return full
         parts, end = [], 0
@@ -181,7 +185,7 @@ def _put(target: Tensor, grad: Tensor, shape: tuple[int, ...], column: Column) -
     if column.dim:
         rows = rows_of(grad.contiguous(), shape, column, size)
         target.view(rows.shape).copy_(rows)
-    elif column.width:
+    else:
         torch.ops.aten._chunk_cat([grad], dim=0, num_chunks=size, out=target)
 
 

@@ -125,8 +125,9 @@ class Unit:
                 if bucket.buffer.is_shard and self.state.exposure == Exposed.SHARDED:
                     bucket.exposure.adopt()
             return
-        for bucket in self.buckets:
-            bucket.exposure.adopt()
+        if self.state.residency == Residency.SHARD:
+            for bucket in self.buckets:
+                bucket.exposure.adopt()
         self.move(Move.GATHER)
         self._steps_seen = self._steps.num
         self._kept = False
@@ -330,6 +331,8 @@ class Unit:
         if self.schedule is not None:
             self.schedule.recover()
         if self.state != UnitState():
+            if self.state.activity == Activity.IDLE:
+                self.conceal()
             self.move(Move.EDIT_SHARDS)  # refused in use, and the message says why
             self.reshard("summon")
         for bucket in self.buckets:
@@ -342,6 +345,7 @@ class Unit:
             self.is_converting = False
             for bucket in self.buckets:
                 bucket.convert(fn)
+                count_steps(bucket.exposure.managed(), self._steps)
             waiting = self._grads, self._earlier_grads
             self._take_leaves()
             self._grads, self._earlier_grads = (

@@ -250,7 +250,8 @@ def _run(rank, world_size, face, fault):
                 torch_backend.fully_shard(block)
             torch_backend.fully_shard(model)
         if fault:
-            setattr(streams, fault, {"settle": lambda work: work}.get(fault, lambda *_, **__: None))
+            instead = {"settle": lambda work: work, "before_collect": lambda: streams._held.clear()}
+            setattr(streams, fault, instead.get(fault, lambda *_, **__: None))
         for module in linears:
             module.register_forward_hook(lambda m, *_: device.access(m.weight, "forward reading", write=False))
             module.register_full_backward_hook(lambda m, *_: device.access(m.weight, "backward reading", write=False))

@@ -17,7 +17,6 @@ from torch_backend.exposure.registration import (
     copy_into,
     full_params,
     left_by_user,
-    point_at,
     register,
 )
 from torch_backend.group_shard import GroupShard
@@ -124,7 +123,12 @@ class DTensorExposure(RegisteredParams):
             if local.data_ptr() != piece.data_ptr() and piece.numel():
                 name = self._store.layout.params[i].name
                 copy_into(piece, local, name, self._store.rank, self._local_shapes[i])
-                param.data = _dtensor(piece.view(self._local_shapes[i]), self._specs[i])
+                param._local_tensor = piece.view(self._local_shapes[i])  # type: ignore[attr-defined]
+
+    def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
+        # A DTensor's data is the tensor that it wraps.
+        param._local_tensor = other._local_tensor.detach()  # type: ignore[attr-defined]
+        param.grad = other.grad
 
     def _check_dtensor(self, i: int, other: nn.Parameter) -> None:
         name = self._store.layout.params[i].name
@@ -169,7 +173,13 @@ class DTensorExposure(RegisteredParams):
             meta = self._specs[i].tensor_meta
             assert meta is not None
             self._specs[i] = replace(self._specs[i], tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
-            point_at(param, _dtensor(local, self._specs[i]), fn)
+            if param.is_meta != local.is_meta:  # one object cannot be both
+                self.params[i] = _parameter(local, self._specs[i], param.requires_grad)
+                continue
+            grad, param.grad = param.grad, None
+            param.data = _dtensor(local, self._specs[i])
+            param._local_tensor, param._spec = local, self._specs[i]  # type: ignore[attr-defined]
+            param.grad = None if grad is None else _dtensor(fn(grad._local_tensor), self._specs[i])  # type: ignore[attr-defined]
         register(self._places, self.params)
 
     def whole_grads(self) -> list[Tensor]:

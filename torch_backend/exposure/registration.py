@@ -187,6 +187,9 @@ class RegisteredParams:
             registered = owner._parameters.get(attribute)
             if registered is not None and registered is not self.params[i]:
                 check(i, registered)
-                self.params[i].data = registered.data
-                self.params[i].grad = registered.grad
+                self._take_over(self.params[i], registered)
                 owner._parameters[attribute] = self.params[i]
+
+    def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
+        param.data = other.data
+        param.grad = other.grad
