@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
-COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)  # what steps are made of
+ALL_TO_ALL = "all_to_all"  # shards go over to another layout (R36): between steps, and in no plan
 
 FREE = "free"  # the full parameters are given back
 RESHARD_TO_GROUP = "reshard_to_group"  # all of them but a smaller group's shard (R08)
@@ -23,10 +24,10 @@ class Event:
     Attributes:
         kind: one of the kinds above.
         unit: the unit that it is done for; "" is the root.
-        phase: "forward", "backward" or "step".
+        phase: "forward", "backward" or "step"; of what a backend does between steps, "summon" or "state".
         dtype: dtype of what travels, is freed, or is computed with.
         num_bytes: bytes of the unsharded side on one rank: what an all-gather fills, a reduce-scatter or an all-reduce takes
-            in, a free gives back, a computation reads of its parameters.
+            in, a free gives back, a computation reads of its parameters. Of an all-to-all: what this rank takes in.
         group: the ranks that take part. Evenly spaced ranks are kept as a `range`, whose size does not grow with them.
         microbatch: which of the step's microbatches it belongs to.
         bucket: which bucket of the unit. Neither counts when two events are compared: who watches a backend cannot tell.

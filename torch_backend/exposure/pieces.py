@@ -1,0 +1,138 @@
+"""FSDP2 with a flat or ragged layout."""
+
+from collections.abc import Callable, Sequence, Set
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_backend import optimizer_probe  # noqa: F401  # optimizers that hold PieceTensors are looked at before they step
+from torch_backend.collectives import Communicator
+from torch_backend.exposure.registration import (
+    Place as Registration,
+)
+from torch_backend.exposure.registration import (
+    RegisteredParams,
+    call_grad_hooks,
+    copy_into,
+    full_params,
+    left_by_user,
+    point_at,
+    register,
+)
+from torch_backend.piece_place import Place
+from torch_backend.piece_tensor import PieceTensor, check_like, piece_tensor
+from torch_backend.slots import OwnedParam
+from torch_backend.store import ShardStore
+
+
+class PieceExposure(RegisteredParams):
+    """PieceTensor parameters while sharded, the leaves themselves while unsharded, both truly registered.
+
+    [Note: one addition] All gradients of a bucket are views of the one buffer that its first reduction made, as long as nobody
+    has put another tensor in the place of one. Then a further gradient is added to all of them at once; the sum of padding,
+    which lies between them, is read by no one.
+
+    Attributes:
+        places: where each parameter lies, in the layout's order.
+    """
+
+    conceals_after_forward = False
+
+    def __init__(
+        self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter], mesh: DeviceMesh, rank: int
+    ) -> None:
+        """
+        Args:
+            mesh: the ranks: (shard,) or (replicate, shard).
+            rank: this rank's place among the shards.
+        """
+        assert rank == store.rank
+        shards = Communicator(mesh.get_group(mesh.ndim - 1))
+        self.places = [Place(store, i, mesh, shards) for i in range(len(owned))]
+        params = [
+            nn.Parameter(piece_tensor(piece, place), requires_grad=entry.spec.requires_grad)
+            for piece, place, entry in zip(store.pieces, self.places, owned, strict=True)
+        ]
+        super().__init__(owned, store, leaves, params)
+        self._shown: list[nn.Parameter] = []
+        # See [Note: one addition]: the buffer, and the gradients in it with the views that they had when they were made.
+        self._sum: Tensor | None = None
+        self._in_sum: list[tuple[int, PieceTensor, Tensor]] = []
+        self.show_sharded()
+
+    @property
+    def registered(self) -> list[Registration]:
+        """Where each parameter is registered."""
+        return self._places
+
+    def show_part(self, part: object) -> None:
+        """What a smaller group holds is no run that a PieceTensor describes: the shards stay registered."""
+
+    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
+        """Register full parameters."""
+        assert grads is None, "no interface asks for them"
+        self._shown = full_params(full, self._leaves)
+        register(self._places, self._shown)
+
+    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Register the PieceTensor parameters again."""
+        current = self.left()
+        register(self._places, self.params)
+        self._shown = []
+        return current, []
+
+    def left(self) -> list[Tensor]:
+        """What is registered now."""
+        return left_by_user(self._places, self._shown)
+
+    def adopt(self) -> None:
+        """Data may have been assigned or moved, or parameters replaced by other objects."""
+        self._take_back_places(lambda i, other: check_like(self.params[i], other, "was replaced"))  # type: ignore[arg-type]
+        for i, (param, piece) in enumerate(zip(self.params, self._store.pieces, strict=True)):
+            local = param.local  # type: ignore[attr-defined]
+            if local is not piece and (local.data_ptr() != piece.data_ptr() or local.dtype != piece.dtype):
+                name = self._store.layout.params[i].name
+                copy_into(piece, local, name, self._store.rank, tuple(piece.shape))
+                param.data = piece_tensor(piece, self.places[i])
+
+    def add_grad(self, shard: Tensor, unused: Set[int] = frozenset()) -> None:
+        """Each parameter's gradient is a PieceTensor over its part of the reduced shard."""
+        params, trained = self.params, [i for i, p in enumerate(self.params) if p.requires_grad and i not in unused]
+        if self._sum is not None and self._sum.dtype == shard.dtype and self._sum_is_whole(trained):
+            self._sum.add_(shard)
+        else:
+            self._sum, self._in_sum = shard, []
+            parts = self._store.split(shard)
+            for i in trained:
+                if params[i].grad is None:
+                    grad = params[i].grad = piece_tensor(parts[i], self.places[i])
+                    self._in_sum.append((i, grad, parts[i]))
+                else:
+                    params[i].grad.local.add_(parts[i])  # type: ignore[union-attr]
+        for i in trained:
+            call_grad_hooks(params[i])
+
+    def _sum_is_whole(self, trained: Sequence[int]) -> bool:
+        """Whether the gradients of `trained`, and no others, are what the last buffer was made into."""
+        return [i for i, _, _ in self._in_sum] == trained and all(
+            self.params[i].grad is grad and grad.local is view for i, grad, view in self._in_sum
+        )
+
+    def grads(self) -> list[Tensor | None]:
+        """What is here of each gradient."""
+        return [None if param.grad is None else param.grad.local for param in self.params]  # type: ignore[union-attr]
+
+    def whole_grads(self) -> list[Tensor]:
+        """What is here of the gradients that there are."""
+        return [grad for grad in self.grads() if grad is not None]
+
+    def write_grads(self, full: Sequence[Tensor | None]) -> None:
+        """None were shown."""
+
+    def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
+        """Each parameter becomes its piece of the new buffer."""
+        self._leaves = leaves
+        self._sum, self._in_sum = None, []
+        for param, piece, place in zip(self.params, self._store.pieces, self.places, strict=True):
+            point_at(param, piece_tensor(piece, place), fn)
+        register(self._places, self.params)

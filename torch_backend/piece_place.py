@@ -1,0 +1,71 @@
+"""Where a parameter of a flat or ragged layout lies: what a PieceTensor knows beside its elements."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from crossframe.layout import Layout, Piece
+from torch_backend.collectives import Communicator
+from torch_backend.store import ShardStore
+
+
+class Place:
+    """Where one parameter of a bucket lies, which its parameter, gradient and optimizer state have in common.
+
+    Attributes:
+        store: the shard that it is a part of.
+        index: its index in the layout.
+        mesh: the ranks: (shard,) or (replicate, shard).
+        shards: this rank's shard group.
+        shape: of the parameter.
+        numel: how many elements this rank holds.
+        key: equal for two places that cut their parameters alike, between the same ranks.
+    """
+
+    def __init__(self, store: ShardStore, index: int, mesh: DeviceMesh, shards: Communicator) -> None:
+        self.store, self.index, self.mesh, self.shards = store, index, mesh, shards
+        layout = store.layout
+        self.shape = torch.Size(layout.params[index].shape)
+        self.numel = store.pieces[index].numel()
+        self.placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+        self.key = (layout.offsets[index], layout.padded_shard_numel, layout.world_size, self.shape, shards.ranks)
+        self._line_specs: dict[torch.dtype, DTensorSpec] = {}
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the bucket. Its parameters get their full names once the root has run."""
+        return self.store.layout
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.layout.params[self.index].name
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What each rank of the shard group holds of the parameter, the empty pieces left out, in the order of elements."""
+        return tuple(self.layout.find(self.index, 0, self.layout.params[self.index].numel))
+
+    def line(self, local: Tensor) -> DTensor:
+        """The elements here as a part of a 1-D DTensor: right for what does not ask in which order they are, such as a norm."""
+        if not self.numel:
+            local = local.new_zeros(1)  # no norm of infinite order is defined without elements; a zero changes none
+        spec = self._line_specs.get(local.dtype)
+        if spec is None:
+            meta = TensorMeta(torch.Size((self.shape.numel(),)), (1,), local.dtype)
+            spec = self._line_specs[local.dtype] = DTensorSpec(self.mesh, self.placements, meta)
+        return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The whole tensor on every rank, from what each holds of it. An all-gather."""
+        width = max((piece.numel for piece in self.pieces), default=0)
+        padded = local.new_zeros(width)
+        padded[: self.numel] = local
+        # As bytes, since not every backend moves every dtype.
+        gathered = self.shards.gather_all(padded.view(torch.uint8)).view(local.dtype)
+        parts = [gathered[piece.rank, : piece.numel] for piece in self.pieces]
+        return torch.cat(parts).view(self.shape) if parts else local.new_empty(self.shape)
