@@ -1,4 +1,5 @@
-"""Where `torch_backend` and `torch.distributed.fsdp` do not do the same: one operation each, with the smallest case of it.
+"""Where `torch_backend` and `torch.distributed.fsdp` do not do the same under FSDP1: one operation each, with the smallest case
+of it. Those under FSDP2 stand in `exceptions_fsdp2`.
 
 Every random case is led around these: `avoid` takes the operation out of it, and what is left must be the same. Nothing
 else is excepted. A departure whose fault lies here is in BUGS, each with a test that is expected to fail until it is
@@ -9,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.on_torch.differential import Case, Mixed, Options
+from tests.on_torch.differential_fsdp1 import Mixed, WrapOptions
+from tests.on_torch.histories import Case
 from tests.on_torch.trees import Node, Tree
 
 
@@ -67,7 +69,7 @@ def _has_frozen(node: Node) -> bool:
 
 
 def _one(leaf: Node, **options: Any) -> Case:
-    return Case(Tree(Node(children=(leaf,), unit=True)), Options(steps=1, **options))
+    return Case(Tree(Node(children=(leaf,), unit=True)), WrapOptions(steps=1, **options))
 
 
 _LONG = Node("vector", shape=(17,))
@@ -78,7 +80,9 @@ DEPARTURES = (
         "a trained parameter that is not used, in a unit of which only frozen parameters are",
         "torch computes gradients of frozen parameters too, so that it takes the unit as used and gives zeros (R29); ours "
         "computes none of these, and gives none",
-        Case(Tree(Node(children=(Node("vector", uses=0), Node("vector", frozen="all")), unit=True)), Options(steps=1)),
+        Case(
+            Tree(Node(children=(Node("vector", uses=0), Node("vector", frozen="all")), unit=True)), WrapOptions(steps=1)
+        ),
         "grad (step 0, ",
         lambda case: (
             case.options.use_orig_params
@@ -108,7 +112,7 @@ DEPARTURES = (
         "the gradient of a parameter without elements, with original parameters",
         "torch gives the rank in whose shard the parameter lies a gradient without elements, over which its own largest "
         "gradient then fails; ours gives none",
-        Case(Tree(Node(children=(Node("empty"), Node("vector")), unit=True)), Options(steps=1)),
+        Case(Tree(Node(children=(Node("empty"), Node("vector")), unit=True)), WrapOptions(steps=1)),
         "grad (step 0, ",
         lambda case: case.options.use_orig_params and any(node.kind == "empty" for node in case.nodes),
         _with_kind("empty", "vector"),
@@ -119,7 +123,7 @@ DEPARTURES = (
         "are the same on every rank",
         Case(
             Tree(Node(children=(Node("square"), Node("vector", uses=0)), unit=True)),
-            Options(
+            WrapOptions(
                 steps=1,
                 mixed=Mixed("bfloat16", keep_low_precision_grads=True, ignores=("Vector",)),
                 wrap="custom",
@@ -144,7 +148,7 @@ DEPARTURES = (
         "torch tells the inner unit nothing of what is ignored, and casts them; ours leaves them alone",
         Case(
             Tree(Node(children=(Node(children=(Node("buffers", ignored=True), _LONG), unit=True), _LONG), unit=True)),
-            Options(steps=1, mixed=Mixed(buffer_dtype="float16"), wrap="module"),
+            WrapOptions(steps=1, mixed=Mixed(buffer_dtype="float16"), wrap="module"),
         ),
         "buffer (step 0, ",
         lambda case: (
@@ -161,7 +165,7 @@ DEPARTURES = (
         "steps so far; ours takes that of the step",
         Case(
             Tree(Node(children=(Node("vector"),), unit=True), exact=True),
-            Options(steps=2, clip=(0.01, float("inf"))),
+            WrapOptions(steps=2, clip=(0.01, float("inf"))),
             world_size=4,
         ),
         "norm (step 1)",
@@ -191,7 +195,7 @@ DEPARTURES = (
                 Node(children=(Node(children=(Node("square"),), unit=True), Node("vector")), unit=True),
                 width=3,
             ),
-            Options(steps=1, sharding_strategy="NO_SHARD", clip=(100.0, 1.0)),
+            WrapOptions(steps=1, sharding_strategy="NO_SHARD", clip=(100.0, 1.0)),
         ),
         "norm (step 0)",
         lambda case: (
@@ -207,7 +211,7 @@ DEPARTURES = (
         "changes, that it added up for it; ours adds up the uses first. The same but for rounding",
         Case(
             Tree(Node(children=(Node("square"),), unit=True), width=5),
-            Options(steps=1, mixed=Mixed("bfloat16"), micro=(False, True), forwards=2),
+            WrapOptions(steps=1, mixed=Mixed("bfloat16"), micro=(False, True), forwards=2),
         ),
         "grad (step 0, ",
         lambda case: (
@@ -222,7 +226,7 @@ DEPARTURES = (
         "torch takes the largest of no elements, and raises on the rank that has the parameter; ours has no gradient there",
         Case(
             Tree(Node(children=(Node("empty"), _LONG, _LONG, Node("empty"), _LONG), unit=True)),  # one in either shard
-            Options(steps=1, clip=(1.0, float("inf"))),
+            WrapOptions(steps=1, clip=(1.0, float("inf"))),
         ),
         "cannot compute the inf norm on an empty tensor",
         lambda case: (
@@ -263,7 +267,7 @@ DEPARTURES = (
         "raises, on the rank that has them",
         Case(
             Tree(Node(children=(Node("tied"),), unit=True), width=5),  # wide enough for both ranks to have a part
-            Options(steps=1, mixed=Mixed("bfloat16", keep_low_precision_grads=True)),
+            WrapOptions(steps=1, mixed=Mixed("bfloat16", keep_low_precision_grads=True)),
         ),
         "attempting to assign a gradient with dtype 'c10::BFloat16'",
         lambda case: (
@@ -279,7 +283,7 @@ DEPARTURES = (
         "torch casts their inputs to float32, whatever their parameters are; ours to the dtype of their parameters",
         Case(
             Tree(Node(children=(Node("vector", dtype="float64"),), unit=True, dtype="float64")),
-            Options(steps=1, mixed=Mixed(ignores=("Vector",)), wrap="custom"),
+            WrapOptions(steps=1, mixed=Mixed(ignores=("Vector",)), wrap="custom"),
         ),
         "output (step 0, ",
         lambda case: (
@@ -294,7 +298,7 @@ DEPARTURES = (
         "torch shows zeros while parameters are summoned with gradients; ours shows none, as the plain model has",
         Case(
             Tree(Node(children=(Node("mlp", frozen="first"),), unit=True)),
-            Options(steps=1, sees_grads=True),
+            WrapOptions(steps=1, sees_grads=True),
         ),
         "full grad (step 0, ",
         lambda case: case.options.sees_grads and any(node.frozen for node in case.nodes),
@@ -329,20 +333,12 @@ MENDED = (
     _one(Node("vector"), mixed=Mixed("bfloat16", ignores=("Vector",)), wrap="custom"),
     Case(
         Tree(Node(children=(Node("vector"), Node("mlp", ignored=True, size=3)), unit=True)),
-        Options(steps=1, clip=(0.01, float("inf"))),
+        WrapOptions(steps=1, clip=(0.01, float("inf"))),
     ),
     Case(
         Tree(Node(children=(Node("plain"), Node("square", unit=True)), unit=True)),
-        Options(steps=1, mixed=Mixed("bfloat16", cast_forward_inputs=True, cast_root_forward_inputs=False)),
+        WrapOptions(steps=1, mixed=Mixed("bfloat16", cast_forward_inputs=True, cast_root_forward_inputs=False)),
     ),
     _one(Node("tied", unit=True, frozen="all", again=True)),
     _one(Node(children=(Node("vector"),), unit=True, uses=2), micro=(False, True)),
 )
-
-
-def around_departures(case: Case) -> Case:
-    """The case without any operation of the lists."""
-    for departure in (*BUGS, *DEPARTURES):
-        if departure.when(case):
-            case = departure.avoid(case)
-    return case

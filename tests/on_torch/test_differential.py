@@ -7,18 +7,10 @@ from functools import cache
 import pytest
 import torch
 
-from tests.on_torch.differential import (
-    HYBRIDS,
-    STRATEGIES,
-    Case,
-    Options,
-    check,
-    difference,
-    draw_case,
-    failure_of,
-    shrink,
-)
-from tests.on_torch.exceptions import BUGS, DEPARTURES, MENDED, around_departures
+from tests.on_torch.differential import around_departures, check, failure_of, shrink
+from tests.on_torch.differential_fsdp1 import HYBRIDS, STRATEGIES, WrapOptions, draw_case
+from tests.on_torch.exceptions import BUGS, DEPARTURES, MENDED
+from tests.on_torch.histories import Case, difference
 from tests.on_torch.trees import LEAVES, OUTPUTS, Grower, Node, Tree
 
 SEED = 1
@@ -79,7 +71,7 @@ def test_a_case_is_made_smaller_as_far_as_it_fails():
 
     case = next(c for seed in range(1000) if fails(c := draw_case(seed, 2)))
     small = shrink(case, fails, limit=2000)
-    assert small.options == Options(evals=True, steps=1)
+    assert small.options == WrapOptions(evals=True, steps=1)
     assert [node.kind for node in small.nodes] == ["group", "mlp"]
     assert eval(repr(small), globals() | {"Mixed": None}) == small
 
@@ -88,7 +80,7 @@ def test_all_that_can_be_drawn_is_drawn():
     cases = [draw_case(seed, world_size) for seed in range(400) for world_size in (2, 4)]
     options = [case.options for case in cases]
     assert {o.sharding_strategy for o in options} == set(STRATEGIES)
-    for field in fields(Options):
+    for field in fields(WrapOptions):
         if field.name not in ("steps", "shard_size"):
             assert len({getattr(o, field.name) for o in options}) > 1, field.name
     nodes = [node for case in cases for node in case.nodes]
@@ -116,7 +108,7 @@ def test_R32_only_cases_whose_sums_are_exact_are_compared_by_bits_past_two_ranks
         assert (case.options.sharding_strategy in HYBRIDS) == bool(case.options.shard_size)
 
 
-PLAIN = Case(Tree(Node(children=(Node("vector"),), unit=True)))
+PLAIN = Case(Tree(Node(children=(Node("vector"),), unit=True)), WrapOptions())
 
 
 @pytest.mark.parametrize(

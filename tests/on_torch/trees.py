@@ -303,6 +303,10 @@ class Group(Part):
                 stream = opened(getattr(self, name)(stream, given=given))
         return closed(self.node.output, stream)
 
+    def along(self, stream: Tensor, given: Mapping[str, Tensor]) -> Any:
+        """Forward, by another name."""
+        return Group.forward(self, stream, given)
+
 
 LEAVES: dict[str, type[Part]] = {
     "square": Square,
@@ -378,6 +382,7 @@ class Grower:
     Attributes:
         per_param_frozen: parameters of one unit may differ in whether they are trained.
         dtypes: those that units may have.
+        frozen_dtypes: those that leaves may have that are not trained; as their unit where there are none.
         ignores: some leaves are left alone.
         batch_norms: there may be some, which torch computes with parameters and inputs of one dtype alone.
         freezes: some parameters are not trained.
@@ -388,6 +393,7 @@ class Grower:
     exact: bool = False
     per_param_frozen: bool = True
     dtypes: tuple[str, ...] = ("float32",)
+    frozen_dtypes: tuple[str, ...] = ()
     ignores: bool = False
     batch_norms: bool = True
     freezes: bool = True
@@ -442,6 +448,10 @@ class Grower:
         kind = self.rng.choice(self.leaves)
         if self.freezes and self.per_param_frozen:
             frozen = self.rng.choice(("", "", "", "", "", "", "all", "first"))
+        if (
+            frozen == "all" and self.frozen_dtypes and kind not in ("square", "tied")
+        ):  # these may share with trained ones
+            dtype = self.rng.choice(self.frozen_dtypes)
         return Node(
             kind,
             unit=unit,

@@ -1,0 +1,92 @@
+"""Where `torch_backend` and `torch.distributed.fsdp` do not do the same under FSDP2, as `exceptions` has it for FSDP1."""
+
+from dataclasses import replace
+from typing import Any
+
+from tests.on_torch.differential_fsdp2 import Precision, ShardOptions
+from tests.on_torch.exceptions import Departure, with_nodes, with_options
+from tests.on_torch.histories import Case
+from tests.on_torch.trees import Node, Tree
+
+
+def _one(leaf: Node, **options: Any) -> Case:
+    return Case(Tree(Node(children=(leaf,), unit=True)), ShardOptions(steps=1, **options))
+
+
+def _is_trained_empty(node: Node) -> bool:
+    return node.kind == "empty" and node.frozen != "all" and not node.ignored
+
+
+def _is_used_again(node: Node) -> bool:
+    return any(inner.unit for inner in node.walk()) and (node.uses > 1 or node.again)
+
+
+def _used_once(node: Node) -> Node:
+    return replace(node, uses=1, again=False) if _is_used_again(node) else node
+
+
+BUGS: tuple[Departure, ...] = (
+    Departure(
+        "a placement on another dim than the first",
+        "ours raises",
+        _one(Node("tied"), last_dim=True),
+        "ours: raises",
+        lambda case: case.options.last_dim,
+        with_options(last_dim=False),
+    ),
+)
+DEPARTURES: tuple[Departure, ...] = (
+    Departure(
+        "the gradient of a parameter without elements",
+        "torch raises in its copy into the buffer of the reduction; ours reduces no elements",
+        Case(Tree(Node(children=(Node("empty"),), unit=True)), ShardOptions(steps=1)),
+        "_chunk_cat expects non-empty tensor",
+        lambda case: any(map(_is_trained_empty, case.nodes)),
+        with_nodes(lambda node: replace(node, frozen="all") if _is_trained_empty(node) else node),
+    ),
+    Departure(
+        "a divide factor where collectives average",
+        "torch asks gloo for a sum of what is multiplied first, which gloo does not have; ours divides by itself (R27)",
+        _one(Node("vector"), divide=3.0),
+        "Cannot use ReduceOp.PREMUL_SUM with Gloo",
+        lambda case: case.options.divide is not None and not case.options.force_sum,
+        with_options(force_sum=True),
+    ),
+    Departure(
+        "a unit that was never used, under no_sync with a dtype of reduction",
+        "torch looks for the gradient of parameters that it has not made yet, and raises; ours has none",
+        Case(
+            Tree(Node(children=(Node("vector", unit=True, uses=0), Node("vector")), unit=True)),
+            ShardOptions(steps=1, micro=(False, True), precision=Precision("bfloat16", "float32")),
+        ),
+        "'FSDPParam' object has no attribute '_unsharded_param'",
+        lambda case: (
+            case.options.precision is not None
+            and not case.options.partial
+            and not all(case.options.micro)
+            and any(node.uses == 0 for node in case.nodes)
+        ),
+        with_options(micro=(True,)),
+    ),
+    Departure(
+        "several uses of a unit ahead of one backward",
+        "torch reduces the gradients of each use, and adds up what was reduced; ours adds up, and reduces once. The same but for "
+        "rounding",
+        Case(
+            Tree(Node(children=(Node("vector", shape=(1, 11)), Node("layer_norm", uses=2)), unit=True)),
+            ShardOptions(steps=1, forwards=2),
+        ),
+        "grad (step 0, ",
+        lambda case: (
+            not case.tree.exact and case.bits and (case.options.forwards > 1 or any(map(_is_used_again, case.nodes)))
+        ),
+        lambda case: with_options(forwards=1)(with_nodes(_used_once)(case)),
+    ),
+)
+
+# Smallest cases that once differed by a fault of ours.
+MENDED: tuple[Case, ...] = (
+    Case(Tree(Node(children=(Node("vector", uses=0), Node("vector")), unit=True)), ShardOptions(steps=1)),
+    Case(Tree(Node(children=(Node("vector"), Node("empty", frozen="all")), unit=True)), ShardOptions(steps=1)),
+    _one(Node("vector"), edits="assign"),
+)

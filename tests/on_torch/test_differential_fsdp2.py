@@ -1,0 +1,79 @@
+"""Random module trees and options of fully_shard beside torch's, and the list of what is not the same."""
+
+from dataclasses import fields
+from functools import cache
+
+import pytest
+
+from tests.on_torch.differential import around_departures, check, failure_of
+from tests.on_torch.differential_fsdp2 import ShardOptions, draw_case
+from tests.on_torch.exceptions_fsdp2 import BUGS, DEPARTURES, MENDED
+from tests.on_torch.histories import Case
+from tests.on_torch.trees import LEAVES, OUTPUTS
+
+SEED = 1
+# Seeds by world size: a sample of what `python -m tests.on_torch.differential --face fsdp2` runs.
+NUM_CASES = {2: 15, 3: 5, 4: 5}
+EACH = 5
+
+
+@pytest.mark.parametrize(
+    ("world_size", "first"),
+    [(world_size, first) for world_size, count in NUM_CASES.items() for first in range(0, count, EACH)],
+)
+def test_R14_random_trees_train_as_under_torch(ranks, world_size, first):
+    raised = []
+    for number in range(first, first + EACH):
+        case = around_departures(draw_case(1000 * SEED + number, world_size))
+        raised.append(check(ranks, case, named=f"seed {1000 * SEED + number}, {world_size} ranks"))
+    assert sum(map(bool, raised)) <= 1, raised  # or the cases would show little
+
+
+@pytest.mark.parametrize("departure", DEPARTURES, ids=lambda departure: departure.name)
+def test_R14_what_is_excepted_differs_as_stated(ranks, departure):
+    assert departure.when(departure.smallest)
+    text, raised = failure_of(ranks, departure.smallest)
+    assert text and departure.shows in text + raised
+    assert failure_of(ranks, around_departures(departure.smallest))[0] == ""
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, marks=pytest.mark.xfail(strict=True, reason=bug.why), id=bug.name) for bug in BUGS],
+)
+def test_R14_known_fault(ranks, bug):
+    assert failure_of(ranks, bug.smallest)[0] == ""
+
+
+@pytest.mark.parametrize("number", range(len(MENDED)))
+def test_R14_what_once_differed_is_the_same(ranks, number):
+    assert failure_of(ranks, MENDED[number])[0] == ""
+
+
+@cache
+def _many_cases() -> list[Case]:
+    return [draw_case(seed, 2 + seed % 3) for seed in range(1500)]
+
+
+@pytest.mark.parametrize("departure", (*BUGS, *DEPARTURES), ids=lambda departure: departure.name)
+def test_what_avoids_a_departure_leaves_none_of_it(departure):
+    met = [case for case in (departure.smallest, *_many_cases()) if departure.when(case)]
+    for case in met:
+        assert not departure.when(departure.avoid(case)), case
+
+
+def test_all_that_can_be_drawn_is_drawn():
+    cases = _many_cases()
+    options = [case.options for case in cases]
+    for field in fields(ShardOptions):
+        if field.name != "steps":
+            assert len({getattr(o, field.name) for o in options}) > 1, field.name
+    nodes = [node for case in cases for node in case.nodes]
+    assert {node.kind for node in nodes} == {"group", *LEAVES}
+    assert {node.output for node in nodes} == set(OUTPUTS)
+    assert {node.frozen for node in nodes} == {"", "all", "first"}
+    assert {node.uses for node in nodes} == {0, 1, 2}
+
+
+def test_the_same_seed_draws_the_same_case():
+    assert draw_case(7, 3) == draw_case(7, 3)
