@@ -60,6 +60,8 @@ def difference(theirs: Any, ours: Any, at: str = "") -> str:
         if isinstance(ours, Raised) and issubclass(ours.kind, theirs.kind):
             return ""
         return f"{at}: torch raises {theirs}, ours {ours}"
+    if isinstance(ours, Raised):
+        return f"{at}: torch does it, ours raises {ours}"
     if isinstance(theirs, DTensor):
         if not isinstance(ours, DTensor):
             return f"{at}: torch has {theirs}, ours {ours}"
