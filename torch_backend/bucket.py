@@ -92,7 +92,7 @@ class Bucket:
         shard, self._streams = self.store.buffer, streams_of(device)
         self.precision = self._policy.resolve(dtype_name(shard.dtype))
         gathered = torch_dtype(self.precision.gathered)
-        self.buffer = GatherBuffer(self.layout, gathered, device, self._streams, shard=shard, limited=self._limited)
+        self.buffer = self.store.gather_buffer(gathered, device, self._streams, limited=self._limited)
         self.grads = GradStore(
             self.layout, self.precision, self._face, self.mesh, self._streams, self.reduction_choices
         )

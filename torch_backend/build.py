@@ -1,6 +1,6 @@
 """From a module to a unit: what both faces do alike when they take a module's parameters over."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch_backend.store import ShardStore
 from torch_backend.unit import Unit
 
 MakeLayout = Callable[[Sequence[OwnedParam]], Layout]
+MakeStore = Callable[[Sequence[OwnedParam], Layout, Sequence[torch.Tensor], torch.device, bool], ShardStore]
 MakeExposure = Callable[[Sequence[OwnedParam], ShardStore, list[nn.Parameter]], Exposure]
 
 
@@ -30,6 +31,8 @@ def build_unit(
     is_unit: Callable[[nn.Module], bool],
     make_layout: MakeLayout,
     make_exposure: MakeExposure,
+    make_store: MakeStore | None = None,
+    bucket_of: Callable[[OwnedParam], Hashable] = lambda _: None,
     policy: PrecisionPolicy,
     device: torch.device | None = None,
     offload: bool = False,
@@ -39,11 +42,11 @@ def build_unit(
 ) -> Unit:
     """Shard all parameters below `module`, or below the modules of an nn.ModuleList, that no inner unit owns.
 
-    FSDP2 gives each dtype a bucket of its own; FSDP1 gives one layout to all, which refuses a mix (R11).
-
     Args:
         mesh: the ranks.
         choices: the user's.
+        make_layout, make_exposure, make_store: from the parameters of a bucket to its parts.
+        bucket_of: parameters for which this is the same make a bucket (R11).
         policy: what the user asked for in precision.
         device: where to compute; where the parameters are if None.
         offload: let the shards live on the CPU.
@@ -60,17 +63,20 @@ def build_unit(
     owned = owned_params(module, is_unit, order, ignored)
     for entry in owned:
         _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], meta_is_fine=face is Face.FSDP2)
-    groups: dict[torch.dtype | None, list[OwnedParam]] = {}
+    groups: dict[Hashable, list[OwnedParam]] = {}
     for entry in owned:
-        groups.setdefault(entry.param.dtype if face is Face.FSDP2 else None, []).append(entry)
+        groups.setdefault(bucket_of(entry), []).append(entry)
     buckets = []
     for members in groups.values():
         full = [local_of(entry.param).detach() for entry in members]
         home = torch.device("cpu") if offload else full[0].device
         compute = full[0].device if device is None else device
-        store = ShardStore(
-            make_layout(members), mesh.shards.rank, full, home, pinned=offload and pinned and compute.type != home.type
-        )
+        pin = offload and pinned and compute.type != home.type
+        layout = make_layout(members)
+        if make_store is None:
+            store = ShardStore(layout, mesh.shards.rank, full, home, pinned=pin)
+        else:
+            store = make_store(members, layout, full, home, pin)
         buckets.append(
             Bucket(
                 store,

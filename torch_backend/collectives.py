@@ -70,7 +70,7 @@ class Communicator:
             backend: Any = self.group._get_backend(like.device)
             if backend.supports_tensor_alloc(like.device):
                 return backend.allocate_tensor(numel, dtype=dtype, device=like.device)
-        return like.new_empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device=like.device)  # plain, whatever `like` is
 
     def all_gather(self, gathered: Tensor, shard: Tensor, *, unit: str, phase: str) -> Work:
         """Start filling `gathered` (size * n elements) with the `shard`s (n elements) of all ranks, in rank order."""

@@ -38,6 +38,11 @@ class DataMesh:
         return UnitMesh(group, replicas)
 
     @property
+    def shard_axis(self) -> DeviceMesh:
+        """Its axis to shard over, by itself."""
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[self.mesh.mesh_dim_names[-1]]  # type: ignore[index]
+
+    @property
     def device(self) -> torch.device:
         """Where its ranks compute."""
         if self.mesh.device_type == "cpu":

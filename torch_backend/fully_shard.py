@@ -2,10 +2,11 @@
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.errors import AssertedError, MeshError, UsageError
@@ -16,6 +17,7 @@ from torch_backend.choices import Choices
 from torch_backend.collectives import Communicator
 from torch_backend.data_mesh import DataMesh, find_mesh
 from torch_backend.exposure import DTensorExposure
+from torch_backend.extension import ExtendedStore, is_extended
 from torch_backend.fsdp_module import FSDPModule, begin_as_root, sharded_class
 from torch_backend.fully_shard_api import (
     CPUOffloadPolicy,
@@ -26,7 +28,8 @@ from torch_backend.fully_shard_api import (
 from torch_backend.group_shard import GroupShard
 from torch_backend.materialise import move_to_mesh
 from torch_backend.placement import PlacementFn, place
-from torch_backend.slots import OwnedParam
+from torch_backend.slots import OwnedParam, local_of
+from torch_backend.store import ShardStore
 from torch_backend.unit import UNIT, Unit
 
 _AS_STORED, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
@@ -85,6 +88,18 @@ def fully_shard(
         dims = tuple(place(entry.spec.name, entry.param, data, shard_placement_fn).dim for entry in owned)
         return PerParamLayout(tuple(entry.spec for entry in owned), data.unit_mesh.shards.size, dims)
 
+    def make_store(
+        owned: Sequence[OwnedParam], layout: Any, full: Sequence[Tensor], device: torch.device, pin: bool
+    ) -> ShardStore:
+        rank = data.unit_mesh.shards.rank
+        if not is_extended(full[0]):
+            return ShardStore(layout, rank, full, device, pinned=pin)
+        module, _ = owned[0].registrations[0]
+        return ExtendedStore(layout, rank, full[0], device, mesh=data.shard_axis, module=module, policy=mp_policy)
+
+    def bucket_of(entry: OwnedParam) -> Hashable:
+        return entry.spec.name if is_extended(local_of(entry.param)) else entry.param.dtype
+
     unit = build_unit(
         modules[0] if len(modules) == 1 else nn.ModuleList(modules),
         data.unit_mesh,
@@ -99,6 +114,8 @@ def fully_shard(
         is_unit=is_sharded,
         make_layout=make_layout,
         make_exposure=make_exposure,
+        make_store=make_store,
+        bucket_of=bucket_of,
         policy=policy.policy,
         device=data.device,
         offload=offload,

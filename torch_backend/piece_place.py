@@ -21,6 +21,7 @@ class Place:
         index: its index in the layout.
         mesh: the ranks: (shard,) or (replicate, shard).
         shards: this rank's shard group.
+        placements: of a DTensor of the parameter on that mesh.
         shape: of the parameter.
         numel: how many elements this rank holds.
         key: equal for two places that cut their parameters alike, between the same ranks.
@@ -31,7 +32,9 @@ class Place:
         layout = store.layout
         self.shape = torch.Size(layout.params[index].shape)
         self.numel = store.pieces[index].numel()
-        self.placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+        # Where nothing is sharded, all axes of the mesh replicate.
+        last = Shard(0) if mesh.size(mesh.ndim - 1) == shards.size else Replicate()
+        self.placements = (*[Replicate()] * (mesh.ndim - 1), last)
         self.key = (layout.offsets[index], layout.padded_shard_numel, layout.world_size, self.shape, shards.ranks)
         self._line_specs: dict[torch.dtype, DTensorSpec] = {}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from crossframe.errors import StateDictError
@@ -89,9 +89,8 @@ def _per_param(layout: Layout) -> PerParamLayout:
 
 
 def _spec(place: Place, dtype: torch.dtype) -> DTensorSpec:
-    placements = (*[Replicate()] * (place.mesh.ndim - 1), Shard(0))
     stride = torch.empty(place.shape, device="meta").stride()
-    return DTensorSpec(place.mesh, placements, TensorMeta(place.shape, stride, dtype))
+    return DTensorSpec(place.mesh, place.placements, TensorMeta(place.shape, stride, dtype))
 
 
 def to_dtensors(
@@ -143,9 +142,8 @@ def from_dtensors(
         for i in indices:
             dtensor, place = dtensors[i], places[i]
             assert dtensor is not None
-            placements = _spec(place, values.dtype).placements
-            if dtensor.placements != placements:
-                dtensor = dtensor.redistribute(place.mesh, placements)
+            if dtensor.placements != place.placements:
+                dtensor = dtensor.redistribute(place.mesh, place.placements)
             local, start = dtensor.to_local(), source.columns[i].start
             buffer[start : start + local.numel()] = local.reshape(-1)
         move(buffer, source, values, layout, shards, indices, unit=unit)

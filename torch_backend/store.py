@@ -5,8 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from crossframe.errors import ParamError
 from crossframe.layout import Layout
-from crossframe.writeback import check_full, writeback_copies
+from crossframe.writeback import check_full, check_replaced, writeback_copies
+from torch_backend.dtypes import dtype_name
+from torch_backend.gather import GatherBuffer
+from torch_backend.streams import Streams
 
 
 class ShardStore:
@@ -35,8 +39,7 @@ class ShardStore:
             pinned: in memory from which it is copied to an accelerator without the host waiting.
         """
         self.layout, self.rank = layout, rank
-        self._copies = writeback_copies(layout, rank)
-        self._widths, self._places = self._cuts()
+        self._set_cuts()
         device = full[0].device if device is None else device
         with torch.no_grad():
             self.buffer = torch.empty(layout.padded_shard_numel, dtype=full[0].dtype, device=device, pin_memory=pinned)
@@ -45,9 +48,10 @@ class ShardStore:
             self.cut()
             self.write(full)
 
-    def _cuts(self) -> tuple[list[int], list[int]]:
-        """A shard cut into pieces and gaps, and an empty part at its end: how wide each is, and which of them is which
+    def _set_cuts(self) -> None:
+        """Cut a shard into pieces and gaps, and an empty part at its end: how wide each is, and which of them is which
         parameter's piece."""
+        self._copies = writeback_copies(self.layout, self.rank)
         widths, end = [], 0
         places = [-1] * len(self.layout.params)
         for copy in sorted(self._copies, key=lambda copy: copy.shard_start):
@@ -56,11 +60,30 @@ class ShardStore:
             places[copy.index] = len(widths)
             widths.append(copy.shard_stop - copy.shard_start)
             end = copy.shard_stop
-        return [*widths, self.layout.padded_shard_numel - end, 0], places
+        self._widths, self._places = [*widths, self.layout.padded_shard_numel - end, 0], places
 
     def cut(self) -> None:
         """Make `pieces` anew, once `buffer` is another."""
         self.pieces = self.split(self.buffer)
+
+    def holds(self, i: int, local: Tensor) -> bool:
+        """Whether `local` is the memory of piece i."""
+        piece = self.pieces[i]
+        return local.data_ptr() == piece.data_ptr() or not piece.numel()
+
+    def take(self, i: int, value: Tensor, shape: tuple[int, ...]) -> None:
+        """Take over what a user put in the place of piece i, which has this shape (R25).
+
+        Raises:
+            ParamError: another shape, dtype or device.
+        """
+        copy_into(self.pieces[i], value, self.layout.params[i].name, self.rank, shape)
+
+    def gather_buffer(
+        self, dtype: torch.dtype, device: torch.device, streams: Streams, *, limited: bool
+    ) -> GatherBuffer:
+        """Memory for the full parameters, in the dtype and on the device of compute."""
+        return GatherBuffer(self.layout, dtype, device, streams, shard=self.buffer, limited=limited)
 
     def write(self, full: Sequence[Tensor]) -> None:
         """Take over this rank's slices of full parameters, in the layout's order (R20).
@@ -91,3 +114,15 @@ class ShardStore:
         """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""
         parts = torch.split_with_sizes(shard, self._widths)
         return [parts[at] for at in self._places]
+
+
+def copy_into(piece: Tensor, value: Tensor, name: str, rank: int, shape: tuple[int, ...]) -> None:
+    """Copy a sharded parameter's new data into the shard; ParamError for another shape, dtype or device (R25)."""
+    check_replaced(name, rank, (shape, dtype_name(piece.dtype)), (tuple(value.shape), dtype_name(value.dtype)))
+    if value.device != piece.device:
+        raise ParamError(
+            f"parameter {name!r}, rank {rank}: expected it on {piece.device}, as it was sharded, got {value.device}; "
+            "move the module before sharding it"
+        )
+    with torch.no_grad():
+        piece.view(shape).copy_(value)

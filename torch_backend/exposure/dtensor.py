@@ -14,7 +14,6 @@ from crossframe.layout import PerParamLayout
 from torch_backend.exposure.registration import (
     RegisteredParams,
     call_grad_hooks,
-    copy_into,
     full_params,
     left_by_user,
     register,
@@ -69,7 +68,10 @@ class DTensorExposure(RegisteredParams):
 
     def _locals(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """What this rank holds of each parameter, in its shape."""
-        return [piece.view(shape) for piece, shape in zip(pieces, self._local_shapes, strict=True)]
+        return [
+            piece if piece.shape == shape else piece.view(shape)
+            for piece, shape in zip(pieces, self._local_shapes, strict=True)
+        ]
 
     def show_full(self) -> None:
         """Register the full parameters."""
@@ -118,12 +120,11 @@ class DTensorExposure(RegisteredParams):
     def adopt(self) -> None:
         """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
         self._take_back_places(self._check_dtensor)
-        for i, (param, piece) in enumerate(zip(self.params, self._store.pieces, strict=True)):
+        for i, param in enumerate(self.params):
             local = param._local_tensor  # type: ignore[attr-defined]
-            if local.data_ptr() != piece.data_ptr() and piece.numel():
-                name = self._store.layout.params[i].name
-                copy_into(piece, local, name, self._store.rank, self._local_shapes[i])
-                param._local_tensor = piece.view(self._local_shapes[i])  # type: ignore[attr-defined]
+            if not self._store.holds(i, local):
+                self._store.take(i, local, self._local_shapes[i])
+                param._local_tensor = self._locals(self._store.pieces)[i]  # type: ignore[attr-defined]
 
     def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
         # A DTensor's data is the tensor that it wraps.

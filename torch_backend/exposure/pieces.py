@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_backend import optimizer_probe  # noqa: F401  # optimizers that hold PieceTensors are looked at before they step
-from torch_backend.collectives import Communicator
+from torch_backend.collectives import Alone, Communicator
 from torch_backend.exposure.registration import (
     Place as Registration,
 )
@@ -43,11 +43,12 @@ class PieceExposure(RegisteredParams):
     ) -> None:
         """
         Args:
-            mesh: the ranks: (shard,) or (replicate, shard).
+            mesh: the ranks: (shard,) or (replicate, shard); or (replicate,), where the layout is over one rank.
             rank: this rank's place among the shards.
         """
         assert rank == store.rank
-        shards = Communicator(mesh.get_group(mesh.ndim - 1))
+        sharded = mesh.size(mesh.ndim - 1) == store.layout.world_size
+        shards = Communicator(mesh.get_group(mesh.ndim - 1)) if sharded else Alone()
         self.places = [Place(store, i, mesh, shards) for i in range(len(owned))]
         params = [
             nn.Parameter(piece_tensor(piece, place), requires_grad=entry.spec.requires_grad)

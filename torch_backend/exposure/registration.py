@@ -5,12 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from crossframe.errors import ParamError
-from crossframe.writeback import check_replaced
-from torch_backend.dtypes import dtype_name
 from torch_backend.group_shard import GroupShard
 from torch_backend.slots import OwnedParam
-from torch_backend.store import ShardStore
+from torch_backend.store import ShardStore, copy_into
 
 # A parameter's index in the layout, and a module and attribute under which it is registered.
 Place = tuple[int, nn.Module, str]
@@ -62,18 +59,6 @@ def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None
 def full_params(full: Sequence[Tensor], leaves: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Parameters for a user to see: full values, trained or frozen as the leaves are."""
     return [nn.Parameter(value, requires_grad=leaf.requires_grad) for value, leaf in zip(full, leaves, strict=True)]
-
-
-def copy_into(piece: Tensor, value: Tensor, name: str, rank: int, shape: tuple[int, ...]) -> None:
-    """Copy a sharded parameter's new data into the shard; ParamError for another shape, dtype or device (R25)."""
-    check_replaced(name, rank, (shape, dtype_name(piece.dtype)), (tuple(value.shape), dtype_name(value.dtype)))
-    if value.device != piece.device:
-        raise ParamError(
-            f"parameter {name!r}, rank {rank}: expected it on {piece.device}, as it was sharded, got {value.device}; "
-            "move the module before sharding it"
-        )
-    with torch.no_grad():
-        piece.view(shape).copy_(value)
 
 
 def add_grad_to(param: nn.Parameter, grad: Tensor) -> None:
