@@ -13,6 +13,10 @@ def _one(leaf: Node, **options: Any) -> Case:
     return Case(Tree(Node(children=(leaf,), unit=True)), ShardOptions(steps=1, **options))
 
 
+def _size(reshard: bool | int | None) -> int:
+    return 0 if reshard is None or type(reshard) is bool else reshard
+
+
 def _is_trained_empty(node: Node) -> bool:
     return node.kind == "empty" and node.frozen != "all" and not node.ignored
 
@@ -33,6 +37,30 @@ BUGS: tuple[Departure, ...] = (
         "ours: raises",
         lambda case: case.options.last_dim,
         with_options(last_dim=False),
+    ),
+    Departure(
+        "zeros for what is not used on a mesh of two axes",
+        "ours loses the gradient",
+        replace(_one(Node("vector"), replicate=2, zeros_unused=True), world_size=4),
+        "grad (step 0, ",
+        lambda case: case.options.replicate > 0 and case.options.zeros_unused,
+        with_options(zeros_unused=False),
+    ),
+    Departure(
+        "a divide factor that is no power of two, where collectives only sum",
+        "torch divides after the sum; ours rounds otherwise",
+        _one(Node("conv"), divide=3.0, force_sum=True),
+        "grad (step 0, ",
+        lambda case: case.options.divide == 3.0,
+        with_options(divide=2.0),
+    ),
+    Departure(
+        "units that are to be freed after forward again, while they are full",
+        "ours registers the sharded parameters at once, torch at the next use",
+        _one(Node("vector"), evals=True, zero="zeros", switches=True),
+        "full grad (step 0, ",
+        lambda case: case.options.switches and case.options.evals,
+        with_options(switches=False),
     ),
 )
 DEPARTURES: tuple[Departure, ...] = (
@@ -81,6 +109,31 @@ DEPARTURES: tuple[Departure, ...] = (
             not case.tree.exact and case.bits and (case.options.forwards > 1 or any(map(_is_used_again, case.nodes)))
         ),
         lambda case: with_options(forwards=1)(with_nodes(_used_once)(case)),
+    ),
+    Departure(
+        "a divide factor where shard groups have one rank",
+        "torch divides by it twice; ours once (R27)",
+        _one(Node("vector", dtype="float64"), replicate=2, divide=2.0),
+        "grad (step 0, ",
+        lambda case: case.options.divide not in (None, 1.0) and case.options.replicate == case.world_size,
+        with_options(divide=None),
+    ),
+    Departure(
+        "what is registered between a forward and the next use, where it is sharded to fewer ranks",
+        "torch takes rows that are padding for rows of the parameter; ours has none there (R08)",
+        replace(_one(Node("vector"), reshard=2, evals=True), world_size=4),
+        "full (step 0, ",
+        lambda case: case.options.evals and any((_size(case.options.reshard), _size(case.options.inner_reshard))),
+        with_options(evals=False),
+    ),
+    Departure(
+        "zeros for a unit that was never used",
+        "torch has not made its parameters yet, and gives none, and so would wait forever for a rank that uses it; ours gives "
+        "zeros",
+        _one(Node("vector", unit=True, uses=0), zeros_unused=True),
+        "grad (step 0, ",
+        lambda case: case.options.zeros_unused and any(node.uses == 0 for node in case.nodes),
+        with_nodes(lambda node: replace(node, uses=max(node.uses, 1))),
     ),
 )
 
