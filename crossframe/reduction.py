@@ -125,9 +125,12 @@ def mean_factors(num_ranks: int, dtype: str, *, replicate: int = 1) -> DivideFac
     return DivideFactors(1.0, float(replicate), float(num_ranks // replicate))
 
 
-def custom_factors(factor: float, dtype: str = "float32") -> DivideFactors:
+def custom_factors(factor: float, dtype: str = "float32", *, sum_only: bool = False) -> DivideFactors:
     """A divide factor of the user's own in the place of the number of ranks (R27): split around the sum where the dtype may
     overflow, and otherwise applied once, ahead of it.
+
+    Args:
+        sum_only: behind the sum, where that does not overflow: what FSDP2's `set_force_sum_reduction_for_comms` asks for.
 
     >>> custom_factors(3.0), custom_factors(8.0, "float16")
     (DivideFactors(before=3.0, after=1.0, between=1.0), DivideFactors(before=4.0, after=2.0, between=1.0))
@@ -136,21 +139,28 @@ def custom_factors(factor: float, dtype: str = "float32") -> DivideFactors:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise PlanError(f"expected a finite gradient divide factor above 0, got {shown(factor)}")
     if dtype in ("float32", "bfloat16"):
-        return DivideFactors(float(factor), 1.0)
+        return DivideFactors(1.0, float(factor)) if sum_only else DivideFactors(float(factor), 1.0)
     return _split(float(factor))
 
 
-def factors_of(mesh: MeshSpec, face: Face, dtype: str, custom: float | None = None) -> DivideFactors:
+def factors_of(
+    mesh: MeshSpec, face: Face, dtype: str, custom: float | None = None, *, sum_only: bool = False
+) -> DivideFactors:
     """The division of a reduction in `dtype` on a mesh: the face's (R26), or the user's own (R27).
+
+    Args:
+        sum_only: under FSDP2, that collectives do nothing but sum, so that all is divided behind the last of them.
 
     >>> factors_of(MeshSpec(shard=4, replicate=2), Face.FSDP1, "float32")
     DivideFactors(before=4.0, after=2.0, between=1.0)
     """
     _check(mesh, face)
     if custom is not None:
-        return custom_factors(custom, dtype)
+        return custom_factors(custom, dtype, sum_only=sum_only)
     if face is Face.FSDP1:
         return divide_factors(mesh.world_size)
+    if sum_only:
+        return custom_factors(mesh.world_size, dtype, sum_only=True)
     return mean_factors(mesh.world_size, dtype, replicate=mesh.replicate)
 
 

@@ -1,5 +1,6 @@
 """The ranks that `fully_shard` shards over: from a DeviceMesh to process groups (R10)."""
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +29,18 @@ class DataMesh:
     spmd: DeviceMesh | None = None
     dims: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
-    @functools.cached_property
     def unit_mesh(self) -> UnitMesh:
-        """Its process groups."""
+        """Its process groups, for one unit, which may change how it uses them."""
+        shards, replicas = (copy.copy(some) for some in self._communicators)
+        return UnitMesh(shards, replicas)
+
+    @functools.cached_property
+    def _communicators(self) -> tuple[Communicator, Communicator]:
         group = Communicator(self.mesh.get_group(self.mesh.ndim - 1))
         if not self.shards:
-            return UnitMesh(Alone(), group)
+            return Alone(), group
         replicas = Communicator(self.mesh.get_group(0)) if self.mesh.ndim == 2 else Alone()
-        return UnitMesh(group, replicas)
+        return group, replicas
 
     @property
     def shard_axis(self) -> DeviceMesh:

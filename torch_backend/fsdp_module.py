@@ -159,8 +159,11 @@ class FSDPModule(nn.Module):
             bucket.reduction_choices.divide_factor = float(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives may do nothing but sum. They never do more here: what is divided is divided around them."""
+        """Whether the collectives of this unit's gradients do nothing but sum, so that all division is behind them, but in
+        dtypes that could overflow."""
         _check_bool("set_force_sum_reduction_for_comms", enable)
+        for bucket in unit_of(self).buckets:
+            bucket.reduction_choices.sum_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Let parameters that a backward did not reach count as zeros on this rank and get a gradient, also in units of which

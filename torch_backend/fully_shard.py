@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.errors import AssertedError, MeshError, UsageError
 from crossframe.faces import Face
-from crossframe.layout import Layout, PerParamLayout, post_forward_group
+from crossframe.layout import Layout, PerParamLayout
+from crossframe.mesh import MeshSpec
 from torch_backend.build import build_unit
 from torch_backend.choices import Choices
 from torch_backend.collectives import Communicator
@@ -70,9 +72,10 @@ def fully_shard(
     """
     modules = _modules(module)
     data = find_mesh(mesh, dp_mesh_dims)
+    ranks = data.unit_mesh()
     policy = _as_policy(mp_policy)
     ignored = set(ignored_params or ())
-    group_size = _group_size(reshard_after_forward, data)
+    group_size = _group_size(reshard_after_forward, ranks.shards.size)
     offload = type(offload_policy).__name__ == CPUOffloadPolicy.__name__
     for root in modules:
         move_to_mesh(root, is_sharded, ignored, data.device)
@@ -86,30 +89,31 @@ def fully_shard(
 
     def make_layout(owned: Sequence[OwnedParam]) -> Layout:
         dims = tuple(place(entry.spec.name, entry.param, data, shard_placement_fn).dim for entry in owned)
-        return PerParamLayout(tuple(entry.spec for entry in owned), data.unit_mesh.shards.size, dims)
+        return PerParamLayout(tuple(entry.spec for entry in owned), ranks.shards.size, dims)
 
     def make_store(
         owned: Sequence[OwnedParam], layout: Any, full: Sequence[Tensor], device: torch.device, pin: bool
     ) -> ShardStore:
-        rank = data.unit_mesh.shards.rank
         if not is_extended(full[0]):
-            return ShardStore(layout, rank, full, device, pinned=pin)
+            return ShardStore(layout, ranks.shards.rank, full, device, pinned=pin)
         module, _ = owned[0].registrations[0]
-        return ExtendedStore(layout, rank, full[0], device, mesh=data.shard_axis, module=module, policy=mp_policy)
+        return ExtendedStore(
+            layout, ranks.shards.rank, full[0], device, mesh=data.shard_axis, module=module, policy=mp_policy
+        )
 
     def bucket_of(entry: OwnedParam) -> Hashable:
         return entry.spec.name if is_extended(local_of(entry.param)) else entry.param.dtype
 
     unit = build_unit(
         modules[0] if len(modules) == 1 else nn.ModuleList(modules),
-        data.unit_mesh,
+        ranks,
         Choices(
             Face.FSDP2,
             reshard_after_forward=reshard_after_forward is not False and group_size != 1,
             keeps_root=reshard_after_forward is None,
             input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
             output_dtype=policy.output_dtype,
-            settings=_settings(data, policy, group_size),
+            settings=_settings(ranks.spec, policy, group_size),
         ),
         is_unit=is_sharded,
         make_layout=make_layout,
@@ -162,16 +166,20 @@ def _as_policy(given: Any) -> MixedPrecisionPolicy:
     raise UsageError(f"fully_shard: expected mp_policy to be a MixedPrecisionPolicy, got {given!r}")
 
 
-def _group_size(asked: Any, data: DataMesh) -> int | None:
+def _group_size(asked: Any, size: int) -> int | None:
     """The size of the group that keeps the parameters between forward and backward; None where the question is which of all
     and none. 1 means none."""
     if asked is None or isinstance(asked, bool):
         return None
-    size = data.unit_mesh.shards.size
     if not isinstance(asked, int) or asked < 1 or size % asked:
         raise MeshError(
             f"fully_shard: expected reshard_after_forward to be True, False, None or a number that divides the {size} ranks of "
             f"the shard axis, got {asked!r}"
+        )
+    if asked == 1:
+        warnings.warn(
+            "reshard_after_forward=1 means a group of one rank, which keeps everything: as False. True reshards",
+            stacklevel=3,
         )
     return None if asked == size else asked
 
@@ -179,15 +187,11 @@ def _group_size(asked: Any, data: DataMesh) -> int | None:
 @functools.lru_cache(maxsize=64)
 def _group_mesh(data: DataMesh, size: int) -> DeviceMesh:
     """The (replicate, shard) mesh over which a unit is sharded between forward and backward (R08)."""
-    spec = data.unit_mesh.spec
-    first = post_forward_group(spec, 0, size)
-    assert len(first) == size
     return DeviceMesh(data.mesh.device_type, data.mesh.mesh.reshape(-1, size))
 
 
-def _settings(data: DataMesh, policy: MixedPrecisionPolicy, group_size: int | None) -> dict[str, str]:
+def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy, group_size: int | None) -> dict[str, str]:
     """What all ranks must have alike, in words."""
-    spec = data.unit_mesh.spec
     return {
         "mesh": f"{spec.replicate} x {spec.shard} (replicate x shard)",
         "mp_policy": str(policy),

@@ -24,11 +24,13 @@ class ReductionChoices:
 
     Attributes:
         divide_factor: in the place of the number of ranks (R27).
+        sum_only: whether all division is behind the collectives.
         all_reduce_hook: called with this rank's reduced gradient, 1-D, behind the last collective and ahead of the division
             that may follow.
     """
 
     divide_factor: float | None = None
+    sum_only: bool = False
     all_reduce_hook: Callable[[Tensor], Any] | None = None
 
 
@@ -103,8 +105,10 @@ class GradStore:
     def _reduce(self, value: Tensor, unit: str, steps: Sequence[ReductionStep]) -> Iterator[None]:
         """The core's steps. Between two of them, wherever one waits for other ranks, the host may do something else."""
         step, factors, choices = ReductionStep, self._factors, self._choices
-        if choices.divide_factor is not None:
-            factors = factors_of(self._mesh.spec, self._face, self._reduced_name, choices.divide_factor)
+        if choices.divide_factor is not None or choices.sum_only:
+            factors = factors_of(
+                self._mesh.spec, self._face, self._reduced_name, choices.divide_factor, sum_only=choices.sum_only
+            )
         for this in steps:
             if this is step.DIVIDE_BEFORE:
                 _divide(value, factors.before)

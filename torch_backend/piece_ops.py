@@ -47,8 +47,10 @@ def handler_of(func: Any) -> Handler:
     if name in _FUSED:
         return _foreach
     if name.startswith(_FOREACH):
-        return _foreach if _base_is_pointwise(name) else _refuse
-    tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+        return _foreach if _base_is_pointwise(name, func._overloadname) else _refuse
+    # What gives a number (`equal`) does not mean it of each element, whatever it is tagged.
+    to_tensors = all(str(returned.type) == "Tensor" for returned in func._schema.returns)
+    tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags and to_tensors
     return _pointwise if tagged or name.removesuffix("_") in _POINTWISE else _refuse
 
 
@@ -56,13 +58,17 @@ def _name(func: Any) -> str:
     return func._schema.name.removeprefix("aten::")
 
 
-def _base_is_pointwise(name: str) -> bool:
-    """Of an operation on lists: whether it is one pointwise operation on each of them."""
+def _base_is_pointwise(name: str, overload: str) -> bool:
+    """Of an operation on lists: whether it is one pointwise operation on each of them. That of one list is its base of one tensor:
+    `max` of two tensors is pointwise, of one it is not."""
     base = name.removeprefix(_FOREACH).removesuffix("_")
     if base in _POINTWISE:
         return True
     packet = getattr(torch.ops.aten, base, None)
-    return packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    if packet is None:
+        return False
+    bases = ["default"] if overload == "default" else packet.overloads()
+    return any(torch.Tag.pointwise in getattr(packet, base).tags for base in bases)
 
 
 def _first(values: Any) -> PieceTensor:

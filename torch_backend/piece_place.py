@@ -59,16 +59,16 @@ class Place:
             local = local.new_zeros(1)  # no norm of infinite order is defined without elements; a zero changes none
         spec = self._line_specs.get(local.dtype)
         if spec is None:
-            meta = TensorMeta(torch.Size((self.shape.numel(),)), (1,), local.dtype)
+            meta = TensorMeta(torch.Size((max(1, self.shape.numel()),)), (1,), local.dtype)
             spec = self._line_specs[local.dtype] = DTensorSpec(self.mesh, self.placements, meta)
         return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
     def gather(self, local: Tensor) -> Tensor:
         """The whole tensor on every rank, from what each holds of it. An all-gather."""
-        width = max((piece.numel for piece in self.pieces), default=0)
-        padded = local.new_zeros(width)
+        if not self.pieces:
+            return local.new_empty(self.shape)
+        padded = local.new_zeros(max(piece.numel for piece in self.pieces))
         padded[: self.numel] = local
         # As bytes, since not every backend moves every dtype.
         gathered = self.shards.gather_all(padded.view(torch.uint8)).view(local.dtype)
-        parts = [gathered[piece.rank, : piece.numel] for piece in self.pieces]
-        return torch.cat(parts).view(self.shape) if parts else local.new_empty(self.shape)
+        return torch.cat([gathered[piece.rank, : piece.numel] for piece in self.pieces]).view(self.shape)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from crossframe.errors import ParamError
-from crossframe.layout import Layout
-from crossframe.writeback import check_full, check_replaced, writeback_copies
+from crossframe.layout import Layout, Piece
+from crossframe.writeback import check_full, check_replaced
 from torch_backend.dtypes import dtype_name
 from torch_backend.gather import GatherBuffer
 from torch_backend.streams import Streams
@@ -51,15 +51,16 @@ class ShardStore:
     def _set_cuts(self) -> None:
         """Cut a shard into pieces and gaps, and an empty part at its end: how wide each is, and which of them is which
         parameter's piece."""
-        self._copies = writeback_copies(self.layout, self.rank)
+        index = {spec.name: i for i, spec in enumerate(self.layout.params)}
+        self._copies = [(index[piece.name], piece) for piece in self.layout.pieces(self.rank)]
         widths, end = [], 0
         places = [-1] * len(self.layout.params)
-        for copy in sorted(self._copies, key=lambda copy: copy.shard_start):
-            if end < copy.shard_start:
-                widths.append(copy.shard_start - end)
-            places[copy.index] = len(widths)
-            widths.append(copy.shard_stop - copy.shard_start)
-            end = copy.shard_stop
+        for i, piece in sorted(self._copies, key=lambda copy: copy[1].shard_start):
+            if end < piece.shard_start:
+                widths.append(piece.shard_start - end)
+            places[i] = len(widths)
+            widths.append(piece.numel)
+            end = piece.shard_stop
         self._widths, self._places = [*widths, self.layout.padded_shard_numel - end, 0], places
 
     def cut(self) -> None:
@@ -95,25 +96,34 @@ class ShardStore:
         for spec, value in zip(self.layout.params, full, strict=True):
             check_full(spec, tuple(value.shape))
         with torch.no_grad():
-            for copy in self._copies:
-                piece = self.pieces[copy.index]
-                value = full[copy.index].reshape(-1)[copy.param_start : copy.param_stop]
+            for i, place in self._copies:
+                piece, value = self.pieces[i], _elements(full[i], place)
                 if value.data_ptr() != piece.data_ptr():  # where nothing is sharded it may be the piece itself
-                    piece.copy_(value)
+                    piece.view(value.shape).copy_(value)
 
     def slices(self, full: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of full tensors, one a parameter, what lies where this rank's pieces do, 1-D; None where there is none or no piece."""
         found: list[Tensor | None] = [None] * len(full)
-        for copy in self._copies:
-            value = full[copy.index]
+        for i, place in self._copies:
+            value = full[i]
             if value is not None:
-                found[copy.index] = value.reshape(-1)[copy.param_start : copy.param_stop]
+                found[i] = _elements(value, place).reshape(-1)
         return found
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""
         parts = torch.split_with_sizes(shard, self._widths)
         return [parts[at] for at in self._places]
+
+
+def _elements(full: Tensor, piece: Piece) -> Tensor:
+    """What a piece holds of a full parameter, as a view: 1-D, or (num_runs, run_numel)."""
+    line = full.reshape(-1)
+    if piece.num_runs == 1:
+        return line[piece.param_start : piece.param_stop]
+    return line.as_strided(
+        (piece.num_runs, piece.run_numel), (piece.stride, 1), line.storage_offset() + piece.param_start
+    )
 
 
 def copy_into(piece: Tensor, value: Tensor, name: str, rank: int, shape: tuple[int, ...]) -> None:

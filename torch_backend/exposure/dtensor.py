@@ -51,7 +51,7 @@ class DTensorExposure(RegisteredParams):
         super().__init__(owned, store, leaves, [])
         self.params = [
             _parameter(local, spec, entry.spec.requires_grad)
-            for local, spec, entry in zip(self._locals(store.pieces), self._specs, owned, strict=True)
+            for local, spec, entry in zip(self._own_locals(), self._specs, owned, strict=True)
         ]
         self._take_leaves(leaves)
         register(self._places, self.params)
@@ -72,6 +72,10 @@ class DTensorExposure(RegisteredParams):
             piece if piece.shape == shape else piece.view(shape)
             for piece, shape in zip(pieces, self._local_shapes, strict=True)
         ]
+
+    def _own_locals(self) -> list[Tensor]:
+        """What this rank holds of each parameter, where the shard lies."""
+        return [_begun(local) for local in self._locals(self._store.pieces)]
 
     def show_full(self) -> None:
         """Register the full parameters."""
@@ -124,7 +128,7 @@ class DTensorExposure(RegisteredParams):
             local = param._local_tensor  # type: ignore[attr-defined]
             if not self._store.holds(i, local):
                 self._store.take(i, local, self._local_shapes[i])
-                param._local_tensor = self._locals(self._store.pieces)[i]  # type: ignore[attr-defined]
+                param._local_tensor = self._own_locals()[i]  # type: ignore[attr-defined]
 
     def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
         # A DTensor's data is the tensor that it wraps.
@@ -170,7 +174,7 @@ class DTensorExposure(RegisteredParams):
         """Each parameter's local tensor becomes its piece of the new buffer."""
         self._take_leaves(leaves)
         dtype = self._store.buffer.dtype
-        for i, (param, local) in enumerate(zip(self.params, self._locals(self._store.pieces), strict=True)):
+        for i, (param, local) in enumerate(zip(self.params, self._own_locals(), strict=True)):
             meta = self._specs[i].tensor_meta
             assert meta is not None
             self._specs[i] = replace(self._specs[i], tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
@@ -192,6 +196,15 @@ def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> D
     """A DTensor of what this rank holds; it is aliased, not copied."""
     # Without __init__, which does nothing but passes through a wrapper that costs as much as the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def _begun(view: Tensor) -> Tensor:
+    """The same memory, as a tensor that begins where its storage does: torch cannot copy or save a DTensor of any other."""
+    if type(view) is not Tensor or view.is_meta:
+        return view
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape)  # type: ignore[call-overload]
 
 
 def _parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
