@@ -45,6 +45,10 @@ class AssertedError(UsageError, AssertionError):
     """Wrong use that torch refuses by an assertion."""
 
 
+class RunOrderError(UsageError, RuntimeError):
+    """A unit that runs before the root that it should run under. Also a RuntimeError, since torch raises that."""
+
+
 class AgreementError(CrossframeError, RuntimeError):
     """Ranks that were given different models, units or settings."""
 

@@ -248,6 +248,7 @@ class _Planner:
     def _backward(self, unit: PlannedUnit) -> Iterator[Event]:
         if unit.name not in self.differentiated:
             yield from self._free(unit, "backward") if unit.name in self.full else ()
+            self.part.discard(unit.name)  # training gathers anew
             return
         yield from self._gather(unit, "backward")
         self.computed_backward.add(unit.name)

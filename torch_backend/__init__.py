@@ -23,6 +23,7 @@ from torch_backend.fully_sharded_data_parallel import (
     MixedPrecision,
     ShardingStrategy,
 )
+from torch_backend.piece_tensor import PieceTensor
 from torch_backend.wrap import ModuleWrapPolicy
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "PieceTensor",
     "ReduceScatter",
     "ShardingStrategy",
     "UnshardHandle",

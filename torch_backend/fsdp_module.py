@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from crossframe.errors import AssertedError, StateError, UnitError, UnsupportedError, UsageError
+from crossframe.errors import AssertedError, RunOrderError, StateError, UnitError, UnsupportedError, UsageError
 from crossframe.reduction import custom_factors
-from torch_backend.bucket import Bucket
 from torch_backend.collectives import Communicator
 from torch_backend.fully_shard_api import AllGather, ReduceScatter
 from torch_backend.schedule import Schedule
@@ -179,27 +178,22 @@ class FSDPModule(nn.Module):
         """
         if not callable(hook):
             raise UsageError(f"set_all_reduce_hook: expected a function of a tensor, got {hook!r}")
-        bucket = _only_bucket(self, "set_all_reduce_hook")
         if stream is not None and unit_of(self).mesh.spec.replicate > 1:
             raise UsageError("set_all_reduce_hook: a stream of your own is for meshes without replicas")
-        if bucket is not None:
+        for bucket in unit_of(self).buckets:
             bucket.reduction_choices.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
 
     # Collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters by `comm`."""
-        bucket = _only_bucket(self, "set_custom_all_gather")
-        if bucket is not None:
-            _check_comm("set_custom_all_gather", comm)
-            bucket.mesh.shards.custom_all_gather = comm
+        _check_comm("set_custom_all_gather", comm)
+        unit_of(self).mesh.shards.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over the shard group by `comm`."""
-        bucket = _only_bucket(self, "set_custom_reduce_scatter")
-        if bucket is not None:
-            _check_comm("set_custom_reduce_scatter", comm)
-            bucket.mesh.reducing.custom_reduce_scatter = comm
+        _check_comm("set_custom_reduce_scatter", comm)
+        unit_of(self).mesh.reducing.custom_reduce_scatter = comm
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many buffers of collected gradients may wait for their reductions on an accelerator: more let computation go on
@@ -277,7 +271,7 @@ def begin_as_root(module: nn.Module) -> Schedule:
     """
     unit = unit_of(module)
     if unit.num_modules > 1:
-        raise _NoRootError(
+        raise RunOrderError(
             f"unit of {unit.num_modules} modules: one of them runs first, outside of a sharded root; call fully_shard on a "
             "module around them and run that first"
         )
@@ -290,10 +284,6 @@ def begin_as_root(module: nn.Module) -> Schedule:
     if unit.choices.keeps_root:
         unit.choices.reshard_after_forward = False
     return Schedule(named, face="fully_shard")
-
-
-class _NoRootError(UsageError, RuntimeError):
-    """Also a RuntimeError, since torch raises that."""
 
 
 def _check_shared(named_units: Sequence[tuple[str, Unit]]) -> None:
@@ -365,16 +355,6 @@ def _units_of(modules: Any, method: str) -> list[Unit]:
 def _schedule(module: nn.Module) -> Schedule:
     """The schedule of a module; one that has not run is taken to be a root."""
     return unit_of(module).schedule or begin_as_root(module)
-
-
-def _only_bucket(module: nn.Module, method: str) -> Bucket | None:
-    buckets = unit_of(module).buckets
-    if len(buckets) > 1:
-        raise UsageError(
-            f"{method}: this unit has parameters of {len(buckets)} dtypes, each with collectives of its own; give them units of "
-            "their own"
-        )
-    return buckets[0] if buckets else None
 
 
 def _check_bool(method: str, value: Any) -> None:

@@ -3,22 +3,24 @@
 import functools
 import sys
 import warnings
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from crossframe.errors import AssertedError, MeshError, UsageError
+from crossframe.errors import AssertedError, MeshError, UnsupportedError, UsageError
 from crossframe.faces import Face
-from crossframe.layout import Layout, PerParamLayout
+from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.mesh import MeshSpec
 from torch_backend.build import build_unit
 from torch_backend.choices import Choices
 from torch_backend.collectives import Communicator
 from torch_backend.data_mesh import DataMesh, find_mesh
-from torch_backend.exposure import DTensorExposure
+from torch_backend.exposure import DTensorExposure, Exposure, PieceExposure
 from torch_backend.extension import ExtendedStore, is_extended
 from torch_backend.fsdp_module import FSDPModule, begin_as_root, sharded_class
 from torch_backend.fully_shard_api import (
@@ -30,10 +32,12 @@ from torch_backend.fully_shard_api import (
 from torch_backend.group_shard import GroupShard
 from torch_backend.materialise import move_to_mesh
 from torch_backend.placement import PlacementFn, place
+from torch_backend.redistribute import show_dtensors, take_dtensors
 from torch_backend.slots import OwnedParam, local_of
 from torch_backend.store import ShardStore
 from torch_backend.unit import UNIT, Unit
 
+LAYOUTS = ("per_param", "flat", "ragged")
 _AS_STORED, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -47,6 +51,8 @@ def fully_shard(
     offload_policy: OffloadPolicy = _ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    layout: Literal["per_param", "flat", "ragged"] = "per_param",
+    block_fn: Callable[[nn.Parameter], int] | None = None,
 ) -> Any:
     """Shard the parameters of a module that no inner FSDPModule owns, in place. Call it on inner modules first.
 
@@ -61,6 +67,11 @@ def fully_shard(
         offload_policy: CPUOffloadPolicy for shards that live on the CPU.
         ignored_params: parameters that are left alone.
         dp_mesh_dims: with parameters that are DTensors on all of `mesh` already: which of its axes are data parallel.
+        layout: how a unit's shards lie; this and `block_fn` are not torch's. "per_param": each parameter is chunked, and sharded
+            ones are DTensors, as torch's are. "flat": all parameters one after the other are cut into equal shards;
+            "ragged": so that blocks stay whole (R09). The last two gather straight into the parameters' memory, and sharded
+            ones are PieceTensors.
+        block_fn: under "ragged", from a parameter to how many of its elements stay together; None: those of a row.
 
     Returns:
         What was given, now FSDPModules too.
@@ -72,6 +83,7 @@ def fully_shard(
     """
     modules = _modules(module)
     data = find_mesh(mesh, dp_mesh_dims)
+    _check_layout(layout, block_fn, data, shard_placement_fn)
     ranks = data.unit_mesh()
     policy = _as_policy(mp_policy)
     ignored = set(ignored_params or ())
@@ -80,7 +92,9 @@ def fully_shard(
     for root in modules:
         move_to_mesh(root, is_sharded, ignored, data.device)
 
-    def make_exposure(owned: Sequence[OwnedParam], store: Any, leaves: list[nn.Parameter]) -> DTensorExposure:
+    def make_exposure(owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
+        if store.layout.contiguous:
+            return PieceExposure(owned, store, leaves, data.mesh, ranks.shards.rank)
         placed = [place(entry.spec.name, entry.param, data, shard_placement_fn) for entry in owned]
         plain = all(where.whole is None for where in placed)
         return DTensorExposure(
@@ -88,8 +102,11 @@ def fully_shard(
         )
 
     def make_layout(owned: Sequence[OwnedParam]) -> Layout:
+        specs = tuple(entry.spec for entry in owned)
+        if layout != "per_param" and not is_extended(local_of(owned[0].param)):
+            return _line_layout(layout, owned, ranks.shards.size, policy.policy.param_dtype, block_fn)
         dims = tuple(place(entry.spec.name, entry.param, data, shard_placement_fn).dim for entry in owned)
-        return PerParamLayout(tuple(entry.spec for entry in owned), ranks.shards.size, dims)
+        return PerParamLayout(specs, ranks.shards.size, dims)
 
     def make_store(
         owned: Sequence[OwnedParam], layout: Any, full: Sequence[Tensor], device: torch.device, pin: bool
@@ -184,6 +201,39 @@ def _group_size(asked: Any, size: int) -> int | None:
     return None if asked == size else asked
 
 
+def _check_layout(layout: Any, block_fn: Any, data: DataMesh, placement_fn: Any) -> None:
+    if layout not in LAYOUTS:
+        raise UsageError(f"fully_shard: expected layout to be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if block_fn is not None and layout != "ragged":
+        raise UsageError(
+            f"fully_shard: block_fn says what stays whole under layout='ragged', and the layout is {layout!r}"
+        )
+    if layout != "per_param" and (placement_fn is not None or not data.shards or data.spmd is not None):
+        raise UnsupportedError(
+            f"fully_shard: layout={layout!r} cuts parameters as one line, on meshes (shard) and (replicate, shard); with "
+            "shard_placement_fn or dp_mesh_dims use layout='per_param'"
+        )
+
+
+def _line_layout(
+    kind: str,
+    owned: Sequence[OwnedParam],
+    world_size: int,
+    param_dtype: str | None,
+    block_fn: Callable[[nn.Parameter], int] | None,
+) -> Layout:
+    specs = tuple(entry.spec for entry in owned)
+    for entry in owned:
+        if isinstance(entry.param, DTensor):
+            raise UnsupportedError(
+                f"parameter {entry.spec.name!r} is a DTensor (tensor parallelism), of which layout={kind!r} would lose the "
+                "placements; use layout='per_param'"
+            )
+    if kind == "flat":
+        return FlatLayout(specs, world_size, keep_original=True, compute_dtype=param_dtype)
+    return RaggedLayout(specs, world_size, None if block_fn is None else tuple(block_fn(e.param) for e in owned))
+
+
 @functools.lru_cache(maxsize=64)
 def _group_mesh(data: DataMesh, size: int) -> DeviceMesh:
     """The (replicate, shard) mesh over which a unit is sharded between forward and backward (R08)."""
@@ -204,12 +254,14 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
     # Of several modules: those that have not run in this pass.
     to_run: set[nn.Module] = set()
 
+    @_disable_dynamo
     def before(inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         schedule = unit.schedule or begin_as_root(inner)
         if not to_run:
             to_run.update(modules)
         return schedule.begin_forward(unit, args, kwargs)
 
+    @_disable_dynamo
     def after(inner: nn.Module, args: Any, output: Any) -> Any:
         # Called always: without an output and with an exception under way, the module has raised, or its first use has.
         if unit.schedule is None:
@@ -235,5 +287,8 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
         module.register_load_state_dict_pre_hook(show_sharded)
         # At once, not at the next gather: an optimizer made in between must get the parameters that stay.
         module.register_load_state_dict_post_hook(adopt)
+        if any(bucket.layout.contiguous for bucket in unit.buckets):
+            module._register_state_dict_hook(show_dtensors)
+            module.register_load_state_dict_pre_hook(take_dtensors)
         module.__class__ = sharded_class(type(module))
     unit.call_around = (before, after)

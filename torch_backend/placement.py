@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from crossframe.errors import LayoutError, UnsupportedError, UsageError
+from crossframe.errors import AssertedError, UnsupportedError, UsageError
 from torch_backend.data_mesh import DataMesh, joined
+from torch_backend.slots import local_of
 
 PlacementFn = Callable[[nn.Parameter], Any]
 """The argument `shard_placement_fn`: from a parameter to a Shard, or None for dim 0."""
@@ -51,10 +52,17 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
         fn: the argument `shard_placement_fn`.
 
     Raises:
-        LayoutError: a dim that it has not.
+        AssertedError: a dim that it has not.
+        UnsupportedError: a dim above 0 that is no multiple of the shard axis, or a DTensor on a mesh of three axes.
         UsageError: `fn` returned something else than a Shard; a parameter that does not fit `dp_mesh_dims`.
     """
     dim = _dim(name, param, fn)
+    size = data.mesh.size(data.mesh.ndim - 1) if data.shards else 1
+    if dim and local_of(param).shape[dim] % size:
+        raise UnsupportedError(
+            f"parameter {name!r} of shape {tuple(param.shape)}: dim {dim} is no multiple of the {size} ranks of the shard axis; "
+            "shard it on dim 0, which may be uneven, or pad its size"
+        )
     shard: tuple[Placement, ...] = (Shard(dim),) if data.shards else ()
     replicate = tuple(Replicate() for _ in range(data.mesh.ndim - len(shard)))
     if not isinstance(param, DTensor):
@@ -118,7 +126,7 @@ def _dim(name: str, param: nn.Parameter, fn: PlacementFn | None) -> int:
         raise UsageError(f"shard_placement_fn: expected a Shard or None for parameter {name!r}, got {asked!r}")
     dim = asked.dim + param.ndim if asked.dim < 0 else asked.dim
     if not 0 <= dim < param.ndim:
-        raise LayoutError(
+        raise AssertedError(
             f"shard_placement_fn: parameter {name!r} of shape {tuple(param.shape)} has no dim {asked.dim} to shard"
         )
     return dim

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from crossframe.errors import UsageError
+from crossframe.errors import RunOrderError, UsageError
 from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Move
 from crossframe.strategy import Prefetch
@@ -55,12 +55,12 @@ class Schedule:
             face: the interface in use, for the agreement between ranks.
 
         Raises:
-            UsageError: a unit that ran as a root before. One that ran below another root leaves that for this one.
+            RunOrderError: a unit that ran as a root before. One that ran below another root leaves that for this one.
             AgreementError: other ranks have other units.
         """
         for name, unit in named_units:
             if unit.schedule is not None and unit.schedule.root is unit:
-                raise UsageError(
+                raise RunOrderError(
                     f"unit {name!r} has already run on its own, as a root; run the forward of the outermost sharded "
                     "module first, so that its units are scheduled together"
                 )

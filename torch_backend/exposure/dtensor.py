@@ -85,6 +85,8 @@ class DTensorExposure(RegisteredParams):
         """Attributes yield `aliases`, under tensor parallelism as DTensors."""
         if self._wholes:
             aliases = [as_whole(alias, place) for alias, place in zip(aliases, self._wholes, strict=True)]
+        for alias in aliases:
+            alias._is_param = True  # type: ignore[attr-defined]  # what a module looks up is an nn.Parameter, as ever
         super().use(aliases)
 
     def sync_requires_grad(self) -> None:
