@@ -1,0 +1,311 @@
+"""fully_shard where torch's has no peer: what torch refuses, gets wrong, or cannot do on the CPU, beside closed forms and plain
+training (R08, R12, R17, R27, R28, R29)."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import torch_backend
+from tests.on_torch.models import build_net, loss_of
+from tests.on_torch.scripts import Side, difference, raised
+from tests.on_torch.test_fully_shard_scripts import (
+    PACKAGES,
+    _parallel,
+    grads,
+    hybrid_mesh,
+    inputs,
+    linears,
+    sharded_net,
+    trained,
+    values,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _plain_net(num_ranks: int, steps: int, dtype: torch.dtype, factor: float | None = None) -> dict[str, Tensor]:
+    """The net of `sharded_net`, trained on all ranks' batches by one process."""
+    model = build_net(dtype, depth=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(num_ranks):
+            (loss_of(model, step, rank) / (factor or num_ranks)).backward()
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def _largest_difference(expected: dict[str, Tensor], model: nn.Module) -> float:
+    full = {name: _full(param.detach()) for name, param in model.named_parameters()}
+    assert expected.keys() == full.keys()
+    return max((expected[name] - full[name]).abs().max().item() for name in full)
+
+
+# Against plain training
+
+
+def _against_plain(rank: int, world_size: int, options: dict[str, Any], factor: float | None) -> float:
+    side = Side("torch_backend", rank, world_size)
+    if options.pop("hybrid", False):
+        options["mesh"] = hybrid_mesh()
+    model = sharded_net(side, build_net(torch.float64, depth=2), **options)
+    if factor is not None:
+        for unit in (model, *model.blocks):
+            unit.set_gradient_divide_factor(factor)
+    trained(side, model, steps=3)
+    return _largest_difference(_plain_net(world_size, 3, torch.float64, factor), model)
+
+
+# Sums of four terms in another order: a few roundings of 1.1e-16 in values near 1, through three steps. A wrong gradient is 1e-2.
+TOLERANCE = 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({}, None),
+        ({"hybrid": True}, None),
+        ({"reshard_after_forward": 2}, None),
+        ({"hybrid": True, "reshard_after_forward": False}, 3.0),
+        ({}, 3.0),
+    ],
+    ids=["four_shards", "hybrid", "R08_halves", "R27_hybrid_factor", "R27_factor"],
+)
+def test_R28_four_ranks_train_as_one(ranks, options, factor):
+    for largest in ranks.run(4, _against_plain, options, factor):
+        assert largest < TOLERANCE
+
+
+def _factor_in_float32(rank: int, world_size: int) -> list[Tensor]:
+    """Gradients that sum exactly, with a factor that torch's gloo refuses."""
+    model = nn.Linear(4, 3, bias=False)
+    torch_backend.fully_shard(model)
+    model.set_gradient_divide_factor(8.0)
+    model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    return [_full(model.weight.grad)]
+
+
+def test_R27_a_factor_on_gloo_divides_the_sum(ranks):
+    for (grad,) in ranks.run(2, _factor_in_float32):
+        assert torch.equal(grad, torch.full((3, 4), 3 / 8))
+
+
+def _tensor_parallel(rank: int, world_size: int, how: str) -> float:
+    side = Side("torch_backend", rank, world_size)
+    model, plain = _parallel(side, how, torch.float64), _parallel(None, how, torch.float64)
+    data = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(15), dtype=torch.float64)
+    mine = data[rank // 2]
+    if how == "sequence":
+        mine = mine.chunk(2, dim=1)[rank % 2]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DTensor, about the order of its own gathers
+        for _ in range(2):
+            model(mine).square().sum().backward()
+            (sum(plain(part).square().sum() for part in data) / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return _largest_difference({name: param.detach() for name, param in plain.named_parameters()}, model)
+
+
+@pytest.mark.parametrize("how", ["columns", "sequence"])
+def test_R28_tensor_and_data_parallel_ranks_train_as_one(ranks, how):
+    for largest in ranks.run(4, _tensor_parallel, how):
+        assert largest < TOLERANCE
+
+
+# Where torch raises or is wrong
+
+
+def _after_inference_mode(rank: int, world_size: int) -> list[Any]:
+    side = Side("torch_backend", rank, world_size)
+    results = []
+    for reshard in (True, False, None):
+        model = sharded_net(side, **({} if reshard is None else {"reshard_after_forward": reshard}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with torch.inference_mode():
+            loss_of(model, 0, rank)
+        results.append(_same(trained(side, sharded_net(side)), trained(side, model, optimizer=optimizer)))
+    return results
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    """Two results of one side."""
+    return difference(a, b) == ""
+
+
+def test_R12_a_forward_in_inference_mode_changes_no_later_step(ranks):
+    assert ranks.run(2, _after_inference_mode) == [[True] * 3] * 2
+
+
+def _after_a_failed_backward(rank: int, world_size: int, resets: bool) -> tuple[bool, bool]:
+    """Whether torch and we train after it as if it had not been."""
+    results = []
+    for package in PACKAGES:
+        side = Side(package, rank, world_size)
+        model, fails = sharded_net(side), [True]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def fail(*_: Any, fails: list[bool] = fails) -> None:
+            if fails:
+                fails.pop()
+                raise KeyError("once")
+
+        model.blocks[0].register_full_backward_hook(fail)
+        assert raised(lambda model=model: loss_of(model, 0, rank).backward()).kind is KeyError
+        if resets or package == "torch.distributed.fsdp":
+            model.reset_iter_state()
+        results.append(_same(trained(side, sharded_net(side)), trained(side, model, optimizer=optimizer)))
+    return results[0], results[1]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="this torch cannot be reset"
+)
+@pytest.mark.parametrize("resets", [True, False])
+def test_R17_a_failed_backward_leaves_nothing_behind(ranks, resets):
+    # torch keeps the full gradients that the failed backward has left, and adds them to the next.
+    assert ranks.run(2, _after_a_failed_backward, resets) == [(False, True)] * 2
+
+
+def _converted_between_steps(rank: int, world_size: int) -> list[Any]:
+    side = Side("torch_backend", rank, world_size)
+    model, fresh = side.fully_shard(linears(4, 3, 5)), linears(4, 3, 5)
+    model(inputs(side)).sum().backward()
+    model.zero_grad()
+    model.double()
+    side.fully_shard(fresh.double())
+    for each in (model, fresh):
+        each(inputs(side).double()).sum().backward()
+    return [_same(list(values(model).values()), list(values(fresh).values())), model[0].weight.dtype]
+
+
+def test_R25_a_model_is_converted_between_steps(ranks):
+    assert ranks.run(2, _converted_between_steps) == [[True, torch.float64]] * 2
+
+
+def _several_dtypes(rank: int, world_size: int) -> list[Any]:
+    """Two dtypes in a unit, both trained; torch says no."""
+    side = Side("torch_backend", rank, world_size)
+
+    def build() -> nn.Sequential:
+        model = linears(4, 3, 5)
+        model[1].double()
+        model[1].register_forward_pre_hook(lambda module, args: (args[0].double(),))
+        return model
+
+    model, plain = side.fully_shard(build()), build()
+    model(inputs(side)).sum().backward()
+    for r in range(world_size):
+        plain(inputs(Side("", r, world_size))).sum().backward()
+    return [
+        torch.allclose(_full(a.grad), b.grad / world_size, rtol=1e-6) and a.dtype == b.dtype
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+
+
+def test_R11_a_unit_may_train_several_dtypes(ranks):
+    # One addition, which rounds once.
+    assert ranks.run(2, _several_dtypes) == [[True] * 4] * 2
+
+
+def _not_contiguous(rank: int, world_size: int) -> bool:
+    side = Side("torch_backend", rank, world_size)
+    transposed, plain = nn.Linear(3, 4), nn.Linear(3, 4)
+    values_ = torch.arange(12.0).view(3, 4)
+    transposed.weight, plain.weight = nn.Parameter(values_.t()), nn.Parameter(values_.t().contiguous())
+    transposed.bias, plain.bias = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    for model in (transposed, plain):
+        side.fully_shard(model)
+        model(inputs(side, width=3)).sum().backward()
+    expected, found = (
+        [[_full(p.detach()), _full(p.grad)] for p in model.parameters()] for model in (plain, transposed)
+    )
+    return _same(expected, found)
+
+
+def test_R07_a_parameter_that_is_not_contiguous_is_cut_by_rows(ranks):
+    # torch has NotImplementedError.
+    assert ranks.run(2, _not_contiguous) == [True, True]
+
+
+def _twice(rank: int, world_size: int) -> list[Any]:
+    side = Side("torch_backend", rank, world_size)
+    model = sharded_net(side)
+    loss = loss_of(model, 0, rank)
+    loss.backward(retain_graph=True)
+    once = grads(model)
+    loss.backward()
+    return [_same([2 * each for each in once], grads(model))]
+
+
+def test_R28_a_graph_is_gone_through_twice(ranks):
+    # Twice the same gradient is its double, exactly.
+    assert ranks.run(2, _twice) == [[True]] * 2
+
+
+def _unused(rank: int, world_size: int) -> list[Any]:
+    """Rank 0 uses the first and the third, rank 1 the second and the third; nobody the fourth."""
+
+    class Four(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(4))
+
+        def forward(self, rank: int) -> Tensor:
+            return (rank + 1) * self.parts[rank].sum() + self.parts[2].sum()
+
+    model = torch_backend.fully_shard(Four())
+    results = []
+    for _ in range(2):
+        model(rank).backward()
+        results.append([None if p.grad is None else _full(p.grad).tolist() for p in model.parameters()])
+    return results
+
+
+def test_R29_ranks_leave_different_parameters_unused(ranks):
+    once = [[0.5, 0.5], [1.0, 1.0], [1.0, 1.0], None]
+    twice = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0], None]
+    assert ranks.run(2, _unused) == [[once, twice]] * 2
+
+
+def _rows_between(rank: int, world_size: int, num_rows: int) -> list[Any]:
+    model = nn.Linear(3, num_rows, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(num_rows).view(-1, 1))
+    torch_backend.fully_shard(model, reshard_after_forward=2)
+    output = model(torch.ones(1, 3))
+    shown = model.weight
+    rows = _full(shown)[:, 0].tolist()
+    output.sum().backward()
+    return [rows, isinstance(shown, DTensor), _full(model.weight)[:, 0].tolist()]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 6, 8, 9])
+def test_R08_rows_are_right_between_forward_and_backward(ranks, num_rows):
+    right = [float(i) for i in range(num_rows)]
+    assert ranks.run(4, _rows_between, num_rows) == [[right, True, right]] * 4
+
+
+def test_departures_show_torch_wrong_and_ours_right():
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments.spec.departures"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
+    cases = [dict(lines[i : i + 4]) for i in range(0, len(lines), 4)]
+    assert [next(iter(case)) for case in cases] == ["R08", "R27", "R29"]
+    for case in cases:
+        assert case["ours"] == case["right"] != case["torch"]
