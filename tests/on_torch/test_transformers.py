@@ -218,17 +218,22 @@ def _train(api: Any, script: Script, rank: int, world_size: int) -> tuple[list[A
     return history, full
 
 
-def _compare(rank: int, world_size: int, script: Script) -> tuple[float, float]:
-    """Assert that both sides are the same, bit for bit. Returns the first loss and the last."""
-    (theirs, full_theirs), (ours, full_ours) = (
-        _train(import_module(api), script, rank, world_size) for api in SIDES.values()
-    )
+def assert_same_steps(theirs: list[Any], ours: list[Any]) -> None:
+    """By step, by what, by name: the same tensors, bit for bit."""
     for step, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         for what in a:
             assert a[what].keys() == b[what].keys(), (step, what)
             for name, value in a[what].items():
                 assert value.dtype == b[what][name].dtype, (step, what, name)
                 assert torch.equal(value, b[what][name]), (step, what, name)
+
+
+def _compare(rank: int, world_size: int, script: Script) -> tuple[float, float]:
+    """Assert that both sides are the same, bit for bit. Returns the first loss and the last."""
+    (theirs, full_theirs), (ours, full_ours) = (
+        _train(import_module(api), script, rank, world_size) for api in SIDES.values()
+    )
+    assert_same_steps(theirs, ours)
     assert list(full_theirs) == list(full_ours)
     for name, value in full_theirs.items():
         assert torch.equal(value, full_ours[name]), name
