@@ -23,6 +23,7 @@ from torch_backend.fully_sharded_data_parallel import (
     MixedPrecision,
     ShardingStrategy,
 )
+from torch_backend.on_meta import initialise_sharded
 from torch_backend.piece_tensor import PieceTensor
 from torch_backend.wrap import ModuleWrapPolicy
 
@@ -44,6 +45,7 @@ __all__ = [
     "ShardingStrategy",
     "UnshardHandle",
     "fully_shard",
+    "initialise_sharded",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

@@ -13,6 +13,7 @@ from crossframe.errors import AssertedError, RunOrderError, StateError, UnitErro
 from crossframe.reduction import custom_factors
 from torch_backend.collectives import Communicator
 from torch_backend.fully_shard_api import AllGather, ReduceScatter
+from torch_backend.on_meta import check_real
 from torch_backend.schedule import Schedule
 from torch_backend.unit import Unit, unit_of
 
@@ -281,6 +282,7 @@ def begin_as_root(module: nn.Module) -> Schedule:
             paths.setdefault(unit_of(inner), []).append(path)
     named = [(", ".join(some), inner) for inner, some in paths.items()]
     _check_shared(named)
+    check_real(named)
     if unit.choices.keeps_root:
         unit.choices.reshard_after_forward = False
     return Schedule(named, face="fully_shard")

@@ -31,6 +31,7 @@ from torch_backend.fully_shard_api import (
 )
 from torch_backend.group_shard import GroupShard
 from torch_backend.materialise import move_to_mesh
+from torch_backend.on_meta import make_real
 from torch_backend.placement import PlacementFn, place
 from torch_backend.redistribute import show_dtensors, take_dtensors
 from torch_backend.slots import OwnedParam, local_of
@@ -276,6 +277,7 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
         unit.conceal()
 
     def adopt(inner: nn.Module, _: Any) -> None:
+        make_real(unit)
         for bucket in unit.buckets:
             bucket.exposure.adopt()
 

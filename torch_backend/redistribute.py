@@ -224,7 +224,10 @@ def _take(
             ):
                 if isinstance(state.get(key), Tensor) and state[key].shape == places[i].shape:
                     keys.setdefault(i, []).append(key)
-    values = torch.empty_like(store.buffer)
+    device = store.buffer.device
+    if device.type == "meta" and keys:  # what is loaded may make the unit real
+        device = state[next(iter(keys.values()))[-1]].device
+    values = torch.empty_like(store.buffer, device=device)
     dtensors: list[DTensor | None] = [None] * len(places)
     wrong = []
     for i, names in keys.items():

@@ -97,9 +97,19 @@ class ShardStore:
             check_full(spec, tuple(value.shape))
         with torch.no_grad():
             for i, place in self._copies:
-                piece, value = self.pieces[i], _elements(full[i], place)
-                if value.data_ptr() != piece.data_ptr():  # where nothing is sharded it may be the piece itself
-                    piece.view(value.shape).copy_(value)
+                self._copy(i, place, full[i])
+
+    def write_one(self, i: int, full: Tensor) -> None:
+        """Take over this rank's slice of one parameter."""
+        with torch.no_grad():
+            for at, place in self._copies:
+                if at == i:
+                    self._copy(i, place, full)
+
+    def _copy(self, i: int, place: Piece, full: Tensor) -> None:
+        piece, value = self.pieces[i], _elements(full, place)
+        if value.data_ptr() != piece.data_ptr():  # where nothing is sharded it may be the piece itself
+            piece.view(value.shape).copy_(value)
 
     def slices(self, full: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of full tensors, one a parameter, what lies where this rank's pieces do, 1-D; None where there is none or no piece."""

@@ -134,6 +134,9 @@ class PieceExposure(RegisteredParams):
         """Each parameter becomes its piece of the new buffer."""
         self._leaves = leaves
         self._sum, self._in_sum = None, []
-        for param, piece, place in zip(self.params, self._store.pieces, self.places, strict=True):
-            point_at(param, piece_tensor(piece, place), fn)
+        for i, (param, piece, place) in enumerate(zip(self.params, self._store.pieces, self.places, strict=True)):
+            if param.is_meta != piece.is_meta:  # one object cannot be both
+                self.params[i] = nn.Parameter(piece_tensor(piece, place), requires_grad=param.requires_grad)
+            else:
+                point_at(param, piece_tensor(piece, place), fn)
         register(self._places, self.params)

@@ -161,6 +161,24 @@ class RegisteredParams:
         """All of them."""
         return self.params
 
+    def registered_params(self) -> list[nn.Parameter]:
+        """What is registered for each parameter, by the last of its names."""
+        found = dict(enumerate(self.params))
+        for i, owner, attribute in self._places:
+            registered = owner._parameters.get(attribute)
+            found[i] = found[i] if registered is None else registered
+        return list(found.values())
+
+    def put_back(self) -> dict[int, nn.Parameter]:
+        """Register ours again where there are other objects, and return these by index, as they are."""
+        others: dict[int, nn.Parameter] = {}
+        for i, owner, attribute in self._places:
+            registered = owner._parameters.get(attribute)
+            if registered is not None and registered is not self.params[i]:
+                others[i] = registered
+                owner._parameters[attribute] = self.params[i]
+        return others
+
     def _take_back_places(self, check: Callable[[int, nn.Parameter], None]) -> None:
         """Where load_state_dict(assign=True) or a user registered another object, take its data over and register ours again,
         whose identity is kept (R25).

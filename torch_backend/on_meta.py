@@ -1,0 +1,151 @@
+"""Units that were sharded on the meta device: how they become real, and what is said if they never do (R38)."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from crossframe.errors import InitialisationError, UnsupportedError
+from crossframe.initialise import InitStep, init_plan
+from crossframe.units import Slot, UnitSpec
+from torch_backend.bucket import Bucket
+from torch_backend.dtypes import dtype_name
+from torch_backend.exposure.registration import RegisteredParams
+from torch_backend.unit import UNIT, Unit, unit_of
+
+
+def make_real(unit: Unit) -> None:
+    """Take over real values that `load_state_dict(assign=True)` registered in the place of parameters on meta, once there are
+    some for all of the unit's parameters."""
+    for bucket in unit.buckets:
+        exposure = bucket.exposure
+        if not bucket.store.buffer.is_meta or not isinstance(exposure, RegisteredParams):
+            continue
+        given = [param for param in exposure.registered_params() if not param.is_meta]
+        if len(given) < len(exposure.params):
+            continue
+        others = exposure.put_back()
+        device = given[0].device
+        with unit.converting(lambda tensor, device=device: torch.empty_like(tensor, device=device)):
+            pass
+        with torch.no_grad():
+            for i, other in others.items():
+                exposure.params[i].copy_(other)
+                exposure.params[i].grad = other.grad
+
+
+def check_real(named_units: Sequence[tuple[str, Unit]]) -> None:
+    """Raise InitialisationError if any parameter is still on meta, with the names."""
+    names = [
+        spec.name
+        for name, unit in named_units
+        for bucket in unit.buckets
+        if bucket.store.buffer.is_meta
+        for spec in unit.params_at(bucket, name)
+    ]
+    if names:
+        raise InitialisationError(
+            f"still on the meta device: {', '.join(names)}; make them real before the first forward: "
+            "torch_backend.initialise_sharded(model) gives them the values that the model built in full has; or "
+            "model.to_empty(device=...) and initialise them; or load a state dict with assign=True"
+        )
+
+
+def initialise_sharded(
+    model: nn.Module, *, device: torch.device | str | None = None, tied_to: Mapping[str, str] | None = None
+) -> None:
+    """Give a model that was built and sharded on the meta device the values that it would have if it had been built in full.
+
+    Module by module, in the order of construction, each rank makes the full tensors, lets `reset_parameters` draw them, keeps
+    what its shards hold and frees the rest (R38). All ranks must have seeded the random numbers alike; what
+    `torch.manual_seed(0); Model()` draws, `torch.manual_seed(0); initialise_sharded(model)` draws too.
+
+    Args:
+        model: the outermost FSDPModule. What is not on meta is left alone.
+        device: where to draw; that of the mesh if None.
+        tied_to: for a parameter that several modules draw, by any of its names, the name whose values it keeps.
+
+    Raises:
+        InitialisationError: what cannot be initialised so, with the names of what stays on meta. Nothing has changed then.
+        UnsupportedError: parameters of tensor parallelism.
+    """
+    units = [(name, unit_of(module)) for name, module in model.named_modules() if UNIT in module.__dict__]
+    named = list({unit: (name, unit) for name, unit in reversed(units)}.values())
+    where: dict[str, tuple[Bucket, int]] = {}
+    specs = []
+    for name, unit in named:
+        paths = [path for path, other in units if other is unit]
+        params = []
+        for bucket in unit.buckets:
+            for i, spec in enumerate(unit.params_at(bucket, ", ".join(paths))):
+                where[spec.name] = bucket, i
+                params.append(spec)
+        specs.append(UnitSpec(name, tuple(params)))
+    plan = _plan(model, specs, where, tied_to)
+    for _, unit in named:
+        if any(bucket.store.buffer.is_meta for bucket in unit.buckets):
+            to = unit.buckets[0].device if device is None else torch.device(device)
+            with unit.converting(lambda tensor, to=to: torch.zeros_like(tensor, device=to)):
+                pass
+    modules = dict(model.named_modules())
+    for step in plan:
+        _draw(modules[step.module], step, where, device)
+
+
+def _plan(
+    model: nn.Module,
+    units: Sequence[UnitSpec],
+    where: Mapping[str, tuple[Bucket, int]],
+    tied_to: Mapping[str, str] | None,
+) -> tuple[InitStep, ...]:
+    shapes = {name: spec.shape for unit in units for spec in unit.params for name in (spec.name, *spec.aliases)}
+    slots, buffers, meta, initialisers = [], [], set(), set()
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if callable(getattr(module, "reset_parameters", None)):
+            initialisers.add(name)
+        for found, tensors in ((slots, module._parameters), (buffers, module._buffers)):
+            for attribute, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 2:
+                    raise UnsupportedError(
+                        f"initialise_sharded: {name}.{attribute} is cut by tensor parallelism too; initialise it by hand"
+                    )
+                full = shapes.get(f"{name}.{attribute}".lstrip("."), tuple(tensor.shape))
+                found.append(Slot(name, attribute, id(tensor), full, dtype_name(tensor.dtype), tensor.requires_grad))
+                if tensor.is_meta:
+                    meta.add(id(tensor))
+    return init_plan(
+        list(modules), slots, units, meta=meta, initialisers=initialisers, buffers=buffers, tied_to=tied_to
+    )
+
+
+def _draw(
+    module: nn.Module,
+    step: InitStep,
+    where: Mapping[str, tuple[Bucket, int]],
+    device: torch.device | str | None,
+) -> None:
+    """Let one module draw its tensors in full, and keep what is this rank's."""
+    kept = {keep.attribute: where[keep.name] for keep in step.keeps}
+    registered = dict(module._parameters)
+    try:
+        for attribute in step.draws:
+            param = registered[attribute]
+            assert param is not None
+            to = param.device if device is None else torch.device(device)
+            module._parameters[attribute] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=to))
+        for attribute in step.buffers:
+            buffer = module._buffers[attribute]
+            assert buffer is not None
+            to = device or next(iter(kept.values()))[0].device if kept else (device or "cpu")
+            module._buffers[attribute] = torch.empty_like(buffer, device=to)
+        module.reset_parameters()  # type: ignore[operator]
+        for attribute, (bucket, i) in kept.items():
+            full = module._parameters[attribute]
+            assert full is not None
+            bucket.store.write_one(i, full.detach())
+    finally:
+        module._parameters.update(registered)
