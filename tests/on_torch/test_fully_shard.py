@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -219,6 +221,38 @@ def _several_dtypes(rank: int, world_size: int) -> list[Any]:
 def test_R11_a_unit_may_train_several_dtypes(ranks):
     # One addition, which rounds once.
     assert ranks.run(2, _several_dtypes) == [[True] * 4] * 2
+
+
+def _pinned(rank: int, world_size: int) -> bool:
+    """Offload as it is by default; without an accelerator torch has no memory to pin."""
+    side = Side("torch_backend", rank, world_size)
+    offloaded = sharded_net(side, offload_policy=torch_backend.CPUOffloadPolicy())
+    return _same(trained(side, sharded_net(side)), trained(side, offloaded))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is memory to pin")
+def test_R33_offload_without_an_accelerator_changes_nothing(ranks):
+    assert ranks.run(2, _pinned) == [True, True]
+
+
+def _through_a_checkpoint(rank: int, world_size: int, folder: str, saves: int) -> bool:
+    """Written by one package, sharded over all ranks, and read by the other; both then train alike."""
+    path = str(Path(folder) / f"{PACKAGES[saves]}")
+    sides = [Side(package, rank, world_size) for package in PACKAGES]
+    model, fresh = sharded_net(sides[saves]), sharded_net(sides[1 - saves], build_net(depth=2, seed=5))
+    trained(sides[saves], model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.save({"model": model.state_dict()}, checkpoint_id=path)
+        state = {"model": fresh.state_dict()}
+        checkpoint.load(state, checkpoint_id=path)
+    fresh.load_state_dict(state["model"])
+    return _same(trained(sides[saves], model), trained(sides[1 - saves], fresh))
+
+
+@pytest.mark.parametrize("saves", [0, 1], ids=["written_by_torch", "written_by_ours"])
+def test_R36_a_distributed_checkpoint_goes_from_one_to_the_other(ranks, tmp_path, saves):
+    assert ranks.run(2, _through_a_checkpoint, str(tmp_path), saves) == [True, True]
 
 
 def _not_contiguous(rank: int, world_size: int) -> bool:
