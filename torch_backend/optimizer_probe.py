@@ -3,11 +3,12 @@
 On a flat or ragged layout a rank has some elements of a parameter. An optimizer under which each element goes its own way (Adam)
 does there what it does on the whole. One that looks at a norm of the parameter (LAMB), at rows and columns (Adafactor) or at the
 matrix (Muon) would compute something else on each rank. So before the first step of an optimizer that holds PieceTensors, one
-like it steps on small plain tensors, and again with one element of the gradients changed, and with that element NaN. If any
-other element then differs in any bit, the optimizer is refused.
+like it steps on small plain tensors, and again with one element changed: its gradients, to large numbers or to NaN, or its value.
+If any other element then differs in any bit, the optimizer is refused.
 """
 
 import inspect
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +23,9 @@ from torch_backend.piece_tensor import PieceTensor
 
 # Large enough for what quantizes its state in blocks to do so, which bitsandbytes and torchao begin at 4096 elements.
 SHAPES = ((64, 96), (48,))
-# Of each shape the element whose gradient is changed: neither the first nor the last.
+# Of each shape the element that is changed: neither the first nor the last. By what its gradients and its value are multiplied.
 CHANGED = (17 * 96 + 5, 11)
+CHANGES = ((-1000.0, 1.0), (math.nan, 1.0), (1.0, 1000.0))
 STEPS = 2
 SEED = 20
 
@@ -83,20 +85,20 @@ def _check_group(optimizer: Optimizer, group: dict[str, Any], pieces: Sequence[P
     try:
         with torch.random.fork_rng(devices=[like.device] if like.device.type == "cuda" else []):
             plain = _stepped(cls, options, shapes, like)
-            others = {factor: _stepped(cls, options, shapes, like, factor) for factor in (-1000.0, float("nan"))}
+            others = [_stepped(cls, options, shapes, like, *change) for change in CHANGES]
     except Exception as error:
         raise UsageError(
             f"{cls.__name__} holds parameter {name!r}, a PieceTensor, and could not be tried on small tensors, to tell whether "
             f'it treats each element by itself ({type(error).__name__}: {error}); use layout="per_param", or an optimizer whose '
             "constructor takes the options of its groups and whose step takes no closure"
         ) from error
-    for changed in others.values():
+    for changed in others:
         for i, a, b in zip(shapes, plain, changed, strict=True):
             same = (_bytes(a) == _bytes(b)).all(1)
             same[CHANGED[i]] = True
             if not same.all():
                 raise UsageError(
-                    f"{cls.__name__} holds parameter {name!r}, a PieceTensor, and looks beyond single elements: the gradient of "
+                    f"{cls.__name__} holds parameter {name!r}, a PieceTensor, and looks beyond single elements: a change of "
                     "one element changes others. Each rank would do so with its own part of the parameter, and be wrong; use "
                     'layout="per_param", whose DTensors it may understand, or an optimizer that treats elements one by one'
                 )
@@ -104,9 +106,14 @@ def _check_group(optimizer: Optimizer, group: dict[str, Any], pieces: Sequence[P
 
 
 def _stepped(
-    cls: type[Optimizer], options: dict[str, Any], shapes: Sequence[int], like: Tensor, factor: float = 1.0
+    cls: type[Optimizer],
+    options: dict[str, Any],
+    shapes: Sequence[int],
+    like: Tensor,
+    grad_factor: float = 1.0,
+    value_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Small parameters after some steps of a new optimizer, one element of whose gradients is multiplied by `factor`."""
+    """Small parameters after some steps of a new optimizer. One element of each, and its gradients, are multiplied before."""
     torch.default_generator.manual_seed(SEED)
     if like.device.type == "cuda":
         torch.cuda.default_generators[like.device.index].manual_seed(SEED)
@@ -115,7 +122,11 @@ def _stepped(
     def drawn(i: int) -> Tensor:
         return torch.randn(SHAPES[i], generator=generator).to(like.device, like.dtype)
 
-    params = [nn.Parameter(drawn(i)) for i in shapes]
+    def changed(i: int, tensor: Tensor, factor: float) -> Tensor:
+        tensor.view(-1)[CHANGED[i]] *= factor
+        return tensor
+
+    params = [nn.Parameter(changed(i, drawn(i), value_factor)) for i in shapes]
     accepted = inspect.signature(cls).parameters
     optimizer = cls(params, **{key: _copied(value) for key, value in options.items() if key in accepted})
     optimizer.param_groups[0].update({key: _copied(value) for key, value in options.items()})
@@ -123,8 +134,7 @@ def _stepped(
     step = getattr(cls.step, "__wrapped__", cls.step)
     for _ in range(STEPS):
         for i, param in zip(shapes, params, strict=True):
-            param.grad = drawn(i)
-            param.grad.view(-1)[CHANGED[i]] *= factor
+            param.grad = changed(i, drawn(i), grad_factor)
         step(optimizer)
     return [param.detach() for param in params]
 

@@ -59,8 +59,8 @@ def _name(func: Any) -> str:
 
 
 def _base_is_pointwise(name: str, overload: str) -> bool:
-    """Of an operation on lists: whether it is one pointwise operation on each of them. That of one list is its base of one tensor:
-    `max` of two tensors is pointwise, of one it is not."""
+    """Of an operation on lists: whether it is one pointwise operation on each of them. What takes one list and nothing else is
+    the operation's default: `max` of two tensors is pointwise, of one it is not."""
     base = name.removeprefix(_FOREACH).removesuffix("_")
     if base in _POINTWISE:
         return True

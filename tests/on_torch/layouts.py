@@ -36,7 +36,7 @@ def shard(model: nn.Module, layout: str, mesh: DeviceMesh | None = None) -> nn.M
     mesh = mesh_of(sys.modules["torch.distributed"].get_world_size()) if mesh is None else mesh
     for module in (*getattr(model, "blocks", ()), model):
         if "layout" in inspect.signature(fully_shard).parameters:
-            fully_shard(module, mesh=mesh, layout=layout)  # type: ignore[call-arg]
+            fully_shard(module, mesh=mesh, layout=layout)
         elif layout == "per_param":
             fully_shard(module, mesh=mesh)
         else:

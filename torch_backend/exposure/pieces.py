@@ -96,7 +96,7 @@ class PieceExposure(RegisteredParams):
                 copy_into(piece, local, name, self._store.rank, tuple(piece.shape))
                 param.data = piece_tensor(piece, self.places[i])
 
-    def add_grad(self, shard: Tensor, unused: Set[int] = frozenset()) -> None:
+    def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
         """Each parameter's gradient is a PieceTensor over its part of the reduced shard."""
         params, trained = self.params, [i for i, p in enumerate(self.params) if p.requires_grad and i not in unused]
         if self._sum is not None and self._sum.dtype == shard.dtype and self._sum_is_whole(trained):

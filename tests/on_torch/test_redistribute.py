@@ -1,0 +1,278 @@
+"""From flat and ragged shards to DTensors and back, and state dicts that go this way (redistribute.py)."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from crossframe.errors import StateDictError
+from crossframe.params import ParamSpec
+from crossframe.trace import ALL_TO_ALL, summary
+from tests.on_torch.layouts import LAYOUTS, mesh_of, places_of, shard
+from tests.on_torch.models import build_net, loss_of
+from torch_backend.dtypes import dtype_name
+from torch_backend.observe import record_trace
+from torch_backend.piece_tensor import PieceTensor
+from torch_backend.redistribute import from_dtensors, to_dtensors
+
+PIECES = LAYOUTS[1:]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1, 1).view(torch.uint8)
+
+
+def _random_full(seed: int) -> list[Tensor]:
+    """Parameters of random shapes, empty ones among them, of random bits."""
+    drawn = random.Random(seed)
+    dtype = drawn.choice(DTYPES)
+    shapes = [
+        tuple(drawn.choice([0, 1, 1, 2, 3, 5, 8, 13]) for _ in range(drawn.randint(1, 3)))
+        for _ in range(drawn.randint(1, 5))
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .view(shape)
+        for shape in shapes
+    ]
+
+
+def _there_and_back(rank: int, world_size: int, kind: str, sizes: tuple[int, ...], seeds: range) -> None:
+    mesh = mesh_of(*sizes)
+    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    for seed in seeds:
+        full = _random_full(seed)
+        specs = [ParamSpec(f"p{i}", tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(full)]
+        store, places = places_of(kind, specs, full, mesh)
+        for run in store.layout.padding(rank % sizes[-1]):
+            store.buffer[run.start : run.stop] = math.nan  # poison, which reaches nothing
+        with CommDebugMode() as seen, record_trace() as events:
+            dtensors = to_dtensors(places, store.buffer, unit="blocks.0")
+        assert seen.get_total_counts() == len(events) == (1 if sizes[-1] > 1 else 0), seed
+        for event in events:
+            assert (event.kind, event.unit, event.phase) == (ALL_TO_ALL, "blocks.0", "state")
+            assert event.num_bytes == sum(dtensor.to_local().nbytes for dtensor in dtensors), seed
+        for dtensor, value in zip(dtensors, full, strict=True):
+            expected = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            assert dtensor.placements == placements and dtensor.device_mesh == mesh and dtensor.shape == value.shape
+            assert dtensor.to_local().shape == expected.to_local().shape, seed
+            assert dtensor.dtype == value.dtype and dtensor.stride() == expected.stride(), seed
+            assert torch.equal(_bits(dtensor.to_local()), _bits(expected.to_local())), seed
+        back = torch.full_like(store.buffer, 7)
+        with CommDebugMode() as seen:
+            from_dtensors(places, dtensors, back)
+        assert seen.get_total_counts() == (1 if sizes[-1] > 1 else 0), seed
+        for a, b in zip(store.split(back), store.pieces, strict=True):
+            assert torch.equal(_bits(a), _bits(b)), seed
+        for run in store.layout.padding(rank % sizes[-1]):
+            assert (back[run.start : run.stop] == 7).all(), seed
+        # One of them alone, and some left out.
+        i = seed % len(full)
+        alone = PieceTensor(store.pieces[i], places[i]).to_dtensor()
+        assert torch.equal(_bits(alone.to_local()), _bits(dtensors[i].to_local())), seed
+        back = torch.full_like(store.buffer, 7)
+        from_dtensors(places, [dtensor if k == i else None for k, dtensor in enumerate(dtensors)], back)
+        for k, (a, b) in enumerate(zip(store.split(back), store.pieces, strict=True)):
+            assert torch.equal(_bits(a), _bits(b)) if k == i else (a == 7).all(), seed
+
+
+@pytest.mark.parametrize("kind", PIECES)
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2)])
+def test_R36_pieces_become_dtensors_and_come_back_bit_for_bit(ranks, kind, sizes):
+    ranks.run(math.prod(sizes), _there_and_back, kind, sizes, range(12))
+
+
+# State dicts
+
+
+def _shows(rank: int, world_size: int, kind: str, tied: bool) -> None:
+    model, plain = shard(build_net(torch.float64, tied=tied), kind), build_net(torch.float64, tied=tied)
+    for before_first_use in (True, False):
+        with record_trace() as events:
+            state = model.state_dict()
+        assert [event.kind for event in events] == [ALL_TO_ALL] * 4  # one a unit
+        assert not summary(events)["all_gather"]["count"]
+        expected = plain.state_dict()
+        assert list(state) == list(expected)
+        for name, value in expected.items():
+            found = state[name]
+            assert isinstance(found, DTensor) == (name != "scale"), name
+            assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, value), name
+        if tied:
+            assert state["head.weight"] is state["embedding.weight"]
+        kept = model.state_dict(keep_vars=True)
+        assert all(kept[name] is param for name, param in model.named_parameters())
+        if before_first_use:
+            loss_of(model, 0, rank).backward()
+            model.zero_grad()
+    # What the user put in the place of data is shown too.
+    model.head.bias.data = model.head.bias.data + 1
+    assert torch.equal(model.state_dict()["head.bias"].full_tensor(), plain.head.bias.detach() + 1)
+    state = model.blocks[0].state_dict(prefix="mine.")
+    assert list(state) == [f"mine.{name}" for name in plain.blocks[0].state_dict()]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", PIECES)
+def test_R36_a_state_dict_holds_dtensors_under_the_plain_models_names(ranks, kind, tied):
+    ranks.run(2, _shows, kind, tied)
+
+
+def _takes(rank: int, world_size: int, kind: str) -> None:
+    values = {name: value.clone() for name, value in build_net(torch.float64, seed=8).state_dict().items()}
+    mesh = mesh_of(world_size)
+
+    def given(how: str) -> dict[str, Any]:
+        if how == "full":
+            return dict(values)
+        if how in ("dtensors", "float32"):
+            dtype = torch.float32 if how == "float32" else torch.float64
+            return {
+                n: v if n == "scale" else distribute_tensor(v.to(dtype), mesh, [Shard(0)]) for n, v in values.items()
+            }
+        if how == "replicated":
+            return {n: distribute_tensor(v, mesh, [Replicate()]) if v.dim() > 1 else v for n, v in values.items()}
+        if how == "pieces":
+            other = shard(build_net(torch.float64, seed=8), kind)
+            return {n: v.detach() for n, v in other.state_dict(keep_vars=True).items()}
+        other = shard(build_net(torch.float64, seed=8), how)
+        return other.state_dict()
+
+    for how in ("full", "dtensors", "float32", "replicated", "pieces", *LAYOUTS):
+        for assign in (False, True):
+            model = shard(build_net(torch.float64), kind)
+            params = dict(model.named_parameters())
+            found = model.load_state_dict(given(how), assign=assign)
+            assert not found.missing_keys and not found.unexpected_keys
+            for name, value in model.state_dict().items():
+                expected = values[name].float().double() if how == "float32" and name != "scale" else values[name]
+                assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected), (how, name)
+            assert all(a is params[n] for n, a in model.named_parameters()), (how, assign)
+            assert all(isinstance(param, PieceTensor) for param in params.values())
+            loss_of(model, 0, rank).backward()
+            # Some alone.
+            model = shard(build_net(torch.float64), kind)
+            before = {n: v.full_tensor() for n, v in model.state_dict().items() if n != "scale"}
+            some = {n: v for n, v in given(how).items() if n.endswith("up.weight")}
+            found = model.load_state_dict(some, strict=False)
+            assert set(found.missing_keys) == set(values) - set(some)
+            for name, value in before.items():
+                now = model.state_dict()[name].full_tensor()
+                assert torch.equal(now, value) == (name not in some), (how, name)
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_R36_a_state_dict_of_full_tensors_dtensors_or_pieces_is_loaded(ranks, kind):
+    ranks.run(2, _takes, kind)
+
+
+def _takes_tied(rank: int, world_size: int) -> None:
+    """Of the names of a shared parameter the last one counts, as it does for the plain model."""
+    plain, model = build_net(tied=True), shard(build_net(tied=True), "flat")
+    state = build_net(seed=8).state_dict()
+    plain.load_state_dict(state)
+    model.load_state_dict(
+        {n: distribute_tensor(v, mesh_of(2), [Shard(0)]) if v.dim() > 1 else v for n, v in state.items()}
+    )
+    assert torch.equal(model.state_dict()["embedding.weight"].full_tensor(), plain.embedding.weight)
+    assert torch.equal(plain.embedding.weight, state["head.weight"])
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    model = shard(build_net(), "flat")
+    state = dict(model.state_dict())
+    elsewhere = mesh_of(2, 1)
+    value = state["head.weight"].full_tensor()
+    state["head.weight"] = distribute_tensor(value, elsewhere, [Shard(0), Replicate()])
+    with pytest.raises(StateDictError, match=r"unit .*rank \d.*'head.weight' is on .*full_tensor\(\)"):
+        model.load_state_dict(state)
+    other = shard(build_net(), "ragged")
+    with pytest.raises(StateDictError, match=r"'embedding.weight' is .*ragged layout.*cut otherwise"):
+        model.load_state_dict({n: v.detach() for n, v in other.state_dict(keep_vars=True).items()})
+    state["head.weight"] = value[:3]
+    with pytest.raises(RuntimeError, match=r"size mismatch for head.weight.*\[3, 7\].*\[11, 7\]"):
+        model.load_state_dict(state)
+    state["head.weight"] = 3
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
+        model.load_state_dict(state)
+    del state["head.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*head.weight"):
+        model.load_state_dict(state)
+
+
+def test_R36_what_does_not_fit_is_refused_by_name(ranks):
+    ranks.run(2, _takes_tied)
+    ranks.run(2, _refuses)
+
+
+def _wrapped(rank: int, world_size: int) -> None:
+    """Activation checkpointing puts its name into those of parameters, and takes it out of state dicts."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = build_net()
+    for block in model.blocks:
+        block.up = checkpoint_wrapper(block.up)  # type: ignore[assignment]
+    shard(model, "ragged")
+    state, values = model.state_dict(), build_net(seed=8).state_dict()
+    assert list(state) == list(values)
+    model.load_state_dict(
+        {n: distribute_tensor(v, mesh_of(2), [Shard(0)]) if v.dim() > 1 else v for n, v in values.items()}
+    )
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, values[name]), name
+
+
+def test_R36_names_do_not_show_activation_checkpointing(ranks):
+    ranks.run(2, _wrapped)
+
+
+def _saved(rank: int, world_size: int, layout: str, path: str) -> None:
+    model = shard(build_net(torch.float64, seed=8), layout)
+    state = get_model_state_dict(model)
+    assert list(state) == list(build_net().state_dict())
+    dcp.save({"model": state}, checkpoint_id=path)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    for name, value in build_net(torch.float64, seed=8).state_dict().items():
+        assert rank or torch.equal(full[name], value)
+
+
+def _loaded(rank: int, world_size: int, layout: str, path: str) -> None:
+    values = build_net(torch.float64, seed=8).state_dict()
+
+    def check(model: nn.Module) -> None:
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, values[name]), name
+
+    model = shard(build_net(torch.float64), layout)
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    check(model)
+    model = shard(build_net(torch.float64), layout)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(values) if rank == 0 else {}, options=options)
+    check(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_R36_checkpoints_go_from_any_layout_to_any_other(ranks, tmp_path):
+    for saving in LAYOUTS:
+        path = str(tmp_path / saving)
+        ranks.run(2, _saved, saving, path)
+        for loading in LAYOUTS:
+            ranks.run(2, _loaded, loading, path)
+    ranks.run(3, _loaded, "ragged", path)
