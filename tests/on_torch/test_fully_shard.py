@@ -1,9 +1,11 @@
 """fully_shard where torch's has no peer: what torch refuses, gets wrong, or cannot do on the CPU, beside closed forms and plain
 training (R08, R12, R17, R27, R28, R29)."""
 
+import inspect
 import subprocess
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.scripts import Side, difference, raised
 from tests.on_torch.test_fully_shard_scripts import (
     PACKAGES,
-    _parallel,
     grads,
     hybrid_mesh,
     inputs,
     linears,
+    parallel,
     sharded_net,
     trained,
     values,
@@ -52,6 +54,36 @@ def _largest_difference(expected: dict[str, Tensor], model: nn.Module) -> float:
     full = {name: _full(param.detach()) for name, param in model.named_parameters()}
     assert expected.keys() == full.keys()
     return max((expected[name] - full[name]).abs().max().item() for name in full)
+
+
+# The same names
+
+
+def _public(cls: type) -> set[str]:
+    return {name for name in vars(cls) if not name.startswith("_")}
+
+
+def _arguments(fn: Any) -> list[tuple[str, Any, str]]:
+    """Names, kinds and defaults; of records as they are printed."""
+    return [(p.name, p.kind, repr(p.default)) for p in inspect.signature(fn).parameters.values()]
+
+
+@pytest.mark.xfail(strict=True, reason="set_reduce_scatter_divide_factor is missing")
+@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="of torch 2.13")
+def test_R32_all_of_torchs_names_are_there_with_their_arguments():
+    theirs = import_module("torch.distributed.fsdp")
+    names = import_module("torch.distributed.fsdp._fully_shard").__all__
+    assert set(names) <= set(torch_backend.__all__)
+    assert _public(theirs.FSDPModule) <= _public(torch_backend.FSDPModule)
+    for name in _public(theirs.FSDPModule):
+        ours = getattr(torch_backend.FSDPModule, name)
+        assert _arguments(ours) == _arguments(getattr(theirs.FSDPModule, name)), name
+    for name in names:
+        expected, found = _arguments(getattr(theirs, name)), _arguments(getattr(torch_backend, name))
+        if name == "fully_shard":
+            assert [each for each in found if each[0] not in ("layout", "block_fn")] == expected
+        elif name not in ("FSDPModule", "UnshardHandle"):
+            assert found == expected, name
 
 
 # Against plain training
@@ -105,7 +137,7 @@ def test_R27_a_factor_on_gloo_divides_the_sum(ranks):
 
 def _tensor_parallel(rank: int, world_size: int, how: str) -> float:
     side = Side("torch_backend", rank, world_size)
-    model, plain = _parallel(side, how, torch.float64), _parallel(None, how, torch.float64)
+    model, plain = parallel(side, how, torch.float64), parallel(None, how, torch.float64)
     data = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(15), dtype=torch.float64)
     mine = data[rank // 2]
     if how == "sequence":

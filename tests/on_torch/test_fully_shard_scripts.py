@@ -507,6 +507,17 @@ def trains_on_one_rank_of_each_group(side):
 
 
 @scenario()
+def a_mesh_of_a_group(side):
+    """And one that lists the ranks the other way round."""
+    group = dist.new_group([0, 1])
+    results = []
+    for mesh in (DeviceMesh.from_group(group, "cpu"), DeviceMesh("cpu", [1, 0])):
+        model = sharded_net(side, mesh=mesh)
+        results += [trained(side, model), [param.full_tensor().detach() for param in model.parameters()]]
+    return results
+
+
+@scenario()
 def units_on_three_levels(side):
     torch.manual_seed(6)
     inner = [side.fully_shard(nn.Linear(4, 4)) for _ in range(2)]
@@ -743,6 +754,38 @@ def outputs_in_containers(side):
 
 
 @scenario()
+def microbatches_of_a_pipeline(side):
+    """All forwards, and then all backwards, of which the last reduces."""
+    model = sharded_net(side, reshard_after_forward=False)
+    results = []
+    for step in range(2):
+        model.set_is_last_backward(False)
+        model.set_requires_gradient_sync(False)
+        losses = [loss_of(model, 3 * step + micro, side.rank) for micro in range(3)]
+        for micro, loss in enumerate(losses):
+            if micro == 2:
+                model.set_is_last_backward(True)
+                model.set_requires_gradient_sync(True)
+            loss.backward()
+        results.append(grads(model))
+        model.zero_grad()
+    return results
+
+
+@scenario()
+def microbatches_of_a_pipeline_reduced_each(side):
+    model = sharded_net(side)
+    results = []
+    for step in range(2):
+        losses = [loss_of(model, 2 * step + micro, side.rank) for micro in range(2)]
+        for micro, loss in enumerate(losses):
+            model.set_is_last_backward(micro == 1)
+            loss.backward()
+        results.append(grads(model))
+    return results
+
+
+@scenario()
 def some_outputs_are_not_used(side):
     class Two(nn.Module):
         """Two heads, of which a loss uses one."""
@@ -974,6 +1017,19 @@ def gradients_are_clipped(side):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type, foreach=foreach)
             results += [norm, norm.full_tensor(), values(model)]
     return results
+
+
+@scenario()
+def some_gradients_are_clipped(side):
+    """Of parameters with and without one, and the norm by itself."""
+    model = build_net(depth=2)
+    model.spare = nn.Linear(3, 2)
+    sharded_net(side, model)
+    loss_of(model, 0, side.rank).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], 3.0)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.02, norm)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    return [norm.full_tensor(), values(model)]
 
 
 @scenario()
@@ -1261,6 +1317,35 @@ def frozen_parameters_of_another_dtype(side):
     model[0].register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
     model[0].register_forward_hook(lambda module, args, output: output.float())
     return trained_linears_of(side, side.fully_shard(model))
+
+
+@scenario()
+def frozen_integers(side):
+    """Quantised weights beside trained ones in a unit: all are gathered, each in its own dtype."""
+
+    class Quantised(nn.Module):
+        """A frozen int8 weight with trained scales."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(11)
+            weight = torch.randint(-9, 9, (5, 4), dtype=torch.int8)
+            self.weight, self.frozen_half = nn.Parameter(weight, False), nn.Parameter(torch.ones(3).half(), False)
+            self.scale = nn.Parameter(torch.rand(5, 1))
+
+        def forward(self, x):
+            return x @ (self.weight * self.scale).to(x.dtype).t() * self.frozen_half.sum()
+
+    results = []
+    for policy in (side.MixedPrecisionPolicy(), side.MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        model = side.fully_shard(Quantised(), mp_policy=policy)
+        optimizer = torch.optim.SGD([model.scale], lr=0.1)
+        loss = lambda step, model=model: model(inputs(side, step)).float().square().mean()  # noqa: E731
+        results += [trained(side, model, optimizer=optimizer, loss=loss), look(model)]
+        model.unshard()
+        results += [look(model), [param.detach().clone() for param in model.parameters()]]
+        model.reshard()
+    return results
 
 
 @scenario()
@@ -1791,7 +1876,7 @@ def hybrid_with_fewer_ranks_after_forward(side):
     return [look(model), values(model)]
 
 
-def _parallel(side: Side | None, how: str, dtype: torch.dtype, **options: Any) -> nn.Module:
+def parallel(side: Side | None, how: str, dtype: torch.dtype, **options: Any) -> nn.Module:
     """A two-layer perceptron behind a norm, by tensor and data parallelism; without a side as it is."""
 
     class Perceptron(nn.Module):
@@ -1822,8 +1907,8 @@ def _parallel(side: Side | None, how: str, dtype: torch.dtype, **options: Any) -
     return side.fully_shard(model, mesh=mesh["dp"], **options)
 
 
-def _trained_in_parallel(side: Side, how: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[Any]:
-    model = _parallel(side, how, dtype, **options)
+def trained_in_parallel(side: Side, how: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[Any]:
+    model = parallel(side, how, dtype, **options)
     group = side.rank // 2
     data = torch.Generator().manual_seed(15)
     x = torch.randn(2, 3, 4, 6, generator=data, dtype=dtype)[group]
@@ -1841,25 +1926,46 @@ def _trained_in_parallel(side: Side, how: str, dtype: torch.dtype = torch.float3
 
 @scenario(num_ranks=4)
 def tensor_parallel(side):
-    return _trained_in_parallel(side, "columns")
+    return trained_in_parallel(side, "columns")
 
 
 @scenario(num_ranks=4)
 def tensor_parallel_in_low_precision(side):
-    return _trained_in_parallel(side, "columns", mp_policy=side.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return trained_in_parallel(side, "columns", mp_policy=side.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
 @scenario(num_ranks=4)
-def sequence_parallel(side):
-    return _trained_in_parallel(side, "sequence")
+def sequenceparallel(side):
+    return trained_in_parallel(side, "sequence")
 
 
 @scenario(num_ranks=4)
 def tensor_parallel_cut_on_other_dims(side):
     """Columns and rows cut on the dim that tensor parallelism leaves."""
-    return _trained_in_parallel(
+    return trained_in_parallel(
         side, "columns", shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 4 == 0 else None
     )
+
+
+@scenario(num_ranks=4)
+def tensor_parallel_from_meta(side):
+    with torch.device("meta"):
+        model = parallel(side, "columns", torch.float32)
+    seen = look(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().copy_(torch.linspace(-1, 1, param.to_local().numel()).view(param.to_local().shape))
+    model(torch.ones(3, 6) * (1 + side.rank // 2)).square().sum().backward()
+    return [seen, values(model)]
+
+
+@scenario(num_ranks=4)
+def hybrid_and_cut_on_other_dims(side):
+    model = linears(4, 6, 2)
+    cut = {"mesh": hybrid_mesh(), "shard_placement_fn": lambda param: Shard(param.ndim - 1)}
+    side.fully_shard(model[0], **cut)
+    return [trained_linears(side, side.fully_shard(model, **cut)), look(model)]
 
 
 @scenario(num_ranks=4)
@@ -1876,7 +1982,7 @@ def tensor_parallel_in_replicas(side):
 
 @scenario(num_ranks=4)
 def sequence_parallel_clipped(side):
-    model = _parallel(side, "sequence", torch.float32)
+    model = parallel(side, "sequence", torch.float32)
     model(torch.ones(3, 2, 6) * (1 + side.rank)).square().sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     return [norm.full_tensor(), values(model)]
@@ -1885,10 +1991,10 @@ def sequence_parallel_clipped(side):
 @scenario(num_ranks=4)
 def tensor_parallel_states(side):
     """State dicts and loading of parameters on two axes."""
-    model = _parallel(side, "columns", torch.float32)
+    model = parallel(side, "columns", torch.float32)
     model(torch.ones(3, 6) * (1 + side.rank // 2)).square().sum().backward()
     state = copy.deepcopy(model.state_dict())
-    fresh = _parallel(side, "columns", torch.float32)
+    fresh = parallel(side, "columns", torch.float32)
     with torch.no_grad():
         for param in fresh.parameters():
             param.zero_()
@@ -2285,8 +2391,8 @@ def half_an_extension(side):
 # What is not the same yet, and why.
 KNOWN: dict[str, str] = {
     "hooks_of_the_user_see_parameters": "in forward an attribute of a module is a plain tensor, and no Parameter",
-    "from_meta_by_assignment": "real tensors are not taken where the model was sharded on meta",
     "shared_parameters_in_a_list": "refused as shared across units",
+    "frozen_integers": "refused",
     "replaced_before_the_first_step": "the value is taken over, the object is not",
 }
 
