@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.faces import Face
-from crossframe.layout import LAYOUTS, Layout, post_forward, post_forward_group
+from crossframe.layout import LAYOUTS, Layout, post_forward, post_forward_group, reduced_layout
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision, PrecisionPolicy
 from crossframe.reduction import ReductionStep, reduction_steps
@@ -249,6 +249,8 @@ class _Planner:
         if unit.name not in self.differentiated:
             yield from self._free(unit, "backward") if unit.name in self.full else ()
             self.part.discard(unit.name)  # training gathers anew
+            for child in reversed(self.children.get(unit.name, ())):
+                yield from self._backward(child)
             return
         yield from self._gather(unit, "backward")
         self.computed_backward.add(unit.name)
@@ -317,7 +319,7 @@ class _Planner:
     def _reduce(
         self, unit: PlannedUnit, at: int, bucket: PlannedBucket, steps: Sequence[ReductionStep]
     ) -> Iterator[Event]:
-        dtype, layout = bucket.precision.reduced, bucket.layout
+        dtype, layout = bucket.precision.reduced, reduced_layout(bucket.layout)
         for step in steps:
             if step is ReductionStep.REDUCE_SCATTER:
                 yield self._event(REDUCE_SCATTER, unit, at, "backward", dtype, layout.gathered_numel, self.shard_group)

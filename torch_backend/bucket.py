@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crossframe.faces import Face
-from crossframe.layout import FlatLayout, Layout
+from crossframe.layout import FlatLayout, Layout, reduced_layout
 from crossframe.precision import PrecisionPolicy
 from crossframe.trace import FREE, RESHARD_TO_GROUP, Event
 from crossframe.unshard import Truth, UnshardRequest
@@ -80,6 +80,9 @@ class Bucket:
         self._provide(device)
         self.exposure = make_exposure(store, self.buffer.leaves)
         self.unused = Unused(mesh)
+        # Which parameters the reduction under way is of; and layouts of what travels, by which parameters are trained.
+        self._reduced: Sequence[int] = ()
+        self._layouts: dict[tuple[bool, ...], Layout] = {}
         self.local_params = store.layout.params
         self.origins: list[object] = []
         self.part: GroupShard | None = None
@@ -116,6 +119,7 @@ class Bucket:
     def place(self, layout: Layout) -> None:
         """Take a layout over that differs in the parameters' names alone."""
         self.layout = self.store.layout = self.buffer.layout = self.grads.layout = layout
+        self._layouts.clear()
 
     # Full parameters in use
 
@@ -171,11 +175,23 @@ class Bucket:
         self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None, all_reduce: bool = True
     ) -> None:
         """Issue the reduction of full gradients, in the layout's order."""
+        layout, self._reduced = self.layout, range(len(grads))
         if self._face is Face.FSDP2:
-            self.unused.lack(
-                [g is None and leaf.requires_grad for g, leaf in zip(grads, self.buffer.leaves, strict=True)]
-            )
-        self.grads.start(grads, unit=unit, hook=hook, all_reduce=all_reduce)
+            leaves = self.buffer.leaves
+            self.unused.lack([g is None and leaf.requires_grad for g, leaf in zip(grads, leaves, strict=True)])
+            if not layout.contiguous:
+                trained = tuple(g is not None or leaf.requires_grad for g, leaf in zip(grads, leaves, strict=True))
+                if not all(trained):
+                    layout = self._layout_of(trained)
+                    self._reduced = [i for i, some in enumerate(trained) if some]
+                    grads = [grads[i] for i in self._reduced]
+        self.grads.start(grads, layout, unit=unit, hook=hook, all_reduce=all_reduce)
+
+    def _layout_of(self, trained: tuple[bool, ...]) -> Layout:
+        """What travels when some parameters are frozen."""
+        if trained not in self._layouts:
+            self._layouts[trained] = reduced_layout(self.layout, trained)
+        return self._layouts[trained]
 
     def advance_reduction(self) -> bool:
         """Go on with the reduction that is under way; at its end give the optimizer its gradient. Returns whether it is over."""
@@ -190,7 +206,7 @@ class Bucket:
                     waits = waits or any(has_grad_hooks(param) for param in self.exposure.managed())
                     shard = shard.to(device, non_blocking=not waits)
                 unused = self.unused.everywhere(len(self.layout.params), self._streams.join_host)
-                self.exposure.add_grad(shard, unused)
+                self.exposure.add_grad(shard, self._reduced, unused)
         return True
 
     def reset(self) -> None:

@@ -61,25 +61,31 @@ class GradStore:
         if face is Face.FSDP2 and mesh.spec.replicate > 1:
             self._steps_to_partial = reduction_steps(mesh.spec, face, all_reduce=False)
         self._factors = factors_of(mesh.spec, face, precision.reduced)
-        self._on_dim_0 = layout.contiguous or all(column.dim == 0 for column in layout.columns)
         self._under_way: Iterator[None] | None = None
         self.arrived: Tensor | None = None
         self.partial: Tensor | None = None
 
     def start(
-        self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None, all_reduce: bool = True
+        self,
+        grads: Sequence[Tensor | None],
+        layout: Layout,
+        *,
+        unit: str,
+        hook: CommHook | None,
+        all_reduce: bool = True,
     ) -> None:
         """Issue the first collective of the reduction of this rank's full gradients, in the layout's order; None counts as zeros
         (R29).
 
         Args:
+            layout: of what travels, the core's `reduced_layout`; these are the gradients of its parameters.
             all_reduce: False leaves the sum over the replicas to a later reduction.
         """
         self._streams.before_collect()
-        full = self._collect(grads, cast=hook is None or not hook.casts)
+        full = self._collect(grads, layout, cast=hook is None or not hook.casts)
         self._streams.begin_reduction(full)
         steps = self._steps if all_reduce else self._steps_to_partial
-        self._under_way = self._reduce(full, unit, steps) if hook is None else self._call(hook, full)
+        self._under_way = self._reduce(full, layout, unit, steps) if hook is None else self._call(hook, full)
         self.advance()
         while self._streams.queues and self._under_way is not None:
             self.advance()
@@ -102,7 +108,7 @@ class GradStore:
         """Let go of a reduction that failed, and of what earlier ones left for it."""
         self._under_way = self.arrived = self.partial = None
 
-    def _reduce(self, value: Tensor, unit: str, steps: Sequence[ReductionStep]) -> Iterator[None]:
+    def _reduce(self, value: Tensor, layout: Layout, unit: str, steps: Sequence[ReductionStep]) -> Iterator[None]:
         """The core's steps. Between two of them, wherever one waits for other ranks, the host may do something else."""
         step, factors, choices = ReductionStep, self._factors, self._choices
         if choices.divide_factor is not None or choices.sum_only:
@@ -114,7 +120,7 @@ class GradStore:
                 _divide(value, factors.before)
             elif this is step.REDUCE_SCATTER:
                 group = self._mesh.reducing
-                shard = group.allocate_reduced(self.layout.padded_shard_numel, value)
+                shard = group.allocate_reduced(layout.padded_shard_numel, value)
                 work = group.reduce_scatter(shard, value, unit=unit, phase="backward")
                 yield
                 work.wait()
@@ -149,10 +155,9 @@ class GradStore:
         self.arrived = shard.to(self._kept)
         yield
 
-    def _collect(self, grads: Sequence[Tensor | None], *, cast: bool) -> Tensor:
+    def _collect(self, grads: Sequence[Tensor | None], layout: Layout, *, cast: bool) -> Tensor:
         """One buffer of gathered_numel elements, laid out like the gathered parameters, zero wherever there is no
         gradient."""
-        layout = self.layout
         some = next(grad for grad in grads if grad is not None)
         dtype, zeros = self._reduced if cast else some.dtype, some.new_zeros
         if not layout.contiguous:
@@ -162,7 +167,7 @@ class GradStore:
             present = [zeros(p.shape) if g is None else g for p, g in zip(layout.params, grads, strict=True) if p.numel]
             if not present:
                 pass
-            elif self._on_dim_0:
+            elif all(column.dim == 0 for column in layout.columns):
                 if some.dtype == dtype:
                     torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=table)
                 else:

@@ -8,7 +8,7 @@ from crossframe.layout.overlay import Transfer, overlay
 from crossframe.layout.per_param import PerParamLayout
 from crossframe.layout.pieces import Column, Layout, Padding, Piece, Run, views
 from crossframe.layout.ragged import RaggedLayout
-from crossframe.layout.sharding import LAYOUTS, Sharding, post_forward, post_forward_group
+from crossframe.layout.sharding import LAYOUTS, Sharding, post_forward, post_forward_group, reduced_layout
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
 
@@ -28,6 +28,7 @@ __all__ = [
     "overlay",
     "post_forward",
     "post_forward_group",
+    "reduced_layout",
     "views",
 ]
 

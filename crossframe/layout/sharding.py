@@ -1,6 +1,6 @@
 """A whole model on a mesh (R10), and a unit on the smaller group that holds it between forward and backward (R08)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -127,6 +127,28 @@ def post_forward(layout: Layout, group_size: int) -> Layout:
         raise LayoutError(f"expected a layout, got {shown(layout)}")
     _check_group_size(group_size, layout.world_size)
     return layout.over(group_size)
+
+
+def reduced_layout(layout: Layout, trained: Sequence[bool] | None = None) -> Layout:
+    """What travels when the gradients of a bucket are reduced: per parameter, those of the trained ones alone; a line as a
+    whole, whose frozen parameters count as zeros.
+
+    Args:
+        trained: of each parameter whether it is; None: those that require a gradient. At least one.
+
+    >>> frozen = ParamSpec("a", (8,), requires_grad=False)
+    >>> layout = PerParamLayout((frozen, ParamSpec("b", (4,))), world_size=2)
+    >>> layout.gathered_numel, reduced_layout(layout).gathered_numel
+    (12, 4)
+    """
+    if not isinstance(layout, PerParamLayout):
+        return layout
+    flags = [param.requires_grad for param in layout.params] if trained is None else list(trained)
+    if all(flags):
+        return layout
+    params = tuple(param for param, some in zip(layout.params, flags, strict=True) if some)
+    dims = tuple(dim for dim, some in zip(layout.shard_dims, flags, strict=True) if some)
+    return replace(layout, params=params, dims=dims)
 
 
 def post_forward_group(mesh: MeshSpec, rank: int, group_size: int) -> range:

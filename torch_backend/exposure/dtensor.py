@@ -1,5 +1,6 @@
 """FSDP2."""
 
+import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
@@ -46,6 +47,8 @@ class DTensorExposure(RegisteredParams):
         layout = store.layout
         assert isinstance(layout, PerParamLayout)
         self._local_shapes = [layout.shard_shape(i, store.rank) for i in range(len(owned))]
+        self._local_numels = [math.prod(shape) for shape in self._local_shapes]
+        self._widths = [column.width for column in layout.columns]
         self._placed, self._group_mesh = placed, group_mesh
         self._specs = [place.sharded for place in placed]
         super().__init__(owned, store, leaves, [])
@@ -150,13 +153,17 @@ class DTensorExposure(RegisteredParams):
                 f"{self._specs[i].placements}; redistribute it first"
             )
 
-    def add_grad(self, shard: Tensor, unused: Set[int]) -> None:
+    def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
         """Each parameter's gradient is a DTensor over its part of the reduced shard."""
-        for i, (param, part) in enumerate(zip(self.params, self._locals(self._store.split(shard)), strict=True)):
+        params, shapes, specs, numels = self.params, self._local_shapes, self._specs, self._local_numels
+        columns = torch.split_with_sizes(shard, [self._widths[i] for i in reduced])
+        for i, column in zip(reduced, columns, strict=True):
+            param = params[i]
             if i not in unused and param.requires_grad:
+                part = column[: numels[i]].view(shapes[i])
                 grad = param.grad
                 if grad is None:
-                    param.grad = _dtensor(part, self._specs[i])
+                    param.grad = _dtensor(part, specs[i])
                 else:
                     grad._local_tensor.add_(part)  # type: ignore[attr-defined]
                 call_grad_hooks(param)

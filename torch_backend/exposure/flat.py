@@ -119,7 +119,7 @@ class FlatExposure:
     def show_part(self, part: GroupShard) -> None:
         """The flat parameter stays the shard."""
 
-    def add_grad(self, shard: Tensor, unused: Set[int]) -> None:
+    def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
         """The gradient of the flat parameter is the whole reduced shard."""
         add_grad_to(self.flat_param, shard)
 

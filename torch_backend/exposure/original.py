@@ -95,7 +95,7 @@ class OriginalExposure(RegisteredParams):
         """The gradients of the user's parameters."""
         return [param.grad for param in self.params if param.grad is not None]
 
-    def add_grad(self, shard: Tensor, unused: Set[int]) -> None:
+    def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
         """Each piece gets its part of the reduced shard; a parameter without a piece here gets none."""
         for param, part in zip(self.params, self._shaped(self._store.split(shard)), strict=True):
             if part.numel() and param.requires_grad:

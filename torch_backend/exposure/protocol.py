@@ -71,9 +71,14 @@ class Exposure(Protocol):
         """A smaller group's shard is held between forward and backward, and may be registered."""
         ...
 
-    def add_grad(self, shard: Tensor, unused: Set[int]) -> None:
-        """Accumulate a reduced gradient, of shape (padded_shard_numel,), into what the optimizer reads; but for the parameters
-        of indices `unused`, which have none."""
+    def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
+        """Accumulate a reduced gradient into what the optimizer reads.
+
+        Args:
+            shard: laid out as the core's `reduced_layout`.
+            reduced: the indices of the parameters in it; all of them where the layout is one line.
+            unused: those of them that have no gradient all the same.
+        """
         ...
 
     def grads(self) -> list[Tensor | None]:
