@@ -579,7 +579,7 @@ def _accumulates(rank: int, world_size: int) -> None:
 
     def reduced() -> list[Tensor]:
         shard_of_grads = torch.randn(store.buffer.numel(), generator=generator)
-        exposure.add_grad(shard_of_grads, frozenset())
+        exposure.add_grad(shard_of_grads, (0, 1), frozenset())
         return [part.clone() for part in store.split(shard_of_grads)]
 
     def grads() -> list[Tensor]:
@@ -604,9 +604,9 @@ def _accumulates(rank: int, world_size: int) -> None:
     g = reduced()
     assert torch.equal(grads()[0], f[0] + g[0]) and torch.equal(grads()[1], 2 * f[1] + g[1])
     own.zero_grad()
-    exposure.add_grad(torch.ones_like(store.buffer), {0})
+    exposure.add_grad(torch.ones_like(store.buffer), (0, 1), {0})
     assert weight.grad is None and bias.grad is not None
-    exposure.add_grad(torch.ones_like(store.buffer), {1})
+    exposure.add_grad(torch.ones_like(store.buffer), (0, 1), {1})
     assert (weight.grad.local == 1).all() and (bias.grad.local == 1).all()
     own.zero_grad()
     weight.requires_grad_(False)
