@@ -123,7 +123,10 @@ def look(module: nn.Module) -> dict[str, Any]:
 
 def values(model: nn.Module) -> dict[str, Any]:
     """Parameters and gradients."""
-    return {name: [param.detach().clone(), param.grad] for name, param in model.named_parameters()}
+    return {
+        name: [param.detach().clone(), None if param.grad is None else param.grad.clone()]
+        for name, param in model.named_parameters()
+    }
 
 
 def grads(model: nn.Module) -> list[Any]:
@@ -1870,7 +1873,7 @@ def hybrid_states(side):
 
 @scenario(num_ranks=4)
 def hybrid_with_fewer_ranks_after_forward(side):
-    """Two replicas of shards of one... or of two, which is all of them."""
+    """Two ranks are all of a shard group: as True."""
     model = side.fully_shard(linears(8, 4), mesh=hybrid_mesh(), reshard_after_forward=2)
     model(inputs(side, width=8)).sum().backward()
     return [look(model), values(model)]
@@ -2022,9 +2025,8 @@ def _on_a_full_mesh(side: Side, shape: tuple[int, ...], names: tuple[str, ...], 
     side.fully_shard(model[2], mesh=mesh, dp_mesh_dims=dp_mesh_dims)
     side.fully_shard(model, mesh=mesh, dp_mesh_dims=dp_mesh_dims)
     seen = [look(model)]
-    x = DTensor.from_local(
-        inputs(side, side.rank // 2, width=6) * 0 + side.rank // 2 + 1, mesh, [Replicate() for _ in names]
-    )
+    batch = side.rank // 2 if "tp" in names else side.rank
+    x = DTensor.from_local(torch.full((3, 6), batch + 1.0), mesh, [Replicate() for _ in names])
     for _ in range(2):
         output = model(x)
         output.redistribute(placements=[Replicate() for _ in names]).to_local().square().sum().backward()
