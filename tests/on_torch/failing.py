@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,30 +24,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_backend
-from crossframe.trace import ALL_GATHER, REDUCE_SCATTER, Event
-from tests.on_torch.models import build_net, loss_of
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
+from tests.on_torch.models import Net, build_net, loss_of
 from tests.on_torch.ranks import start_process
 from torch_backend.observe import Observer, observe
 
 # What a process takes to raise, print a traceback and be gone on a busy machine.
 SLACK_SECONDS = 6.0
 
+# FSDP1 with its flat parameters or the original ones, and FSDP2; at 4 ranks FSDP2 also with shards of 2 ranks between forward and
+# backward (R08), and with 2 replicas of 2 shards.
 MODES = ("flat", "orig", "fsdp2")
+MODES_OF_4 = (*MODES, "fsdp2 group", "fsdp2 hybrid")
 HOW = ("exit", "kill", "raise")
 UNITS = ("", "blocks.0", "blocks.1", "blocks.2")
 COLLECTIVES = {
     "gather in forward": (ALL_GATHER, "forward"),
     "gather in backward": (ALL_GATHER, "backward"),
     "reduction": (REDUCE_SCATTER, "backward"),
+    "sum over replicas": (ALL_REDUCE, "backward"),
 }
 PLACES = (
     *("construction", "before the first forward", "forward", "between", "backward", "before the optimizer"),
     *("any time", *COLLECTIVES),
 )
 SAID = re.compile(
-    r"^rank (\d+): (all_gather|reduce_scatter) of unit '([^']*)' \((forward|backward)\) between ranks .* failed: "
+    r"^rank (\d+): (all_gather|reduce_scatter|all_reduce) of unit '([^']*)' \((forward|backward)\) between ranks .* failed: "
 )
 
 
@@ -75,12 +81,14 @@ class Trial:
         """Trial `number` of a series."""
         draw = random.Random(f"{seed}/{number}")
         world_size = draw.choice((2, 3, 3, 4))
-        where, how = draw.choice(PLACES), draw.choice(HOW)
+        mode = draw.choice(MODES_OF_4 if world_size == 4 else MODES)
+        places = [place for place in PLACES if place != "sum over replicas" or mode == "fsdp2 hybrid"]
+        where, how = draw.choice(places), draw.choice(HOW)
         if where == "any time":
             how = draw.choice(("exit", "kill"))
         delay = draw.uniform(0, 0.12) if where == "any time" else draw.choice((0, 0, draw.uniform(0, 0.004)))
         return cls(
-            mode=draw.choice(MODES),
+            mode=mode,
             world_size=world_size,
             victim=draw.randrange(world_size),
             where=where,
@@ -224,11 +232,12 @@ def _rank(trial: Trial, rank: int, port: int, connection: Connection, folder: st
 
 def _train(trial: Trial, rank: int, bomb: Bomb) -> None:
     net = build_net()
-    net.blocks[1].norm.register_forward_pre_hook(lambda *_: bomb.passes("forward"))
-    net.blocks[1].norm.register_forward_hook(
+    norm: torch.nn.Module = net.blocks[1].norm  # type: ignore[assignment]
+    norm.register_forward_pre_hook(lambda *_: bomb.passes("forward"))
+    norm.register_forward_hook(
         lambda module, args, output: output.register_hook(lambda grad: bomb.passes("backward")) and None
     )
-    model = _sharded(net, trial.mode, bomb)
+    model = _sharded(net, trial, bomb)
     optimizer = torch.optim.AdamW(model.parameters())
     bomb.passes("before the first forward")
     bomb.passes("any time")
@@ -244,10 +253,18 @@ def _train(trial: Trial, rank: int, bomb: Bomb) -> None:
         step += 1
 
 
-def _sharded(net: torch.nn.Module, mode: str, bomb: Bomb) -> torch.nn.Module:
-    shard = torch_backend.fully_shard
-    if mode != "fsdp2":
+def _sharded(net: Net, trial: Trial, bomb: Bomb) -> torch.nn.Module:
+    mode, timeout = trial.mode, trial.timeout
+    shard: Callable[..., Any]
+    if mode in ("flat", "orig"):
         shard = partial(torch_backend.FullyShardedDataParallel, use_orig_params=mode == "orig")
+    elif mode == "fsdp2 hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for axis in ("replicate", "shard"):  # which would have torch's usual 30 minutes
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(axis))
+        shard = partial(torch_backend.fully_shard, mesh=mesh)
+    else:
+        shard = partial(torch_backend.fully_shard, reshard_after_forward=2 if mode == "fsdp2 group" else None)
     for i, block in enumerate(net.blocks):
         net.blocks[i] = shard(block)
         if i == 1:

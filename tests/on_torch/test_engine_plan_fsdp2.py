@@ -77,6 +77,7 @@ CASES = {
         Case(nested=True, reshard=2, frozen="start"),
         Case(reshard=True, frozen="start"),
         Case(frozen="middle"),
+        Case(frozen="part"),
         Case(across=True, reshard=2),
         Case(mixed=True, reshard=2),
     ],
@@ -89,7 +90,6 @@ CASES = {
         Case((1, 4), reshard=2),
         Case((4, 1), sync=Sync.ALL_REDUCE_LAST, low=True),
     ],
-    "partly frozen": [Case(frozen="part")],
 }
 
 
@@ -177,13 +177,6 @@ def _compare(rank, world_size, cases):
     return problems
 
 
-PARTLY_FROZEN = pytest.mark.xfail(
-    strict=True, reason="what is frozen travels in the reduction, as zeros; torch leaves it out"
-)
-
-
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[PARTLY_FROZEN] if what == "partly frozen" else []) for what in CASES]
-)
+@pytest.mark.parametrize("what", CASES)
 def test_R08_R13_R15_R28_R34_fully_shards_trace_is_the_plan_and_sends_no_more_than_torch(ranks, what):
     assert ranks.run(WORLD_SIZE, _compare, CASES[what]) == [[]] * WORLD_SIZE
