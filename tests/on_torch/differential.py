@@ -25,7 +25,7 @@ from tests.on_torch.histories import Case, History, difference, shown
 from tests.on_torch.ranks import Ranks, started_ranks
 from tests.on_torch.trees import smaller_trees
 
-SECONDS = 60
+SECONDS = 30
 SECONDS_SMALL = 12  # for a smaller case of one that fails; that may hang
 RUNS = {"fsdp1": WrappedRun, "fsdp2": ShardedRun}
 DRAWS = {"fsdp1": differential_fsdp1.draw_case, "fsdp2": differential_fsdp2.draw_case}

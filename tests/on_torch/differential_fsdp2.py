@@ -118,6 +118,7 @@ def draw_case(seed: int, world_size: int) -> Case:
         dtypes=dtypes or ("float32", "float32", "float64"),
         frozen_dtypes=("float32", "float64", "bfloat16") if bits and rng.random() < 0.3 else (),
         ignores=rng.random() < 0.25,
+        skips=drawn(rng, 0.25, world_size, 0),
     )
     return Case(grower.tree(), options, world_size, bits)
 
@@ -262,7 +263,9 @@ def shard(root: nn.Module, options: ShardOptions, face: Any) -> Any:
         if options.hook:
             unit.set_all_reduce_hook(_halve)
     model: Any = root
-    if options.zeros_unused:
+    # Where ranks use different parameters, torch mixes up gradients unless it is told to send zeros (R29).
+    skips = any(m.node.skipped_by >= 0 for m in root.modules() if isinstance(m, Part))
+    if options.zeros_unused or (skips and face.__name__ != "torch_backend"):
         model.set_reduce_scatter_unused_params(True)
     if options.separate_group:
         model.set_separate_reduce_scatter_group(True)

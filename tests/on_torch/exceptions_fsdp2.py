@@ -31,14 +31,6 @@ def _used_once(node: Node) -> Node:
 
 BUGS: tuple[Departure, ...] = (
     Departure(
-        "a placement on another dim than the first",
-        "ours raises",
-        _one(Node("tied"), last_dim=True),
-        "ours: raises",
-        lambda case: case.options.last_dim,
-        with_options(last_dim=False),
-    ),
-    Departure(
         "zeros for what is not used on a mesh of two axes",
         "ours loses the gradient",
         replace(_one(Node("vector"), replicate=2, zeros_unused=True), world_size=4),
@@ -47,20 +39,26 @@ BUGS: tuple[Departure, ...] = (
         with_options(zeros_unused=False),
     ),
     Departure(
-        "a divide factor that is no power of two, where collectives only sum",
-        "torch divides after the sum; ours rounds otherwise",
-        _one(Node("conv"), divide=3.0, force_sum=True),
-        "grad (step 0, ",
-        lambda case: case.options.divide == 3.0,
-        with_options(divide=2.0),
-    ),
-    Departure(
         "units that are to be freed after forward again, while they are full",
         "ours registers the sharded parameters at once, torch at the next use",
         _one(Node("vector"), evals=True, zero="zeros", switches=True),
         "full grad (step 0, ",
         lambda case: case.options.switches and case.options.evals,
         with_options(switches=False),
+    ),
+    Departure(
+        "gradients that are not summed over replicas of which there is one",
+        "torch keeps them in the dtype of the reduction; ours reduces at once",
+        _one(
+            Node("embedding"),
+            replicate=1,
+            micro=(False, True, True),
+            partial=True,
+            precision=Precision("float16"),
+        ),
+        "grad (step 0, ",
+        lambda case: case.options.partial and case.options.replicate == 1,
+        with_options(partial=False),
     ),
 )
 DEPARTURES: tuple[Departure, ...] = (
@@ -127,6 +125,14 @@ DEPARTURES: tuple[Departure, ...] = (
         with_options(evals=False),
     ),
     Departure(
+        "a state dict loaded in place of a parameter that has two names",
+        "torch registers two parameters until the next forward; ours keeps one",
+        _one(Node("tied"), edits="assign"),
+        "torch's history has",
+        lambda case: case.options.edits == "assign" and any(node.kind == "tied" or node.ties for node in case.nodes),
+        with_options(edits="load"),
+    ),
+    Departure(
         "zeros for a unit that was never used",
         "torch has not made its parameters yet, and gives none, and so would wait forever for a rank that uses it; ours gives "
         "zeros",
@@ -142,4 +148,10 @@ MENDED: tuple[Case, ...] = (
     Case(Tree(Node(children=(Node("vector", uses=0), Node("vector")), unit=True)), ShardOptions(steps=1)),
     Case(Tree(Node(children=(Node("vector"), Node("empty", frozen="all")), unit=True)), ShardOptions(steps=1)),
     _one(Node("vector"), edits="assign"),
+    _one(Node("tied"), last_dim=True),
+    _one(Node("conv"), divide=3.0, force_sum=True),
+    Case(
+        Tree(Node(children=(Node("vector"), Node("vector", dtype="float64", frozen="all")), unit=True)),
+        ShardOptions(steps=1, comms=True),
+    ),
 )

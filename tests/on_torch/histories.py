@@ -114,8 +114,8 @@ def batch(case: Case, rank: int, turn: int) -> tuple[Tensor, dict[str, Any], Ten
         plain = torch.randn(shape, generator=generator, dtype=dtype)
         weights = torch.randn(shape, generator=generator)
     tokens = torch.randint(0, NUM_TOKENS, shape[:1], generator=generator)
-    # Where something is frozen or unused there might be nothing else to differentiate, and so no backward.
-    alone = any(node.frozen or not node.uses for node in case.nodes)
+    # Where something is frozen, unused or skipped there might be nothing else to differentiate, and so no backward.
+    alone = any(node.frozen or not node.uses or node.skipped_by >= 0 for node in case.nodes)
     stream = plain.clone().requires_grad_(turn % 2 == 0 or alone or not case.tree.exact)
     return stream, {"plain": plain, "tokens": tokens, "more": [plain]}, weights.double()
 

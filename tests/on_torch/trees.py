@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 WIDTHS = (2, 3, 5)
@@ -40,6 +41,7 @@ class Node:
         again: whether its parent has it under a second name, and calls that too.
         ties: whether the group's children of kind "square" share one weight.
         ignored: whether sharding leaves it alone.
+        skipped_by: the rank on which its parent does not call it, or -1.
         shape, size: of a leaf's parameters, where its kind leaves them open.
         output: what a group returns: a tensor, or one in a tuple, a dict, a dict of dicts, or a dataclass.
     """
@@ -53,6 +55,7 @@ class Node:
     again: bool = False
     ties: bool = False
     ignored: bool = False
+    skipped_by: int = -1
     shape: tuple[int, ...] = (2,)
     size: int = 1
     output: str = "tensor"
@@ -299,7 +302,7 @@ class Group(Part):
     def forward(self, stream: Tensor, given: Mapping[str, Tensor]) -> Any:
         for i, child in enumerate(self.node.children):
             names = [f"part{i}"] * child.uses + [f"again{i}"] * child.again * (child.uses > 0)
-            for name in names:
+            for name in names if child.skipped_by < 0 or child.skipped_by != dist.get_rank() else ():
                 stream = opened(getattr(self, name)(stream, given=given))
         return closed(self.node.output, stream)
 
@@ -386,6 +389,7 @@ class Grower:
         ignores: some leaves are left alone.
         batch_norms: there may be some, which torch computes with parameters and inputs of one dtype alone.
         freezes: some parameters are not trained.
+        skips: of how many ranks one may skip a leaf; then every module is used, by the others.
         shares: parameters and modules may have two names; `shares_units`: units too.
     """
 
@@ -394,6 +398,7 @@ class Grower:
     per_param_frozen: bool = True
     dtypes: tuple[str, ...] = ("float32",)
     frozen_dtypes: tuple[str, ...] = ()
+    skips: int = 0
     ignores: bool = False
     batch_norms: bool = True
     freezes: bool = True
@@ -460,13 +465,14 @@ class Grower:
             uses=self.uses(),
             again=again,
             ignored=self.ignores and not unit and self.chance(0.25),
+            skipped_by=self.rng.randrange(self.skips) if self.skips and not unit and self.chance(0.4) else -1,
             shape=self.rng.choice(SHAPES),
             size=self.rng.choice(INNER_SIZES),
         )
 
     def uses(self) -> int:
         """Mostly one."""
-        return self.rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2, 0))
+        return self.rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2, 1 if self.skips else 0))
 
 
 def smaller_trees(tree: Tree) -> Iterator[Tree]:
@@ -490,6 +496,7 @@ def _smaller(node: Node, *, is_root: bool = False) -> Iterator[Node]:
         ("uses", 1),
         ("ties", False),
         ("ignored", False),
+        ("skipped_by", -1),
         ("frozen", ""),
         ("output", "tensor"),
         ("shape", (2,)),
