@@ -279,7 +279,7 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
     def adopt(inner: nn.Module, _: Any) -> None:
         make_real(unit)
         for bucket in unit.buckets:
-            bucket.exposure.adopt()
+            bucket.exposure.adopt_loaded()
 
     for module in modules:
         module.__dict__[UNIT] = unit

@@ -26,6 +26,12 @@ def count_steps(params: Iterable[nn.Parameter], steps: StepCount) -> None:
         setattr(param, _ATTRIBUTE, steps)
 
 
+def count_like(param: nn.Parameter, other: nn.Parameter) -> None:
+    """Count steps of `param`, which takes the place of `other`, as those of that."""
+    if hasattr(other, _ATTRIBUTE):
+        setattr(param, _ATTRIBUTE, getattr(other, _ATTRIBUTE))
+
+
 def _count(optimizer: Any, *_: object) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     for steps in {id(steps): steps for param in params if (steps := getattr(param, _ATTRIBUTE, None))}.values():

@@ -71,7 +71,8 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
                 f"parameter {name!r} is a plain tensor; with dp_mesh_dims every parameter is a DTensor on the whole mesh, "
                 "replicated over its data parallel axes (distribute_module makes them so)"
             )
-        meta = TensorMeta(param.shape, param.stride(), param.dtype)
+        # Shards are contiguous whatever the parameter was.
+        meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
         return Placed(dim, DTensorSpec(data.mesh, (*replicate, *shard), meta))
     whole = param._spec
     if data.spmd is not None:

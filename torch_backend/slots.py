@@ -64,6 +64,9 @@ def owned_params(
     inner_units: dict[nn.Module, str] = {}
     left_out = {id(param) for param in ignored}
     again: list[str] = []  # further names of inner units, below which everything has been seen
+    # The inner unit that the walk is in, and the one that each of their parameters was seen in first: units of several modules
+    # may share parameters between these.
+    inside, seen_in = "", {}
     for raw_name, module in root.named_modules(remove_duplicate=False):
         name = canonical_name(raw_name)
         if any(name == other or name.startswith(other + ".") for other in again):
@@ -73,10 +76,15 @@ def owned_params(
             continue
         if not modules or name != modules[-1]:
             modules.append(name)
+        if not name.startswith(f"{inside}."):
+            inside = ""
         if module in inner_units:
             units.add(name)
+            inside = inside or name
         for attribute, param in module._parameters.items():
             if param is None or id(param) in left_out:
+                continue
+            if inside and seen_in.setdefault(id(param), inside) != inside:
                 continue
             if dtype_name(param.dtype) not in FLOATING:
                 raise LayoutError(

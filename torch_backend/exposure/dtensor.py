@@ -128,12 +128,17 @@ class DTensorExposure(RegisteredParams):
 
     def adopt(self) -> None:
         """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
-        self._take_back_places(self._check_dtensor)
+        self._take_new_objects(self._check_dtensor)
         for i, param in enumerate(self.params):
             local = param._local_tensor  # type: ignore[attr-defined]
             if not self._store.holds(i, local):
                 self._store.take(i, local, self._local_shapes[i])
                 param._local_tensor = self._own_locals()[i]  # type: ignore[attr-defined]
+
+    def adopt_loaded(self) -> None:
+        """Take over what load_state_dict(assign=True) registered; ours stay, since an optimizer may hold them."""
+        self._take_back_places(self._check_dtensor)
+        self.adopt()
 
     def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
         # A DTensor's data is the tensor that it wraps.

@@ -97,6 +97,10 @@ class FlatExposure:
         """The flat parameter is not registered."""
         del self._module._parameters[FLAT_PARAM]
 
+    def adopt_loaded(self) -> None:
+        """As ever."""
+        self.adopt()
+
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """The flat parameter becomes the new buffer."""
         point_at(self.flat_param, self._store.buffer, fn)

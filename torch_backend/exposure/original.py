@@ -84,6 +84,10 @@ class OriginalExposure(RegisteredParams):
         for param, piece, spec in zip(self.params, self._shaped(store.pieces), store.layout.params, strict=True):
             adopt_data(param, piece, spec.name, store.rank)
 
+    def adopt_loaded(self) -> None:
+        """As ever."""
+        self.adopt()
+
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """The user's parameters become pieces of the new buffer."""
         self._leaves = leaves

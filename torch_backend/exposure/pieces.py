@@ -88,13 +88,21 @@ class PieceExposure(RegisteredParams):
 
     def adopt(self) -> None:
         """Data may have been assigned or moved, or parameters replaced by other objects."""
-        self._take_back_places(lambda i, other: check_like(self.params[i], other, "was replaced"))  # type: ignore[arg-type]
+        self._take_new_objects(self._check_piece)
         for i, (param, piece) in enumerate(zip(self.params, self._store.pieces, strict=True)):
             local = param.local  # type: ignore[attr-defined]
             if local is not piece and (local.data_ptr() != piece.data_ptr() or local.dtype != piece.dtype):
                 name = self._store.layout.params[i].name
                 copy_into(piece, local, name, self._store.rank, tuple(piece.shape))
                 param.data = piece_tensor(piece, self.places[i])
+
+    def adopt_loaded(self) -> None:
+        """Take over what load_state_dict(assign=True) registered; ours stay, since an optimizer may hold them."""
+        self._take_back_places(self._check_piece)
+        self.adopt()
+
+    def _check_piece(self, i: int, other: nn.Parameter) -> None:
+        check_like(self.params[i], other, "was replaced")  # type: ignore[arg-type]
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
         """Each parameter's gradient is a PieceTensor over its part of the reduced shard."""

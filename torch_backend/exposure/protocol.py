@@ -67,6 +67,10 @@ class Exposure(Protocol):
         """Take over data that the user put in the place of a sharded parameter's (R25)."""
         ...
 
+    def adopt_loaded(self) -> None:
+        """Take over what `load_state_dict(assign=True)` has just registered in the place of sharded parameters (R25)."""
+        ...
+
     def show_part(self, part: GroupShard) -> None:
         """A smaller group's shard is held between forward and backward, and may be registered."""
         ...

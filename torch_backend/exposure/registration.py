@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_backend.group_shard import GroupShard
+from torch_backend.optimizer_steps import count_like
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore, copy_into
 
@@ -192,6 +193,22 @@ class RegisteredParams:
                 check(i, registered)
                 self._take_over(self.params[i], registered)
                 owner._parameters[attribute] = self.params[i]
+
+    def _take_new_objects(self, check: Callable[[int, nn.Parameter], None]) -> None:
+        """Where a user registered another object, that is the parameter from now on: the optimizer that is made next holds it.
+
+        Args:
+            check: as above.
+        """
+        before = list(self.params)
+        for i, owner, attribute in self._places:
+            registered = owner._parameters.get(attribute)
+            if registered is not None and registered is not before[i]:
+                check(i, registered)
+                count_like(registered, before[i])
+                self.params[i] = registered
+        if any(new is not old for new, old in zip(self.params, before, strict=True)):
+            register(self._places, self.params)
 
     def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
         param.data = other.data
