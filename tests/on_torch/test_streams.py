@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_backend
 from tests.on_torch.models import Block, build_net, loss_of
@@ -77,9 +78,9 @@ class Device:
         self.computing, self.nccl = Stream(), Stream()
         self.current = self.computing
         self.writes, self.reads, self.pools, self.debts = {}, {}, {}, {}
-        self.freed, self.lasting, self.kept_back = {}, set(), set()
+        self.freed, self.lasting, self.kept_back = {}, {}, set()
         self.problems = []
-        self.num_accesses = 0
+        self.num_accesses = self.most_held = 0
 
     def current_stream(self, device=None):
         return self.current
@@ -95,7 +96,7 @@ class Device:
     def access(self, tensor, what, *, write, on=None):
         """Something is queued that reads or writes a tensor's memory."""
         stream = on or self.current
-        key = _key(tensor)
+        key = self.known(tensor)
         self.num_accesses += 1
         after = self.writes.get(key, []) + (self.reads.get(key, []) if write else [])
         if key in self.debts:
@@ -108,6 +109,15 @@ class Device:
             self.writes[key], self.reads[key] = [(moment, what)], []
         else:
             self.reads.setdefault(key, []).append((moment, what))
+
+    def last(self, tensor):
+        """It is not allocated and freed in a step."""
+        self.lasting[_key(tensor)] = (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+    def known(self, tensor):
+        """Which memory it is in; a part of what lasts may have a storage of its own."""
+        at = tensor.data_ptr()
+        return next((key for key, (start, stop) in self.lasting.items() if start <= at < stop), _key(tensor))
 
     def allocated(self, tensor):
         """From the current stream's pool, where it may be any memory that has been freed there."""
@@ -141,13 +151,14 @@ def _watch(device):
     from torch_backend.collectives import Communicator
     from torch_backend.gather import GatherBuffer
     from torch_backend.grads import GradStore
+    from torch_backend.group_shard import GroupShard
     from torch_backend.streams import DeviceStreams
 
     real = torch.get_device_module
     torch.get_device_module = lambda _: device
     streams = DeviceStreams(torch.device("cpu"))
     torch.get_device_module = real
-    undo = []
+    undo, parts = [], {}  # what is undone at the end; shards of smaller groups, until they are gathered
 
     def patch(owner, name, make):
         undo.append((owner, name, getattr(owner, name)))
@@ -157,7 +168,7 @@ def _watch(device):
         def issue(self, target, source=None, **names):
             original(self, *[t for t in (target, source) if t is not None], **names).wait()
             if original.__name__ == "all_gather":
-                if _key(source) not in device.lasting:  # cast for this gather
+                if _key(source) not in device.lasting and _key(source) not in device.pools:  # cast for this gather
                     device.allocated(source)
                     device.access(source, "casting a shard", write=True)
                     weakref.finalize(source, device.free, _key(source))
@@ -175,13 +186,18 @@ def _watch(device):
         def start(self, *args, **names):
             if self.is_shard:
                 return original(self, *args, **names)
-            device.lasting.add(_key(args[0]))
+            part = parts.pop(_key(args[0]), None)
+            if part is None:
+                device.last(args[0])
             with device.stream(streams._unshard):
                 if self.layout.contiguous:
                     device.allocated(self.full)
                 if self._converts:
                     device.access(args[0], "casting reading a shard", write=False)
-            return original(self, *args, **names)
+            original(self, *args, **names)
+            if part is not None:  # which ends with its gather
+                part.detach()
+                weakref.finalize(self._sent, device.free, _key(self._sent))
 
         return start
 
@@ -212,12 +228,23 @@ def _watch(device):
     def collect(original):
         def collect(self, *args, **names):
             full = original(self, *args, **names)
+            device.most_held = max(device.most_held, 1 + len(streams._held))
             device.allocated(full)
             device.access(full, "collecting gradients", write=True)
             weakref.finalize(full, device.free, _key(full))
             return full
 
         return collect
+
+    def take(original):
+        def take(self, full, views):
+            original(self, full, views)
+            device.access(full, "keeping a smaller group's shard, reading", write=False)
+            device.allocated(self.buffer)
+            device.access(self.buffer, "keeping a smaller group's shard", write=True)
+            parts[_key(self.buffer)] = weakref.finalize(self.buffer, device.free, _key(self.buffer))
+
+        return take
 
     patch(torch.Tensor, "record_stream", lambda _: lambda tensor, stream: device.kept_back.add(_key(tensor)))
     for module in (bucket, schedule):
@@ -228,7 +255,30 @@ def _watch(device):
     patch(GatherBuffer, "finish", finish)
     patch(GatherBuffer, "free", free)
     patch(GradStore, "_collect", collect)
+    patch(GroupShard, "take", take)
     return streams, lambda: [setattr(*entry) for entry in reversed(undo)]
+
+
+def _sharded(model, face):
+    if face == "fsdp1":
+        return torch_backend.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=torch_backend.ModuleWrapPolicy({Block}),
+            mixed_precision=torch_backend.MixedPrecision(torch.bfloat16, torch.float32),
+            use_orig_params=True,
+        )
+    options = {}
+    if face == "fsdp2 group":
+        options["reshard_after_forward"] = 2
+    if face == "fsdp2 hybrid":
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options["mp_policy"] = torch_backend.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        torch_backend.fully_shard(block, **options)
+    torch_backend.fully_shard(model, **options)
+    if face == "fsdp2 buffers":
+        model.set_reduce_scatter_max_input_buffers(3)
+    return model
 
 
 def _run(rank, world_size, face, fault):
@@ -238,17 +288,7 @@ def _run(rank, world_size, face, fault):
     try:
         model = build_net(depth=4)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear | nn.LayerNorm)]
-        if face == "fsdp1":
-            model = torch_backend.FullyShardedDataParallel(
-                model,
-                auto_wrap_policy=torch_backend.ModuleWrapPolicy({Block}),
-                mixed_precision=torch_backend.MixedPrecision(torch.bfloat16, torch.float32),
-                use_orig_params=True,
-            )
-        else:
-            for block in model.blocks:
-                torch_backend.fully_shard(block)
-            torch_backend.fully_shard(model)
+        model = _sharded(model, face)
         if fault:
             instead = {"settle": lambda work: work, "before_collect": lambda: streams._held.clear()}
             setattr(streams, fault, instead.get(fault, lambda *_, **__: None))
@@ -266,29 +306,45 @@ def _run(rank, world_size, face, fault):
                     device.access(getattr(param, "_local_tensor", param), "the optimizer writing", write=True)
             optimizer.step()
             optimizer.zero_grad()
-        return sorted(set(device.problems)), device.num_accesses, Event.num_waits
+        return sorted(set(device.problems)), device.num_accesses, Event.num_waits, device.most_held
     finally:
         undo()
 
 
-@pytest.mark.parametrize("face", ["fsdp1", "fsdp2"])
+# Face, with what needs other waits: shards of 2 of the 4 ranks between forward and backward (R08), three buffers of collected
+# gradients, 2 replicas of 2 shards. Ranks, and how many such buffers are held at most.
+FACES = {"fsdp1": (2, 1), "fsdp2": (2, 1), "fsdp2 group": (4, 1), "fsdp2 buffers": (2, 3), "fsdp2 hybrid": (4, 1)}
+
+
+@pytest.mark.parametrize("face", FACES)
 def test_streams_wait_for_what_they_use(ranks, face):
-    for problems, num_accesses, num_waits in ranks.run(2, _run, face, None):
+    world_size, held = FACES[face]
+    for problems, num_accesses, num_waits, most_held in ranks.run(world_size, _run, face, None):
         assert problems == []
         assert num_accesses > 250 and num_waits > 0  # the host does not run ahead
+        assert most_held == held
 
 
-@pytest.mark.parametrize("face", ["fsdp1", "fsdp2"])
+FAULTS = ["shards_written", "settle", "before_collect", "begin_reduction", "end_reductions", "before_free"]
+
+
 @pytest.mark.parametrize(
-    "fault",
-    ["shards_written", "settle", "before_collect", "begin_reduction", "end_reductions", "before_free"],
+    ("face", "fault"),
+    [
+        *itertools.product(["fsdp1", "fsdp2"], FAULTS),
+        ("fsdp2 group", "gather_after"),
+        ("fsdp2 group", "before_free"),
+        ("fsdp2 buffers", "before_collect"),
+        ("fsdp2 hybrid", "end_reductions"),
+        ("fsdp2 hybrid", "begin_reduction"),
+    ],
 )
 def test_every_wait_is_needed(ranks, face, fault):
     """Without any one of them the check above fails. FSDP2 casts nothing here, so that no memory ends with its gather."""
     if (face, fault) == ("fsdp2", "settle"):
         return
     try:
-        for problems, _, _ in ranks.run(2, _run, face, fault):
+        for problems, *_ in ranks.run(FACES[face][0], _run, face, fault):
             assert problems
     except RankError as error:
         assert fault == "begin_reduction" and "reduction_read" in str(error)  # of what was never held
