@@ -184,6 +184,43 @@ def test_R12_a_forward_in_inference_mode_changes_no_later_step(ranks):
     assert ranks.run(2, _after_inference_mode) == [[True] * 3] * 2
 
 
+def _edited_behind_what_is_kept(rank: int, world_size: int) -> list[bool]:
+    """Whether a training sees an edit of the shards after an evaluation that left full parameters there: torch, and we."""
+    seen = []
+    for package in PACKAGES:
+        model = Side(package, rank, world_size).fully_shard(nn.Linear(2, 2, bias=False), reshard_after_forward=False)
+        shard = model.weight
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+            shard.fill_(3.0)
+        seen.append(bool((model(torch.ones(1, 2)) == 6).all()))
+    return seen
+
+
+def test_R12_a_training_sees_shards_that_were_edited_after_an_evaluation(ranks):
+    # torch computes with what the evaluation gathered.
+    assert ranks.run(2, _edited_behind_what_is_kept) == [[False, True]] * 2
+
+
+def _stepped_behind_what_is_kept(rank: int, world_size: int) -> list[bool]:
+    """Whether an evaluation sees a step of the optimizer since the last one: torch, and we."""
+    seen = []
+    for package in PACKAGES:
+        model = Side(package, rank, world_size).fully_shard(nn.Linear(2, 2, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            before = model(torch.ones(1, 2))
+            optimizer.step()
+            seen.append(bool(torch.allclose(model(torch.ones(1, 2)), before - 2)))
+    return seen
+
+
+def test_R12_an_evaluation_sees_the_step_since_the_last(ranks):
+    # The root is kept after the first evaluation, and torch takes it as it is.
+    assert ranks.run(2, _stepped_behind_what_is_kept) == [[False, True]] * 2
+
+
 def _after_a_failed_backward(rank: int, world_size: int, resets: bool) -> tuple[bool, bool]:
     """Whether torch and we train after it as if it had not been."""
     results = []
