@@ -13,6 +13,18 @@ def _one(leaf: Node, **options: Any) -> Case:
     return Case(Tree(Node(children=(leaf,), unit=True)), ShardOptions(steps=1, **options))
 
 
+def _trained(unit: Node) -> list[Node]:
+    """The leaves that a unit trains, without those of inner units."""
+    here = [] if unit.kind in ("group", "plain") or unit.frozen == "all" or unit.ignored else [unit]
+    return here + [leaf for child in unit.children if not child.unit for leaf in _trained(child)]
+
+
+def _is_skipped(unit: Node) -> bool:
+    """Whether one rank skips all that a unit trains."""
+    ranks = {leaf.skipped_by for leaf in _trained(unit)}
+    return len(ranks) == 1 and ranks != {-1}
+
+
 def _size(reshard: bool | int | None) -> int:
     return 0 if reshard is None or type(reshard) is bool else reshard
 
@@ -59,6 +71,17 @@ BUGS: tuple[Departure, ...] = (
         "grad (step 0, ",
         lambda case: case.options.partial and case.options.replicate == 1,
         with_options(partial=False),
+    ),
+    Departure(
+        "a unit of which one rank's backward reaches nothing",
+        "that rank reduces nothing under ours, and the others wait for it (R29)",
+        Case(
+            Tree(Node(children=(Node("plain"), Node("vector", skipped_by=1)), unit=True), exact=True),
+            ShardOptions(steps=1),
+        ),
+        "TimeoutError",
+        lambda case: any(node.unit and _is_skipped(node) for node in case.nodes),
+        with_nodes(lambda node: replace(node, skipped_by=-1)),
     ),
 )
 DEPARTURES: tuple[Departure, ...] = (

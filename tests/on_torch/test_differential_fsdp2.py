@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tests.on_torch.differential import around_departures, check, failure_of
+from tests.on_torch.differential import SECONDS_SMALL, around_departures, check, failure_of
 from tests.on_torch.differential_fsdp2 import ShardOptions, draw_case
 from tests.on_torch.exceptions_fsdp2 import BUGS, DEPARTURES, MENDED
 from tests.on_torch.histories import Case
@@ -42,7 +42,7 @@ def test_R14_what_is_excepted_differs_as_stated(ranks, departure):
     [pytest.param(bug, marks=pytest.mark.xfail(strict=True, reason=bug.why), id=bug.name) for bug in BUGS],
 )
 def test_R14_known_fault(ranks, bug):
-    assert failure_of(ranks, bug.smallest)[0] == ""
+    assert failure_of(ranks, bug.smallest, SECONDS_SMALL)[0] == ""
 
 
 @pytest.mark.parametrize("number", range(len(MENDED)))
