@@ -251,6 +251,20 @@ def test_R17_a_failed_backward_leaves_nothing_behind(ranks, resets):
     assert ranks.run(2, _after_a_failed_backward, resets) == [(False, True)] * 2
 
 
+def _reset_while_gradients_wait(rank: int, world_size: int) -> bool:
+    side = Side("torch_backend", rank, world_size)
+    model = sharded_net(side)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 7, rank).backward()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    return _same(trained(side, sharded_net(side)), trained(side, model))
+
+
+def test_R17_a_reset_forgets_gradients_that_were_not_reduced(ranks):
+    assert ranks.run(2, _reset_while_gradients_wait) == [True, True]
+
+
 def _converted_between_steps(rank: int, world_size: int) -> list[Any]:
     side = Side("torch_backend", rank, world_size)
     model, fresh = side.fully_shard(linears(4, 3, 5)), linears(4, 3, 5)

@@ -890,6 +890,23 @@ def frozen_and_thawed_between_steps(side):
 
 
 @scenario()
+def frozen_at_first_and_thawed(side):
+    """Before the first step, and after it."""
+    results = []
+    for early in (True, False):
+        model = sharded_net(side, build_net(depth=1).requires_grad_(False))
+        model.head.requires_grad_(True)
+        if not early:
+            loss_of(model, 0, side.rank).backward()
+            results.append(grads(model))
+            model.zero_grad()
+        model.requires_grad_(True)
+        loss_of(model, 0, side.rank).backward()
+        results += [look(model), grads(model)]
+    return results
+
+
+@scenario()
 def all_frozen(side):
     model = sharded_net(side, build_net(depth=2).requires_grad_(False))
     return [loss_of(model, 0, side.rank), look(model)]
