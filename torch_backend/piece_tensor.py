@@ -75,7 +75,7 @@ class PieceTensor(Tensor):
         """The same values as a DTensor sharded on dim 0, of the same mesh; all ranks of the shard group must call it. Each
         element moves once, to the rank that holds it there."""
         # Not at the top: it moves whole state dicts of these tensors.
-        from torch_backend.redistribute import to_dtensor
+        from torch_backend.piece_moves import to_dtensor
 
         return to_dtensor(self)
 

@@ -1,166 +1,22 @@
-"""From a bucket's flat or ragged shards to DTensors sharded on dim 0, and back: as state dicts hold them (R36).
+"""State dicts of modules whose parameters are PieceTensors: DTensors outside, PieceTensors inside (R36).
 
-The core lists the copies (crossframe.layout.overlay). Each element moves once, from the rank that holds it under one layout to
-the rank that holds it under the other, so that no rank ever has more of a parameter than its two pieces. A bucket takes one
-all-to-all.
+The hooks that `fully_shard` registers. State dicts then are what they are under the per-parameter layout, so that checkpoints go
+from any layout to any other.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from crossframe.errors import StateDictError
-from crossframe.layout import Layout, PerParamLayout, Sharding, Transfer, overlay
-from crossframe.mesh import MeshSpec
 from torch_backend.bucket import Bucket
-from torch_backend.collectives import Communicator
 from torch_backend.exposure.pieces import PieceExposure
-from torch_backend.piece_place import Place
+from torch_backend.piece_moves import from_dtensors, to_dtensors
 from torch_backend.piece_tensor import PieceTensor, piece_tensor, same_place
 from torch_backend.slots import canonical_name
 from torch_backend.unit import unit_of
-
-PHASE = "state"
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Elements `start:stop` of this rank's buffer, which another rank of the group has or gets."""
-
-    peer: int
-    start: int
-    stop: int
-
-
-def _runs(layout: Layout, other: Layout, rank: int, names: set[str]) -> list[_Run]:
-    """What this rank's buffer under `layout` exchanges with the buffers under `other`, by the other rank and then in the order of
-    parameters and elements: whichever side of a copy asks, it gets the same order."""
-    source, target = (Sharding((("", each),), MeshSpec(shard=each.world_size)) for each in (other, layout))
-    transfers: Iterator[Transfer] = overlay(source, target, rank)
-    runs = [_Run(t.source_rank, t.target_start, t.target_start + t.numel) for t in transfers if t.name in names]
-    return sorted(runs, key=lambda run: run.peer)
-
-
-def _numels(runs: Sequence[_Run], size: int) -> list[int]:
-    numels = [0] * size
-    for run in runs:
-        numels[run.peer] += run.stop - run.start
-    return numels
-
-
-def move(
-    values: Tensor,
-    layout: Layout,
-    out: Tensor,
-    out_layout: Layout,
-    shards: Communicator,
-    indices: Sequence[int],
-    *,
-    unit: str,
-) -> None:
-    """Fill a rank's buffer under one layout from all ranks' buffers under another. All ranks of the group call it alike.
-
-    Args:
-        values: shape (layout.padded_shard_numel,).
-        out: shape (out_layout.padded_shard_numel,), of the dtype of `values`. What no parameter lies in keeps its values.
-        indices: of the parameters that are moved.
-        unit: for the trace.
-    """
-    names = {layout.params[i].name for i in indices}
-    to_send = _runs(layout, out_layout, shards.rank, names)
-    to_receive = _runs(out_layout, layout, shards.rank, names)
-    sent = torch.cat([values[:0], *(values[run.start : run.stop] for run in to_send)])
-    splits = _numels(to_send, shards.size), _numels(to_receive, shards.size)
-    received = shards.exchange(sent, *splits, unit=unit, phase=PHASE)
-    parts = received.split([run.stop - run.start for run in to_receive])
-    for run, part in zip(to_receive, parts, strict=True):
-        out[run.start : run.stop] = part
-
-
-def _per_param(layout: Layout) -> PerParamLayout:
-    """The layout of DTensors sharded on dim 0."""
-    return PerParamLayout(layout.params, layout.world_size)
-
-
-def _spec(place: Place, dtype: torch.dtype) -> DTensorSpec:
-    stride = torch.empty(place.shape, device="meta").stride()
-    return DTensorSpec(place.mesh, place.placements, TensorMeta(place.shape, stride, dtype))
-
-
-def to_dtensors(
-    places: Sequence[Place], values: Tensor, indices: Sequence[int] | None = None, *, unit: str = ""
-) -> list[DTensor]:
-    """DTensors of a bucket's parameters, or of what is laid out like them (a buffer of optimizer state).
-
-    Args:
-        places: of all parameters of the bucket, in the layout's order.
-        values: shape (padded_shard_numel,): this rank's buffer under the bucket's layout, in any dtype.
-        indices: of the parameters that are wanted; all of them if None.
-        unit: for the trace.
-
-    Returns:
-        A DTensor for each of `indices`, sharded on dim 0 of the same ranks, replicated over the first axis of a hybrid mesh.
-        They share one new buffer of this rank's size.
-    """
-    indices = range(len(places)) if indices is None else indices
-    layout, shards = places[0].layout, places[0].shards
-    target = _per_param(layout)
-    out = values.new_empty(target.padded_shard_numel)
-    with torch.no_grad():
-        move(values, layout, out, target, shards, indices, unit=unit)
-    found = []
-    for i in indices:
-        shape, start = target.shard_shape(i, shards.rank), target.columns[i].start
-        local = out[start : start + math.prod(shape)].view(shape)
-        found.append(DTensor.__new__(DTensor, local, _spec(places[i], values.dtype), requires_grad=False))
-    return found
-
-
-def from_dtensors(
-    places: Sequence[Place], dtensors: Sequence[DTensor | None], values: Tensor, *, unit: str = ""
-) -> None:
-    """The inverse of `to_dtensors`: fill a buffer that is laid out like the bucket's shard.
-
-    Args:
-        places: of all parameters of the bucket, in the layout's order.
-        dtensors: one a parameter, on the same mesh, of the parameter's shape, in any dtype and of any placements; None leaves the
-            parameter's part of `values` as it is. On all ranks the same ones are None.
-        values: shape (padded_shard_numel,). Padding keeps its values.
-        unit: for the trace.
-    """
-    layout, shards = places[0].layout, places[0].shards
-    source = _per_param(layout)
-    buffer = values.new_empty(source.padded_shard_numel)
-    indices = [i for i, dtensor in enumerate(dtensors) if dtensor is not None]
-    with torch.no_grad():
-        for i in indices:
-            dtensor, place = dtensors[i], places[i]
-            assert dtensor is not None
-            if dtensor.placements != place.placements:
-                dtensor = dtensor.redistribute(place.mesh, place.placements)
-            local, start = dtensor.to_local(), source.columns[i].start
-            buffer[start : start + local.numel()] = local.reshape(-1)
-        move(buffer, source, values, layout, shards, indices, unit=unit)
-
-
-def to_dtensor(tensor: PieceTensor) -> DTensor:
-    """One tensor alone. All ranks of its shard group call it."""
-    place = tensor.place
-    places = [Place(place.store, i, place.mesh, place.shards) for i in range(len(place.layout.params))]
-    piece = place.store.split(torch.empty(place.layout.padded_shard_numel, device="meta"))[place.index]
-    values = tensor.local.new_empty(place.layout.padded_shard_numel)
-    values[piece.storage_offset() : piece.storage_offset() + place.numel] = tensor.local.detach()
-    (dtensor,) = to_dtensors(places, values, [place.index])
-    return dtensor
-
-
-# The hooks of a module's state dict.
 
 
 def show_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -183,7 +39,7 @@ def show_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_m
         if named:
             exposure.adopt()
             indices = sorted({i for _, i in named})
-            dtensors = to_dtensors(exposure.places, bucket.store.buffer, indices, unit=unit.name)
+            dtensors = to_dtensors([exposure.places[i] for i in indices], bucket.store.buffer, unit=unit.name)
             shown = dict(zip(indices, dtensors, strict=True))
             state.update({key: shown[i] for key, i in named})
 
@@ -228,7 +84,7 @@ def _take(
     if device.type == "meta" and keys:  # what is loaded may make the unit real
         device = state[next(iter(keys.values()))[-1]].device
     values = torch.empty_like(store.buffer, device=device)
-    dtensors: list[DTensor | None] = [None] * len(places)
+    dtensors: dict[int, DTensor] = {}
     wrong = []
     for i, names in keys.items():
         value, part = state[names[-1]], store.split(values)[i]  # of the names of a shared parameter the last one counts
@@ -249,8 +105,8 @@ def _take(
             f"unit {unit!r}, rank {store.rank}: expected DTensors on {places[0].mesh}, or full tensors, but {'; '.join(wrong)}; "
             "use to_dtensor() or full_tensor() of the model that they come from"
         )
-    if any(dtensor is not None for dtensor in dtensors):
-        from_dtensors(places, dtensors, values, unit=unit)
+    if dtensors:
+        from_dtensors([places[i] for i in dtensors], list(dtensors.values()), values, unit=unit)
     for i, names in keys.items():
         for key in names:
             state[key] = piece_tensor(store.split(values)[i], places[i])

@@ -1,5 +1,6 @@
 """From flat and ragged shards to DTensors and back, and state dicts that go this way (redistribute.py)."""
 
+import copy
 import math
 import random
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -23,8 +26,8 @@ from tests.on_torch.layouts import LAYOUTS, mesh_of, places_of, shard
 from tests.on_torch.models import build_net, loss_of
 from torch_backend.dtypes import dtype_name
 from torch_backend.observe import record_trace
+from torch_backend.piece_moves import from_dtensors, to_dtensors
 from torch_backend.piece_tensor import PieceTensor
-from torch_backend.redistribute import from_dtensors, to_dtensors
 
 PIECES = LAYOUTS[1:]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -85,7 +88,7 @@ def _there_and_back(rank: int, world_size: int, kind: str, sizes: tuple[int, ...
         alone = PieceTensor(store.pieces[i], places[i]).to_dtensor()
         assert torch.equal(_bits(alone.to_local()), _bits(dtensors[i].to_local())), seed
         back = torch.full_like(store.buffer, 7)
-        from_dtensors(places, [dtensor if k == i else None for k, dtensor in enumerate(dtensors)], back)
+        from_dtensors([places[i]], [dtensors[i]], back)
         for k, (a, b) in enumerate(zip(store.split(back), store.pieces, strict=True)):
             assert torch.equal(_bits(a), _bits(b)) if k == i else (a == 7).all(), seed
 
@@ -97,6 +100,10 @@ def test_R36_pieces_become_dtensors_and_come_back_bit_for_bit(ranks, kind, sizes
 
 
 # State dicts
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _shows(rank: int, world_size: int, kind: str, tied: bool) -> None:
@@ -111,7 +118,7 @@ def _shows(rank: int, world_size: int, kind: str, tied: bool) -> None:
         for name, value in expected.items():
             found = state[name]
             assert isinstance(found, DTensor) == (name != "scale"), name
-            assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, value), name
+            assert torch.equal(_whole(found), value), name
         if tied:
             assert state["head.weight"] is state["embedding.weight"]
         kept = model.state_dict(keep_vars=True)
@@ -122,6 +129,11 @@ def _shows(rank: int, world_size: int, kind: str, tied: bool) -> None:
     # What the user put in the place of data is shown too.
     model.head.bias.data = model.head.bias.data + 1
     assert torch.equal(model.state_dict()["head.bias"].full_tensor(), plain.head.bias.detach() + 1)
+    # As scripts do that keep their best state.
+    for name, value in copy.deepcopy(model.state_dict()).items():
+        assert value is not model.state_dict()[name] and torch.equal(
+            *(_whole(x) for x in (value, model.state_dict()[name]))
+        )
     state = model.blocks[0].state_dict(prefix="mine.")
     assert list(state) == [f"mine.{name}" for name in plain.blocks[0].state_dict()]
 
@@ -160,7 +172,7 @@ def _takes(rank: int, world_size: int, kind: str) -> None:
             assert not found.missing_keys and not found.unexpected_keys
             for name, value in model.state_dict().items():
                 expected = values[name].float().double() if how == "float32" and name != "scale" else values[name]
-                assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected), (how, name)
+                assert torch.equal(_whole(value), expected), (how, name)
             assert all(a is params[n] for n, a in model.named_parameters()), (how, assign)
             assert all(isinstance(param, PieceTensor) for param in params.values())
             loss_of(model, 0, rank).backward()
@@ -235,7 +247,7 @@ def _wrapped(rank: int, world_size: int) -> None:
         {n: distribute_tensor(v, mesh_of(2), [Shard(0)]) if v.dim() > 1 else v for n, v in values.items()}
     )
     for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, values[name]), name
+        assert torch.equal(_whole(value), values[name]), name
 
 
 def test_R36_names_do_not_show_activation_checkpointing(ranks):
@@ -257,7 +269,7 @@ def _loaded(rank: int, world_size: int, layout: str, path: str) -> None:
 
     def check(model: nn.Module) -> None:
         for name, value in model.state_dict().items():
-            assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, values[name]), name
+            assert torch.equal(_whole(value), values[name]), name
 
     model = shard(build_net(torch.float64), layout)
     state = {"model": get_model_state_dict(model)}
@@ -278,3 +290,73 @@ def test_R36_checkpoints_go_from_any_layout_to_any_other(ranks, tmp_path):
         for loading in LAYOUTS:
             ranks.run(2, _loaded, loading, path)
     ranks.run(3, _loaded, "ragged", path)
+
+
+# Optimizer state
+
+
+def _stepped(layout: str, rank: int, num_steps: int, lr: float = 0.01) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = shard(build_net(torch.float64), layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step in range(num_steps):
+        _step(model, optimizer, rank, step)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    loss_of(model, step, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _full(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: _whole(value) for name, value in state.items()}
+
+
+def _state_is_taken(rank: int, world_size: int, path: str) -> None:
+    expected = _full(_stepped("per_param", rank, 3)[0].state_dict())
+    _, per_param = _stepped("per_param", rank, 2)
+    for layout in PIECES:
+        model, optimizer = _stepped(layout, rank, 2)
+        with record_trace() as events:
+            state = optimizer.state_dict()
+        # One for each unit and moment; what the optimizer holds stays.
+        assert [event.kind for event in events] == [ALL_TO_ALL] * 8
+        assert all(isinstance(values["exp_avg"], PieceTensor) for values in optimizer.state.values())
+        for values, other in zip(state["state"].values(), per_param.state_dict()["state"].values(), strict=True):
+            for name in ("exp_avg", "exp_avg_sq"):
+                a, b = values[name], other[name]
+                assert (
+                    isinstance(a, DTensor) and a.placements == b.placements and torch.equal(a.to_local(), b.to_local())
+                )
+            assert values["step"] == other["step"] == 2
+        # Into an optimizer that has stepped, one that has not, and one of another layout, also as full tensors.
+        full = {**state, "state": {key: _full(values) for key, values in state["state"].items()}}
+        for into, num_steps in ((layout, 1), (layout, 0), ("per_param", 0)):
+            for given in (state, full) if num_steps else (state,):
+                other, restored = _stepped(into, rank, num_steps)
+                other.load_state_dict(model.state_dict())
+                restored.load_state_dict(copy.deepcopy(given))  # torch would share the steps
+                _step(other, restored, rank, 2)
+                for name, value in _full(other.state_dict()).items():
+                    assert torch.equal(value, expected[name]), (layout, into, name)
+        # By torch's own functions, through a checkpoint.
+        saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(saved, checkpoint_id=f"{path}/{layout}")
+        other, restored = _stepped("ragged", rank, 0)
+        other.load_state_dict(model.state_dict())
+        loaded = {"optimizer": get_optimizer_state_dict(other, restored)}
+        dcp.load(loaded, checkpoint_id=f"{path}/{layout}")
+        set_optimizer_state_dict(other, restored, loaded["optimizer"])
+        _step(other, restored, rank, 2)
+        for name, value in _full(other.state_dict()).items():
+            assert torch.equal(value, expected[name]), (layout, name)
+    elsewhere = distribute_tensor(torch.zeros(7), mesh_of(2, 1), [Shard(0), Replicate()])
+    state["state"][next(k for k, v in state["state"].items() if v["exp_avg"].shape == (7,))]["exp_avg"] = elsewhere
+    with pytest.raises(StateDictError, match=r"norm.*'exp_avg' is on .*full tensor"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_R37_optimizer_state_goes_from_layout_to_layout(ranks, tmp_path):
+    ranks.run(2, _state_is_taken, str(tmp_path))

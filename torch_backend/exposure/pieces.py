@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence, Set
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_backend import optimizer_probe  # noqa: F401  # optimizers that hold PieceTensors are looked at before they step
+# Both look at optimizers that hold PieceTensors before their first step.
+from torch_backend import optimizer_probe, optimizer_state  # noqa: F401
 from torch_backend.collectives import Alone, Communicator
 from torch_backend.exposure.registration import (
     Place as Registration,

@@ -1,0 +1,103 @@
+"""State of optimizers that hold PieceTensors: DTensors in state dicts, PieceTensors inside (R37).
+
+An optimizer gets the hooks for this at its first step, before which it has no state. What was loaded before is taken over then.
+"""
+
+import weakref
+from collections.abc import Hashable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from crossframe.errors import StateDictError
+from torch_backend.piece_moves import from_dtensors, together
+from torch_backend.piece_tensor import PieceTensor, piece_tensor
+
+# State by parameter (or what stands for it) and by its name in the optimizer.
+State = Mapping[Any, Mapping[Hashable, Any]]
+
+_hooked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def as_dtensors(state: State) -> dict[Any, dict[Hashable, Any]]:
+    """State with DTensors in the place of PieceTensors. One all-to-all for each bucket, name and dtype; all ranks call it."""
+    result = {key: dict(values) for key, values in state.items()}
+    groups: dict[Hashable, list[tuple[Any, Hashable, PieceTensor]]] = {}
+    for key, values in result.items():
+        for name, value in values.items():
+            if isinstance(value, PieceTensor):
+                groups.setdefault((id(value.place.store), name, value.dtype), []).append((key, name, value))
+    for members in groups.values():
+        for (key, name, _), dtensor in zip(members, together([value for _, _, value in members]), strict=True):
+            result[key][name] = dtensor
+    return result
+
+
+def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashable, Any]]:
+    """The inverse: what has its parameter's shape becomes a PieceTensor, of a DTensor or of a full tensor.
+
+    Args:
+        state: under the keys of `params`.
+        params: the parameters. State of those that are no PieceTensors stays as it is.
+
+    Raises:
+        StateDictError: a DTensor on another mesh.
+    """
+    result = {key: dict(values) for key, values in state.items()}
+    groups: dict[Hashable, list[tuple[Any, Hashable, DTensor]]] = {}
+    for key, values in result.items():
+        param = params.get(key)
+        if not isinstance(param, PieceTensor):
+            continue
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or isinstance(value, PieceTensor) or value.shape != param.shape:
+                continue
+            if not isinstance(value, DTensor):
+                values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+            elif value.device_mesh != param.device_mesh:
+                raise StateDictError(
+                    f"parameter {param.place.name!r}: its state {name!r} is on {value.device_mesh}, expected "
+                    f"{param.device_mesh}, the mesh of its module, or a full tensor"
+                )
+            else:
+                groups.setdefault((id(param.place.store), name, value.dtype), []).append((key, name, value))
+    for members in groups.values():
+        places = [params[key].place for key, _, _ in members]
+        store, like = places[0].store, members[0][2].to_local()
+        buffer = like.new_empty(store.layout.padded_shard_numel)
+        from_dtensors(places, [value for _, _, value in members], buffer)
+        parts = store.split(buffer)
+        for (key, name, _), place in zip(members, places, strict=True):
+            result[key][name] = piece_tensor(parts[place.index], place)
+    return result
+
+
+def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "state": as_dtensors(state_dict["state"])}
+
+
+def _take(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    # Of other lengths than the optimizer's, for torch to complain of.
+    return {**state_dict, "state": as_pieces(state_dict["state"], dict(zip(keys, params, strict=False)))}
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer in _hooked:
+        return
+    _hooked.add(optimizer)
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    if any(isinstance(param, PieceTensor) for param in params):
+        optimizer.register_state_dict_post_hook(_show)
+        optimizer.register_load_state_dict_pre_hook(_take)
+        loaded = as_pieces(optimizer.state, {param: param for param in params})
+        for param, values in loaded.items():
+            optimizer.state[param].update(values)
+
+
+register_optimizer_step_pre_hook(_before_step)
