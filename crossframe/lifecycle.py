@@ -14,6 +14,7 @@ gets the next one, or a StateError that names the unit, the state and the move.
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 from crossframe.errors import StateError
 
@@ -78,14 +79,19 @@ class UnitState:
 
     def after(self, move: Move, unit: str) -> "UnitState":
         """The state that follows, or StateError."""
-        following = _TRANSITIONS[self].get(move)
+        following = self._followers[move]
         if following is None:
             raise StateError(f"unit {unit!r}: cannot {_SAYS[move]} {self.describe()}{_advice(self, move)}")
         return following
 
     def allows(self, move: Move) -> bool:
         """Whether the move is legal here."""
-        return move in _TRANSITIONS[self]
+        return self._followers[move] is not None
+
+    @cached_property
+    def _followers(self) -> tuple["UnitState | None", ...]:
+        """By move, kept with the state: engines ask at every move."""
+        return tuple(_TRANSITIONS[self].get(move) for move in Move)
 
     def describe(self) -> str:
         """The state in words, for messages."""
@@ -186,7 +192,7 @@ def states() -> tuple[UnitState, ...]:
 
 
 def _table() -> dict[UnitState, dict[Move, UnitState]]:
-    # One object a state, so that looking a state up compares identities and engines can afford to ask at every move.
+    # One object a state, which keeps what follows it.
     known = {state: state for state in states()}
     return {
         state: {move: known[following] for move in Move if (following := _follow(state, move)) is not None}

@@ -177,10 +177,16 @@ class Bucket:
         """Issue the reduction of full gradients, in the layout's order."""
         layout, self._reduced = self.layout, range(len(grads))
         if self._face is Face.FSDP2:
-            leaves = self.buffer.leaves
-            self.unused.lack([g is None and leaf.requires_grad for g, leaf in zip(grads, leaves, strict=True)])
-            if not layout.contiguous:
-                trained = tuple(g is not None or leaf.requires_grad for g, leaf in zip(grads, leaves, strict=True))
+            # Of each parameter: whether it has a gradient, or lacks one that it could have.
+            has = [grad is not None for grad in grads]
+            lacks = (
+                []
+                if all(has)
+                else [not h and leaf.requires_grad for h, leaf in zip(has, self.buffer.leaves, strict=True)]
+            )
+            self.unused.lack(lacks)
+            if lacks and not layout.contiguous:
+                trained = tuple(h or lack for h, lack in zip(has, lacks, strict=True))
                 if not all(trained):
                     layout = self._layout_of(trained)
                     self._reduced = [i for i, some in enumerate(trained) if some]

@@ -49,6 +49,12 @@ __all__ = [
 ]
 
 
+# What is wrapped may be compiled; what happens around it may not.
+_begin_forward = _disable_dynamo(Schedule.begin_forward)
+_end_forward = _disable_dynamo(Schedule.end_forward)
+_abandon_forward = _disable_dynamo(Schedule.abandon_forward)
+
+
 class FullyShardedDataParallel(Summonable):
     """Shard a module's parameters over the ranks; gather them around its forward and backward.
 
@@ -234,13 +240,13 @@ class FullyShardedDataParallel(Summonable):
         """Run the wrapped module with its parameters gathered."""
         unit = unit_of(self)
         schedule = unit.schedule or self._begin_as_root()
-        args, kwargs = schedule.begin_forward(unit, args, kwargs)
+        args, kwargs = _begin_forward(schedule, unit, args, kwargs)
         try:
             output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            schedule.abandon_forward(unit)
+            _abandon_forward(schedule, unit)
             raise
-        schedule.end_forward(unit, output)
+        _end_forward(schedule, unit, output)
         return output
 
     @_disable_dynamo

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from crossframe.faces import Face
-from crossframe.layout import Column, Layout
+from crossframe.layout import Column, Layout, PerParamLayout
+from crossframe.layout.line import LineLayout
 from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
 from torch_backend.collectives import UnitMesh
@@ -160,31 +161,33 @@ class GradStore:
         gradient."""
         some = next(grad for grad in grads if grad is not None)
         dtype, zeros = self._reduced if cast else some.dtype, some.new_zeros
-        if not layout.contiguous:
+        if isinstance(layout, PerParamLayout):
             full = self._mesh.reducing.allocate_reduced(layout.gathered_numel, some, dtype)
             table = full.view(layout.world_size, layout.padded_shard_numel)
             # What has no elements has no column, and _chunk_cat refuses it.
-            present = [zeros(p.shape) if g is None else g for p, g in zip(layout.params, grads, strict=True) if p.numel]
+            filled = layout.filled
+            present = [zeros(layout.params[i].shape) if grads[i] is None else grads[i] for i in filled]
             if not present:
                 pass
-            elif all(column.dim == 0 for column in layout.columns):
+            elif layout.on_dim_0:
                 if some.dtype == dtype:
                     torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=table)
                 else:
                     table.copy_(torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size))
             else:
-                filled = [pair for pair in zip(layout.columns, layout.params, strict=True) if pair[1].numel]
-                for (column, spec), grad in zip(filled, present, strict=True):
-                    _put(table[:, column.start : column.start + column.width], grad, spec.shape, column)
+                for i, grad in zip(filled, present, strict=True):
+                    column = layout.columns[i]
+                    part = table[:, column.start : column.start + column.width]
+                    _put(part, grad, layout.params[i].shape, column)  # type: ignore[arg-type]
             return full
-        parts, end = [], 0
-        for spec, start, grad in zip(layout.params, layout.offsets, grads, strict=True):
-            if end < start:
-                parts.append(zeros(start - end))
-            parts.append(zeros(spec.numel) if grad is None else grad.reshape(-1))
-            end = start + spec.numel
-        if end < layout.gathered_numel:
-            parts.append(zeros(layout.gathered_numel - end))
+        assert isinstance(layout, LineLayout)
+        parts = []
+        for i, (space, grad) in enumerate(zip(layout.spaces, grads, strict=False)):
+            if space:
+                parts.append(zeros(space))
+            parts.append(zeros(layout.params[i].numel) if grad is None else grad.reshape(-1))
+        if layout.spaces[-1]:
+            parts.append(zeros(layout.spaces[-1]))
         return torch.cat(parts).to(dtype)
 
 

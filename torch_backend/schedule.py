@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from crossframe.errors import RunOrderError, UsageError
 from crossframe.faces import Face
@@ -113,7 +112,6 @@ class Schedule:
 
     # Forward
 
-    @_disable_dynamo
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device, in the dtype
         that the user chose for them (R35)."""
@@ -207,7 +205,6 @@ class Schedule:
         if unit.num_frozen_uses == 0:
             self._free(unit)
 
-    @_disable_dynamo
     def end_forward(self, unit: Unit, output: Any, *, whole: bool = True) -> Any:
         """Reshard a unit that has computed, and watch for the gradient of its output. Returns that in the dtype that the user
         chose.
@@ -260,7 +257,6 @@ class Schedule:
                 "dict, set or dataclass"
             )
 
-    @_disable_dynamo
     def abandon_forward(self, unit: Unit) -> None:
         """The module raised in its forward. Outermost, everything is brought back; inside, just this unit, since a module
         around it may catch the exception and go on (R17)."""

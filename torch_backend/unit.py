@@ -1,6 +1,5 @@
 """A unit: what is gathered together, freed together and reduced together. The only writer of its own state."""
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -75,6 +74,7 @@ class Unit:
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._grads: list[Tensor | None] = [None] * len(self.leaves)
         self._earlier_grads: list[Tensor | None] = [None] * len(self.leaves)
+        self._has_earlier_grads = False
 
     def count_steps(self, steps: StepCount) -> None:
         """Let optimizers that hold any of this unit's parameters be counted in `steps`."""
@@ -140,14 +140,20 @@ class Unit:
         for bucket in self.buckets:
             bucket.buffer.finish()
 
-    def expose(self) -> None:
-        """Register the full parameters."""
+    def expose(self, *, again: bool = False) -> None:
+        """Register the full parameters.
+
+        Args:
+            again: for a backward, which trains what the forward did.
+        """
         if self.state.exposure != Exposed.FULL:
             self.move(Move.EXPOSE)
             for bucket in self.buckets:
-                bucket.exposure.sync_requires_grad()
+                if not again:
+                    bucket.exposure.sync_requires_grad()
                 bucket.exposure.show_full()
-            self.trained = any(leaf.requires_grad for leaf in self.leaves)
+            if not again:
+                self.trained = any(leaf.requires_grad for leaf in self.leaves)
 
     def begin_use(self) -> None:
         """Let the module compute with the full parameters, behind a new anchor where gradients are wanted."""
@@ -232,7 +238,7 @@ class Unit:
             return
         self.unshard("backward")
         if self.state.exposure != Exposed.FULL:
-            self.expose()
+            self.expose(again=True)
             self.resume_use()
 
     def _keep_grads(self) -> None:
@@ -244,6 +250,7 @@ class Unit:
             for _, earlier, grad in zip(bucket.buffer.leaves, *kept, strict=False)
         ]
         self._grads = [None] * len(self._earlier_grads)
+        self._has_earlier_grads = True
 
     def end_backward(self) -> None:
         """The whole backward is over."""
@@ -276,25 +283,32 @@ class Unit:
     @property
     def has_grads(self) -> bool:
         """Whether full gradients wait for a reduction."""
-        waiting = itertools.chain(self._grads, self._earlier_grads, (leaf.grad for leaf in self.leaves))
-        return any(grad is not None for grad in waiting)
+        if self._has_earlier_grads or any(grad is not None for grad in self._grads):
+            return True
+        return any(leaf.grad is not None for leaf in self.leaves)
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
         self._grads = [None] * len(self._grads)
-        self._earlier_grads = [None] * len(self._grads)
+        if self._has_earlier_grads:
+            self._earlier_grads = [None] * len(self._grads)
+            self._has_earlier_grads = False
         for leaf in self.leaves:
-            leaf.grad = None
+            if leaf.grad is not None:
+                leaf.grad = None
 
     def start_reduction(self) -> None:
         """Issue the reduction of the full gradients that have come, and forget these."""
-        start, choices = 0, self.choices
+        start, choices, arrived = 0, self.choices, self._grads
+        if self._has_earlier_grads:
+            arrived = [_sum(a, b) for a, b in zip(self._earlier_grads, arrived, strict=True)]
+        for i, leaf in enumerate(self.leaves):
+            # Where the user took it from `parameters()` while it was registered it has a gradient of its own.
+            if leaf.grad is not None:
+                arrived[i] = _sum(arrived[i], leaf.grad)
         for bucket in self.buckets:
             stop = start + len(bucket.buffer.leaves)
-            # A leaf has a gradient of its own where the user took it from `parameters()` while it was registered.
-            waiting = zip(self._earlier_grads[start:stop], self._grads[start:stop], bucket.buffer.leaves, strict=True)
-            grads = [_sum(_sum(earlier, grad), leaf.grad) for earlier, grad, leaf in waiting]
-            start = stop
+            grads, start = arrived[start:stop], stop
             if choices.reduces_unused:
                 grads = [
                     torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad

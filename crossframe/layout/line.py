@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 from crossframe.errors import LayoutError
@@ -58,6 +59,15 @@ class LineLayout(ABC):
     def columns(self) -> tuple[Column, ...]:
         """Not defined here: parameters of a line are contiguous."""
         raise LayoutError(f"a {self.kind} layout is contiguous: use its offsets")
+
+    @cached_property
+    def spaces(self) -> tuple[int, ...]:
+        """Padding in the gathered buffer, in elements: ahead of each parameter, and behind the last."""
+        found, end = [], 0
+        for param, start in zip(self.params, self.offsets, strict=True):
+            found.append(start - end)
+            end = start + param.numel
+        return (*found, self.gathered_numel - end)
 
     @property
     def gathered_numel(self) -> int:

@@ -109,6 +109,16 @@ class PerParamLayout:
         shape, dim, chunk = self.params[i].shape, self.shard_dims[i], self.chunk_rows(i)
         return (*shape[:dim], max(0, min(chunk, shape[dim] - rank * chunk)), *shape[dim + 1 :])
 
+    @cached_property
+    def filled(self) -> tuple[int, ...]:
+        """The indices of the parameters that have elements, and so a column."""
+        return tuple(i for i, param in enumerate(self.params) if param.numel)
+
+    @cached_property
+    def on_dim_0(self) -> bool:
+        """Whether every parameter is cut on its first dim."""
+        return not any(self.shard_dims)
+
     @property
     def columns(self) -> tuple[Column, ...]:
         """Where each parameter lies in the gathered buffer. On dim 0 only trailing ranks are short, so all padding of a

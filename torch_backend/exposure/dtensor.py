@@ -78,7 +78,9 @@ class DTensorExposure(RegisteredParams):
 
     def _own_locals(self) -> list[Tensor]:
         """What this rank holds of each parameter, where the shard lies."""
-        return [_begun(local) for local in self._locals(self._store.pieces)]
+        made = [_begun(local) for local in self._locals(self._store.pieces)]
+        self._known = [_address(local) for local in made]
+        return made
 
     def show_full(self) -> None:
         """Register the full parameters."""
@@ -129,9 +131,10 @@ class DTensorExposure(RegisteredParams):
     def adopt(self) -> None:
         """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
         self._take_new_objects(self._check_dtensor)
-        for i, param in enumerate(self.params):
+        for i, (param, known) in enumerate(zip(self.params, self._known, strict=True)):
             local = param._local_tensor  # type: ignore[attr-defined]
-            if not self._store.holds(i, local):
+            # The tensor itself, or another of the same memory.
+            if local.data_ptr() != known and not self._store.holds(i, local):
                 self._store.take(i, local, self._local_shapes[i])
                 param._local_tensor = self._own_locals()[i]  # type: ignore[attr-defined]
 
@@ -160,15 +163,17 @@ class DTensorExposure(RegisteredParams):
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
         """Each parameter's gradient is a DTensor over its part of the reduced shard."""
-        params, shapes, specs, numels = self.params, self._local_shapes, self._specs, self._local_numels
-        columns = torch.split_with_sizes(shard, [self._widths[i] for i in reduced])
+        params, shapes, specs = self.params, self._local_shapes, self._specs
+        numels, widths = self._local_numels, self._widths
+        columns = torch.split_with_sizes(shard, [widths[i] for i in reduced])
+        new = DTensor.__new__
         for i, column in zip(reduced, columns, strict=True):
             param = params[i]
             if i not in unused and param.requires_grad:
-                part = column[: numels[i]].view(shapes[i])
+                part = (column if widths[i] == numels[i] else column[: numels[i]]).view(shapes[i])
                 grad = param.grad
                 if grad is None:
-                    param.grad = _dtensor(part, specs[i])
+                    param.grad = new(DTensor, part, specs[i], requires_grad=False)
                 else:
                     grad._local_tensor.add_(part)  # type: ignore[attr-defined]
                 call_grad_hooks(param)
@@ -210,6 +215,11 @@ def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> D
     """A DTensor of what this rank holds; it is aliased, not copied."""
     # Without __init__, which does nothing but passes through a wrapper that costs as much as the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def _address(local: Tensor) -> int:
+    """Where it lies; of a tensor of several, nowhere."""
+    return local.data_ptr() if type(local) is Tensor else -1
 
 
 def _begun(view: Tensor) -> Tensor:

@@ -96,11 +96,13 @@ def has_grad_hooks(param: nn.Parameter) -> bool:
 def call_grad_hooks(param: nn.Parameter) -> None:
     """Call what the user wants called once a gradient has been accumulated (an optimizer in the backward): it waits for the
     reduced gradient, not for autograd's."""
-    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(param)
-    for optimizer in getattr(param, "_in_backward_optimizers", ()):  # torch.distributed.optim left them there
-        optimizer.step()
-        optimizer.zero_grad()
+    if param._post_accumulate_grad_hooks:
+        for hook in param._post_accumulate_grad_hooks.values():
+            hook(param)
+    if "_in_backward_optimizers" in param.__dict__:  # torch.distributed.optim left them there
+        for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def sync_requires_grad(param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> None:
@@ -127,6 +129,7 @@ class RegisteredParams:
     ) -> None:
         self._store, self._leaves, self.params = store, leaves, params
         self._places = list(registrations(owned))
+        self._in_use = False
 
     def show_full(self) -> None:
         """Register the leaves."""
@@ -134,21 +137,25 @@ class RegisteredParams:
 
     def show_sharded(self) -> None:
         """Register the sharded parameters."""
-        self.unuse()
+        if self._in_use:
+            self.unuse()
         register(self._places, self.params)
 
     def use(self, aliases: Sequence[Tensor]) -> None:
         """Attributes yield `aliases`."""
+        self._in_use = True
         shadow(self._places, aliases)
 
     def unuse(self) -> None:
         """Attributes yield what is registered."""
+        self._in_use = False
         unshadow(self._places)
 
     def sync_requires_grad(self) -> None:
         """One by one."""
         for param, leaf in zip(self.params, self._leaves, strict=True):
-            sync_requires_grad(param, (leaf,))
+            if leaf.requires_grad is not param.requires_grad:
+                leaf.requires_grad_(param.requires_grad)
 
     def show_part(self, part: GroupShard) -> None:
         """What is sharded over all ranks stays registered."""
@@ -200,15 +207,18 @@ class RegisteredParams:
         Args:
             check: as above.
         """
-        before = list(self.params)
+        before, params = None, self.params
         for i, owner, attribute in self._places:
             registered = owner._parameters.get(attribute)
-            if registered is not None and registered is not before[i]:
+            if registered is params[i] or registered is None:
+                continue
+            before = before or list(params)
+            if registered is not before[i]:
                 check(i, registered)
                 count_like(registered, before[i])
-                self.params[i] = registered
-        if any(new is not old for new, old in zip(self.params, before, strict=True)):
-            register(self._places, self.params)
+                params[i] = registered
+        if before is not None:
+            register(self._places, params)
 
     def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
         param.data = other.data
