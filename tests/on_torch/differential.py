@@ -36,11 +36,11 @@ EXCEPTED: dict[str, tuple[Departure, ...]] = {
 
 
 def around_departures(case: Case) -> Case:
-    """The case without any operation whose results are known to differ."""
-    for departure in EXCEPTED[case.options.face]:
-        if departure.when(case):
-            case = departure.avoid(case)
-    return case
+    """The case without any operation whose results are known to differ; leading it around one may lead it to another."""
+    found = [departure for departure in EXCEPTED[case.options.face] if departure.when(case)]
+    for departure in found:
+        case = departure.avoid(case)
+    return around_departures(case) if found else case
 
 
 def run(case: Case, face: ModuleType, rank: int) -> History:
