@@ -1131,7 +1131,7 @@ def grouped_modules_train(side):
     return results
 
 
-@scenario()
+@scenario(needs="reset_iter_state")  # of the same version
 def a_forward_of_a_part_of_a_list(side):
     """The head is not used by this forward, nor by its backward."""
     model = grouped(side)
@@ -1142,7 +1142,7 @@ def a_forward_of_a_part_of_a_list(side):
     return [results, trained_linears_of(side, model)]
 
 
-@scenario()
+@scenario(needs="reset_iter_state")  # of the same version
 def a_loss_in_chunks(side):
     """The head is used by itself, for each part of the hidden states, after a forward that leaves it out."""
     model = grouped(side)
@@ -1158,7 +1158,7 @@ def a_loss_in_chunks(side):
     return results
 
 
-@scenario()
+@scenario(needs="reset_iter_state")  # of the same version
 def grouped_modules_in_low_precision(side):
     policy = side.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     model = grouped(side, mp_policy=policy)
