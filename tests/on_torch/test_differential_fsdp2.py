@@ -4,12 +4,14 @@ from dataclasses import fields
 from functools import cache
 
 import pytest
+import torch
 
-from tests.on_torch.differential import SECONDS_SMALL, around_departures, check, failure_of
+import torch_backend
+from tests.on_torch.differential import SECONDS_SMALL, around_departures, check, failure_of, run
 from tests.on_torch.differential_fsdp2 import ShardOptions, draw_case
 from tests.on_torch.exceptions_fsdp2 import BUGS, DEPARTURES, MENDED
 from tests.on_torch.histories import Case
-from tests.on_torch.trees import LEAVES, OUTPUTS
+from tests.on_torch.trees import LEAVES, OUTPUTS, Node, Tree
 
 SEED = 1
 # Seeds by world size: a sample of what `python -m tests.on_torch.differential --face fsdp2` runs.
@@ -77,3 +79,20 @@ def test_all_that_can_be_drawn_is_drawn():
 
 def test_the_same_seed_draws_the_same_case():
     assert draw_case(7, 3) == draw_case(7, 3)
+
+
+def _gradients(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
+    """This rank's parts of our gradients after the first step."""
+    return [value for label, value in run(case, torch_backend, rank) if label.startswith("grad (step 0")]
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 0), (4, 2)])
+def test_R27_a_divide_factor_takes_the_place_of_the_number_of_ranks_on_gloo(ranks, world_size, replicate):
+    tree = Tree(Node(children=(Node("mlp", unit=True, size=3), Node("square")), unit=True), exact=True)
+    mean = Case(tree, ShardOptions(steps=1, replicate=replicate), world_size)
+    divided = Case(tree, ShardOptions(steps=1, replicate=replicate, divide=3.0), world_size)
+    means, others = (ranks.run(world_size, _gradients, case) for case in (mean, divided))
+    for one, other in zip(means, others, strict=True):
+        assert one and len(one) == len(other)
+        for mine, grad in zip(one, other, strict=True):
+            assert torch.equal(mine * world_size, grad * 3)  # both exact: sums of multiples of 12
