@@ -12,6 +12,7 @@ looked at instead, wherever a unit computes), it is made of small integers, and 
 """
 
 import argparse
+import importlib
 import inspect
 import sys
 import time
@@ -125,6 +126,14 @@ class Setup:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # what hypothesis asks for
+
+    def real(self, rank: int) -> "Real":
+        """A rank's model."""
+        return Real(rank, self)
+
+    def expected(self, straight: str) -> "Expected":
+        """The reference's."""
+        return Expected(self, straight)
 
     def trains(self, unit: str, name: str) -> bool:
         """Whether a parameter takes a gradient."""
@@ -285,7 +294,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 @cache
 def _mesh(*shape: int) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 class Real:
@@ -513,6 +522,24 @@ class Real:
         held = [buffer for buffer in (bucket.buffer, bucket._shown) if buffer is not None and not buffer.is_shard]
         return any(buffer.full.untyped_storage().nbytes() for buffer in held), real.has_grads
 
+    def look(self) -> list[dict[str, Any]]:
+        """All that there is to see on a rank, unit by unit."""
+        found = []
+        for unit in UNITS:
+            state = self._unit(unit).state
+            if state.exposure is Exposure.FULL:  # after a backward that failed
+                found.append({"state": (state.residency.name, state.exposure.name, state.activity.name)})
+                continue
+            found.append(
+                {
+                    "state": (state.residency.name, state.exposure.name, state.activity.name),
+                    "memory": self.memory(unit),
+                    "shown": self.shown(unit),
+                    "grads": self.grads(unit),
+                }
+            )
+        return found
+
 
 _here: dict[str, Real] = {}
 
@@ -520,8 +547,8 @@ _here: dict[str, Real] = {}
 def build_real(rank: int, world_size: int, setup: Setup) -> list[dict[str, Any]]:
     """Build a rank's model."""
     _here.clear()
-    _here["real"] = Real(rank, setup)
-    return look()
+    _here["real"] = setup.real(rank)
+    return _here["real"].look()
 
 
 def do_real(rank: int, world_size: int, name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Seen, Any]:
@@ -534,7 +561,7 @@ def do_real(rank: int, world_size: int, name: str, arguments: dict[str, Any]) ->
             result = getattr(real, name)(**arguments)
         except (CrossframeError, UserError) as error:
             refusal = [kind.__name__ for kind in type(error).__mro__]
-    return refusal, result, real.seen, look()
+    return refusal, result, real.seen, real.look()
 
 
 def end_real(rank: int, world_size: int) -> None:
@@ -544,26 +571,6 @@ def end_real(rank: int, world_size: int) -> None:
         real.pending.clear()
         while real.contexts:
             real.contexts.pop().__exit__(None, None, None)
-
-
-def look() -> list[dict[str, Any]]:
-    """All that there is to see on a rank, unit by unit."""
-    real = _here["real"]
-    found = []
-    for unit in UNITS:
-        state = real._unit(unit).state
-        if state.exposure is Exposure.FULL:  # after a backward that failed
-            found.append({"state": (state.residency.name, state.exposure.name, state.activity.name)})
-            continue
-        found.append(
-            {
-                "state": (state.residency.name, state.exposure.name, state.activity.name),
-                "memory": real.memory(unit),
-                "shown": real.shown(unit),
-                "grads": real.grads(unit),
-            }
-        )
-    return found
 
 
 # The reference, on all ranks at once
@@ -579,28 +586,17 @@ class Expected:
         explained: how often each exception was made use of.
     """
 
-    def __init__(self, setup: Setup, straight: str = "") -> None:
+    exceptions = EXPLAINED
+
+    def __init__(self, setup: Any, straight: str = "") -> None:
         """
         Args:
-            straight: a key of EXPLAINED in which the reference is taken at its word.
+            straight: a key of `exceptions` in which the reference is taken at its word.
         """
         self.setup, self.straight = setup, straight
-        strategy = Strategy[setup.strategy.removeprefix("_")]
-        mesh = strategy.mesh(setup.world_size, setup.world_size // 2 if strategy.is_hybrid else None)
-        policy = PrecisionPolicy(*setup.mixed, keep_low_precision_grads=setup.keep_low_precision_grads)
-        layouts = []
-        for unit in UNITS:
-            specs = tuple(
-                ParamSpec(full_name(unit, name), shape, requires_grad=setup.trains(unit, name))
-                for name, shape in SHAPES[unit].items()
-            )
-            keeps = setup.use_orig_params
-            layouts.append((unit, FlatLayout(specs, mesh.shard, keep_original=keeps, compute_dtype=policy.param_dtype)))
-        params = {full_name(unit, name): initial(unit, name) for unit in UNITS for name in SHAPES[unit]}
-        optimizer = SGD(LR, setup.momentum, setup.weight_decay)
-        self.world = World(plan_units(layouts, strategy, policy=policy), mesh, params, optimizer=optimizer)
-        self.optimizer = optimizer
-        self.mesh = mesh
+        self.optimizer = SGD(LR, setup.momentum, setup.weight_decay)
+        self.world = self._build()
+        self.mesh = self.world.mesh
         self.ranks = range(setup.world_size)
         self.pending: list[Job] = []
         self.contexts: list[tuple[AbstractContextManager[None], list[str], UnshardRequest]] = []
@@ -617,6 +613,22 @@ class Expected:
         for unit in self.world.units.values():
             self._watch(unit)
 
+    def _build(self) -> World:
+        setup = self.setup
+        strategy = Strategy[setup.strategy.removeprefix("_")]
+        mesh = strategy.mesh(setup.world_size, setup.world_size // 2 if strategy.is_hybrid else None)
+        policy = PrecisionPolicy(*setup.mixed, keep_low_precision_grads=setup.keep_low_precision_grads)
+        layouts = []
+        for unit in UNITS:
+            specs = tuple(
+                ParamSpec(full_name(unit, name), shape, requires_grad=setup.trains(unit, name))
+                for name, shape in SHAPES[unit].items()
+            )
+            keeps = setup.use_orig_params
+            layouts.append((unit, FlatLayout(specs, mesh.shard, keep_original=keeps, compute_dtype=policy.param_dtype)))
+        params = {full_name(unit, name): initial(unit, name) for unit in UNITS for name in SHAPES[unit]}
+        return World(plan_units(layouts, strategy, policy=policy), mesh, params, optimizer=self.optimizer)
+
     def _watch(self, unit: LiveUnit) -> None:
         take = unit.move
 
@@ -629,7 +641,7 @@ class Expected:
 
     def _bends(self, key: str) -> bool:
         """Whether to depart from the reference here, as EXPLAINED says."""
-        assert key in EXPLAINED
+        assert key in self.exceptions
         self.explained[key] += 1
         return key != self.straight
 
@@ -700,10 +712,13 @@ class Expected:
                 for bucket in unit.buckets:
                     bucket.free(self.ranks)
                 continue
-            unit.after_forward()
+            self._after_forward(unit)
         if job.training:
             self.pending.append(job)
             del self.pending[:-2]
+
+    def _after_forward(self, unit: LiveUnit) -> None:
+        unit.after_forward()
 
     def backward(self, which: int, syncs: bool) -> None:
         """The backward of one of the forwards."""
@@ -987,14 +1002,14 @@ class Pair:
         expected: the reference.
     """
 
-    def __init__(self, ranks: Ranks, setup: Setup, counts: "Counts", *, straight: str = "") -> None:
+    def __init__(self, ranks: Ranks, setup: Any, counts: "Counts", *, straight: str = "") -> None:
         """
         Args:
             straight: a key of EXPLAINED for which no exception is made.
         """
         self.ranks, self.setup, self.counts = ranks, setup, counts
         self.world_size = setup.world_size
-        self.expected = Expected(setup, straight)
+        self.expected = setup.expected(straight)
         found = self.ranks.run(self.world_size, build_real, setup, seconds=SECONDS)
         self._compare("build", found)
 
@@ -1086,8 +1101,10 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-class SideBySide(RuleBasedStateMachine):
-    """Any operations in any order."""
+class Machine(RuleBasedStateMachine):
+    """A model on both sides; what is done to it are the rules of those that inherit."""
+
+    setups: Any = None
 
     def __init__(self, ranks: Ranks, world_size: int, counts: "Counts") -> None:
         super().__init__()
@@ -1096,13 +1113,25 @@ class SideBySide(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
-        self.setup = data.draw(setups(self.world_size))
+        self.setup = data.draw(self.setups(self.world_size))
         self.pair = Pair(self.ranks, self.setup, self.counts)
         self.expected, self.take = self.pair.expected, self.pair.take
 
     def teardown(self) -> None:
         if self.pair is not None:
             self.pair.end()
+
+    def _rank(self, by: int | None) -> int | None:
+        return None if by is None else by % self.world_size
+
+    def _lawful(self, job: Job) -> Job:
+        return replace(job, missing=tuple(sorted({(rank % self.world_size, unit) for rank, unit in job.missing})))
+
+
+class SideBySide(Machine):
+    """Any operations in any order."""
+
+    setups = staticmethod(setups)
 
     # When what is driven
 
@@ -1127,7 +1156,7 @@ class SideBySide(RuleBasedStateMachine):
         self.take("forward", job=self._lawful(job))
 
     def _lawful(self, job: Job) -> Job:
-        job = replace(job, missing=tuple(sorted({(rank % self.world_size, unit) for rank, unit in job.missing})))
+        job = super()._lawful(job)
         return replace(job, skipped=()) if self.setup.forward_prefetch else job
 
     @precondition(can_go_back)
@@ -1281,9 +1310,6 @@ class SideBySide(RuleBasedStateMachine):
     def leave(self, failed: bool) -> None:
         self.take("leave", failed=failed)
 
-    def _rank(self, by: int | None) -> int | None:
-        return None if by is None else by % self.world_size
-
     @precondition(lambda self: self.open or self.settled())
     @rule(unit=UNIT, name=NAMES, value=VALUES, by=BY, how=st.sampled_from(["fill", "data"]))
     def edit(self, unit: str, name: str, value: int, by: int | None, how: str) -> None:
@@ -1331,16 +1357,23 @@ class Counts:
 
 
 def drive(
-    ranks: Ranks, world_size: int, examples: int, steps: int, counts: Counts, first_seed: int | None = None
+    ranks: Ranks,
+    world_size: int,
+    examples: int,
+    steps: int,
+    counts: Counts,
+    first_seed: int | None = None,
+    rules: type[Machine] = SideBySide,
 ) -> None:
     """Run programs of up to so many steps; AssertionError, with the shortest program that hypothesis found, if one differs.
 
     Args:
         first_seed: what programs are drawn from; None: always the same.
+        rules: the machine of a face.
     """
 
-    def machine() -> SideBySide:
-        return SideBySide(ranks, world_size, counts)
+    def machine() -> Machine:
+        return rules(ranks, world_size, counts)
 
     options = settings(
         deadline=None,
@@ -1362,16 +1395,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.on_torch.machine", description=inspect.getdoc(sys.modules[__name__])
     )
+    parser.add_argument("--face", choices=("fsdp1", "fsdp2"), default="fsdp1")
     parser.add_argument("--examples", type=int, default=100, help="programs, shared out over the world sizes")
     parser.add_argument("--steps", type=int, default=40, help="the longest program")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="world sizes, one after the other")
     given = parser.parse_args()
+    rules = importlib.import_module(f"tests.on_torch.machine{'_fsdp2' * (given.face == 'fsdp2')}").SideBySide
     counts, failed, start = Counts(), 0, time.monotonic()
     for world_size in given.ranks:
         with started_ranks() as ranks:
             try:
-                drive(ranks, world_size, -(-given.examples // len(given.ranks)), given.steps, counts, given.seed)
+                drive(ranks, world_size, -(-given.examples // len(given.ranks)), given.steps, counts, given.seed, rules)
             except Exception as error:
                 failed += 1
                 print(f"seed {given.seed}, {world_size} ranks: {type(error).__name__}: {error}", flush=True)
