@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from crossframe.layout import Layout, PerParamLayout, RaggedLayout
 from torch_backend.rounds import agree
 from torch_backend.unit import Unit
 
@@ -26,10 +27,12 @@ def describe_units(named_units: Sequence[tuple[str, Unit]], face: str) -> list[t
     for name, unit in named_units:
         for bucket in unit.buckets:
             bucket.exposure.sync_requires_grad()  # what a user froze since the unit was made counts
-            for spec, leaf in zip(unit.params_at(bucket, name), bucket.buffer.leaves, strict=True):
+            cuts = _cuts(bucket.layout)
+            for i, (spec, leaf) in enumerate(zip(unit.params_at(bucket, name), bucket.buffer.leaves, strict=True)):
                 settings = {
                     "unit": repr(name),
                     "layout": bucket.layout.kind,
+                    **cuts[i],
                     "shape": str(list(spec.shape)),
                     "dtype": spec.dtype,
                     "requires_grad": str(leaf.requires_grad),
@@ -37,6 +40,15 @@ def describe_units(named_units: Sequence[tuple[str, Unit]], face: str) -> list[t
                 }
                 said.append((f"parameter {spec.name!r}", settings))
     return said
+
+
+def _cuts(layout: Layout) -> list[dict[str, str]]:
+    """How each parameter is cut, as far as the user has a say in it."""
+    if isinstance(layout, PerParamLayout):
+        return [{"sharded dim": str(dim)} for dim in layout.shard_dims]
+    if isinstance(layout, RaggedLayout):
+        return [{"block": str(numel)} for numel in layout.block_numels]
+    return [{} for _ in layout.params]
 
 
 def check_agreement(named_units: Sequence[tuple[str, Unit]], face: str) -> None:

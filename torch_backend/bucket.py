@@ -90,15 +90,15 @@ class Bucket:
         self._shown: GatherBuffer | None = None
         self._shown_grads: list[Tensor | None] | None = None
 
-    def _provide(self, device: torch.device) -> None:
-        """Make what depends on dtype and device."""
+    def _provide(self, device: torch.device, *, partial: Tensor | None = None) -> None:
+        """Make what depends on dtype and device, and take a partial sum over (R28)."""
         shard, self._streams = self.store.buffer, streams_of(device)
         self.precision = self._policy.resolve(dtype_name(shard.dtype))
         gathered = torch_dtype(self.precision.gathered)
         self.buffer = self.store.gather_buffer(gathered, device, self._streams, limited=self._limited)
-        self.grads = GradStore(
-            self.layout, self.precision, self._face, self.mesh, self._streams, self.reduction_choices
-        )
+        grads = GradStore(self.layout, self.precision, self._face, self.mesh, self._streams, self.reduction_choices)
+        grads.partial = None if partial is None else partial.to(device, torch_dtype(self.precision.reduced))
+        self.grads = grads
 
     @property
     def truth(self) -> Truth:
@@ -222,6 +222,7 @@ class Bucket:
             self.part.give()
         self.buffer.free()
         self.grads.abandon()
+        self.unused.forget()
 
     # Full parameters for the user (R18-R24)
 
@@ -326,5 +327,5 @@ class Bucket:
         self.store.buffer = shard
         self.place(replace(self.layout, params=params, **options))  # type: ignore[type-var]
         self.store.cut()
-        self._provide(device)
+        self._provide(device, partial=self.grads.partial)
         self.exposure.follow(self.buffer.leaves, fn)

@@ -2,8 +2,9 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,6 +42,12 @@ class DataMesh:
             return Alone(), group
         replicas = Communicator(self.mesh.get_group(0)) if self.mesh.ndim == 2 else Alone()
         return group, replicas
+
+    def group_mesh(self, size: int) -> DeviceMesh:
+        """The (replicate, shard) mesh of groups of `size` ranks, over which a unit is sharded between forward and backward (R08).
+        All ranks must ask for it."""
+        groups = self.mesh.mesh.reshape(-1, size)
+        return _kept(self.mesh, size, lambda: DeviceMesh(self.mesh.device_type, groups))
 
     @property
     def shard_axis(self) -> DeviceMesh:
@@ -91,9 +98,21 @@ def _mesh_over(group: Any, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (group.size(),))
 
 
-@functools.lru_cache(maxsize=64)
 def _data_mesh(mesh: DeviceMesh) -> DataMesh:
-    return DataMesh(mesh)
+    return _kept(mesh, "data", lambda: DataMesh(mesh))
+
+
+T = TypeVar("T")
+
+
+def _kept(mesh: DeviceMesh, key: object, make: Callable[[], T]) -> T:
+    """What was made of a mesh, kept with the mesh object: two that compare equal may have other process groups."""
+    if not hasattr(mesh, "_crossframe_kept"):
+        mesh._crossframe_kept = {}  # type: ignore[attr-defined]
+    kept: dict[object, Any] = mesh._crossframe_kept  # type: ignore[attr-defined]
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
 
 
 def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
@@ -117,7 +136,8 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-@functools.lru_cache(maxsize=64)
-def joined(*meshes: DeviceMesh) -> DeviceMesh:
+def joined(first: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
     """One mesh of the axes of several that are cut out of one."""
-    return DeviceMesh._concatenate(list(meshes))
+    # The others are kept with it, so that their identities stay theirs.
+    made = _kept(first, tuple(map(id, others)), lambda: (DeviceMesh._concatenate([first, *others]), others))
+    return made[0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import deprecated
 
 from crossframe.errors import AssertedError, RunOrderError, StateError, UnitError, UnsupportedError, UsageError
 from crossframe.reduction import custom_factors
@@ -157,6 +158,11 @@ class FSDPModule(nn.Module):
         custom_factors(factor)
         for bucket in unit_of(self).buckets:
             bucket.reduction_choices.divide_factor = float(factor)
+
+    @deprecated("Use `set_gradient_divide_factor`", category=FutureWarning)
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether the collectives of this unit's gradients do nothing but sum, so that all division is behind them, but in

@@ -97,10 +97,7 @@ def fully_shard(
         if store.layout.contiguous:
             return PieceExposure(owned, store, leaves, data.mesh, ranks.shards.rank)
         placed = [place(entry.spec.name, entry.param, data, shard_placement_fn) for entry in owned]
-        plain = all(where.whole is None for where in placed)
-        return DTensorExposure(
-            owned, store, leaves, placed, _group_mesh(data, group_size) if group_size and plain else None
-        )
+        return DTensorExposure(owned, store, leaves, placed)
 
     def make_layout(owned: Sequence[OwnedParam]) -> Layout:
         specs = tuple(entry.spec for entry in owned)
@@ -145,9 +142,7 @@ def fully_shard(
         ignored=ignored,
     )
     if group_size and group_size > 1:
-        group = Communicator(_group_mesh(data, group_size).get_group(1))
-        for bucket in unit.buckets:
-            bucket.part = GroupShard(bucket.layout, group)
+        unit.when_agreed = functools.partial(_keep_parts, unit, data, group_size)
     _attach(modules, unit)
     return module
 
@@ -235,10 +230,12 @@ def _line_layout(
     return RaggedLayout(specs, world_size, None if block_fn is None else tuple(block_fn(e.param) for e in owned))
 
 
-@functools.lru_cache(maxsize=64)
-def _group_mesh(data: DataMesh, size: int) -> DeviceMesh:
-    """The (replicate, shard) mesh over which a unit is sharded between forward and backward (R08)."""
-    return DeviceMesh(data.mesh.device_type, data.mesh.mesh.reshape(-1, size))
+def _keep_parts(unit: Unit, data: DataMesh, group_size: int) -> None:
+    """Let a unit keep parts of its parameters between forward and backward (R08)."""
+    mesh = data.group_mesh(group_size)
+    group = Communicator(mesh.get_group(1))
+    for bucket in unit.buckets:
+        bucket.part = GroupShard(bucket.layout, group, mesh)
 
 
 def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy, group_size: int | None) -> dict[str, str]:
@@ -274,7 +271,11 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
         return unit.schedule.end_forward(unit, output, whole=not to_run)
 
     def show_sharded(inner: nn.Module, *_: Any) -> None:
-        unit.conceal()
+        unit.show_shards()
+
+    def prepare_load(inner: nn.Module, *_: Any) -> None:
+        unit.show_shards()
+        unit.free_before_edit()
 
     def adopt(inner: nn.Module, _: Any) -> None:
         make_real(unit)
@@ -286,7 +287,7 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
         module.register_state_dict_pre_hook(show_sharded)
-        module.register_load_state_dict_pre_hook(show_sharded)
+        module.register_load_state_dict_pre_hook(prepare_load)
         # At once, not at the next gather: an optimizer made in between must get the parameters that stay.
         module.register_load_state_dict_post_hook(adopt)
         if any(bucket.layout.contiguous for bucket in unit.buckets):

@@ -27,7 +27,7 @@ class ReductionChoices:
         divide_factor: in the place of the number of ranks (R27).
         sum_only: whether all division is behind the collectives.
         all_reduce_hook: called with this rank's reduced gradient, 1-D, behind the last collective and ahead of the division
-            that may follow.
+            that may follow, unless the collectives are said to average.
     """
 
     divide_factor: float | None = None
@@ -116,6 +116,8 @@ class GradStore:
             factors = factors_of(
                 self._mesh.spec, self._face, self._reduced_name, choices.divide_factor, sum_only=choices.sum_only
             )
+        # Where a face says that the collectives average, the division behind them is part of these.
+        averages = choices.divide_factor is None and not choices.sum_only and factors.before == 1
         for this in steps:
             if this is step.DIVIDE_BEFORE:
                 _divide(value, factors.before)
@@ -140,9 +142,12 @@ class GradStore:
                 yield
                 work.wait()
             elif this is step.DIVIDE_AFTER:
-                if choices.all_reduce_hook is not None:
-                    choices.all_reduce_hook(value)
+                hook = choices.all_reduce_hook
+                if hook is not None and not averages:
+                    hook(value)
                 _divide(value, factors.after)
+                if hook is not None and averages:
+                    hook(value)
             elif this is step.CAST_TO_KEPT:
                 self.arrived = value.to(self._kept)
 

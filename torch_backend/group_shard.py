@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.layout import Layout, post_forward
 from torch_backend.collectives import Communicator
@@ -19,16 +20,17 @@ class GroupShard:
     Attributes:
         layout: over the smaller group.
         communicator: between its ranks.
+        mesh: all ranks as (replicate, shard), the shard axis of that size.
         buffer: shape (gathered_numel / size,) or (padded_shard_numel,); None: not held now.
         pieces: per parameter, what this rank holds, 1-D, as views of the buffer; none where the layout is one line.
     """
 
-    def __init__(self, layout: Layout, communicator: Communicator) -> None:
+    def __init__(self, layout: Layout, communicator: Communicator, mesh: DeviceMesh) -> None:
         """
         Args:
             layout: of the bucket, over all ranks of its shard group.
         """
-        self.communicator = communicator
+        self.communicator, self.mesh = communicator, mesh
         self.layout = layout if layout.contiguous else post_forward(layout, communicator.size)
         self.buffer: Tensor | None = None
         self.pieces: list[Tensor] = []

@@ -65,6 +65,9 @@ class Schedule:
                 )
         check_agreement(named_units, face)
         for name, unit in named_units:
+            if unit.when_agreed is not None:
+                unit.when_agreed()
+                unit.when_agreed = None
             for i, bucket in enumerate(unit.buckets):
                 bucket.unused.name(f"{name}/{i}")
         self.units = [unit for _, unit in named_units]

@@ -38,6 +38,7 @@ class Unit:
         all_reduces: whether a reduction goes on over the replicas; False leaves partial sums for a later one (R28).
         schedule: the schedule of the root that this unit runs under, once that has run.
         num_modules: how many modules it has; they are gathered and reduced together.
+        when_agreed: what needs all ranks and waits until these have agreed that they have the same units; None: nothing.
         is_converting: whether its parameters are being moved or converted.
         call_around: under FSDP2, what is called before and after a forward of any of its modules.
     """
@@ -52,6 +53,7 @@ class Unit:
         self.mesh, self.choices = mesh, choices
         self.state = UnitState()
         self.reduces = self.all_reduces = True
+        self.when_agreed: Callable[[], None] | None = None
         self.is_converting = False
         self.schedule: Schedule | None = None
         # Whether the full parameters that are here are for the next forward, and how many optimizer steps they have seen.
@@ -187,6 +189,19 @@ class Unit:
             self.move(Move.CONCEAL)
             for bucket in self.buckets:
                 bucket.exposure.show_sharded()
+
+    def show_shards(self) -> None:
+        """Let the module show its shards, whatever memory holds."""
+        self.conceal()
+        if self.state.residency == Residency.K_GROUP:
+            for bucket in self.buckets:
+                bucket.exposure.show_sharded()
+
+    def free_before_edit(self) -> None:
+        """All ranks are about to write into their shards: what was gathered of them goes stale, so free it, unless the unit is in
+        use."""
+        if self.state.activity == Activity.IDLE and not self.summoned:
+            self.reshard("summon")
 
     def reshard(self, phase: str) -> None:
         """Show the shards and free the full parameters, or what a smaller group holds of them."""
@@ -360,15 +375,13 @@ class Unit:
             for bucket in self.buckets:
                 bucket.convert(fn)
                 count_steps(bucket.exposure.managed(), self._steps)
-            waiting = self._grads, self._earlier_grads
+            grads, earlier, had_earlier = self._grads, self._earlier_grads, self._has_earlier_grads
             self._take_leaves()
-            self._grads, self._earlier_grads = (
-                [
-                    None if g is None else g.to(leaf.device, leaf.dtype)
-                    for g, leaf in zip(grads, self.leaves, strict=True)
-                ]
-                for grads in waiting
-            )
+            self._has_earlier_grads = had_earlier
+            kept = [bucket.accumulated for bucket in self.buckets for _ in bucket.buffer.leaves]
+            for i, leaf in enumerate(self.leaves):
+                self._grads[i] = _moved(grads[i], leaf.device, leaf.dtype)
+                self._earlier_grads[i] = _moved(earlier[i], leaf.device, kept[i])
 
     @property
     def summoned(self) -> bool:
@@ -426,6 +439,10 @@ class Unit:
             }
             for observer in observers:
                 observer.local_grads(self.name, named)
+
+
+def _moved(grad: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    return None if grad is None else grad.to(device, dtype)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -20,9 +20,11 @@ class Unused:
     def __init__(self, mesh: UnitMesh) -> None:
         self._mesh = mesh
         self._asks = any(some.size > 1 and spans_ranks(some.group) for some in (mesh.shards, mesh.replicas))
-        # How many reductions there were, and of the last one what this rank lacks.
+        # How many reductions there were; those that no gradient has come of yet, and what this rank lacks in each; and the keys
+        # in the store of those of which the last one came.
         self._key, self._turn = "", 0
-        self._lacking: frozenset[int] = frozenset()
+        self._waiting: list[tuple[int, frozenset[int]]] = []
+        self._read: list[str] = []
 
     def name(self, name: str) -> None:
         """Learn a name of the bucket that it has on all ranks, which have just agreed to use it."""
@@ -36,27 +38,42 @@ class Unused:
         self._key, self._turn = f"{where}/unused/{name}", 0
 
     def lack(self, params: Sequence[bool]) -> None:
-        """A reduction is about to be issued; this rank lacks the gradients of these parameters."""
+        """A reduction is about to be issued; this rank lacks the gradients of these parameters, if any."""
         self._turn += 1
-        self._lacking = frozenset(i for i, lacks in enumerate(params) if lacks)
-        if self._lacking and self._asks:
+        lacking = frozenset(i for i, lacks in enumerate(params) if lacks)
+        self._waiting.append((self._turn, lacking))
+        if lacking and self._asks:
             _store().append(f"{self._key}/{self._turn}", "".join("01"[lacks] for lacks in params))
-            # Whoever issues this reduction has read what was said of the last but one.
-            _store().delete_key(f"{self._key}/{self._turn - 2}")
+
+    def forget(self) -> None:
+        """The reductions under way, and those that only came to a partial sum, are void."""
+        self._waiting.clear()
 
     def everywhere(self, num_params: int, join_host: Callable[[], None]) -> frozenset[int]:
-        """Of the reduction that is over: the parameters that no rank had a gradient of.
+        """Of the gradient that has come, by one reduction, or by several of which the earlier ones left partial sums (R28): the
+        parameters that no rank had a gradient of in any of them.
 
         Args:
-            join_host: lets the host wait until it is over.
+            join_host: lets the host wait until the last one is over, and so all ranks have issued all of them.
         """
-        if not self._lacking or not self._asks:
-            return self._lacking
-        join_host()
-        said = _store().get(f"{self._key}/{self._turn}").decode()
-        if len(said) < num_params * self._mesh.spec.world_size:  # some rank lacks nothing
+        waiting, self._waiting = self._waiting, []
+        if len(waiting) == 1 and not waiting[0][1]:
             return frozenset()
-        return frozenset(i for i in self._lacking if set(said[i::num_params]) == {"1"})
+        unused = frozenset.intersection(*(lacking for _, lacking in waiting))
+        if not self._asks:
+            return unused
+        if unused:
+            join_host()
+        keys = [f"{self._key}/{turn}" for turn, lacking in waiting if lacking]
+        for key in keys if unused else ():
+            said = _store().get(key).decode()
+            if len(said) < num_params * self._mesh.spec.world_size:  # some rank lacks nothing
+                unused = frozenset()
+            unused = frozenset(i for i in unused if set(said[i::num_params]) == {"1"})
+        for key in self._read:  # whoever issued this reduction has read what was said of the last gradient
+            _store().delete_key(key)
+        self._read = keys
+        return unused
 
 
 def _store() -> Any:

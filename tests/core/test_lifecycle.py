@@ -1,7 +1,7 @@
 """The law of a unit's life: every state with every move (R12, R17, R18, R21)."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -59,7 +59,7 @@ LAW = {
     Move.END_BACKWARD: (where(activity=Activity.BACKWARD), {"activity": Activity.IDLE}),
     Move.SUMMON: (IDLE & SHOWS_SHARDS & FULL_AND_FRESH, {"exposure": Exposure.SUMMONED}),
     Move.DISMISS: (SUMMONED, {"exposure": Exposure.SHARDED}),
-    Move.RESET: (set(ALL), {name: getattr(START, name) for name in START.__dict__}),
+    Move.RESET: (set(ALL), asdict(START)),
 }
 
 

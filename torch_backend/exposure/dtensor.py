@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -36,20 +35,17 @@ class DTensorExposure(RegisteredParams):
         store: ShardStore,
         leaves: list[nn.Parameter],
         placed: Sequence[Placed],
-        group_mesh: DeviceMesh | None = None,
     ) -> None:
         """
         Args:
             placed: where each parameter lies.
-            group_mesh: under resharding to a smaller group (replicate, shard) between forward and backward, if all parameters
-                are plain tensors (R08).
         """
         layout = store.layout
         assert isinstance(layout, PerParamLayout)
         self._local_shapes = [layout.shard_shape(i, store.rank) for i in range(len(owned))]
         self._local_numels = [math.prod(shape) for shape in self._local_shapes]
         self._widths = [column.width for column in layout.columns]
-        self._placed, self._group_mesh = placed, group_mesh
+        self._placed = placed
         self._specs = [place.sharded for place in placed]
         super().__init__(owned, store, leaves, [])
         self.params = [
@@ -102,9 +98,9 @@ class DTensorExposure(RegisteredParams):
                 full.requires_grad_(param.requires_grad)
 
     def show_part(self, part: GroupShard) -> None:
-        """Register DTensors of what the smaller group holds."""
-        mesh, layout = self._group_mesh, part.layout
-        if mesh is None or not isinstance(layout, PerParamLayout):
+        """Register DTensors of what the smaller group holds; under tensor parallelism the shards stay registered."""
+        mesh, layout = part.mesh, part.layout
+        if self._wholes or not isinstance(layout, PerParamLayout):
             return
         rank, parts = part.communicator.rank, []
         for i, (piece, spec, leaf) in enumerate(zip(part.pieces, self._specs, self._leaves, strict=True)):
