@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import deprecated
 
 from crossframe.errors import AssertedError, RunOrderError, StateError, UnitError, UnsupportedError, UsageError
+from crossframe.lifecycle import Residency
 from crossframe.reduction import custom_factors
 from torch_backend.collectives import Communicator
 from torch_backend.fully_shard_api import AllGather, ReduceScatter
@@ -127,7 +128,8 @@ class FSDPModule(nn.Module):
         (R08)."""
         _check_bool("set_reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
-            unit.reshard("summon")
+            if unit.state.residency == Residency.K_GROUP:
+                unit.reshard("summon")
             unit.choices.keeps_root = False
             unit.choices.reshard_after_forward = reshard_after_forward
             for bucket in unit.buckets:

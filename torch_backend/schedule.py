@@ -101,6 +101,8 @@ class Schedule:
         self._done: set[Unit] = set()
         # Units whose reduction is under way, the oldest first.
         self._reducing: deque[Unit] = deque()
+        # Units that were reduced in this backward.
+        self._reduced: set[Unit] = set()
         self._in_backward = False
         # Of units of several modules: those of which some have run, and the parameters are kept for the others.
         self._in_part: dict[Unit, None] = {}
@@ -328,7 +330,9 @@ class Schedule:
                 return
 
     def _reduce(self, unit: Unit) -> None:
-        if unit.has_grads or (unit.choices.reduces_unused and unit.trained):
+        fills_up = unit.choices.reduces_unused and unit.trained and unit not in self._reduced
+        if unit.has_grads or fills_up:
+            self._reduced.add(unit)
             self._advance_reductions()
             unit.start_reduction()
             self._reducing.append(unit)
@@ -368,6 +372,7 @@ class Schedule:
         self._forget_inputs()
         self._waiting, self._order = [], []
         self._done.clear()
+        self._reduced.clear()
 
     # After an exception
 
