@@ -359,6 +359,8 @@ class ShardedRun(Run):
         if options.marks_last:
             self.model.set_is_last_backward(last)
         yield
+        shown = [(name, isinstance(param, DTensor)) for name, param in self.params()]
+        self.note("sharded", shown, f"after microbatch {number}")
 
     def microbatch(self, number: int) -> AbstractContextManager:
         """What of the gradients is reduced, and what is kept."""

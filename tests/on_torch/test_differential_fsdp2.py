@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 import torch_backend
 from tests.on_torch.differential import SECONDS_SMALL, around_departures, check, failure_of, run
@@ -13,6 +14,10 @@ from tests.on_torch.exceptions_fsdp2 import BUGS, DEPARTURES, MENDED
 from tests.on_torch.histories import Case
 from tests.on_torch.trees import LEAVES, OUTPUTS, Node, Tree
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"),
+    reason="torch's fully_shard has all options since 2.13",
+)
 SEED = 1
 # Seeds by world size: a sample of what `python -m tests.on_torch.differential --face fsdp2` runs.
 NUM_CASES = {2: 15, 3: 5, 4: 5}
