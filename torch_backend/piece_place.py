@@ -32,9 +32,7 @@ class Place:
         layout = store.layout
         self.shape = torch.Size(layout.params[index].shape)
         self.numel = store.pieces[index].numel()
-        # Where nothing is sharded, all axes of the mesh replicate.
-        last = Shard(0) if mesh.size(mesh.ndim - 1) == shards.size else Replicate()
-        self.placements = (*[Replicate()] * (mesh.ndim - 1), last)
+        self.placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
         self.key = (layout.offsets[index], layout.padded_shard_numel, layout.world_size, self.shape, shards.ranks)
         self._line_specs: dict[torch.dtype, DTensorSpec] = {}
 

@@ -4,6 +4,7 @@ A DTensor says where elements lie by a dim of the tensor. Under a flat or ragged
 parameter, taken as one row-major line, and the run begins and ends anywhere (R04, R09). No placement of DTensor says that.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,8 +113,6 @@ class PieceTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict) -> "PieceTensor":
-        if id(self) in memo:
-            return memo[id(self)]
         copied = piece_tensor(self.local.detach().clone(), self.place)
         if isinstance(self, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=self.requires_grad)
@@ -121,7 +120,7 @@ class PieceTensor(Tensor):
             copied.requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         if self.grad is not None:
-            copied.grad = self.grad.__deepcopy__(memo)
+            copied.grad = copy.deepcopy(self.grad, memo)
         return copied  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

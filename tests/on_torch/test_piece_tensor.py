@@ -434,6 +434,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "mul": lambda x, y: x * torch.ones(3),
     "sub": lambda x, y: torch.ones(5, 3) - x,
     "add_": lambda x, y: torch.ones(5, 3).add_(x),
+    "sub_": lambda x, y: torch.ones(()).sub_(x),
     "copy_": lambda x, y: torch.ones(5, 3).copy_(x),
     "_foreach_add_": lambda x, y: torch._foreach_add_([x], [y]),
     "_foreach_mul_": lambda x, y: torch._foreach_mul_([x, torch.ones(1)], 2),
@@ -491,11 +492,13 @@ def _copies(rank: int, world_size: int) -> None:
     assert copied["a"].grad is not param.grad and torch.equal(copied["a"].grad.local, param.grad.local)
     param.detach().zero_()
     assert same_bits(copied["a"].full_tensor(), full[0])
-    # Optimizers of one model take the state of another of the same layout.
+    # An optimizer takes the state of another one of the same layout.
     optimizers = [torch.optim.Adam([p]) for p in (param.requires_grad_(), nn.Parameter(pieces_of("ragged", full)[0]))]
+    param.grad = torch.ones_like(param)
     optimizers[0].step()
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    (a,), (b,) = (optimizer.state.values() for optimizer in optimizers)
+    (a,) = copy.deepcopy(optimizers[0].state).values()
+    optimizers[1].load_state_dict({**optimizers[1].state_dict(), "state": {0: a}})
+    (b,) = optimizers[1].state.values()
     assert isinstance(b["exp_avg"], PieceTensor) and torch.equal(a["exp_avg"].local, b["exp_avg"].local)
 
 
@@ -509,9 +512,10 @@ def test_state_that_holds_pieces_can_be_copied(ranks):
 def _adopts(rank: int, world_size: int, kind: str) -> None:
     model = shard(build_net(), kind)
     (bucket,) = unit_of(model).buckets
-    params, pieces = bucket.exposure.managed(), bucket.store.pieces
+    pieces = bucket.store.pieces
 
     def aliased() -> bool:
+        params = bucket.exposure.managed()
         return all(p.local.data_ptr() == piece.data_ptr() for p, piece in zip(params, pieces, strict=True))
 
     assert aliased()
@@ -528,14 +532,17 @@ def _adopts(rank: int, world_size: int, kind: str) -> None:
     assert aliased()
     for name, p in model.named_parameters():
         if name in expected:
-            assert p is named[name] and same_bits(p.detach().full_tensor(), expected[name]), name
+            # Another object that was registered is the parameter from then on.
+            assert (p is named[name]) == (name != "head.bias"), name
+            assert isinstance(p, PieceTensor) and same_bits(p.detach().full_tensor(), expected[name]), name
     state = {name: value + 1 if isinstance(value, Tensor) else value for name, value in _plain(model).items()}
     model.load_state_dict(state, assign=True)
-    assert aliased() and list(model.parameters())[0] is params[0]
+    assert aliased() and list(model.parameters())[0] is bucket.exposure.managed()[0]
     for name, value in _plain(model).items():
         assert same_bits(value, state[name]), name
-    model.head.weight.data = model.head.weight.data.double()
-    with pytest.raises(ReplacedError, match="head.weight.*float64"):
+    # Also on a rank that holds none of it: all ranks refuse alike.
+    model.embedding.weight.data = model.embedding.weight.data.double()
+    with pytest.raises(ReplacedError, match="embedding.weight.*float64"):
         loss_of(model, 0, rank)
 
 

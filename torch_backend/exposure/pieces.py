@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # Both look at optimizers that hold PieceTensors before their first step.
 from torch_backend import optimizer_probe, optimizer_state  # noqa: F401
-from torch_backend.collectives import Alone, Communicator
+from torch_backend.collectives import Communicator
 from torch_backend.exposure.registration import (
     Place as Registration,
 )
@@ -44,12 +44,11 @@ class PieceExposure(RegisteredParams):
     ) -> None:
         """
         Args:
-            mesh: the ranks: (shard,) or (replicate, shard); or (replicate,), where the layout is over one rank.
+            mesh: the ranks: (shard,) or (replicate, shard).
             rank: this rank's place among the shards.
         """
         assert rank == store.rank
-        sharded = mesh.size(mesh.ndim - 1) == store.layout.world_size
-        shards = Communicator(mesh.get_group(mesh.ndim - 1)) if sharded else Alone()
+        shards = Communicator(mesh.get_group(mesh.ndim - 1))
         self.places = [Place(store, i, mesh, shards) for i in range(len(owned))]
         params = [
             nn.Parameter(piece_tensor(piece, place), requires_grad=entry.spec.requires_grad)
