@@ -14,10 +14,10 @@ from rich.console import Console
 
 from crossframe.errors import UsageError
 from experiments.bench.core import core_figures, loop_seconds
-from experiments.bench.figure import Figure, Section, markdown_table, print_table
+from experiments.bench.figure import Figure, Section, markdown_grid, markdown_table, print_grid, print_table
 
 # Of the benchmark of the torch backend.
-SECTIONS = ("step", "host", "memory", "gpu")
+SECTIONS = ("step", "host", "memory", "wrap", "copies", "gpu")
 
 
 def run_core_bench(console: Console, output: Path | None = None) -> int:
@@ -70,7 +70,8 @@ def run_torch_bench(
     quick: bool = False,
     strict: bool = False,
 ) -> int:
-    """Measure `torch_backend` beside torch's own FSDP1, FSDP2 and DDP: time of a step, bookkeeping, memory, GPUs.
+    """Measure `torch_backend` beside torch's own FSDP1, FSDP2 and DDP: time of a step, bookkeeping,
+    memory, time to wrap, bytes copied, GPUs.
 
     Args:
         output: a Markdown file for the figures.
@@ -86,15 +87,16 @@ def run_torch_bench(
     """
     if unknown := [name for name in sections if name not in SECTIONS]:
         raise UsageError(f"section: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
+    from experiments.bench.copies import copies_section
     from experiments.bench.gpu import gpu_section
     from experiments.bench.host import host_section
     from experiments.bench.memory import memory_section
     from experiments.bench.sizes import FULL, QUICK, Sizes
     from experiments.bench.step import step_section
+    from experiments.bench.wrap import wrap_section
 
-    parts: dict[str, Callable[[Sizes], Section]] = dict(
-        zip(SECTIONS, (step_section, host_section, memory_section, gpu_section), strict=True)
-    )
+    measure = (step_section, host_section, memory_section, wrap_section, copies_section, gpu_section)
+    parts: dict[str, Callable[[Sizes], Section]] = dict(zip(SECTIONS, measure, strict=True))
     where, measured = torch_machine(), []
     for name in sections or SECTIONS:
         with console.status(f"measuring: {name}"):
@@ -103,6 +105,9 @@ def run_torch_bench(
         console.print(f"[bold]{section.title}[/bold]\n{section.skipped or section.how}\n", highlight=False)
         if section.figures:
             print_table(console, section.figures)
+            console.print()
+        if section.grid is not None:
+            print_grid(console, section.grid)
             console.print()
     console.print(torch_machine_line(where), highlight=False)
     if json_output is not None:
@@ -176,4 +181,6 @@ def torch_markdown(where: dict[str, Any], sections: Sequence[Section]) -> str:
         lines += ["", f"## {section.title}", "", section.skipped or section.how]
         if section.figures:
             lines += ["", *markdown_table(section.figures)]
+        if section.grid is not None:
+            lines += ["", *markdown_grid(section.grid)]
     return "\n".join(lines) + "\n"

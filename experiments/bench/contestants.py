@@ -5,6 +5,7 @@ another line of `_FACES`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,25 +25,36 @@ BARE, DDP = "bare", "torch DDP"
 
 _FSDP1_POLICY, _FSDP2_POLICY = "MixedPrecision", "MixedPrecisionPolicy"
 
-# A package, a module, the classes of the modules that become units, and the dtype to compute in (None: as it is stored).
-Face = Callable[[Any, nn.Module, set[type[nn.Module]], torch.dtype | None], nn.Module]
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What a model is computed and reduced in, which is stored in float32."""
+
+    computed: torch.dtype
+    reduced: torch.dtype
+
+
+# A package, a module, the classes of the modules that become units, and dtypes (None: as it is stored).
+Face = Callable[[Any, nn.Module, set[type[nn.Module]], Dtypes | None], nn.Module]
 
 
 def _fsdp1(
-    package: Any, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None, **options: Any
+    package: Any, module: nn.Module, units: set[type[nn.Module]], dtypes: Dtypes | None, **options: Any
 ) -> nn.Module:
-    if dtype is not None:
-        options["mixed_precision"] = getattr(package, _FSDP1_POLICY)(param_dtype=dtype, reduce_dtype=dtype)
+    if dtypes is not None:
+        policy = getattr(package, _FSDP1_POLICY)
+        options["mixed_precision"] = policy(param_dtype=dtypes.computed, reduce_dtype=dtypes.reduced)
     device = next(module.parameters()).device
-    policy = package.wrap.ModuleWrapPolicy(units)
-    return package.FullyShardedDataParallel(module, auto_wrap_policy=policy, device_id=device, **options)
+    wrapped = package.wrap.ModuleWrapPolicy(units)
+    return package.FullyShardedDataParallel(module, auto_wrap_policy=wrapped, device_id=device, **options)
 
 
 def _fsdp2(
-    package: Any, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None, **options: Any
+    package: Any, module: nn.Module, units: set[type[nn.Module]], dtypes: Dtypes | None, **options: Any
 ) -> nn.Module:
-    if dtype is not None:
-        options["mp_policy"] = getattr(package, _FSDP2_POLICY)(param_dtype=dtype)
+    if dtypes is not None:
+        policy = getattr(package, _FSDP2_POLICY)
+        options["mp_policy"] = policy(param_dtype=dtypes.computed, reduce_dtype=dtypes.reduced)
     for inner in module.modules():
         if type(inner) in units:
             package.fully_shard(inner, **options)
@@ -53,8 +65,12 @@ _FACES: dict[str, Face] = {
     "FSDP1": partial(_fsdp1, use_orig_params=True),
     "FSDP1 flat": partial(_fsdp1, use_orig_params=False),
     "FSDP2": _fsdp2,
+    "FSDP2 flat": partial(_fsdp2, layout="flat"),
+    "FSDP2 ragged": partial(_fsdp2, layout="ragged"),
 }
 FACES = tuple(_FACES)
+# The layouts of `fully_shard`. torch has the first alone, which all are compared with.
+LAYOUTS = ("FSDP2", "FSDP2 flat", "FSDP2 ragged")
 
 
 def ours(faces: Sequence[str] = FACES) -> list[str]:
@@ -67,8 +83,12 @@ def ours(faces: Sequence[str] = FACES) -> list[str]:
 
 
 def theirs(faces: Sequence[str] = FACES) -> list[str]:
-    """torch's contestants under the same interfaces."""
-    return [f"{THEIRS} {face}" for face in faces]
+    """What torch has beside them.
+
+    >>> theirs(("FSDP1", "FSDP2", "FSDP2 flat"))
+    ['torch FSDP1', 'torch FSDP2']
+    """
+    return list(dict.fromkeys(map(counterpart, ours(faces))))
 
 
 def counterpart(name: str) -> str:
@@ -76,27 +96,30 @@ def counterpart(name: str) -> str:
 
     >>> counterpart("our FSDP1 flat")
     'torch FSDP1 flat'
+    >>> counterpart("our FSDP2 flat")
+    'torch FSDP2'
     """
-    return THEIRS + name.removeprefix(OURS)
+    face = name.removeprefix(f"{OURS} ")
+    return f"{THEIRS} {LAYOUTS[0] if face in LAYOUTS else face}"
 
 
 def mixes_precision(name: str) -> bool:
     """Whether a contestant can compute in another dtype than it is stored in."""
     package, _, face = name.partition(" ")
-    return hasattr(PACKAGES[package], _FSDP2_POLICY if face == "FSDP2" else _FSDP1_POLICY)
+    return hasattr(PACKAGES[package], _FSDP2_POLICY if face in LAYOUTS else _FSDP1_POLICY)
 
 
-def build(name: str, module: nn.Module, units: set[type[nn.Module]], dtype: torch.dtype | None = None) -> nn.Module:
+def build(name: str, module: nn.Module, units: set[type[nn.Module]], dtypes: Dtypes | None = None) -> nn.Module:
     """The module as a contestant trains it, on all ranks of the default group.
 
     Args:
         name: of a contestant; followed by AGAIN, it is the same one.
         units: classes of the modules that are sharded as units of their own.
-        dtype: to compute and reduce in; None: as the module is stored. BARE and DDP know no other.
+        dtypes: to compute and reduce in; None: as the module is stored. BARE and DDP know no other.
     """
     if name == BARE:
         return module
     if name == DDP:
         return DistributedDataParallel(module)
     package, _, face = name.removesuffix(AGAIN).partition(" ")
-    return _FACES[face](PACKAGES[package], module, units, dtype)
+    return _FACES[face](PACKAGES[package], module, units, dtypes)

@@ -58,6 +58,33 @@ def median_figure(what: str, values: Sequence[float], unit: str, limit: float | 
 
 
 @dataclass(frozen=True)
+class Grid:
+    """Bytes by row and column, beside the bytes of the model.
+
+    Attributes:
+        columns: what each number of a row is of.
+        rows: the name of each row to its numbers, as many as there are columns.
+        whole: bytes of the model, of which each number is given as a multiple too.
+    """
+
+    columns: tuple[str, ...]
+    rows: dict[str, tuple[int, ...]]
+    whole: int
+
+    def lines(self) -> list[tuple[str, ...]]:
+        """What a table says, with its head first.
+
+        >>> Grid(("zeros", "casts"), {"ours": (0, 3_000_000)}, 2_000_000).lines()
+        [('', 'zeros', 'casts'), ('ours', '0', '3.000 MB = 1.500')]
+        """
+        head = ("", *self.columns)
+        return [head, *((name, *map(self._cell, numbers)) for name, numbers in self.rows.items())]
+
+    def _cell(self, num_bytes: int) -> str:
+        return f"{_number(num_bytes / 1e6)} MB = {num_bytes / self.whole:.3f}" if num_bytes else "0"
+
+
+@dataclass(frozen=True)
 class Section:
     """Figures that were measured in one way.
 
@@ -66,12 +93,14 @@ class Section:
         how: what was measured and on what, in sentences.
         figures: none where the section was skipped.
         skipped: why it was, or "".
+        grid: what was counted, where that is more than single figures.
     """
 
     title: str
     how: str
     figures: tuple[Figure, ...] = ()
     skipped: str = ""
+    grid: Grid | None = None
 
     @property
     def ok(self) -> bool:
@@ -80,7 +109,13 @@ class Section:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for a file."""
-        return {**self.__dict__, "figures": [figure.as_json() for figure in self.figures], "ok": self.ok}
+        grid = None if self.grid is None else self.grid.__dict__
+        return {
+            **self.__dict__,
+            "figures": [figure.as_json() for figure in self.figures],
+            "grid": grid,
+            "ok": self.ok,
+        }
 
 
 def rows(figures: Sequence[Figure]) -> list[tuple[str, str, str, str]]:
@@ -112,6 +147,21 @@ def print_table(console: Console, figures: Sequence[Figure]) -> None:
         table.add_column(column, justify="right" if column in ("figure", "limit") else "left", no_wrap=True)
     for figure, row in zip(figures, rows(figures), strict=True):
         table.add_row(*row, style=None if figure.ok else "red")
+    _print(console, table)
+
+
+def print_grid(console: Console, grid: Grid) -> None:
+    """The numbers as a table."""
+    head, *lines = grid.lines()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(head):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    _print(console, table)
+
+
+def _print(console: Console, table: Table) -> None:
     # Wider than the screen if it must be: a figure that is cut off says nothing.
     width = Measurement.get(console, console.options.update(max_width=250), table).maximum
     console.print(Segments(console.render(table, console.options.update_width(width))), soft_wrap=True, end="")
@@ -127,3 +177,9 @@ def markdown_table(figures: Sequence[Figure]) -> list[str]:
     """
     lines = [f"| {' | '.join(COLUMNS)} |", "|---|--:|--:|---|"]
     return lines + [f"| {' | '.join(row)} |" for row in rows(figures)]
+
+
+def markdown_grid(grid: Grid) -> list[str]:
+    """The lines of the numbers as a Markdown table."""
+    head, *lines = (f"| {' | '.join(line)} |" for line in grid.lines())
+    return [head, "|---|" + "--:|" * len(grid.columns), *lines]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from experiments.bench.contestants import counterpart, mixes_precision, ours, theirs
+from experiments.bench.contestants import LAYOUTS, Dtypes, counterpart, mixes_precision, ours, theirs
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
 from experiments.bench.ranks import NCCL, on_ranks
 from experiments.bench.sizes import Sizes
@@ -20,9 +20,9 @@ from experiments.models.gpt import GPTConfig
 
 TITLE = "A billion parameters on GPUs"
 LIMIT = 1.0
-FACES = ("FSDP1", "FSDP2")
+FACES = ("FSDP1", *LAYOUTS)
 LIMIT_OF = theirs(FACES)[1]
-DTYPE = torch.bfloat16
+DTYPES = Dtypes(torch.bfloat16, torch.bfloat16)
 # What moves data and computes nothing, by parts of kernels' names: torch's concatenations and casts are kernels too.
 COPIES = ("copy", "chunk_cat")
 
@@ -64,13 +64,13 @@ def gpu_figures(wall: Times, alone: dict[str, list[list[float]]], num_tokens: in
 
 
 def _times(_rank: int, names: list[str], config: GPTConfig, batch_size: int, rounds: int) -> Times:
-    steps = training_steps(names, config, batch_size, "cuda", DTYPE)
+    steps = training_steps(names, config, batch_size, "cuda", DTYPES)
     return alternate(steps, rounds, lambda: meet("cuda"))["wall"]
 
 
 def _alone(_rank: int, name: str, config: GPTConfig, batch_size: int) -> tuple[float, float]:
     """Peak bytes of a step on this rank, and seconds of exposed copies in another."""
-    [step] = training_steps([name], config, batch_size, "cuda", DTYPE).values()
+    [step] = training_steps([name], config, batch_size, "cuda", DTYPES).values()
     for _ in range(WARM_UP):
         step()
     meet("cuda")

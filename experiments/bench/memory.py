@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from experiments.bench.contestants import FACES, counterpart, ours, theirs
+from experiments.bench.contestants import LAYOUTS, counterpart, ours, theirs
 from experiments.bench.figure import TIMES, Figure, Section
 from experiments.bench.ranks import FAKE, on_ranks
 from experiments.bench.sizes import Sizes
@@ -18,7 +18,7 @@ from experiments.bench.training import definition_of, losses
 from experiments.models.gpt import GPTConfig
 
 LIMIT = 1.0
-LIMIT_OF = theirs(FACES)[0]
+FSDP1 = theirs()[0]
 # Less than the smallest parameter: the integers and scalars that a model and a mesh of ranks are served with.
 SMALLEST_BYTES = 1024
 WATCHED = "the watched step"
@@ -40,14 +40,18 @@ def memory_section(sizes: Sizes) -> Section:
 
 
 def memory_figures(peaks: dict[str, int], world_size: int) -> tuple[Figure, ...]:
-    """Ours to torch's FSDP1, with a limit; then all peaks."""
+    """Ours to torch's own, with a limit, FSDP1 in both its modes to the first of them; then all peaks."""
     where = f"{world_size} ranks: "
+    held_to = {name: counterpart(name) if name in ours(LAYOUTS) else FSDP1 for name in ours()}
     return (
-        *(Figure(f"{where}{name} to {LIMIT_OF}", peaks[name] / peaks[LIMIT_OF], TIMES, LIMIT) for name in ours()),
+        *(
+            Figure(f"{where}{name} to {other}", peaks[name] / peaks[other], TIMES, LIMIT)
+            for name, other in held_to.items()
+        ),
         *(
             Figure(f"{where}{name} to {counterpart(name)}", peaks[name] / peaks[counterpart(name)], TIMES)
             for name in ours()
-            if counterpart(name) != LIMIT_OF
+            if counterpart(name) != held_to[name]
         ),
         *(Figure(where + name, num_bytes / 1e6, "MB") for name, num_bytes in peaks.items()),
     )

@@ -16,6 +16,7 @@ class Sizes:
         host_width, host_blocks, host_rounds: of the model in which bookkeeping takes the time.
         host_worlds: world size to the limit of our bookkeeping over torch's.
         memory_worlds: world sizes at which memory is counted.
+        wrap_rounds: how often the model of `host_blocks` is wrapped.
         gpu_gpt, gpu_batch, gpu_rounds: the same on GPUs.
     """
 
@@ -27,6 +28,7 @@ class Sizes:
     host_rounds: int
     host_worlds: tuple[tuple[int, float], ...]
     memory_worlds: tuple[int, ...]
+    wrap_rounds: int
     gpu_gpt: GPTConfig
     gpu_batch: int
     gpu_rounds: int
@@ -42,6 +44,7 @@ FULL = Sizes(
     host_rounds=41,
     host_worlds=((8, 0.45), (512, 0.85)),
     memory_worlds=(2, 8),
+    wrap_rounds=21,
     gpu_gpt=GPTConfig(vocabulary=32768, context=1024, width=2048, num_heads=16, num_blocks=18),
     gpu_batch=4,
     gpu_rounds=21,
@@ -55,6 +58,7 @@ QUICK = Sizes(
     host_rounds=2,
     host_worlds=((8, 0.45),),
     memory_worlds=(2,),
+    wrap_rounds=2,
     gpu_gpt=GPTConfig(vocabulary=16, context=8, width=16, num_heads=2, num_blocks=2),
     gpu_batch=1,
     gpu_rounds=2,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from experiments.bench.contestants import build
+from experiments.bench.contestants import Dtypes, build
 from experiments.models.definition import ModelDefinition
 from experiments.models.gpt import GPTConfig, define_gpt
 
@@ -19,23 +19,23 @@ def definition_of(config: GPTConfig) -> ModelDefinition:
 
 
 def losses(
-    name: str, config: GPTConfig, batch_size: int, context: int, device: str, dtype: torch.dtype | None = None
+    name: str, config: GPTConfig, batch_size: int, context: int, device: str, dtypes: Dtypes | None = None
 ) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     """A contestant's model on this rank, and what computes its loss on one batch of its own."""
     torch.manual_seed(0)
     with torch.device(device):
         module, units = definition_of(config).make_torch()
-    model = build(name, module, units, dtype)
+    model = build(name, module, units, dtypes)
     torch.manual_seed(1 + dist.get_rank())
     tokens, targets = torch.randint(config.vocabulary, (2, batch_size, context), device=device)
     return model, lambda: functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def training_steps(
-    names: Sequence[str], config: GPTConfig, batch_size: int, device: str, dtype: torch.dtype | None = None
+    names: Sequence[str], config: GPTConfig, batch_size: int, device: str, dtypes: Dtypes | None = None
 ) -> dict[str, Callable[[], None]]:
     """For each contestant a function that takes a step with AdamW together with the other ranks."""
-    return {name: _step(*losses(name, config, batch_size, config.context, device, dtype), device) for name in names}
+    return {name: _step(*losses(name, config, batch_size, config.context, device, dtypes), device) for name in names}
 
 
 def _step(model: torch.nn.Module, loss: Callable[[], torch.Tensor], device: str) -> Callable[[], None]:
