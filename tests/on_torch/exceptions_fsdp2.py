@@ -43,22 +43,6 @@ def _used_once(node: Node) -> Node:
 
 BUGS: tuple[Departure, ...] = (
     Departure(
-        "zeros for what is not used on a mesh of two axes",
-        "ours loses the gradient",
-        replace(_one(Node("vector"), replicate=2, zeros_unused=True), world_size=4),
-        "grad (step 0, ",
-        lambda case: case.options.replicate > 0 and case.options.zeros_unused,
-        with_options(zeros_unused=False),
-    ),
-    Departure(
-        "units that are to be freed after forward again, while they are full",
-        "ours registers the sharded parameters at once, torch at the next use",
-        _one(Node("vector"), evals=True, zero="zeros", switches=True),
-        "full grad (step 0, ",
-        lambda case: case.options.switches and case.options.evals,
-        with_options(switches=False),
-    ),
-    Departure(
         "gradients that are not summed over replicas of which there is one",
         "torch keeps them in the dtype of the reduction; ours reduces at once",
         _one(
@@ -172,6 +156,8 @@ MENDED: tuple[Case, ...] = (
     Case(Tree(Node(children=(Node("vector"), Node("empty", frozen="all")), unit=True)), ShardOptions(steps=1)),
     _one(Node("vector"), edits="assign"),
     _one(Node("tied"), last_dim=True),
+    replace(_one(Node("vector"), replicate=2, zeros_unused=True), world_size=4),
+    _one(Node("vector"), evals=True, zero="zeros", switches=True),
     _one(Node("conv"), divide=3.0, force_sum=True),
     Case(
         Tree(Node(children=(Node("vector"), Node("vector", dtype="float64", frozen="all")), unit=True)),
