@@ -53,6 +53,8 @@ from tests.on_torch.machine import (
 EXPLAINED = {
     "learns late": "R17: of an exception in backward the engine hears nothing; the next forward, move or reset_iter_state brings "
     "all units back. Until then modules may show full parameters.",
+    "copies what is whole": "R14, R20: on a mesh of one shard full parameters are a copy too, as in torch, and an edit of them "
+    "is lost; to the reference they are the truth.",
 }
 NOT_DRIVEN = {
     "`.data = ...`": "torch: a DTensor's data is what it wraps, which that does not reach.",
@@ -241,7 +243,10 @@ class RealFSDP2(Real):
         found = []
         for unit in UNITS:
             state = self._unit(unit).state
-            now = {"state": (state.residency.name, state.exposure.name, state.activity.name)}
+            now: dict[str, Any] = {"state": (state.residency.name, state.exposure.name, state.activity.name)}
+            if state.activity:  # after a backward that failed
+                found.append(now)
+                continue
             found.append(now | {"memory": self.memory(unit), "shown": self.shown(unit), "grads": self.grads(unit)})
         return found
 
@@ -279,6 +284,15 @@ class ExpectedFSDP2(Expected):
         for name, unit in self.world.units.items():
             if self._outdated(name) or (training and not self._kept[name]):
                 unit.reshard()
+
+    def do(self, name: str, arguments: dict[str, Any]) -> tuple[str | None, Any]:
+        """Do one operation; returns the refusal and what it returns."""
+        result = super().do(name, arguments)
+        for bucket in (bucket for unit in self.world.units.values() for bucket in unit.buckets):
+            for rank, full in enumerate(bucket.full):
+                if full is not None and full is bucket.unit.shards[rank] and self._bends("copies what is whole"):
+                    bucket.full[rank] = full.copy()
+        return result
 
     def _outdated(self, unit: str) -> bool:
         held = self.world.units[unit].state.residency is not Residency.SHARD

@@ -40,7 +40,7 @@ def test_R12_R17_R25_the_engine_does_what_the_reference_does(ranks, world_size):
     assert 0 < counts.refused.total() < counts.done.total() / 2
 
 
-def follow(ranks, setup: Setup, program: Program, **options: Any) -> Counts:
+def follow(ranks, setup: Any, program: Program, **options: Any) -> Counts:
     counts = Counts()
     pair = Pair(ranks, setup, counts, **options)
     try:
