@@ -105,11 +105,19 @@ def _data_mesh(mesh: DeviceMesh) -> DataMesh:
 T = TypeVar("T")
 
 
+class _Kept(dict[object, Any]):
+    """By key. It does not travel with a mesh that is copied or saved, as in every DTensor of a state dict."""
+
+    def __reduce__(self) -> tuple[type["_Kept"], tuple[()]]:
+        """A new one."""
+        return _Kept, ()
+
+
 def _kept(mesh: DeviceMesh, key: object, make: Callable[[], T]) -> T:
     """What was made of a mesh, kept with the mesh object: two that compare equal may have other process groups."""
     if not hasattr(mesh, "_crossframe_kept"):
-        mesh._crossframe_kept = {}  # type: ignore[attr-defined]
-    kept: dict[object, Any] = mesh._crossframe_kept  # type: ignore[attr-defined]
+        mesh._crossframe_kept = _Kept()  # type: ignore[attr-defined]
+    kept: _Kept = mesh._crossframe_kept  # type: ignore[attr-defined]
     if key not in kept:
         kept[key] = make()
     return kept[key]

@@ -9,16 +9,12 @@ The course of a step for one unit:
   are under way while the next unit computes than a reduction has collectives;
 - at the end of backward: reduce what is left, finish, forget.
 
-[Note: order of reductions] Every rank must issue the same reductions in the same order, also where ranks leave different
-parameters unused and autograd reaches the units in other orders (R29). A unit therefore waits, once it is done, for
-those units that began their forward after it and are in their backward; what is left is reduced at the end in that same order.
-
+The order of reductions is in [Note: order of reductions] in reductions.py.
 Collectives are issued and waited for later; what runs beside what on a device is in [Note: streams] in streams.py.
 """
 
 import itertools
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -32,6 +28,7 @@ from torch_backend.agreement import check_agreement
 from torch_backend.failure import abandon, rejoin
 from torch_backend.inputs import cast_floating, moved, tensors_in
 from torch_backend.optimizer_steps import StepCount
+from torch_backend.reductions import Reductions
 from torch_backend.streams import Streams, streams_of
 from torch_backend.unit import Unit
 
@@ -95,14 +92,8 @@ class Schedule:
         self._next: dict[Unit, Unit] = {}
         # Units whose last output needed no gradient, so that no backward will reach them.
         self._without_backward: set[Unit] = set()
-        # Units that were begun and are not reduced yet, the last one first; and those of them whose backward is done.
-        self._waiting: list[Unit] = []
         self._order: list[Unit] = []
-        self._done: set[Unit] = set()
-        # Units whose reduction is under way, the oldest first.
-        self._reducing: deque[Unit] = deque()
-        # Units that were reduced in this backward.
-        self._reduced: set[Unit] = set()
+        self._reductions = Reductions()
         self._in_backward = False
         # Of units of several modules: those of which some have run, and the parameters are kept for the others.
         self._in_part: dict[Unit, None] = {}
@@ -297,7 +288,7 @@ class Schedule:
     def _join_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            self._waiting = list(reversed(self._begun))
+            self._reductions.begin(reversed(self._begun))
             self._order = list(self._ended)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
@@ -307,10 +298,7 @@ class Schedule:
         if unit.choices.backward_prefetch is Prefetch.BACKWARD_POST:
             self._prefetch_before(unit)
         if unit.reduces:
-            self._done.add(unit)
-            if unit not in self._waiting:  # it ran in an earlier step of several that share one backward
-                self._waiting.insert(0, unit)
-            self._reduce_in_turn()
+            self._reductions.done(unit)
 
     def _free(self, unit: Unit) -> None:
         if unit.state.activity == Activity.BACKWARD and self._reshards_after_backward(unit):
@@ -319,48 +307,22 @@ class Schedule:
     def _reshards_after_backward(self, unit: Unit) -> bool:
         return unit.choices.reshard_after_backward and (unit.reduces or not unit.choices.keeps_full_unreduced)
 
-    def _reduce_in_turn(self) -> None:
-        """See [Note: order of reductions]."""
-        for unit in list(self._waiting):
-            if unit in self._done:
-                self._done.discard(unit)
-                self._waiting.remove(unit)
-                self._reduce(unit)
-            elif unit.state.activity == Activity.BACKWARD and unit.trained:
-                return
-
-    def _reduce(self, unit: Unit) -> None:
-        fills_up = unit.choices.reduces_unused and unit.trained and unit not in self._reduced
-        if unit.has_grads or fills_up:
-            self._reduced.add(unit)
-            self._advance_reductions()
-            unit.start_reduction()
-            self._reducing.append(unit)
-
-    def _advance_reductions(self) -> None:
-        """Take every reduction that is under way one collective further, the oldest first: in one order on all ranks."""
-        for _ in range(len(self._reducing)):
-            unit = self._reducing.popleft()
-            if not unit.advance_reduction():
-                self._reducing.append(unit)
-
     def _end_backward(self) -> None:
         """The last thing in a backward. A unit in its forward called for a backward within it, and is left alone."""
-        waiting = set(self._waiting)
+        waiting = dict.fromkeys(self._reductions.waiting)
         late = [unit for unit in reversed(self.units) if unit not in waiting]
-        for unit in (*self._waiting, *late):
+        for unit in (*waiting, *late):
             if unit.state.activity == Activity.FORWARD:
                 continue
             if unit.reduces:
-                self._reduce(unit)
+                self._reductions.issue(unit)
             if self._reshards_after_backward(unit):
                 unit.reshard("backward")
             else:
                 unit.keep()
                 self._conceal(unit)
             unit.end_backward()
-        while self._reducing:
-            self._advance_reductions()
+        self._reductions.finish()
         for streams in self._streams:
             host = any(bucket.offloaded for unit in self.units for bucket in unit.buckets)
             if host or self.is_last_backward:
@@ -370,9 +332,8 @@ class Schedule:
     def _leave_backward(self) -> None:
         self._in_backward = False
         self._forget_inputs()
-        self._waiting, self._order = [], []
-        self._done.clear()
-        self._reduced.clear()
+        self._order = []
+        self._reductions.clear()
 
     # After an exception
 
@@ -380,7 +341,6 @@ class Schedule:
         """Bring every unit back to its shard after an exception in forward or backward (R17), and let the other ranks know."""
         abandon(self._groups, self._left_for or "an exception in its backward")
         self._left_for = ""
-        self._reducing.clear()
         for streams in self._streams:
             streams.end_reductions(host=False)
         self._leave_backward()

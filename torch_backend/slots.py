@@ -111,10 +111,21 @@ def local_of(param: Tensor) -> Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
-def named_below(module: str, params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:
-    """Parameters named relative to a module, under their full names."""
-    prefix = f"{module}." if module else ""
-    return renamed(params, lambda name: prefix + name)
+def named_below(module: str | Sequence[str], params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:
+    """Parameters named relative to a module, under their full names.
+
+    Args:
+        module: its path; or those of several modules, by whose places the parameters' names begin ("0.weight").
+    """
+    if isinstance(module, str):
+        prefix = f"{module}." if module else ""
+        return renamed(params, lambda name: prefix + name)
+
+    def below(local: str) -> str:
+        place, _, rest = local.partition(".")
+        return f"{module[int(place)]}.{rest}"
+
+    return renamed(params, below)
 
 
 def renamed(params: Sequence[ParamSpec], rename: Callable[[str], str]) -> tuple[ParamSpec, ...]:

@@ -18,9 +18,10 @@ from torch_backend.anchor import Use, anchored
 from torch_backend.bucket import Bucket, Writeback
 from torch_backend.choices import Choices
 from torch_backend.collectives import UnitMesh
+from torch_backend.full_grads import FullGrads
 from torch_backend.observe import observers
 from torch_backend.optimizer_steps import StepCount, count_steps
-from torch_backend.slots import named_below, renamed
+from torch_backend.slots import named_below
 
 if TYPE_CHECKING:
     from torch_backend.schedule import Schedule
@@ -68,15 +69,12 @@ class Unit:
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._task = -1
         self._take_leaves()
+        self._grads = FullGrads(self.leaves)
 
     def _take_leaves(self) -> None:
-        # The unsharded parameters, bucket by bucket, whether any of them takes a gradient; and full gradients that wait for the
-        # reduction, one a leaf: what autograd has delivered in this backward, and what earlier ones left.
+        # The unsharded parameters, bucket by bucket, and whether any of them takes a gradient.
         self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
-        self._grads: list[Tensor | None] = [None] * len(self.leaves)
-        self._earlier_grads: list[Tensor | None] = [None] * len(self.leaves)
-        self._has_earlier_grads = False
 
     def count_steps(self, steps: StepCount) -> None:
         """Let optimizers that hold any of this unit's parameters be counted in `steps`."""
@@ -97,15 +95,7 @@ class Unit:
 
     def params_at(self, bucket: Bucket, name: str) -> tuple[ParamSpec, ...]:
         """The parameters of one of its buckets, as they are called where the unit is at this path."""
-        named = named_below(name, bucket.local_params)
-        if self.num_modules > 1:
-            paths = name.split(", ")
-
-            def below(local: str) -> str:
-                place, _, rest = local.partition(".")
-                return f"{paths[int(place)]}.{rest}"
-
-            named = renamed(bucket.local_params, below)
+        named = named_below(name.split(", ") if self.num_modules > 1 else name, bucket.local_params)
         return tuple(
             replace(spec, name=known.name, aliases=known.aliases)
             for spec, known in zip(bucket.layout.params, named, strict=True)
@@ -247,8 +237,7 @@ class Unit:
             self.move(Move.BEGIN_BACKWARD)
             self._task = torch._C._current_graph_task_id()
             # The uses of a backward are added up first, and the backwards then.
-            if any(grad is not None for grad in self._grads):
-                self._keep_grads()
+            self._grads.keep(self._accumulated)
         if not self.choices.unshards_in_backward and not self.is_full:
             return
         self.unshard("backward")
@@ -256,16 +245,10 @@ class Unit:
             self.expose(again=True)
             self.resume_use()
 
-    def _keep_grads(self) -> None:
-        """Add what this backward has delivered to what earlier ones left, in the dtype in which it accumulates (R15)."""
-        kept = iter(self._earlier_grads), iter(self._grads)
-        self._earlier_grads = [
-            _sum(earlier, grad if grad is None else grad.to(bucket.accumulated))
-            for bucket in self.buckets
-            for _, earlier, grad in zip(bucket.buffer.leaves, *kept, strict=False)
-        ]
-        self._grads = [None] * len(self._earlier_grads)
-        self._has_earlier_grads = True
+    @property
+    def _accumulated(self) -> list[torch.dtype]:
+        """Of each leaf the dtype in which its gradients accumulate (R15)."""
+        return [bucket.accumulated for bucket in self.buckets for _ in bucket.buffer.leaves]
 
     def end_backward(self) -> None:
         """The whole backward is over."""
@@ -283,11 +266,7 @@ class Unit:
                     "tuple, list, dict, set or dataclass"
                 )
             self.schedule.begin_backward(self)
-        for i, grad in zip(indices, grads, strict=True):
-            if grad is not None:
-                # Out of place: the tensor that came may be another node's gradient as well.
-                before = self._grads[i]
-                self._grads[i] = grad if before is None else before + grad
+        self._grads.add(indices, grads)
         # What a nested backward delivers (reentrant checkpointing inside the unit) is a part; the rest is to come.
         if torch._C._current_graph_task_id() == self._task:
             if use is not None:
@@ -298,29 +277,15 @@ class Unit:
     @property
     def has_grads(self) -> bool:
         """Whether full gradients wait for a reduction."""
-        if self._has_earlier_grads or any(grad is not None for grad in self._grads):
-            return True
-        return any(leaf.grad is not None for leaf in self.leaves)
+        return self._grads.any
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
-        self._grads = [None] * len(self._grads)
-        if self._has_earlier_grads:
-            self._earlier_grads = [None] * len(self._grads)
-            self._has_earlier_grads = False
-        for leaf in self.leaves:
-            if leaf.grad is not None:
-                leaf.grad = None
+        self._grads.drop()
 
     def start_reduction(self) -> None:
         """Issue the reduction of the full gradients that have come, and forget these."""
-        start, choices, arrived = 0, self.choices, self._grads
-        if self._has_earlier_grads:
-            arrived = [_sum(a, b) for a, b in zip(self._earlier_grads, arrived, strict=True)]
-        for i, leaf in enumerate(self.leaves):
-            # Where the user took it from `parameters()` while it was registered it has a gradient of its own.
-            if leaf.grad is not None:
-                arrived[i] = _sum(arrived[i], leaf.grad)
+        start, choices, arrived = 0, self.choices, self._grads.take()
         for bucket in self.buckets:
             stop = start + len(bucket.buffer.leaves)
             grads, start = arrived[start:stop], stop
@@ -332,7 +297,6 @@ class Unit:
             if any(grad is not None for grad in grads):
                 self._tell_local_grads(bucket, grads)
                 bucket.start_reduction(grads, unit=self.name, hook=choices.comm_hook, all_reduce=self.all_reduces)
-        self.drop_grads()
 
     def advance_reduction(self) -> bool:
         """Go one collective further, and hand a gradient that is ready to the optimizer's parameters. Returns whether all is
@@ -375,13 +339,8 @@ class Unit:
             for bucket in self.buckets:
                 bucket.convert(fn)
                 count_steps(bucket.exposure.managed(), self._steps)
-            grads, earlier, had_earlier = self._grads, self._earlier_grads, self._has_earlier_grads
             self._take_leaves()
-            self._has_earlier_grads = had_earlier
-            kept = [bucket.accumulated for bucket in self.buckets for _ in bucket.buffer.leaves]
-            for i, leaf in enumerate(self.leaves):
-                self._grads[i] = _moved(grads[i], leaf.device, leaf.dtype)
-                self._earlier_grads[i] = _moved(earlier[i], leaf.device, kept[i])
+            self._grads = self._grads.move_to(self.leaves, self._accumulated)
 
     @property
     def summoned(self) -> bool:
@@ -439,14 +398,6 @@ class Unit:
             }
             for observer in observers:
                 observer.local_grads(self.name, named)
-
-
-def _moved(grad: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    return None if grad is None else grad.to(device, dtype)
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
 
 
 # Where a sharded module keeps its unit: in its `__dict__`, so that it is no attribute of the user's module tree.

@@ -57,7 +57,7 @@ class Unused:
             join_host: lets the host wait until the last one is over, and so all ranks have issued all of them.
         """
         waiting, self._waiting = self._waiting, []
-        if len(waiting) == 1 and not waiting[0][1]:
+        if not any(lacking for _, lacking in waiting):
             return frozenset()
         unused = frozenset.intersection(*(lacking for _, lacking in waiting))
         if not self._asks:
