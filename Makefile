@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORLD_SIZE ?= 2
 FAULTS ?= 200
+WORKERS ?= 2
 
 .PHONY: parity test check spec mutate format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make parity   train a GPT in torch and in JAX, sharded, and say whether they agree (WORLD_SIZE=$(WORLD_SIZE))"
-	@echo "make test     the whole test suite"
+	@echo "make test     the whole test suite, in $(WORKERS) processes"
 	@echo "make check    formatting, lint, types and import rules"
 	@echo "make spec     every rule of sharding against torch, the reference and closed forms, all cases"
 	@echo "make mutate   put $(FAULTS) small faults into the core, and see which of them no test sees"
@@ -32,7 +33,7 @@ parity: $(INSTALLED)
 	$(BIN)/crossframe parity gpt --world-size $(WORLD_SIZE)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

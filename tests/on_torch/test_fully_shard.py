@@ -68,7 +68,6 @@ def _arguments(fn: Any) -> list[tuple[str, Any, str]]:
     return [(p.name, p.kind, repr(p.default)) for p in inspect.signature(fn).parameters.values()]
 
 
-@pytest.mark.xfail(strict=True, reason="set_reduce_scatter_divide_factor is missing")
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="of torch 2.13")
 def test_R32_all_of_torchs_names_are_there_with_their_arguments():
     theirs = import_module("torch.distributed.fsdp")

@@ -2416,7 +2416,6 @@ def half_an_extension(side):
 # What is not the same yet, and why.
 KNOWN: dict[str, str] = {
     "hooks_of_the_user_see_parameters": "in forward an attribute of a module is a plain tensor, and no Parameter",
-    "a_hook_after_the_reduction": "sees the sum; torch's sees the mean",
     "frozen_integers": "refused",
 }
 
