@@ -109,17 +109,20 @@ def mixes_precision(name: str) -> bool:
     return hasattr(PACKAGES[package], _FSDP2_POLICY if face in LAYOUTS else _FSDP1_POLICY)
 
 
-def build(name: str, module: nn.Module, units: set[type[nn.Module]], dtypes: Dtypes | None = None) -> nn.Module:
+def build(
+    name: str, module: nn.Module, units: set[type[nn.Module]], dtypes: Dtypes | None = None, **options: Any
+) -> nn.Module:
     """The module as a contestant trains it, on all ranks of the default group.
 
     Args:
         name: of a contestant; followed by AGAIN, it is the same one.
         units: classes of the modules that are sharded as units of their own.
         dtypes: to compute and reduce in; None: as the module is stored. BARE and DDP know no other.
+        options: further ones of the interface.
     """
     if name == BARE:
         return module
     if name == DDP:
         return DistributedDataParallel(module)
     package, _, face = name.removesuffix(AGAIN).partition(" ")
-    return _FACES[face](PACKAGES[package], module, units, dtypes)
+    return _FACES[face](PACKAGES[package], module, units, dtypes, **options)

@@ -5,11 +5,30 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from typer.testing import CliRunner
 
 from experiments.bench import memory
 from experiments.bench.command import SECTIONS
+from experiments.bench.contestants import build
+from experiments.bench.copies import (
+    BACK,
+    CAST_GRADS,
+    CAST_PARAMS,
+    COLUMNS,
+    DIVISION,
+    IN,
+    OTHER,
+    OUT,
+    PRECISIONS,
+    TAKEN,
+    ZEROS,
+    CopyCounter,
+    copies_figures,
+    copies_grid,
+    count,
+)
 from experiments.bench.figure import Figure, Section
 from experiments.bench.gpu import exposed_copies, gpu_figures
 from experiments.bench.host import host_figures
@@ -18,6 +37,8 @@ from experiments.bench.ranks import FAKE, on_ranks
 from experiments.bench.sizes import FULL, QUICK
 from experiments.bench.step import step_figures
 from experiments.bench.timing import WARM_UP, alternate
+from experiments.bench.wrap import LIMIT as WRAP_LIMIT
+from experiments.bench.wrap import wrap_figures
 from experiments.cli import app
 
 
@@ -39,19 +60,34 @@ def test_all_is_measured_and_written(tmp_path):
     report = json.loads(path.read_text())
     assert report["quick"] and report["versions"]["torch"] == torch.__version__ and report["machine"]["cores"] >= 1
     by_title = {section["title"]: section for section in report["sections"]}
-    assert list(by_title)[:3] == ["Time of a training step", "Bookkeeping of the host", "Peak memory"]
+    measured = [
+        "Time of a training step",
+        "Bookkeeping of the host",
+        "Peak memory",
+        "Time to wrap a model",
+        "Bytes copied",
+    ]
+    assert list(by_title)[:5] == measured
     for section in report["sections"]:
         assert bool(section["figures"]) != bool(section["skipped"])
         for figure in section["figures"]:
-            assert math.isfinite(figure["value"]) and figure["value"] > 0, figure
+            assert math.isfinite(figure["value"]), figure
+            assert figure["value"] > 0 or (figure["value"] == 0 and section["title"] == "Bytes copied"), figure
             assert figure["ok"] == (figure["limit"] is None or figure["value"] <= figure["limit"])
             assert figure["what"] in said and figure["what"] in readable.read_text()
         assert section["ok"] == all(figure["ok"] for figure in section["figures"])
     assert report["ok"] == all(section["ok"] for section in report["sections"])
-    for section in list(by_title.values())[:3]:
-        what = [figure["what"].rpartition("ranks: ")[2] for figure in section["figures"]]
-        assert {"our FSDP1", "our FSDP2", "our FSDP1 flat", "torch FSDP1", "torch FSDP2", "torch FSDP1 flat"} <= {*what}
-        assert any(figure["limit"] for figure in section["figures"])
+    for title in measured[:4]:
+        what = [figure["what"].rpartition("ranks: ")[2] for figure in by_title[title]["figures"]]
+        assert {"our FSDP1", "our FSDP1 flat", "torch FSDP1", "torch FSDP2", "torch FSDP1 flat"} <= {*what}
+        assert {"our FSDP2", "our FSDP2 flat", "our FSDP2 ragged"} <= {*what} and "torch FSDP2 flat" not in what
+        assert any(figure["limit"] for figure in by_title[title]["figures"])
+    # Nothing about bytes depends on the size of the model, so these limits hold in the quick form too.
+    assert by_title["Bytes copied"]["ok"], said
+    grid = by_title["Bytes copied"]["grid"]
+    assert grid["columns"] == [*COLUMNS, "all"] and len(grid["rows"]) == 2 * 4
+    for name in grid["rows"]:
+        assert name in said and f"| {name} |" in readable.read_text()
 
 
 def test_a_figure_over_its_limit_fails_only_if_asked(tmp_path, monkeypatch):
@@ -72,7 +108,7 @@ def test_a_figure_over_its_limit_fails_only_if_asked(tmp_path, monkeypatch):
 
 def test_an_unknown_section_is_refused():
     status, said = run("--section", "speed")
-    assert status == 2 and "expected some of step, host, memory, gpu, got speed" in said
+    assert status == 2 and "expected some of step, host, memory, wrap, copies, gpu, got speed" in said
 
 
 def _fail(rank):
@@ -105,40 +141,213 @@ WALL = {
     "our FSDP1": [2.0, 2.0, 8.0],
     "our FSDP2": [6.0, 6.0, 6.0],
     "our FSDP1 flat": [3.0, 3.0, 3.0],
+    "our FSDP2 flat": [2.0, 2.0, 2.0],
+    "our FSDP2 ragged": [3.0, 3.0, 3.0],
     "torch FSDP1": [5.0, 5.0, 5.0],
     "torch FSDP2": [4.0, 4.0, 4.0],
     "torch FSDP1 flat": [1.0, 1.0, 1.0],
 }
+# The same with torch's FSDP1 as the faster.
+FSDP1_WINS = {**WALL, "torch FSDP1": [3.0, 3.0, 3.0]}
 
 
-def test_a_step_is_held_to_the_faster_of_torch():
+def limited(figures):
+    return {figure.what for figure in figures if figure.limit is not None}
+
+
+def test_a_step_of_FSDP1_is_held_to_the_faster_of_torch_and_fully_shard_to_its_own():
     wall = {**WALL, "torch FSDP1 again": [5.0, 10.0, 5.0], "torch DDP": [1.0, 1.0, 1.0]}
-    processor = {name: [2 * seconds for seconds in taken] for name, taken in wall.items()} | {"our FSDP1": [2.0] * 3}
+    processor = {name: [2 * seconds for seconds in taken] for name, taken in wall.items()} | {"our FSDP1": [2.5] * 3}
     figures = step_figures(wall, processor)
     assert found(figures, "our FSDP1 to torch FSDP2, the faster") == (0.5, 1.0)
-    assert found(figures, "our FSDP2 to torch FSDP2, the faster") == (1.5, 1.0)
-    assert found(figures, "our FSDP1 to torch FSDP2, time of the processor") == (0.25, None)
+    assert found(figures, "our FSDP2 to torch FSDP2") == (1.5, 1.0)
+    assert found(figures, "our FSDP2 flat to torch FSDP2") == (0.5, 0.97)
+    assert found(figures, "our FSDP2 ragged to torch FSDP2") == (0.75, 0.97)
+    assert len(limited(figures)) == 4
+    assert found(figures, "our FSDP1 to torch FSDP1, time of the processor") == (0.25, None)
     assert found(figures, "our FSDP1 to torch FSDP1") == (0.4, None)
     assert found(figures, "our FSDP1 flat to torch FSDP1 flat") == (3.0, None)
     assert found(figures, "torch FSDP1 again to itself: noise") == (1.0, None)
     assert found(figures, "torch DDP") == (1000.0, None)
 
 
+def test_fully_shard_stays_held_to_torchs_own_where_that_is_the_slower():
+    wall = {**FSDP1_WINS, "torch FSDP1 again": [3.0] * 3, "torch DDP": [1.0] * 3}
+    figures = step_figures(wall, wall)
+    assert found(figures, "our FSDP1 to torch FSDP1, the faster") == (2 / 3, 1.0)
+    assert found(figures, "our FSDP2 to torch FSDP1, the faster") == (2.0, None)
+    assert found(figures, "our FSDP2 flat to torch FSDP1, the faster") == (2 / 3, None)
+    assert found(figures, "our FSDP2 to torch FSDP2") == (1.5, 1.0)
+    assert found(figures, "our FSDP2 ragged to torch FSDP2") == (0.75, 0.97)
+    assert len(limited(figures)) == 4 and len({figure.what for figure in figures}) == len(figures)
+
+
 def test_bookkeeping_is_what_is_longer_than_the_bare_model():
-    times = {**WALL, "bare": [0.5, 0.5, 0.5]}
-    figures = host_figures(times, 8, 0.45)
+    figures = host_figures({**WALL, "bare": [0.5, 0.5, 0.5]}, 8, 0.45)
     assert found(figures, "8 ranks: our FSDP1 to torch FSDP2, the faster") == (3 / 7, 0.45)
-    assert found(figures, "8 ranks: our FSDP2 to torch FSDP2, the faster") == (11 / 7, 0.45)
+    assert found(figures, "8 ranks: our FSDP2 to torch FSDP2") == (11 / 7, 0.45)
+    assert found(figures, "8 ranks: our FSDP2 flat to torch FSDP2") == (3 / 7, None)
+    assert found(figures, "8 ranks: our FSDP2 ragged to torch FSDP2") == (5 / 7, None)
     assert found(figures, "8 ranks: our FSDP1 to torch FSDP1") == (1 / 3, None)
+    assert len(limited(figures)) == 2
+    figures = host_figures({**FSDP1_WINS, "bare": [0.5, 0.5, 0.5]}, 8, 0.45)
+    assert found(figures, "8 ranks: our FSDP1 to torch FSDP1, the faster") == (3 / 5, 0.45)
+    assert found(figures, "8 ranks: our FSDP2 to torch FSDP1, the faster") == (11 / 5, None)
+    assert found(figures, "8 ranks: our FSDP2 to torch FSDP2") == (11 / 7, 0.45)
+    assert len(limited(figures)) == 2
 
 
-def test_memory_is_held_to_torchs_fsdp1():
+def test_memory_is_held_to_torchs_FSDP1_and_fully_shard_to_torchs_own():
     figures = memory_figures({name: int(1e6 * taken[0]) for name, taken in WALL.items()}, 2)
     assert found(figures, "2 ranks: our FSDP1 to torch FSDP1") == (0.4, 1.0)
     assert found(figures, "2 ranks: our FSDP1 flat to torch FSDP1") == (0.6, 1.0)
-    assert found(figures, "2 ranks: our FSDP2 to torch FSDP1") == (1.2, 1.0)
-    assert found(figures, "2 ranks: our FSDP2 to torch FSDP2") == (1.5, None)
+    assert found(figures, "2 ranks: our FSDP1 flat to torch FSDP1 flat") == (3.0, None)
+    assert found(figures, "2 ranks: our FSDP2 to torch FSDP2") == (1.5, 1.0)
+    assert found(figures, "2 ranks: our FSDP2 flat to torch FSDP2") == (0.5, 1.0)
+    assert found(figures, "2 ranks: our FSDP2 ragged to torch FSDP2") == (0.75, 1.0)
     assert found(figures, "2 ranks: torch FSDP1") == (5.0, None)
+
+
+def test_wrapping_is_held_to_a_third_of_torchs_without_a_mesh():
+    given = {f"{name}, given a mesh": [2 * seconds for seconds in WALL[name]] for name in WALL if "FSDP2" in name}
+    given["torch FSDP2, given a mesh"] = [1.0] * 3
+    figures = wrap_figures({**WALL, **given})
+    assert found(figures, "our FSDP2 to torch FSDP2") == (1.5, WRAP_LIMIT) and WRAP_LIMIT == 1 / 3
+    assert found(figures, "our FSDP2 flat to torch FSDP2") == (0.5, WRAP_LIMIT)
+    assert found(figures, "our FSDP2 ragged to torch FSDP2") == (0.75, WRAP_LIMIT)
+    assert found(figures, "our FSDP1 to torch FSDP1") == (0.4, None)
+    assert found(figures, "our FSDP2 flat to torch FSDP2, given a mesh") == (4.0, None)
+    assert found(figures, "our FSDP1") == (2000.0, None)
+
+
+# Two linear layers, 4 to 6 with a bias and 6 to 3 without: 24 + 6 and 18 parameters. On two ranks a layout takes, of both layers:
+PADDED = {"per_param": 30 + 24, "flat": 30 + 18, "ragged": 32 + 24}  # elements gathered
+SHARDS = {layout: numel // 2 for layout, numel in PADDED.items()}
+LAYOUTS_OF = {
+    "our FSDP2": "per_param",
+    "our FSDP2 flat": "flat",
+    "our FSDP2 ragged": "ragged",
+    "torch FSDP2": "per_param",
+}
+
+
+def _two_layers():
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3, bias=False))
+
+
+def _loss(model, dtype=torch.float32):
+    return model(torch.ones(0, 4, dtype=dtype)).sum()
+
+
+def _count_by_hand(_rank):
+    """What the counter counts of two layers, a unit each: in each precision, of each contestant, of a step and then of one whose
+    gradients come on top of it."""
+    counts = {}
+    for precision, dtypes in PRECISIONS.items():
+        dtype = torch.float32 if dtypes is None else dtypes.computed
+        bare, plain = CopyCounter(), _two_layers().to(dtype)
+        count(plain, lambda plain=plain, dtype=dtype: _loss(plain, dtype), bare)
+        counts[precision] = {}
+        for name in LAYOUTS_OF:
+            model = build(name, _two_layers(), {nn.Linear}, dtypes)
+            once, again = CopyCounter(bare.names), CopyCounter(bare.names)
+            count(model, lambda model=model: _loss(model), once)
+            with again:
+                _loss(model).backward()
+            counts[precision][name] = once.totals(), again.totals()
+    return counts
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return on_ranks(2, FAKE, _count_by_hand)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS_OF)
+def test_copies_of_two_layers_are_those_of_a_count_by_hand(counted, name):
+    ours, layout = name.startswith("our"), LAYOUTS_OF[name]
+    shards, full, per_param = SHARDS[layout], PADDED[layout], layout == "per_param"
+    zeros = 2 + 6 if layout == "ragged" else 0  # in 32 and 24 elements, of which 30 and 18 are the parameters'
+    nothing = dict.fromkeys(COLUMNS, 0)
+    # Both layers are gathered in forward and in backward, and reduced once. 4 and 2 bytes an element.
+    assert counted["float32"][name][0] == {
+        **nothing,
+        TAKEN: 2 * shards * 4,
+        IN: 0 if ours else 2 * shards * 4,
+        OUT: 2 * full * 4 if per_param else 0,
+        BACK: full * 4,
+        ZEROS: zeros * 4,
+        DIVISION: shards * 4 if ours else 0,
+    }
+    assert {**counted["bfloat16"][name][0], BACK: 0, CAST_GRADS: 0} == {
+        **nothing,
+        TAKEN: 2 * shards * 2,
+        IN: 0 if ours else 2 * shards * 2,
+        CAST_PARAMS: 2 * shards * 2,
+        OUT: 2 * full * 2 if per_param else 0,
+        ZEROS: zeros * 2,
+        DIVISION: shards * 4 if ours else 0,
+    }
+    # Into float32, at once or in a pass of its own.
+    back = [counted["bfloat16"][name][0][column] for column in (BACK, CAST_GRADS)]
+    assert back in ([full * 4, 0], [full * 2, full * 4])
+
+
+def test_gradients_that_accumulate_are_sums_beside_all_else(counted):
+    for precision, by_name in counted.items():
+        for name, (once, again) in by_name.items():
+            # All are of float32 here. In single parameters, what pads 3 rows of 6 to 4 is on rank 1 alone.
+            assert again == {**once, OTHER: SHARDS[LAYOUTS_OF[name]] * 4}, (precision, name)
+
+
+def test_copies_are_told_apart_by_where_they_lead():
+    """What is no part of a step around collectives, or is a kind of op that no one thought of, is not lost."""
+    source = torch.ones(10)
+    with CopyCounter({"aten::sin", "aten::add", "aten::add_"}) as counter:
+        torch.sin(source)  # the bare model computes it
+        torch.cos(source)
+        source.view(2, 5).t()  # a view
+        torch.empty(10)
+        source.clone()
+        source.to(torch.bfloat16)
+        source.add_(source)
+        source.split([4, 6])
+        torch.split_with_sizes_copy(source, [4, 6])
+        source.new_zeros(3)
+        source.div_(2)
+    assert counter.totals() == {
+        **dict.fromkeys((*COLUMNS, TAKEN), 0),
+        OTHER: 40 + 40 + 20 + 40 + 40,
+        ZEROS: 12,
+        DIVISION: 40,
+    }
+
+
+def test_copies_have_their_limits():
+    per_param = {**dict.fromkeys(COLUMNS, 0), TAKEN: 1_000_000, CAST_PARAMS: 1_000_000, OUT: 4_000_000}
+    flat = {**per_param, OUT: 0, IN: 500_000, CAST_PARAMS: 2_000_000}
+    ragged = {**per_param, OUT: 250_000}
+    theirs = {**per_param, IN: 5_000_000}
+    by_name = {"our FSDP2": per_param, "our FSDP2 flat": flat, "our FSDP2 ragged": ragged, "torch FSDP2": theirs}
+    counts = {"float32": by_name, "bfloat16": by_name}
+    figures = copies_figures(counts)
+    for precision in counts:
+        assert found(figures, f"{precision}: our FSDP2: all-gather copy-in") == (0.0, 0.0)
+        assert found(figures, f"{precision}: our FSDP2 flat: all-gather copy-in") == (0.5, 0.0)
+        assert found(figures, f"{precision}: our FSDP2 ragged: all-gather copy-out") == (0.25, 0.0)
+        assert found(figures, f"{precision}: all of our FSDP2 to torch FSDP2") == (0.5, None)
+    cast = "cast of parameters to what is taken by all-gathers"
+    assert found(figures, f"bfloat16: our FSDP2: {cast}") == (1.0, 1.0)
+    assert found(figures, f"bfloat16: our FSDP2 flat: {cast}") == (2.0, 1.0)
+    over = {figure.what for figure in figures if not figure.ok}
+    assert over == {
+        *(f"{precision}: our FSDP2 flat: all-gather copy-in" for precision in counts),
+        *(f"{precision}: our FSDP2 ragged: all-gather copy-out" for precision in counts),
+        f"bfloat16: our FSDP2 flat: {cast}",
+    }
+    grid = copies_grid(counts, 2_000_000)
+    assert grid.rows["float32: torch FSDP2"] == (5_000_000, 1_000_000, 4_000_000, 0, 0, 0, 0, 0, 10_000_000)
+    assert grid.lines()[4][-1] == "10.0 MB = 5.000"
 
 
 def test_the_profiler_sees_every_byte():
@@ -176,10 +385,13 @@ def test_what_lives_when_a_step_begins_counts():
 
 
 def test_gpu_figures_are_of_the_slowest_and_fullest_rank():
-    wall = {name: WALL[name] for name in ("our FSDP1", "our FSDP2", "torch FSDP1", "torch FSDP2")}
+    wall = {name: WALL[name] for name in WALL if not name.endswith("FSDP1 flat")}
     alone = {name: [[1e9 * taken[0], 0.25], [0.5e9, 0.125]] for name, taken in wall.items()}
     figures = gpu_figures(wall, alone, 100)
     assert found(figures, "time of our FSDP1 to torch FSDP2") == (0.5, 1.0)
+    assert found(figures, "time of our FSDP2 flat to torch FSDP2") == (0.5, 1.0)
+    assert found(figures, "time of our FSDP2 ragged to torch FSDP2") == (0.75, 1.0)
+    assert found(figures, "peak memory of our FSDP2 ragged to torch FSDP2") == (0.75, None)
     assert found(figures, "our FSDP1") == (50.0, None)
     assert found(figures, "our FSDP2: peak memory") == (6.0, None)
     assert found(figures, "peak memory of our FSDP2 to torch FSDP2") == (1.5, None)
