@@ -19,8 +19,9 @@ from experiments.models.gpt import GPTConfig
 
 LIMIT = 1.0
 FSDP1 = theirs()[0]
-# Less than the smallest parameter: the integers and scalars that a model and a mesh of ranks are served with.
-SMALLEST_BYTES = 1024
+# More than the integers and scalars that a model and a mesh of ranks are served with, less than an eighth of the smallest
+# parameter: torch holds the shard of each by itself, and we one buffer of all.
+SMALLEST_BYTES = 128
 WATCHED = "the watched step"
 
 

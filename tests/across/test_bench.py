@@ -355,7 +355,7 @@ def test_the_profiler_sees_every_byte():
         gone = torch.ones(10_000_000)  # before the watched step, and larger
         kept = torch.ones(250_000)  # 1 MB
         del gone
-        uncounted = [torch.ones(255) for _ in range(100)]  # 1020 bytes each: what a model's own integers may take
+        uncounted = [torch.ones(31) for _ in range(100)]  # 124 bytes each: what a model's own integers may take
         with record_function(WATCHED):
             buffer = torch.empty(0)
             for _ in range(3):
