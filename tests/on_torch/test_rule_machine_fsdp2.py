@@ -42,7 +42,7 @@ def test_R14_R17_R20_what_is_excepted_differs_as_stated(ranks, key):
         follow(ranks, setup, program, straight=key)
 
 
-# Faults that the machine and those who wrote it found, which are mended.
+# Faults that the machine and those who wrote it found, which are mended; and what short random programs seldom meet.
 MENDED: dict[str, tuple[Setup, Program]] = {
     "R12: what a state dict brings is seen by the next evaluation": (
         Setup(),
@@ -53,6 +53,10 @@ MENDED: dict[str, tuple[Setup, Program]] = {
             ("load", {"value": 2, "assign": True}),
             *EVALUATE,
         ],
+    ),
+    "R12: unshard shows what an optimizer has made of the shards since": (
+        Setup(),
+        [*TRAIN, ("unshard", {"unit": "a"}), ("step", {}), ("unshard", {"unit": "a"})],
     ),
     "R15: gradients that wait keep their dtype in a move": (
         Setup(mixed=("bfloat16", "float32")),
