@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from typer.testing import CliRunner
 
 from experiments.bench import memory
 from experiments.bench.command import SECTIONS
-from experiments.bench.contestants import build
+from experiments.bench.contestants import Dtypes, build
 from experiments.bench.copies import (
     BACK,
     CAST_GRADS,
@@ -243,7 +244,7 @@ def _count_by_hand(_rank):
     """What the counter counts of two layers, a unit each: in each precision, of each contestant, of a step and then of one whose
     gradients come on top of it."""
     counts = {}
-    for precision, dtypes in PRECISIONS.items():
+    for precision, dtypes in {**PRECISIONS, "reduced too": Dtypes(torch.bfloat16, torch.bfloat16)}.items():
         dtype = torch.float32 if dtypes is None else dtypes.computed
         bare, plain = CopyCounter(), _two_layers().to(dtype)
         count(plain, lambda plain=plain, dtype=dtype: _loss(plain, dtype), bare)
@@ -279,15 +280,18 @@ def test_copies_of_two_layers_are_those_of_a_count_by_hand(counted, name):
         ZEROS: zeros * 4,
         DIVISION: shards * 4 if ours else 0,
     }
-    assert {**counted["bfloat16"][name][0], BACK: 0, CAST_GRADS: 0} == {
+    half = {
         **nothing,
         TAKEN: 2 * shards * 2,
         IN: 0 if ours else 2 * shards * 2,
         CAST_PARAMS: 2 * shards * 2,
         OUT: 2 * full * 2 if per_param else 0,
         ZEROS: zeros * 2,
-        DIVISION: shards * 4 if ours else 0,
     }
+    wide, narrow = ({DIVISION: shards * size if ours else 0} for size in (4, 2))
+    # What is reduced goes to the dtype of the shards.
+    assert counted["reduced too"][name][0] == {**half, **narrow, BACK: full * 2, CAST_GRADS: shards * 4}
+    assert {**counted["bfloat16"][name][0], BACK: 0, CAST_GRADS: 0} == {**half, **wide}
     # Into float32, at once or in a pass of its own.
     back = [counted["bfloat16"][name][0][column] for column in (BACK, CAST_GRADS)]
     assert back in ([full * 4, 0], [full * 2, full * 4])
@@ -321,6 +325,24 @@ def test_copies_are_told_apart_by_where_they_lead():
         ZEROS: 12,
         DIVISION: 40,
     }
+
+
+def _gather_what_two_wrote(_rank):
+    buffer, gathered, ones = torch.empty(8), torch.empty(16), torch.ones(8)
+    with CopyCounter() as counter:
+        buffer[:4].copy_(ones[:4])
+        buffer[4:].copy_(ones.double()[4:])
+        dist.all_gather_into_tensor(gathered, buffer)
+        gathered[:2].clone()
+        buffer.copy_(ones)  # leads to no collective
+    return counter.totals()
+
+
+def test_all_that_was_written_into_what_a_collective_takes_counts_and_nothing_later():
+    [totals] = on_ranks(2, FAKE, _gather_what_two_wrote)
+    # There and back again in float64 are two casts, and both are on the way.
+    expected = {TAKEN: 32, IN: 16, CAST_PARAMS: 64 + 16, OUT: 8, OTHER: 32}
+    assert {what: num_bytes for what, num_bytes in totals.items() if num_bytes} == expected
 
 
 def test_copies_have_their_limits():
