@@ -1,9 +1,10 @@
 """From a module to a unit: what both faces do alike when they take a module's parameters over."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossframe.errors import LayoutError, UsageError
 from crossframe.faces import Face
@@ -18,9 +19,27 @@ from torch_backend.slots import OwnedParam, local_of, owned_params
 from torch_backend.store import ShardStore
 from torch_backend.unit import Unit
 
-MakeLayout = Callable[[Sequence[OwnedParam]], Layout]
-MakeStore = Callable[[Sequence[OwnedParam], Layout, Sequence[torch.Tensor], torch.device, bool], ShardStore]
-MakeExposure = Callable[[Sequence[OwnedParam], ShardStore, list[nn.Parameter]], Exposure]
+
+class Parts(Protocol):
+    """What an interface says of the parts that its units are made of."""
+
+    def bucket_of(self, entry: OwnedParam) -> Hashable:
+        """Parameters for which this is the same make a bucket (R11)."""
+        ...
+
+    def layout(self, owned: Sequence[OwnedParam]) -> Layout:
+        """Where the parameters of a bucket lie."""
+        ...
+
+    def store(
+        self, owned: Sequence[OwnedParam], layout: Layout, full: Sequence[Tensor], device: torch.device, pinned: bool
+    ) -> ShardStore:
+        """This rank's shard of them."""
+        ...
+
+    def exposure(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
+        """What the module shows of them."""
+        ...
 
 
 def build_unit(
@@ -29,10 +48,7 @@ def build_unit(
     choices: Choices,
     *,
     is_unit: Callable[[nn.Module], bool],
-    make_layout: MakeLayout,
-    make_exposure: MakeExposure,
-    make_store: MakeStore | None = None,
-    bucket_of: Callable[[OwnedParam], Hashable] = lambda _: None,
+    parts: Parts,
     policy: PrecisionPolicy,
     device: torch.device | None = None,
     offload: bool = False,
@@ -45,8 +61,7 @@ def build_unit(
     Args:
         mesh: the ranks.
         choices: the user's.
-        make_layout, make_exposure, make_store: from the parameters of a bucket to its parts.
-        bucket_of: parameters for which this is the same make a bucket (R11).
+        parts: what it is made of.
         policy: what the user asked for in precision.
         device: where to compute; where the parameters are if None.
         offload: let the shards live on the CPU.
@@ -65,18 +80,14 @@ def build_unit(
         _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], meta_is_fine=face is Face.FSDP2)
     groups: dict[Hashable, list[OwnedParam]] = {}
     for entry in owned:
-        groups.setdefault(bucket_of(entry), []).append(entry)
+        groups.setdefault(parts.bucket_of(entry), []).append(entry)
     buckets = []
     for members in groups.values():
         full = [local_of(entry.param).detach() for entry in members]
         home = torch.device("cpu") if offload else full[0].device
         compute = full[0].device if device is None else device
         pin = offload and pinned and compute.type != home.type
-        layout = make_layout(members)
-        if make_store is None:
-            store = ShardStore(layout, mesh.shards.rank, full, home, pinned=pin)
-        else:
-            store = make_store(members, layout, full, home, pin)
+        store = parts.store(members, parts.layout(members), full, home, pin)
         buckets.append(
             Bucket(
                 store,
@@ -85,7 +96,7 @@ def build_unit(
                 policy=policy,
                 face=face,
                 limited=limited,
-                make_exposure=lambda store, leaves, members=members: make_exposure(members, store, leaves),
+                make_exposure=lambda store, leaves, members=members: parts.exposure(members, store, leaves),
             )
         )
         buckets[-1].origins = [origin_of(entry.param) for entry in members]

@@ -3,25 +3,20 @@
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from crossframe.errors import AssertedError, MeshError, UnsupportedError, UsageError
+from crossframe.errors import AssertedError, MeshError, UsageError
 from crossframe.faces import Face
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.mesh import MeshSpec
 from torch_backend.build import build_unit
 from torch_backend.choices import Choices
 from torch_backend.collectives import Communicator
 from torch_backend.data_mesh import DataMesh, find_mesh
-from torch_backend.exposure import DTensorExposure, Exposure, PieceExposure
-from torch_backend.extension import ExtendedStore, is_extended
 from torch_backend.fsdp_module import FSDPModule, begin_as_root, sharded_class
 from torch_backend.fully_shard_api import (
     CPUOffloadPolicy,
@@ -32,13 +27,11 @@ from torch_backend.fully_shard_api import (
 from torch_backend.group_shard import GroupShard
 from torch_backend.materialise import move_to_mesh
 from torch_backend.on_meta import make_real
-from torch_backend.placement import PlacementFn, place
+from torch_backend.placement import PlacementFn
 from torch_backend.redistribute import show_dtensors, take_dtensors
-from torch_backend.slots import OwnedParam, local_of
-from torch_backend.store import ShardStore
+from torch_backend.shard_parts import BlockFn, ShardParts
 from torch_backend.unit import UNIT, Unit
 
-LAYOUTS = ("per_param", "flat", "ragged")
 _AS_STORED, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -53,7 +46,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     layout: Literal["per_param", "flat", "ragged"] = "per_param",
-    block_fn: Callable[[nn.Parameter], int] | None = None,
+    block_fn: BlockFn | None = None,
 ) -> Any:
     """Shard the parameters of a module that no inner FSDPModule owns, in place. Call it on inner modules first.
 
@@ -84,40 +77,14 @@ def fully_shard(
     """
     modules = _modules(module)
     data = find_mesh(mesh, dp_mesh_dims)
-    _check_layout(layout, block_fn, data, shard_placement_fn)
     ranks = data.unit_mesh()
     policy = _as_policy(mp_policy)
+    parts = ShardParts(data, ranks, mp_policy, shard_placement_fn, layout, block_fn)
     ignored = set(ignored_params or ())
     group_size = _group_size(reshard_after_forward, ranks.shards.size)
     offload = type(offload_policy).__name__ == CPUOffloadPolicy.__name__
     for root in modules:
         move_to_mesh(root, is_sharded, ignored, data.device)
-
-    def make_exposure(owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
-        if store.layout.contiguous:
-            return PieceExposure(owned, store, leaves, data.mesh, ranks.shards.rank)
-        placed = [place(entry.spec.name, entry.param, data, shard_placement_fn) for entry in owned]
-        return DTensorExposure(owned, store, leaves, placed)
-
-    def make_layout(owned: Sequence[OwnedParam]) -> Layout:
-        specs = tuple(entry.spec for entry in owned)
-        if layout != "per_param" and not is_extended(local_of(owned[0].param)):
-            return _line_layout(layout, owned, ranks.shards.size, policy.policy.param_dtype, block_fn)
-        dims = tuple(place(entry.spec.name, entry.param, data, shard_placement_fn).dim for entry in owned)
-        return PerParamLayout(specs, ranks.shards.size, dims)
-
-    def make_store(
-        owned: Sequence[OwnedParam], layout: Any, full: Sequence[Tensor], device: torch.device, pin: bool
-    ) -> ShardStore:
-        if not is_extended(full[0]):
-            return ShardStore(layout, ranks.shards.rank, full, device, pinned=pin)
-        module, _ = owned[0].registrations[0]
-        return ExtendedStore(
-            layout, ranks.shards.rank, full[0], device, mesh=data.shard_axis, module=module, policy=mp_policy
-        )
-
-    def bucket_of(entry: OwnedParam) -> Hashable:
-        return entry.spec.name if is_extended(local_of(entry.param)) else entry.param.dtype
 
     unit = build_unit(
         modules[0] if len(modules) == 1 else nn.ModuleList(modules),
@@ -131,10 +98,7 @@ def fully_shard(
             settings=_settings(ranks.spec, policy, group_size),
         ),
         is_unit=is_sharded,
-        make_layout=make_layout,
-        make_exposure=make_exposure,
-        make_store=make_store,
-        bucket_of=bucket_of,
+        parts=parts,
         policy=policy.policy,
         device=data.device,
         offload=offload,
@@ -195,39 +159,6 @@ def _group_size(asked: Any, size: int) -> int | None:
             stacklevel=3,
         )
     return None if asked == size else asked
-
-
-def _check_layout(layout: Any, block_fn: Any, data: DataMesh, placement_fn: Any) -> None:
-    if layout not in LAYOUTS:
-        raise UsageError(f"fully_shard: expected layout to be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if block_fn is not None and layout != "ragged":
-        raise UsageError(
-            f"fully_shard: block_fn says what stays whole under layout='ragged', and the layout is {layout!r}"
-        )
-    if layout != "per_param" and (placement_fn is not None or not data.shards or data.spmd is not None):
-        raise UnsupportedError(
-            f"fully_shard: layout={layout!r} cuts parameters as one line, on meshes (shard) and (replicate, shard); with "
-            "shard_placement_fn or dp_mesh_dims use layout='per_param'"
-        )
-
-
-def _line_layout(
-    kind: str,
-    owned: Sequence[OwnedParam],
-    world_size: int,
-    param_dtype: str | None,
-    block_fn: Callable[[nn.Parameter], int] | None,
-) -> Layout:
-    specs = tuple(entry.spec for entry in owned)
-    for entry in owned:
-        if isinstance(entry.param, DTensor):
-            raise UnsupportedError(
-                f"parameter {entry.spec.name!r} is a DTensor (tensor parallelism), of which layout={kind!r} would lose the "
-                "placements; use layout='per_param'"
-            )
-    if kind == "flat":
-        return FlatLayout(specs, world_size, keep_original=True, compute_dtype=param_dtype)
-    return RaggedLayout(specs, world_size, None if block_fn is None else tuple(block_fn(e.param) for e in owned))
 
 
 def _keep_parts(unit: Unit, data: DataMesh, group_size: int) -> None:

@@ -1,6 +1,6 @@
 """The FSDP1 interface: `FullyShardedDataParallel`, a wrapper module over one unit of the engine."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.errors import StateError, UsageError
-from crossframe.layout import FlatLayout
+from crossframe.layout import FlatLayout, Layout
 from crossframe.unshard import UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
 from torch_backend.arguments import (
@@ -25,15 +25,17 @@ from torch_backend.arguments import (
 )
 from torch_backend.buffers import cast_buffers
 from torch_backend.build import build_unit
+from torch_backend.collectives import UnitMesh
 from torch_backend.comm_hook import set_comm_hook
-from torch_backend.exposure import FlatExposure, FlatParameter, OriginalExposure
+from torch_backend.exposure import Exposure, FlatExposure, FlatParameter, OriginalExposure
 from torch_backend.grad_norm import clip_grad_norm
 from torch_backend.ignored import find_ignored
 from torch_backend.materialise import prepare, sync_states
 from torch_backend.process_groups import Groups, find_groups, unit_mesh
 from torch_backend.schedule import Schedule
-from torch_backend.slots import WRAPPED, canonical_name
+from torch_backend.slots import WRAPPED, OwnedParam, canonical_name
 from torch_backend.state_dict import add_wrapper, refuse_sharded_state_dict, strip_wrapper
+from torch_backend.store import ShardStore
 from torch_backend.summon import Summonable
 from torch_backend.unit import UNIT, unit_of
 from torch_backend.unshard import summon_units
@@ -176,23 +178,13 @@ class FullyShardedDataParallel(Summonable):
             mesh.spec,
         )
 
-        def make_exposure(owned, store, leaves):
-            if use_orig_params:
-                return OriginalExposure(owned, store, leaves)
-            return FlatExposure(self.module, owned, store, leaves)
-
-        def make_layout(owned):
-            specs = tuple(entry.spec for entry in owned)
-            return FlatLayout(specs, mesh.shards.size, keep_original=use_orig_params, compute_dtype=policy.param_dtype)
-
         self.add_module(WRAPPED, module)
         self.__dict__[UNIT] = build_unit(
             module,
             mesh,
             choices,
             is_unit=_is_wrapped,
-            make_layout=make_layout,
-            make_exposure=make_exposure,
+            parts=_Parts(self, policy.param_dtype, mesh),
             policy=policy,
             device=self._device if self.cpu_offload.offload_params else None,
             offload=self.cpu_offload.offload_params,
@@ -373,3 +365,30 @@ def _named_fsdp_modules(module: nn.Module) -> Iterator[tuple[str, FullyShardedDa
     for name, inner in module.named_modules():
         if isinstance(inner, FullyShardedDataParallel):
             yield name, inner
+
+
+class _Parts:
+    """What the units are made of: one flat layout each, and by `use_orig_params` one flat parameter or the original ones."""
+
+    def __init__(self, wrapper: FullyShardedDataParallel, param_dtype: str | None, mesh: UnitMesh) -> None:
+        self._wrapper, self._param_dtype, self._ranks = wrapper, param_dtype, mesh.shards
+
+    def bucket_of(self, entry: OwnedParam) -> None:
+        """All are one, which refuses a mix."""
+
+    def layout(self, owned: Sequence[OwnedParam]) -> Layout:
+        """See Parts."""
+        specs, original = tuple(entry.spec for entry in owned), self._wrapper._use_orig_params
+        return FlatLayout(specs, self._ranks.size, keep_original=original, compute_dtype=self._param_dtype)
+
+    def store(
+        self, owned: Sequence[OwnedParam], layout: Layout, full: Sequence[Tensor], device: torch.device, pinned: bool
+    ) -> ShardStore:
+        """See Parts."""
+        return ShardStore(layout, self._ranks.rank, full, device, pinned=pinned)
+
+    def exposure(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
+        """See Parts."""
+        if self._wrapper._use_orig_params:
+            return OriginalExposure(owned, store, leaves)
+        return FlatExposure(self._wrapper.module, owned, store, leaves)
