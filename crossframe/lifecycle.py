@@ -14,7 +14,6 @@ gets the next one, or a StateError that names the unit, the state and the move.
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
 from crossframe.errors import StateError
 
@@ -79,19 +78,18 @@ class UnitState:
 
     def after(self, move: Move, unit: str) -> "UnitState":
         """The state that follows, or StateError."""
-        following = self._followers[move]
+        following = _TRANSITIONS[self].get(move)
         if following is None:
             raise StateError(f"unit {unit!r}: cannot {_SAYS[move]} {self.describe()}{_advice(self, move)}")
         return following
 
     def allows(self, move: Move) -> bool:
         """Whether the move is legal here."""
-        return self._followers[move] is not None
+        return move in _TRANSITIONS[self]
 
-    @cached_property
-    def _followers(self) -> tuple["UnitState | None", ...]:
-        """By move, kept with the state: engines ask at every move."""
-        return tuple(_TRANSITIONS[self].get(move) for move in Move)
+    def __hash__(self) -> int:
+        # Engines look a state up at every move: this is a third of what a tuple of the four costs.
+        return ((self.residency * 2 + self.freshness) * 3 + self.exposure) * 3 + self.activity
 
     def describe(self) -> str:
         """The state in words, for messages."""
@@ -192,7 +190,7 @@ def states() -> tuple[UnitState, ...]:
 
 
 def _table() -> dict[UnitState, dict[Move, UnitState]]:
-    # One object a state, which keeps what follows it.
+    # One object a state, so that looking a state up compares identities.
     known = {state: state for state in states()}
     return {
         state: {move: known[following] for move in Move if (following := _follow(state, move)) is not None}

@@ -289,7 +289,9 @@ def bench_core(
 def bench_torch(
     json: Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")] = None,
     output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
-    section: Annotated[list[str] | None, typer.Option(help="Only step, host, memory or gpu. May be repeated.")] = None,
+    section: Annotated[
+        list[str] | None, typer.Option(help="Only step, host, memory, wrap, copies or gpu. May be repeated.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, to see that it works.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a figure is over its limit.")] = False,
 ) -> None:

@@ -175,10 +175,7 @@ class GradStore:
             if not present:
                 pass
             elif layout.on_dim_0:
-                if some.dtype == dtype:
-                    torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=table)
-                else:
-                    table.copy_(torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size))
+                torch.ops.aten._chunk_cat(present, dim=0, num_chunks=layout.world_size, out=table)  # casts on the way
             else:
                 for i, grad in zip(filled, present, strict=True):
                     column = layout.columns[i]
@@ -193,7 +190,7 @@ class GradStore:
             parts.append(zeros(layout.params[i].numel) if grad is None else grad.reshape(-1))
         if layout.spaces[-1]:
             parts.append(zeros(layout.spaces[-1]))
-        return torch.cat(parts).to(dtype)
+        return torch.cat(parts, out=some.new_empty(layout.gathered_numel, dtype=dtype))
 
 
 def _put(target: Tensor, grad: Tensor, shape: tuple[int, ...], column: Column) -> None:

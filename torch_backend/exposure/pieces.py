@@ -1,6 +1,7 @@
 """FSDP2 with a flat or ragged layout."""
 
 from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,9 +22,16 @@ from torch_backend.exposure.registration import (
     register,
 )
 from torch_backend.piece_place import Place
-from torch_backend.piece_tensor import PieceTensor, check_like, piece_tensor
+from torch_backend.piece_tensor import check_like, piece_tensor
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
+
+
+class _Sum(NamedTuple):
+    """See [Note: one addition]: the buffer, and by index the views of it that gradients were made of."""
+
+    buffer: Tensor
+    views: dict[int, Tensor]
 
 
 class PieceExposure(RegisteredParams):
@@ -31,7 +39,7 @@ class PieceExposure(RegisteredParams):
 
     [Note: one addition] All gradients of a bucket are views of the one buffer that its first reduction made, as long as nobody
     has put another tensor in the place of one. Then a further gradient is added to all of them at once; the sum of padding,
-    which lies between them, is read by no one.
+    which lies between them, is read by no one. The gradients themselves know the buffer, so that it goes when they go.
 
     Attributes:
         places: where each parameter lies, in the layout's order.
@@ -56,9 +64,6 @@ class PieceExposure(RegisteredParams):
         ]
         super().__init__(owned, store, leaves, params)
         self._shown: list[nn.Parameter] = []
-        # See [Note: one addition]: the buffer, and the gradients in it with the views that they had when they were made.
-        self._sum: Tensor | None = None
-        self._in_sum: list[tuple[int, PieceTensor, Tensor]] = []
         self.show_sharded()
 
     @property
@@ -107,25 +112,32 @@ class PieceExposure(RegisteredParams):
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
         """Each parameter's gradient is a PieceTensor over its part of the reduced shard."""
         params, trained = self.params, [i for i, p in enumerate(self.params) if p.requires_grad and i not in unused]
-        if self._sum is not None and self._sum.dtype == shard.dtype and self._sum_is_whole(trained):
-            self._sum.add_(shard)
+        whole = self._sum_of(trained)
+        if whole is not None and whole.dtype == shard.dtype:
+            whole.add_(shard)
         else:
-            self._sum, self._in_sum = shard, []
-            parts = self._store.split(shard)
+            made, parts = _Sum(shard, {}), self._store.split(shard)
             for i in trained:
                 if params[i].grad is None:
                     grad = params[i].grad = piece_tensor(parts[i], self.places[i])
-                    self._in_sum.append((i, grad, parts[i]))
+                    grad.in_sum = made  # type: ignore[attr-defined]
+                    made.views[i] = parts[i]
                 else:
                     params[i].grad.local.add_(parts[i])  # type: ignore[union-attr]
         for i in trained:
             call_grad_hooks(params[i])
 
-    def _sum_is_whole(self, trained: Sequence[int]) -> bool:
-        """Whether the gradients of `trained`, and no others, are what the last buffer was made into."""
-        return [i for i, _, _ in self._in_sum] == trained and all(
-            self.params[i].grad is grad and grad.local is view for i, grad, view in self._in_sum
+    def _sum_of(self, trained: Sequence[int]) -> Tensor | None:
+        """The buffer that the gradients of `trained`, and no others, are views of, as they were made; None if there is none."""
+        grads: list[Any] = [self.params[i].grad for i in trained]
+        whole = getattr(grads[0], "in_sum", None) if grads else None
+        if whole is None or list(whole.views) != list(trained):
+            return None
+        same = all(
+            getattr(grad, "in_sum", None) is whole and grad.local is whole.views[i]
+            for i, grad in zip(trained, grads, strict=True)
         )
+        return whole.buffer if same else None
 
     def grads(self) -> list[Tensor | None]:
         """What is here of each gradient."""
@@ -141,7 +153,6 @@ class PieceExposure(RegisteredParams):
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Each parameter becomes its piece of the new buffer."""
         self._leaves = leaves
-        self._sum, self._in_sum = None, []
         for i, (param, piece, place) in enumerate(zip(self.params, self._store.pieces, self.places, strict=True)):
             if param.is_meta != piece.is_meta:  # one object cannot be both
                 self.params[i] = nn.Parameter(piece_tensor(piece, place), requires_grad=param.requires_grad)
