@@ -1,10 +1,24 @@
 """Fixtures that several folders use."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.on_torch.ranks import Ranks, started_ranks
+
+EXHAUSTIVE = "CROSSFRAME_EXHAUSTIVE_TESTS"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--exhaustive`: every combination, where a test otherwise takes those that differ."""
+    parser.addoption("--exhaustive", action="store_true", help="every combination, where tests take a part of them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests look at it when they are collected."""
+    if config.getoption("--exhaustive"):
+        os.environ[EXHAUSTIVE] = "1"
 
 
 @pytest.fixture(scope="session")

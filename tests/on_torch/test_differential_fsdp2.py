@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 SEED = 1
 # Seeds by world size: a sample of what `python -m tests.on_torch.differential --face fsdp2` runs.
-NUM_CASES = {2: 15, 3: 5, 4: 5}
+NUM_CASES = {2: 10, 3: 3, 4: 2}
 EACH = 5
 
 
@@ -46,7 +46,11 @@ def test_R14_what_is_excepted_differs_as_stated(ranks, departure):
 
 @pytest.mark.parametrize(
     "bug",
-    [pytest.param(bug, marks=pytest.mark.xfail(strict=True, reason=bug.why), id=bug.name) for bug in BUGS],
+    [
+        pytest.param(bug, marks=pytest.mark.xfail(strict=True, reason=bug.why), id=bug.name)
+        for bug in BUGS
+        if bug.shows != "TimeoutError"  # which takes as long to see as it says
+    ],
 )
 def test_R14_known_fault(ranks, bug):
     assert failure_of(ranks, bug.smallest, SECONDS_SMALL)[0] == ""

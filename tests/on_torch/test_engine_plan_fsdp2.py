@@ -63,12 +63,12 @@ class Case:
 CASES = {
     "resharding": [
         Case(),
-        Case(reshard=True, microbatches=3, sync=Sync.LAST),
-        Case(reshard=False, microbatches=3, sync=Sync.LAST),
-        Case(reshard=2, microbatches=3, sync=Sync.LAST),
+        Case(reshard=True, microbatches=2, sync=Sync.LAST),
+        Case(reshard=False, microbatches=2, sync=Sync.LAST),
+        Case(reshard=2, microbatches=2, sync=Sync.LAST),
     ],
     "precision": [
-        Case(low=True, microbatches=3, sync=Sync.LAST),
+        Case(low=True, microbatches=2, sync=Sync.LAST),
         Case(low=True, reshard=2),
         Case(low=True, reshard=False, nested=True),
     ],
@@ -83,9 +83,9 @@ CASES = {
     ],
     "replicas": [
         Case((2, 2)),
-        Case((2, 2), reshard=True, microbatches=3, sync=Sync.ALL_REDUCE_LAST),
-        Case((2, 2), reshard=False, microbatches=3, sync=Sync.LAST, low=True),
-        Case((2, 2), microbatches=3, sync=Sync.ALL_REDUCE_LAST, low=True, nested=True, across=True),
+        Case((2, 2), reshard=True, microbatches=2, sync=Sync.ALL_REDUCE_LAST),
+        Case((2, 2), reshard=False, microbatches=2, sync=Sync.LAST, low=True),
+        Case((2, 2), microbatches=2, sync=Sync.ALL_REDUCE_LAST, low=True, nested=True, across=True),
         Case((2, 2), frozen="middle", mixed=True),
         Case((1, 4), reshard=2),
         Case((4, 1), sync=Sync.ALL_REDUCE_LAST, low=True),

@@ -137,7 +137,7 @@ def _trains(rank: int, world_size: int, exact: bool, sizes: tuple[int, ...]) -> 
                     assert same_bits(of_a[name], of_b[name]), (optimizer, kind, name)
 
 
-@pytest.mark.parametrize(("sizes", "exact"), [((2,), False), ((3,), True), ((4,), True), ((2, 2), True)])
+@pytest.mark.parametrize(("sizes", "exact"), [((2,), False), ((3,), True), ((2, 2), True)])
 def test_R09_three_layouts_train_to_the_same_bits(ranks, sizes, exact):
     ranks.run(math.prod(sizes), _trains, exact, sizes)
 
@@ -306,7 +306,7 @@ def _pointwise_ops() -> list[tuple[Any, int]]:
             continue
         for overload in ("default", "Tensor", "self", "other"):
             op = getattr(packet, overload, None)
-            if op is None or torch.Tag.pointwise not in op.tags:
+            if op is None or torch.Tag.pointwise not in op.tags or torch.Tag.nondeterministic_seeded in op.tags:
                 continue
             needed = [a for a in op._schema.arguments if not a.has_default_value()]
             tensors = all(str(a.type) == "Tensor" for a in (*needed, *op._schema.returns))
@@ -467,7 +467,7 @@ def _refuses(rank: int, world_size: int) -> None:
         assert f"{nn.Parameter(y)}".startswith("Parameter of PieceTensor('p1', ")
     assert not seen.get_total_counts() and not events
     for save in (lambda: torch.save(x, io.BytesIO()), lambda: torch.save({"state": [nn.Parameter(x)]}, io.BytesIO())):
-        with pytest.raises(UsageError, match="'p0'.*model.state_dict"):
+        with pytest.raises(UsageError, match=r"'p0'.*model.state_dict"):
             save()
     for local in (torch.zeros(1), torch.zeros(15, 1), 3):
         with pytest.raises(ParamError, match="'p0', rank "):

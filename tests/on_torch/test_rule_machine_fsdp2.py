@@ -7,7 +7,7 @@ from tests.on_torch.machine_fsdp2 import EXPLAINED, Setup, SideBySide
 from tests.on_torch.test_rule_machine import EVALUATE, TRAIN, Program, follow, forward
 
 # Programs by world size, each of up to STEPS rules.
-EXAMPLES = {2: 12, 3: 4, 4: 8}
+EXAMPLES = {2: 7, 3: 3, 4: 3}
 STEPS = 15
 
 BACKWARD = ("backward", {"which": 0, "syncs": True})
