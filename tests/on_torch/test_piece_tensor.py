@@ -537,12 +537,12 @@ def _adopts(rank: int, world_size: int, kind: str) -> None:
             assert isinstance(p, PieceTensor) and same_bits(p.detach().full_tensor(), expected[name]), name
     state = {name: value + 1 if isinstance(value, Tensor) else value for name, value in _plain(model).items()}
     model.load_state_dict(state, assign=True)
-    assert aliased() and list(model.parameters())[0] is bucket.exposure.managed()[0]
+    assert aliased() and next(iter(model.parameters())) is bucket.exposure.managed()[0]
     for name, value in _plain(model).items():
         assert same_bits(value, state[name]), name
     # Also on a rank that holds none of it: all ranks refuse alike.
     model.embedding.weight.data = model.embedding.weight.data.double()
-    with pytest.raises(ReplacedError, match="embedding.weight.*float64"):
+    with pytest.raises(ReplacedError, match=r"embedding.weight.*float64"):
         loss_of(model, 0, rank)
 
 

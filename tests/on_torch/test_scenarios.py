@@ -154,8 +154,8 @@ def setups(*strategies: str, over: tuple[int, ...] = ()) -> list[Setup]:
     return [Setup(strategy, *some, over=over) for strategy, some in product(strategies, flags)]
 
 
-# On the CPU there is nowhere to offload to, and what is offloaded takes the same way at every number of ranks: at 4 it is tried in
-# the long form alone (pytest --exhaustive).
+# On the CPU there is nowhere to offload to, and what is offloaded takes the same way at every number of ranks: at 4 it is tried
+# in the long form alone (pytest --exhaustive).
 _ALL_AT_4 = setups(*HYBRIDS, over=(2, 2))
 _AT_4 = _ALL_AT_4 if os.environ.get(EXHAUSTIVE) else [setup for setup in _ALL_AT_4 if not setup.cpu_offload]
 SHARDED = {2: setups("FULL_SHARD", "SHARD_GRAD_OP"), 4: _AT_4}
