@@ -15,7 +15,7 @@ from tests.on_torch.trees import LEAVES, OUTPUTS, Grower, Node, Tree
 
 SEED = 1
 # Seeds by world size: a sample of what `python -m tests.on_torch.differential` runs.
-NUM_CASES = {2: 15, 3: 5, 4: 5}
+NUM_CASES = {2: 10, 3: 3, 4: 3}
 EACH = 5
 
 

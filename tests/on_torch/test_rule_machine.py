@@ -7,7 +7,7 @@ import pytest
 from tests.on_torch.machine import EXPLAINED, Counts, Job, Pair, Setup, drive
 
 # Programs by world size, each of up to STEPS rules.
-EXAMPLES = {2: 25, 3: 6, 4: 8}
+EXAMPLES = {2: 15, 3: 4, 4: 4}
 STEPS = 20
 
 Program = list[tuple[str, dict[str, Any]]]

@@ -154,10 +154,14 @@ def setups(*strategies: str, over: tuple[int, ...] = ()) -> list[Setup]:
     return [Setup(strategy, *some, over=over) for strategy, some in product(strategies, flags)]
 
 
-# On the CPU there is nowhere to offload to, and what is offloaded takes the same way at every number of ranks: at 4 it is tried
-# in the long form alone (pytest --exhaustive).
+# What is offloaded, and what is cast, takes the same way at every number of ranks: at 4 both are tried in the long form alone
+# (pytest --exhaustive).
 _ALL_AT_4 = setups(*HYBRIDS, over=(2, 2))
-_AT_4 = _ALL_AT_4 if os.environ.get(EXHAUSTIVE) else [setup for setup in _ALL_AT_4 if not setup.cpu_offload]
+_AT_4 = (
+    _ALL_AT_4
+    if os.environ.get(EXHAUSTIVE)
+    else [setup for setup in _ALL_AT_4 if not (setup.cpu_offload or setup.mixed)]
+)
 SHARDED = {2: setups("FULL_SHARD", "SHARD_GRAD_OP"), 4: _AT_4}
 # By strategy; since a shard group is one rank; since a hybrid mesh has shard groups of one rank.
 UNSHARDED = {2: setups("NO_SHARD") + setups("FULL_SHARD", over=(1,)) + setups("HYBRID_SHARD", over=(2, 1))}
