@@ -1,10 +1,12 @@
 """Watching the engine: what it did (a trace), and tensors that exist only in the middle of a step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from crossframe.layout import Layout
 from crossframe.trace import Event
 
 
@@ -49,3 +51,14 @@ def record_trace() -> Iterator[list[Event]]:
     recorder = TraceRecorder()
     with observe(recorder):
         yield recorder.events
+
+
+def tell_local_grads(unit: str, layout: Layout, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> None:
+    """Tell all observers the full gradients of one bucket on this rank, in the layout's order; None counts as zeros."""
+    if observers:
+        named = {
+            spec.name: torch.zeros_like(leaf) if grad is None else grad
+            for spec, leaf, grad in zip(layout.params, leaves, grads, strict=True)
+        }
+        for observer in observers:
+            observer.local_grads(unit, named)

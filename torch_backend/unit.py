@@ -19,7 +19,7 @@ from torch_backend.bucket import Bucket, Writeback
 from torch_backend.choices import Choices
 from torch_backend.collectives import UnitMesh
 from torch_backend.full_grads import FullGrads
-from torch_backend.observe import observers
+from torch_backend.observe import tell_local_grads
 from torch_backend.optimizer_steps import StepCount, count_steps
 from torch_backend.slots import named_below
 
@@ -295,7 +295,7 @@ class Unit:
                     for grad, leaf in zip(grads, bucket.buffer.leaves, strict=True)
                 ]
             if any(grad is not None for grad in grads):
-                self._tell_local_grads(bucket, grads)
+                tell_local_grads(self.name, bucket.layout, grads, bucket.buffer.leaves)
                 bucket.start_reduction(grads, unit=self.name, hook=choices.comm_hook, all_reduce=self.all_reduces)
 
     def advance_reduction(self) -> bool:
@@ -389,15 +389,6 @@ class Unit:
                 stack.callback(bucket.dismiss, writeback)
         if after == Residency.FULL:
             self.unshard("summon")
-
-    def _tell_local_grads(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> None:
-        if observers:
-            named = {
-                spec.name: torch.zeros_like(leaf) if grad is None else grad
-                for spec, leaf, grad in zip(bucket.layout.params, bucket.buffer.leaves, grads, strict=True)
-            }
-            for observer in observers:
-                observer.local_grads(self.name, named)
 
 
 # Where a sharded module keeps its unit: in its `__dict__`, so that it is no attribute of the user's module tree.

@@ -12,10 +12,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from crossframe.errors import ReplacedError
 from crossframe.layout import PerParamLayout
 from torch_backend.exposure.registration import (
-    RegisteredParams,
+    ShardedParams,
     call_grad_hooks,
-    full_params,
-    left_by_user,
     register,
 )
 from torch_backend.group_shard import GroupShard
@@ -24,10 +22,8 @@ from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
 
-class DTensorExposure(RegisteredParams):
+class DTensorExposure(ShardedParams):
     """DTensor parameters while sharded; while unsharded the leaves themselves, or under tensor parallelism DTensors of them."""
-
-    conceals_after_forward = False
 
     def __init__(
         self,
@@ -103,26 +99,12 @@ class DTensorExposure(RegisteredParams):
         if self._wholes or not isinstance(layout, PerParamLayout):
             return
         rank, parts = part.communicator.rank, []
-        for i, (piece, spec, leaf) in enumerate(zip(part.pieces, self._specs, self._leaves, strict=True)):
+        for i, (piece, leaf) in enumerate(zip(part.pieces, self._leaves, strict=True)):
             placements = (Replicate(), Shard(layout.shard_dims[i]))
             local = piece.view(layout.shard_shape(i, rank))
             meta = TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)
             parts.append(_parameter(local, DTensorSpec(mesh, placements, meta), self.params[i].requires_grad))
-            assert spec.tensor_meta is not None
         register(self._places, parts)
-
-    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
-        """Register full parameters."""
-        assert grads is None, "no interface asks for them"
-        self._shown = full_params(full, self._leaves)
-        register(self._places, self._shown)
-
-    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Register the DTensor parameters again."""
-        current = self.left()
-        register(self._places, self.params)
-        self._shown = []
-        return current, []
 
     def adopt(self) -> None:
         """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
@@ -177,13 +159,6 @@ class DTensorExposure(RegisteredParams):
     def grads(self) -> list[Tensor | None]:
         """The local tensors of the DTensor gradients."""
         return [None if p.grad is None else p.grad._local_tensor.flatten() for p in self.params]  # type: ignore[attr-defined]
-
-    def left(self) -> list[Tensor]:
-        """What is registered now."""
-        return left_by_user(self._places, self._shown)
-
-    def write_grads(self, full: Sequence[Tensor | None]) -> None:
-        """None were shown."""
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Each parameter's local tensor becomes its piece of the new buffer."""

@@ -13,11 +13,9 @@ from torch_backend.exposure.registration import (
     Place as Registration,
 )
 from torch_backend.exposure.registration import (
-    RegisteredParams,
+    ShardedParams,
     call_grad_hooks,
     copy_into,
-    full_params,
-    left_by_user,
     point_at,
     register,
 )
@@ -34,7 +32,7 @@ class _Sum(NamedTuple):
     views: dict[int, Tensor]
 
 
-class PieceExposure(RegisteredParams):
+class PieceExposure(ShardedParams):
     """PieceTensor parameters while sharded, the leaves themselves while unsharded, both truly registered.
 
     [Note: one addition] All gradients of a bucket are views of the one buffer that its first reduction made, as long as nobody
@@ -44,8 +42,6 @@ class PieceExposure(RegisteredParams):
     Attributes:
         places: where each parameter lies, in the layout's order.
     """
-
-    conceals_after_forward = False
 
     def __init__(
         self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter], mesh: DeviceMesh, rank: int
@@ -63,33 +59,12 @@ class PieceExposure(RegisteredParams):
             for piece, place, entry in zip(store.pieces, self.places, owned, strict=True)
         ]
         super().__init__(owned, store, leaves, params)
-        self._shown: list[nn.Parameter] = []
         self.show_sharded()
 
     @property
     def registered(self) -> list[Registration]:
         """Where each parameter is registered."""
         return self._places
-
-    def show_part(self, part: object) -> None:
-        """What a smaller group holds is no run that a PieceTensor describes: the shards stay registered."""
-
-    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
-        """Register full parameters."""
-        assert grads is None, "no interface asks for them"
-        self._shown = full_params(full, self._leaves)
-        register(self._places, self._shown)
-
-    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Register the PieceTensor parameters again."""
-        current = self.left()
-        register(self._places, self.params)
-        self._shown = []
-        return current, []
-
-    def left(self) -> list[Tensor]:
-        """What is registered now."""
-        return left_by_user(self._places, self._shown)
 
     def adopt(self) -> None:
         """Data may have been assigned or moved, or parameters replaced by other objects."""
@@ -146,9 +121,6 @@ class PieceExposure(RegisteredParams):
     def whole_grads(self) -> list[Tensor]:
         """What is here of the gradients that there are."""
         return [grad for grad in self.grads() if grad is not None]
-
-    def write_grads(self, full: Sequence[Tensor | None]) -> None:
-        """None were shown."""
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Each parameter becomes its piece of the new buffer."""

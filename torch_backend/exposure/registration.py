@@ -223,3 +223,30 @@ class RegisteredParams:
     def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
         param.data = other.data
         param.grad = other.grad
+
+
+class ShardedParams(RegisteredParams):
+    """What FSDP2's exposures share, whatever the type of a sharded parameter."""
+
+    conceals_after_forward = False
+    _shown: Sequence[nn.Parameter] = ()
+
+    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
+        """Register full parameters."""
+        assert grads is None, "no interface asks for them"
+        self._shown = full_params(full, self._leaves)
+        register(self._places, self._shown)
+
+    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Register the sharded parameters again."""
+        current = self.left()
+        register(self._places, self.params)
+        self._shown = []
+        return current, []
+
+    def left(self) -> list[Tensor]:
+        """What is registered now."""
+        return left_by_user(self._places, self._shown)
+
+    def write_grads(self, full: Sequence[Tensor | None]) -> None:
+        """None were shown."""
