@@ -14,6 +14,7 @@ gets the next one, or a StateError that names the unit, the state and the move.
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 from crossframe.errors import StateError
 
@@ -78,18 +79,23 @@ class UnitState:
 
     def after(self, move: Move, unit: str) -> "UnitState":
         """The state that follows, or StateError."""
-        following = _TRANSITIONS[self].get(move)
+        following = self._moves[move]
         if following is None:
             raise StateError(f"unit {unit!r}: cannot {_SAYS[move]} {self.describe()}{_advice(self, move)}")
         return following
 
+    @cached_property
+    def _moves(self) -> "tuple[UnitState | None, ...]":
+        # By the number of the move: engines come here at every move of every unit.
+        return _TRANSITIONS[self]
+
     def allows(self, move: Move) -> bool:
         """Whether the move is legal here."""
-        return move in _TRANSITIONS[self]
+        return self._moves[move] is not None
 
-    def __hash__(self) -> int:
-        # Engines look a state up at every move: this is a third of what a tuple of the four costs.
-        return ((self.residency * 2 + self.freshness) * 3 + self.exposure) * 3 + self.activity
+    def __reduce__(self) -> tuple[type["UnitState"], tuple[IntEnum, ...]]:
+        # What it knows of its moves does not travel.
+        return UnitState, (self.residency, self.freshness, self.exposure, self.activity)
 
     def describe(self) -> str:
         """The state in words, for messages."""
@@ -189,13 +195,11 @@ def states() -> tuple[UnitState, ...]:
     return tuple(UnitState(*s) for s in every if not (s[0] == Residency.SHARD and s[1] == Freshness.STALE))
 
 
-def _table() -> dict[UnitState, dict[Move, UnitState]]:
-    # One object a state, so that looking a state up compares identities.
+def _table() -> dict[UnitState, tuple[UnitState | None, ...]]:
+    # One object a state, which knows its moves once it has been asked.
     known = {state: state for state in states()}
-    return {
-        state: {move: known[following] for move in Move if (following := _follow(state, move)) is not None}
-        for state in known
-    }
+    known_or_none = known | {None: None}
+    return {state: tuple(known_or_none[_follow(state, move)] for move in Move) for state in known}
 
 
 _TRANSITIONS = _table()

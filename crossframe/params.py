@@ -45,7 +45,8 @@ class ParamSpec:
                 f"parameter {self.name!r}: expected a tuple of sizes >= 0 as shape, got {shown(self.shape)}"
             )
         # Strides of an empty tensor overflow too: a size of 0 counts as 1.
-        if math.prod(max(1, size) for size in self.shape) * itemsize(self.dtype) >= OVERFLOW:
+        numel = math.prod(self.shape) or math.prod(max(1, size) for size in self.shape)
+        if numel * itemsize(self.dtype) >= OVERFLOW:
             raise ParamError(
                 f"parameter {self.name!r}: a shape that overflows: expected fewer than 2**63 bytes of {self.dtype}, got "
                 f"shape {shown(self.shape)}"

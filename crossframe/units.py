@@ -4,9 +4,11 @@ A backend lists its *slots*: every place (module, attribute) at which a paramete
 which slots share one parameter. A parameter belongs to the nearest enclosing unit of its first slot.
 """
 
+import functools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from crossframe.errors import UnitError
 from crossframe.params import ParamSpec
@@ -19,8 +21,7 @@ class Order(Enum):
     POST_ORDER = "post_order"
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One registration of a parameter: in module `module` ("" for the root) under the attribute `attribute`."""
 
     module: str
@@ -98,7 +99,7 @@ def assign_units(
     for slot in in_tree:
         owner = enclosing_unit(slot.module, units)
         if slot.identity not in specs:
-            specs[slot.identity] = ParamSpec(slot.name, slot.shape, slot.dtype, requires_grad=slot.requires_grad)
+            specs[slot.identity] = _param_spec(slot.name, slot.shape, slot.dtype, (), slot.requires_grad)
             owners[slot.identity] = owner
             continue
         first = specs[slot.identity]
@@ -115,3 +116,7 @@ def assign_units(
     for identity in dict.fromkeys(slot.identity for slot in sorted(in_tree, key=lambda slot: walk[slot.module])):
         owned[owners[identity]].append(specs[identity])
     return tuple(UnitSpec(name, tuple(params)) for name, params in owned.items() if params)
+
+
+# Blocks that are alike have the same parameters below them, and a large model has many blocks.
+_param_spec = functools.lru_cache(maxsize=1024, typed=True)(ParamSpec)

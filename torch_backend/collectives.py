@@ -55,6 +55,12 @@ class Communicator:
         # Whether buffers come from the group's own allocator, where it has one.
         self.allocates = False
 
+    def again(self) -> "Communicator":
+        """The same ranks, for another user, who may change how they communicate."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
     def allocate_gathered(self, numel: int, like: Tensor) -> Tensor:
         """A buffer for `all_gather` to fill."""
         return self._allocate(self.custom_all_gather, numel, like, like.dtype)

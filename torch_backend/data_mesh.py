@@ -1,9 +1,8 @@
 """The ranks that `fully_shard` shards over: from a DeviceMesh to process groups (R10)."""
 
-import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -23,17 +22,19 @@ class DataMesh:
         shards: whether there is an axis to shard over. It is the last.
         spmd: the whole mesh, of which parameters are DTensors already, if the user said so by `dp_mesh_dims`.
         dims: its axes that are data parallel, by index: to shard over, and to replicate over.
+        placed: where plain tensors lie on it, by all that this depends on: blocks alike share it.
     """
 
     mesh: DeviceMesh
     shards: bool = True
     spmd: DeviceMesh | None = None
     dims: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    placed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def unit_mesh(self) -> UnitMesh:
         """Its process groups, for one unit, which may change how it uses them."""
-        shards, replicas = (copy.copy(some) for some in self._communicators)
-        return UnitMesh(shards, replicas)
+        shards, replicas = self._communicators
+        return UnitMesh(shards.again(), replicas.again())
 
     @functools.cached_property
     def _communicators(self) -> tuple[Communicator, Communicator]:

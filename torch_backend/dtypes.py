@@ -1,8 +1,11 @@
 """From torch's dtypes to the core's names of them, and back."""
 
+import functools
+
 import torch
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The core's name of a torch dtype.
 

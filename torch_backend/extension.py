@@ -19,7 +19,7 @@ from crossframe.layout import Layout, PerParamLayout
 from crossframe.writeback import check_replaced
 from torch_backend.collectives import Communicator, Work
 from torch_backend.dtypes import dtype_name
-from torch_backend.store import ShardStore
+from torch_backend.store import ShardStore, cuts_of
 from torch_backend.streams import Streams
 
 
@@ -65,7 +65,7 @@ class ExtendedStore(ShardStore):
         """
         self.layout, self.rank = layout, rank
         self.mesh, self.module, self.policy = mesh, module, policy
-        self._set_cuts()
+        self._cuts = cuts_of(layout, rank)
         chunks = torch.chunk(full, layout.world_size, dim=layout.shard_dims[0])
         with torch.no_grad():
             own = chunks[rank] if rank < len(chunks) else full.narrow(layout.shard_dims[0], 0, 0)

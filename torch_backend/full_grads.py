@@ -1,6 +1,6 @@
 """FullGrads: the full gradients of a unit that wait for its reduction, one a leaf."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ class FullGrads:
         """
         self._leaves = leaves
         self._arrived: list[Tensor | None] = [None] * len(leaves)
+        self._have_arrived = False
         # None as long as there are none, as a rule.
         self._earlier: list[Tensor | None] | None = None
 
@@ -23,24 +24,25 @@ class FullGrads:
         """Take the gradients of one use of the unit, of the leaves of these indices."""
         for i, grad in zip(indices, grads, strict=True):
             if grad is not None:
+                self._have_arrived = True
                 # Out of place: the tensor that came may be another node's gradient as well.
                 before = self._arrived[i]
                 self._arrived[i] = grad if before is None else before + grad
 
-    def keep(self, dtypes: Sequence[torch.dtype]) -> None:
+    def keep(self, dtypes: Callable[[], Sequence[torch.dtype]]) -> None:
         """Another backward begins: add up what the last one delivered and what earlier ones left, in these dtypes."""
-        if any(grad is not None for grad in self._arrived):
+        if self._have_arrived:
             earlier = self._earlier or [None] * len(self._arrived)
             self._earlier = [
                 _sum(before, None if grad is None else grad.to(dtype))
-                for before, grad, dtype in zip(earlier, self._arrived, dtypes, strict=True)
+                for before, grad, dtype in zip(earlier, self._arrived, dtypes(), strict=True)
             ]
-            self._arrived = [None] * len(self._arrived)
+            self._forget_arrived()
 
     @property
     def any(self) -> bool:
         """Whether there are some."""
-        if self._earlier is not None or any(grad is not None for grad in self._arrived):
+        if self._have_arrived or self._earlier is not None:
             return True
         return any(leaf.grad is not None for leaf in self._leaves)
 
@@ -58,10 +60,15 @@ class FullGrads:
 
     def drop(self) -> None:
         """Forget them."""
-        self._arrived, self._earlier = [None] * len(self._arrived), None
+        self._forget_arrived()
+        self._earlier = None
         for leaf in self._leaves:
             if leaf.grad is not None:
                 leaf.grad = None
+
+    def _forget_arrived(self) -> None:
+        self._arrived = [None] * len(self._leaves)
+        self._have_arrived = False
 
     def move_to(self, leaves: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]) -> "FullGrads":
         """The same for other leaves, which took the place of these: elsewhere, or of other dtypes.
@@ -71,6 +78,7 @@ class FullGrads:
         """
         moved = FullGrads(leaves)
         moved._arrived = [_moved(grad, leaf, leaf.dtype) for grad, leaf in zip(self._arrived, leaves, strict=True)]
+        moved._have_arrived = self._have_arrived
         if self._earlier is not None:
             moved._earlier = [
                 _moved(grad, leaf, dtype) for grad, leaf, dtype in zip(self._earlier, leaves, dtypes, strict=True)

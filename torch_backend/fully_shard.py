@@ -180,49 +180,61 @@ def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy, group_size: int | No
 
 def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
     """Let the modules run under the unit: hooks, their class, and where the unit is found."""
-    # Of several modules: those that have not run in this pass.
-    to_run: set[nn.Module] = set()
-
-    @_disable_dynamo
-    def before(inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        schedule = unit.schedule or begin_as_root(inner)
-        if not to_run:
-            to_run.update(modules)
-        return schedule.begin_forward(unit, args, kwargs)
-
-    @_disable_dynamo
-    def after(inner: nn.Module, args: Any, output: Any) -> Any:
-        # Called always: without an output and with an exception under way, the module has raised, or its first use has.
-        if unit.schedule is None:
-            return None
-        to_run.discard(inner)
-        if output is None and sys.exc_info()[0] is not None:
-            to_run.clear()
-            return unit.schedule.abandon_forward(unit)
-        return unit.schedule.end_forward(unit, output, whole=not to_run)
-
-    def show_sharded(inner: nn.Module, *_: Any) -> None:
-        unit.show_shards()
-
-    def prepare_load(inner: nn.Module, *_: Any) -> None:
-        unit.show_shards()
-        unit.free_before_edit()
-
-    def adopt(inner: nn.Module, _: Any) -> None:
-        make_real(unit)
-        for bucket in unit.buckets:
-            bucket.exposure.adopt_loaded()
-
+    hooks = _Hooks(modules, unit)
     for module in modules:
         module.__dict__[UNIT] = unit
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True)
-        module.register_state_dict_pre_hook(show_sharded)
-        module.register_load_state_dict_pre_hook(prepare_load)
+        module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.after, always_call=True)
+        module.register_state_dict_pre_hook(hooks.show_sharded)
+        module.register_load_state_dict_pre_hook(hooks.prepare_load)
         # At once, not at the next gather: an optimizer made in between must get the parameters that stay.
-        module.register_load_state_dict_post_hook(adopt)
+        module.register_load_state_dict_post_hook(hooks.adopt)
         if any(bucket.layout.contiguous for bucket in unit.buckets):
             module._register_state_dict_hook(show_dtensors)
             module.register_load_state_dict_pre_hook(take_dtensors)
         module.__class__ = sharded_class(type(module))
-    unit.call_around = (before, after)
+    unit.call_around = (hooks.before, hooks.after)
+
+
+class _Hooks:
+    """What the modules of a unit call."""
+
+    def __init__(self, modules: Sequence[nn.Module], unit: Unit) -> None:
+        self._modules, self._unit = modules, unit
+        # Of several modules: those that have not run in this pass.
+        self._to_run: set[nn.Module] = set()
+
+    @_disable_dynamo
+    def before(self, inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A forward begins."""
+        schedule = self._unit.schedule or begin_as_root(inner)
+        if not self._to_run:
+            self._to_run.update(self._modules)
+        return schedule.begin_forward(self._unit, args, kwargs)
+
+    @_disable_dynamo
+    def after(self, inner: nn.Module, args: Any, output: Any) -> Any:
+        """A forward is over. Without an output and with an exception under way, the module has raised, or its first use has."""
+        schedule = self._unit.schedule
+        if schedule is None:
+            return None
+        self._to_run.discard(inner)
+        if output is None and sys.exc_info()[0] is not None:
+            self._to_run.clear()
+            return schedule.abandon_forward(self._unit)
+        return schedule.end_forward(self._unit, output, whole=not self._to_run)
+
+    def show_sharded(self, inner: nn.Module, *_: Any) -> None:
+        """A state dict is about to be made."""
+        self._unit.show_shards()
+
+    def prepare_load(self, inner: nn.Module, *_: Any) -> None:
+        """A state dict is about to be loaded."""
+        self._unit.show_shards()
+        self._unit.free_before_edit()
+
+    def adopt(self, inner: nn.Module, _: Any) -> None:
+        """A state dict has been loaded."""
+        make_real(self._unit)
+        for bucket in self._unit.buckets:
+            bucket.exposure.adopt_loaded()

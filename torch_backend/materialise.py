@@ -126,8 +126,10 @@ def move_to_mesh(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Parame
     """Move a unit's parameters and buffers to the device of its mesh, in place, wherever they are but on meta."""
     left_out = {id(param) for param in ignored}
     for module in own_modules(root, is_unit, ()):
-        for _, tensor in _own_tensors(module):
-            if tensor.device != device and not tensor.is_meta and id(tensor) not in left_out:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or tensor.device == device:
+                continue
+            if not tensor.is_meta and id(tensor) not in left_out:
                 with torch.no_grad():
                     tensor.data = tensor.to(device)
 

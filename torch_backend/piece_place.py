@@ -1,5 +1,6 @@
 """Where a parameter of a flat or ragged layout lies: what a PieceTensor knows beside its elements."""
 
+from collections.abc import Hashable
 from functools import cached_property
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 from crossframe.layout import Layout, Piece
 from torch_backend.collectives import Communicator
@@ -21,19 +23,14 @@ class Place:
         index: its index in the layout.
         mesh: the ranks: (shard,) or (replicate, shard).
         shards: this rank's shard group.
-        placements: of a DTensor of the parameter on that mesh.
         shape: of the parameter.
         numel: how many elements this rank holds.
-        key: equal for two places that cut their parameters alike, between the same ranks.
     """
 
     def __init__(self, store: ShardStore, index: int, mesh: DeviceMesh, shards: Communicator) -> None:
         self.store, self.index, self.mesh, self.shards = store, index, mesh, shards
-        layout = store.layout
-        self.shape = torch.Size(layout.params[index].shape)
+        self.shape = torch.Size(store.layout.params[index].shape)
         self.numel = store.pieces[index].numel()
-        self.placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-        self.key = (layout.offsets[index], layout.padded_shard_numel, layout.world_size, self.shape, shards.ranks)
         self._line_specs: dict[torch.dtype, DTensorSpec] = {}
 
     @property
@@ -45,6 +42,17 @@ class Place:
     def name(self) -> str:
         """The parameter's name."""
         return self.layout.params[self.index].name
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of a DTensor of the parameter on that mesh."""
+        return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for two places that cut their parameters alike, between the same ranks."""
+        layout = self.layout
+        return (layout.offsets[self.index], layout.padded_shard_numel, layout.world_size, self.shape, self.shards.ranks)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:

@@ -113,15 +113,15 @@ class PieceTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict) -> "PieceTensor":
-        copied = piece_tensor(self.local.detach().clone(), self.place)
+        local = self.local.detach().clone()
         if isinstance(self, nn.Parameter):
-            copied = nn.Parameter(copied, requires_grad=self.requires_grad)
+            copied: Any = piece_param(local, self.place, requires_grad=self.requires_grad)
         else:
-            copied.requires_grad_(self.requires_grad)
+            copied = piece_tensor(local, self.place).requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
-        return copied  # type: ignore[return-value]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -190,6 +190,13 @@ def piece_tensor(local: Tensor, place: Place) -> PieceTensor:
     made = Tensor._make_wrapper_subclass(PieceTensor, place.shape, dtype=local.dtype, device=local.device)
     made.local, made.place = local, place  # type: ignore[attr-defined]
     return made  # type: ignore[return-value]
+
+
+def piece_param(local: Tensor, place: Place, *, requires_grad: bool) -> nn.Parameter:
+    """The same as a parameter: what nn.Parameter makes of a tensor of a class of its own is that tensor, marked."""
+    made: Any = piece_tensor(local, place).requires_grad_(requires_grad)
+    made._is_param = True
+    return made
 
 
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}

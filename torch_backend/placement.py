@@ -57,6 +57,9 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
         UsageError: `fn` returned something else than a Shard; a parameter that does not fit `dp_mesh_dims`.
     """
     dim = _dim(name, param, fn)
+    known = data.placed.get((dim, param.shape, param.dtype)) if type(param) is nn.Parameter else None
+    if known is not None:
+        return known
     size = data.mesh.size(data.mesh.ndim - 1) if data.shards else 1
     if dim and local_of(param).shape[dim] % size:
         raise UnsupportedError(
@@ -73,7 +76,8 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
             )
         # Shards are contiguous whatever the parameter was.
         meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
-        return Placed(dim, DTensorSpec(data.mesh, (*replicate, *shard), meta))
+        placed = Placed(dim, DTensorSpec(data.mesh, (*replicate, *shard), meta))
+        return data.placed.setdefault((dim, param.shape, param.dtype), placed)
     whole = param._spec
     if data.spmd is not None:
         return _place_spmd(name, whole, data, dim)

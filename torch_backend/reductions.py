@@ -38,6 +38,8 @@ class Reductions:
         if unit not in self.waiting:  # it ran in an earlier step of several that share one backward
             self.waiting.insert(0, unit)
         for first in list(self.waiting):
+            if not self._done:
+                return
             if first in self._done:
                 self._done.discard(first)
                 self.waiting.remove(first)

@@ -1,5 +1,6 @@
 """What the units of `fully_shard` are made of: layout, shard, and what the module shows, by what the user chose."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ class ShardParts:
         """Where the parameters of a bucket lie."""
         specs, size = tuple(entry.spec for entry in owned), self.ranks.shards.size
         if self.kind == "per_param" or is_extended(local_of(owned[0].param)):
-            return PerParamLayout(specs, size, tuple(self._place(entry).dim for entry in owned))
+            return _layout_of(PerParamLayout, specs, size, tuple(self._place(entry).dim for entry in owned))
         for entry in owned:
             if isinstance(entry.param, DTensor):
                 raise UnsupportedError(
@@ -75,9 +76,10 @@ class ShardParts:
                     "lose the placements; use layout='per_param'"
                 )
         if self.kind == "flat":
-            return FlatLayout(specs, size, keep_original=True, compute_dtype=self.policy.policy.param_dtype)
+            return _layout_of(FlatLayout, specs, size, compute_dtype=self.policy.policy.param_dtype, keep_original=True)
         block = self.block_fn
-        return RaggedLayout(specs, size, None if block is None else tuple(block(entry.param) for entry in owned))
+        blocks = None if block is None else tuple(block(entry.param) for entry in owned)
+        return _layout_of(RaggedLayout, specs, size, blocks)
 
     def store(
         self, owned: Sequence[OwnedParam], layout: Layout, full: Sequence[Tensor], device: torch.device, pinned: bool
@@ -102,3 +104,9 @@ class ShardParts:
         if name not in self._placed:
             self._placed[name] = place(name, entry.param, self.data, self.placement_fn)
         return self._placed[name]
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_of(kind: Callable[..., Layout], *args: Any, **options: Any) -> Layout:
+    """Blocks that are alike share one layout, and what it has computed."""
+    return kind(*args, **options)

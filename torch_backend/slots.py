@@ -40,6 +40,8 @@ def canonical_name(name: str) -> str:
     >>> canonical_name("_fsdp_wrapped_module.blocks.0._checkpoint_wrapped_module.weight")
     'blocks.0.weight'
     """
+    if "_wrapped_module" not in name:
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -58,9 +60,9 @@ def owned_params(
     """
     modules: list[str] = []
     units: set[str] = set()
-    slots: list[Slot] = []
-    registrations: dict[int, list[tuple[nn.Module, str]]] = {}
-    params: dict[int, nn.Parameter] = {}
+    # Every registration, with the module's name; and the parameters that are registered outside of inner units.
+    found: list[tuple[str, nn.Module, str, nn.Parameter]] = []
+    own: set[int] = set()
     inner_units: dict[nn.Module, str] = {}
     left_out = {id(param) for param in ignored}
     again: list[str] = []  # further names of inner units, below which everything has been seen
@@ -69,14 +71,14 @@ def owned_params(
     inside, seen_in = "", {}
     for raw_name, module in root.named_modules(remove_duplicate=False):
         name = canonical_name(raw_name)
-        if any(name == other or name.startswith(other + ".") for other in again):
+        if again and any(name == other or name.startswith(other + ".") for other in again):
             continue
         if module is not root and is_unit(module) and inner_units.setdefault(module, name) != name:
             again.append(name)
             continue
         if not modules or name != modules[-1]:
             modules.append(name)
-        if not name.startswith(f"{inside}."):
+        if inside and not name.startswith(f"{inside}."):
             inside = ""
         if module in inner_units:
             units.add(name)
@@ -84,25 +86,34 @@ def owned_params(
         for attribute, param in module._parameters.items():
             if param is None or id(param) in left_out:
                 continue
-            if inside and seen_in.setdefault(id(param), inside) != inside:
+            if not inside:
+                own.add(id(param))
+            elif seen_in.setdefault(id(param), inside) != inside:
                 continue
-            if dtype_name(param.dtype) not in FLOATING:
-                raise LayoutError(
-                    f"parameter {f'{name}.{attribute}'.lstrip('.')!r} is {dtype_name(param.dtype)!r}: expected one of "
-                    f"{', '.join(FLOATING)}; pass it in ignored_states, or register it as a buffer"
-                )
-            params[id(param)] = param
-            shape = tuple(local_of(param).shape)
-            slots.append(Slot(name, attribute, id(param), shape, dtype_name(param.dtype), param.requires_grad))
-            where = (module, attribute)
-            places = registrations.setdefault(id(param), [])
-            if where not in places:
-                places.append(where)
-    own = next((unit for unit in assign_units(modules, slots, units, order) if not unit.name), None)
-    by_name = {slot.name: slot.identity for slot in reversed(slots)}
+            found.append((name, module, attribute, param))
+
+    slots: list[Slot] = []
+    registrations: dict[int, list[tuple[nn.Module, str]]] = {}
+    params: dict[str, nn.Parameter] = {}
+    for name, module, attribute, param in found:
+        if id(param) not in own:
+            continue
+        dtype = dtype_name(param.dtype)
+        slot = Slot(name, attribute, id(param), tuple(local_of(param).shape), dtype, param.requires_grad)
+        if dtype not in FLOATING:
+            raise LayoutError(
+                f"parameter {slot.name!r} is {dtype!r}: expected one of {', '.join(FLOATING)}; pass it in ignored_states, or "
+                "register it as a buffer"
+            )
+        slots.append(slot)
+        params.setdefault(slot.name, param)
+        places = registrations.setdefault(id(param), [])
+        if (module, attribute) not in places:
+            places.append((module, attribute))
+    unit = next((unit for unit in assign_units(modules, slots, units, order) if not unit.name), None)
     return [
-        OwnedParam(spec, params[key := by_name[spec.name]], tuple(registrations[key]))  # type: ignore[index]
-        for spec in (own.params if own else ())
+        OwnedParam(spec, params[spec.name], tuple(registrations[id(params[spec.name])]))
+        for spec in (unit.params if unit else ())
     ]
 
 

@@ -1,12 +1,14 @@
 """ShardStore: the shard of a bucket on this rank, in one buffer that the store owns."""
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from crossframe.errors import ParamError
-from crossframe.layout import Layout, Piece
+from crossframe.layout import Layout, Padding, Piece
 from crossframe.writeback import check_full, check_replaced
 from torch_backend.dtypes import dtype_name
 from torch_backend.gather import GatherBuffer
@@ -39,29 +41,14 @@ class ShardStore:
             pinned: in memory from which it is copied to an accelerator without the host waiting.
         """
         self.layout, self.rank = layout, rank
-        self._set_cuts()
+        self._cuts = cuts_of(layout, rank)
         device = full[0].device if device is None else device
         with torch.no_grad():
             self.buffer = torch.empty(layout.padded_shard_numel, dtype=full[0].dtype, device=device, pin_memory=pinned)
-            for run in layout.padding(rank):
+            for run in self._cuts.padding:
                 self.buffer[run.start : run.stop] = run.fill
             self.cut()
             self.write(full)
-
-    def _set_cuts(self) -> None:
-        """Cut a shard into pieces and gaps, and an empty part at its end: how wide each is, and which of them is which
-        parameter's piece."""
-        index = {spec.name: i for i, spec in enumerate(self.layout.params)}
-        self._copies = [(index[piece.name], piece) for piece in self.layout.pieces(self.rank)]
-        widths, end = [], 0
-        places = [-1] * len(self.layout.params)
-        for i, piece in sorted(self._copies, key=lambda copy: copy[1].shard_start):
-            if end < piece.shard_start:
-                widths.append(piece.shard_start - end)
-            places[i] = len(widths)
-            widths.append(piece.numel)
-            end = piece.shard_stop
-        self._widths, self._places = [*widths, self.layout.padded_shard_numel - end, 0], places
 
     def cut(self) -> None:
         """Make `pieces` anew, once `buffer` is another."""
@@ -96,25 +83,25 @@ class ShardStore:
         for spec, value in zip(self.layout.params, full, strict=True):
             check_full(spec, tuple(value.shape))
         with torch.no_grad():
-            for i, place in self._copies:
+            for i, place in self._cuts.copies:
                 self._copy(i, place, full[i])
 
     def write_one(self, i: int, full: Tensor) -> None:
         """Take over this rank's slice of one parameter."""
         with torch.no_grad():
-            for at, place in self._copies:
+            for at, place in self._cuts.copies:
                 if at == i:
                     self._copy(i, place, full)
 
     def _copy(self, i: int, place: Piece, full: Tensor) -> None:
         piece, value = self.pieces[i], _elements(full, place)
         if value.data_ptr() != piece.data_ptr():  # where nothing is sharded it may be the piece itself
-            piece.view(value.shape).copy_(value)
+            (piece if place.num_runs == 1 else piece.view(value.shape)).copy_(value)
 
     def slices(self, full: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of full tensors, one a parameter, what lies where this rank's pieces do, 1-D; None where there is none or no piece."""
         found: list[Tensor | None] = [None] * len(full)
-        for i, place in self._copies:
+        for i, place in self._cuts.copies:
             value = full[i]
             if value is not None:
                 found[i] = _elements(value, place).reshape(-1)
@@ -122,8 +109,39 @@ class ShardStore:
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""
-        parts = torch.split_with_sizes(shard, self._widths)
-        return [parts[at] for at in self._places]
+        parts = torch.split_with_sizes(shard, self._cuts.widths)
+        return [parts[at] for at in self._cuts.places]
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """A rank's shard in pieces and gaps, with an empty part at its end.
+
+    Attributes:
+        copies: for each piece the index of its parameter, and where it lies.
+        padding: the gaps.
+        widths, places: how wide each part is, and which of them is which parameter's piece.
+    """
+
+    copies: Sequence[tuple[int, Piece]]
+    padding: Sequence[Padding]
+    widths: list[int]
+    places: Sequence[int]
+
+
+@functools.lru_cache(maxsize=64)
+def cuts_of(layout: Layout, rank: int) -> _Cuts:
+    index = {spec.name: i for i, spec in enumerate(layout.params)}
+    copies = [(index[piece.name], piece) for piece in layout.pieces(rank)]
+    widths, end = [], 0
+    places = [-1] * len(layout.params)
+    for i, piece in sorted(copies, key=lambda copy: copy[1].shard_start):
+        if end < piece.shard_start:
+            widths.append(piece.shard_start - end)
+        places[i] = len(widths)
+        widths.append(piece.numel)
+        end = piece.shard_stop
+    return _Cuts(copies, layout.padding(rank), [*widths, layout.padded_shard_numel - end, 0], places)
 
 
 def _elements(full: Tensor, piece: Piece) -> Tensor:

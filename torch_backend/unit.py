@@ -117,7 +117,7 @@ class Unit:
                 if bucket.buffer.is_shard and self.state.exposure == Exposed.SHARDED:
                     bucket.exposure.adopt()
             return
-        if self.state.residency == Residency.SHARD:
+        if phase != "backward" and self.state.residency == Residency.SHARD:
             for bucket in self.buckets:
                 bucket.exposure.adopt()
         self.move(Move.GATHER)
@@ -237,7 +237,7 @@ class Unit:
             self.move(Move.BEGIN_BACKWARD)
             self._task = torch._C._current_graph_task_id()
             # The uses of a backward are added up first, and the backwards then.
-            self._grads.keep(self._accumulated)
+            self._grads.keep(lambda: self._accumulated)
         if not self.choices.unshards_in_backward and not self.is_full:
             return
         self.unshard("backward")

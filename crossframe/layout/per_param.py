@@ -166,12 +166,16 @@ class PerParamLayout:
     @property
     def padded_shard_numel(self) -> int:
         """Elements of every rank's buffer: the first chunks of all parameters."""
-        return self.columns[-1].start + self.columns[-1].width
+        return self._padded_shard_numel
 
     @property
     def gathered_numel(self) -> int:
         """Elements of the buffer that an all-gather fills: world_size * padded_shard_numel."""
-        return self.padded_shard_numel * self.world_size
+        return self._padded_shard_numel * self.world_size
+
+    @cached_property
+    def _padded_shard_numel(self) -> int:
+        return self.columns[-1].start + self.columns[-1].width
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The non-empty pieces of parameters in this rank's shard, in order (R06)."""

@@ -1,6 +1,6 @@
 """Which parameter belongs to which unit and in which order (R01), beside a recursive walk of a tree."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -68,7 +68,7 @@ def test_R01_every_parameter_is_in_the_nearest_enclosing_unit_in_order(model, da
     expected: dict[str, list[str]] = {}
     for unit, name, _ in walk(model, units, order):
         expected.setdefault(unit, []).append(name)
-    unshared = [replace(slot, identity=slot.name) for slot in module_slots(model)]
+    unshared = [slot._replace(identity=slot.name) for slot in module_slots(model)]
     assigned = assign_units(names, unshared, units, order)
     assert {unit.name: [param.name for param in unit.params] for unit in assigned} == expected
     assert [unit.name for unit in assigned] == [name for name in names if name in expected]

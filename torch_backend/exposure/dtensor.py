@@ -1,6 +1,6 @@
 """FSDP2."""
 
-import math
+import functools
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
@@ -38,16 +38,18 @@ class DTensorExposure(ShardedParams):
         """
         layout = store.layout
         assert isinstance(layout, PerParamLayout)
-        self._local_shapes = [layout.shard_shape(i, store.rank) for i in range(len(owned))]
-        self._local_numels = [math.prod(shape) for shape in self._local_shapes]
+        self._local_shapes = _local_shapes(layout, store.rank)
         self._widths = [column.width for column in layout.columns]
         self._placed = placed
         self._specs = [place.sharded for place in placed]
         super().__init__(owned, store, leaves, [])
-        self.params = [
-            _parameter(local, spec, entry.spec.requires_grad)
-            for local, spec, entry in zip(self._own_locals(), self._specs, owned, strict=True)
-        ]
+        locals_ = self._own_locals()
+        self._local_strides = [local.stride() for local in locals_]
+        with torch.no_grad():
+            self.params = [
+                _parameter(local, spec, entry.spec.requires_grad)
+                for local, spec, entry in zip(locals_, self._specs, owned, strict=True)
+            ]
         self._take_leaves(leaves)
         register(self._places, self.params)
 
@@ -56,10 +58,11 @@ class DTensorExposure(ShardedParams):
         self._wholes: list[Placed] = []
         if any(place.whole is not None for place in self._placed):
             self._wholes = [place.in_dtype(leaf.dtype) for place, leaf in zip(self._placed, leaves, strict=True)]
-            self._full = [
-                leaf if place.whole is None else _parameter(leaf.data, place.whole, leaf.requires_grad)
-                for leaf, place in zip(leaves, self._wholes, strict=True)
-            ]
+            with torch.no_grad():
+                self._full = [
+                    leaf if place.whole is None else _parameter(leaf.data, place.whole, leaf.requires_grad)
+                    for leaf, place in zip(leaves, self._wholes, strict=True)
+                ]
 
     def _locals(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """What this rank holds of each parameter, in its shape."""
@@ -99,11 +102,12 @@ class DTensorExposure(ShardedParams):
         if self._wholes or not isinstance(layout, PerParamLayout):
             return
         rank, parts = part.communicator.rank, []
-        for i, (piece, leaf) in enumerate(zip(part.pieces, self._leaves, strict=True)):
-            placements = (Replicate(), Shard(layout.shard_dims[i]))
-            local = piece.view(layout.shard_shape(i, rank))
-            meta = TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)
-            parts.append(_parameter(local, DTensorSpec(mesh, placements, meta), self.params[i].requires_grad))
+        with torch.no_grad():
+            for i, (piece, leaf) in enumerate(zip(part.pieces, self._leaves, strict=True)):
+                placements = (Replicate(), Shard(layout.shard_dims[i]))
+                local = piece.view(layout.shard_shape(i, rank))
+                meta = TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)
+                parts.append(_parameter(local, DTensorSpec(mesh, placements, meta), self.params[i].requires_grad))
         register(self._places, parts)
 
     def adopt(self) -> None:
@@ -141,20 +145,20 @@ class DTensorExposure(ShardedParams):
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
         """Each parameter's gradient is a DTensor over its part of the reduced shard."""
-        params, shapes, specs = self.params, self._local_shapes, self._specs
-        numels, widths = self._local_numels, self._widths
-        columns = torch.split_with_sizes(shard, [widths[i] for i in reduced])
-        new = DTensor.__new__
-        for i, column in zip(reduced, columns, strict=True):
+        params, shapes, strides, specs = self.params, self._local_shapes, self._local_strides, self._specs
+        new, start = DTensor.__new__, shard.storage_offset()
+        for i in reduced:
             param = params[i]
             if i not in unused and param.requires_grad:
-                part = (column if widths[i] == numels[i] else column[: numels[i]]).view(shapes[i])
+                # One view, where a column, what of it is no padding, and that in its shape would be three.
+                part = shard.as_strided(shapes[i], strides[i], start)
                 grad = param.grad
                 if grad is None:
                     param.grad = new(DTensor, part, specs[i], requires_grad=False)
                 else:
                     grad._local_tensor.add_(part)  # type: ignore[attr-defined]
                 call_grad_hooks(param)
+            start += self._widths[i]
 
     def grads(self) -> list[Tensor | None]:
         """The local tensors of the DTensor gradients."""
@@ -169,7 +173,8 @@ class DTensorExposure(ShardedParams):
             assert meta is not None
             self._specs[i] = replace(self._specs[i], tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
             if param.is_meta != local.is_meta:  # one object cannot be both
-                self.params[i] = _parameter(local, self._specs[i], param.requires_grad)
+                with torch.no_grad():
+                    self.params[i] = _parameter(local, self._specs[i], param.requires_grad)
                 continue
             grad, param.grad = param.grad, None
             param.data = _dtensor(local, self._specs[i])
@@ -180,6 +185,12 @@ class DTensorExposure(ShardedParams):
     def whole_grads(self) -> list[Tensor]:
         """The local tensors of the DTensor gradients."""
         return [param.grad._local_tensor for param in self.params if param.grad is not None]  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=64)
+def _local_shapes(layout: PerParamLayout, rank: int) -> Sequence[torch.Size]:
+    """The shape of what a rank holds of each parameter."""
+    return [torch.Size(layout.shard_shape(i, rank)) for i in range(len(layout.params))]
 
 
 def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
@@ -203,8 +214,7 @@ def _begun(view: Tensor) -> Tensor:
 
 
 def _parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """The same as a parameter: what nn.Parameter makes of a DTensor is that DTensor, marked."""
-    with torch.no_grad():
-        param = _dtensor(local.detach(), spec, requires_grad)
+    """The same as a parameter, under no_grad: what nn.Parameter makes of a DTensor is that DTensor, marked."""
+    param = _dtensor(local.detach(), spec, requires_grad)
     param._is_param = True  # type: ignore[attr-defined]
     return param  # type: ignore[return-value]

@@ -20,7 +20,7 @@ from torch_backend.exposure.registration import (
     register,
 )
 from torch_backend.piece_place import Place
-from torch_backend.piece_tensor import check_like, piece_tensor
+from torch_backend.piece_tensor import check_like, piece_param, piece_tensor
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
@@ -55,7 +55,7 @@ class PieceExposure(ShardedParams):
         shards = Communicator(mesh.get_group(mesh.ndim - 1))
         self.places = [Place(store, i, mesh, shards) for i in range(len(owned))]
         params = [
-            nn.Parameter(piece_tensor(piece, place), requires_grad=entry.spec.requires_grad)
+            piece_param(piece, place, requires_grad=entry.spec.requires_grad)
             for piece, place, entry in zip(store.pieces, self.places, owned, strict=True)
         ]
         super().__init__(owned, store, leaves, params)
@@ -127,7 +127,7 @@ class PieceExposure(ShardedParams):
         self._leaves = leaves
         for i, (param, piece, place) in enumerate(zip(self.params, self._store.pieces, self.places, strict=True)):
             if param.is_meta != piece.is_meta:  # one object cannot be both
-                self.params[i] = nn.Parameter(piece_tensor(piece, place), requires_grad=param.requires_grad)
+                self.params[i] = piece_param(piece, place, requires_grad=param.requires_grad)
             else:
                 point_at(param, piece_tensor(piece, place), fn)
         register(self._places, self.params)
