@@ -25,6 +25,19 @@ from torch_backend.fully_sharded_data_parallel import (
 )
 from torch_backend.on_meta import initialise_sharded
 from torch_backend.piece_tensor import PieceTensor
+from torch_backend.state_dict_types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from torch_backend.wrap import ModuleWrapPolicy
 
 __all__ = [
@@ -35,14 +48,25 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PieceTensor",
     "ReduceScatter",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
     "fully_shard",
     "initialise_sharded",

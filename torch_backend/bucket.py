@@ -1,6 +1,7 @@
 """A bucket: the uniform part of a unit (R11), and the memory of its shard, its full parameters and its gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 
@@ -270,6 +271,23 @@ class Bucket:
         if self._shown is not None:
             for spec, value in zip(self.layout.params, self.exposure.left(), strict=True):
                 check_full(spec, tuple(value.shape))
+
+    @contextmanager
+    def gathered(self, values: Tensor, unit: str) -> Iterator[list[Tensor]]:
+        """Inside, the whole of what is laid out like the shard, in the layout's order: views of memory that is freed then.
+
+        Args:
+            values: shape (padded_shard_numel,), in any dtype.
+            unit: for the trace.
+        """
+        full = GatherBuffer(self.layout, values.dtype, self.device, self._streams, shard=values)
+        self._streams.shards_written()
+        full.start(values, self.mesh.shards, unit=unit, phase="state")
+        full.finish()
+        try:
+            yield views_of(self.layout, full.full)
+        finally:
+            full.free()
 
     def _gather_grads(self, unit: str) -> list[Tensor | None]:
         """Full gradients in the layout's order, None where no rank has one; what a rank lacks counts as zeros (R22)."""

@@ -34,7 +34,7 @@ from torch_backend.materialise import prepare, sync_states
 from torch_backend.process_groups import Groups, find_groups, unit_mesh
 from torch_backend.schedule import Schedule
 from torch_backend.slots import WRAPPED, OwnedParam, canonical_name
-from torch_backend.state_dict import add_wrapper, refuse_sharded_state_dict, strip_wrapper
+from torch_backend.state_dict import HasStateDicts
 from torch_backend.store import ShardStore
 from torch_backend.summon import Summonable
 from torch_backend.unit import UNIT, unit_of
@@ -57,7 +57,7 @@ _end_forward = _disable_dynamo(Schedule.end_forward)
 _abandon_forward = _disable_dynamo(Schedule.abandon_forward)
 
 
-class FullyShardedDataParallel(Summonable):
+class FullyShardedDataParallel(Summonable, HasStateDicts):
     """Shard a module's parameters over the ranks; gather them around its forward and backward.
 
     Args:
@@ -191,9 +191,7 @@ class FullyShardedDataParallel(Summonable):
             limited=limit_all_gathers,
             ignored=ignored.params,
         )
-        self.register_state_dict_pre_hook(refuse_sharded_state_dict)
-        self.register_state_dict_post_hook(strip_wrapper)
-        self.register_load_state_dict_pre_hook(add_wrapper)
+        self._provide_state_dicts(device_mesh)
 
     @property
     def module(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""From a bucket's flat or ragged shards to DTensors sharded on dim 0, and back.
+"""From a bucket's flat or ragged shards to rows of each parameter, as DTensors sharded on dim 0 hold them, and back.
 
 The core lists the copies (crossframe.layout.overlay). Each element moves once, from the rank that holds it under one layout to
 the rank that holds it under the other, so that no rank ever has more of a parameter than its two pieces. A bucket takes one
@@ -6,12 +6,12 @@ all-to-all.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from crossframe.layout import Layout, PerParamLayout, Sharding, Transfer, overlay
@@ -78,13 +78,59 @@ def move(
 
 
 def _per_param(layout: Layout) -> PerParamLayout:
-    """The layout of DTensors sharded on dim 0."""
+    """The layout of rows: each parameter cut on dim 0."""
     return PerParamLayout(layout.params, layout.world_size)
 
 
-def _spec(place: Place, dtype: torch.dtype) -> DTensorSpec:
+@torch.no_grad()
+def to_rows(
+    values: Tensor, layout: Layout, shards: Communicator, indices: Sequence[int], *, unit: str = ""
+) -> list[Tensor]:
+    """This rank's rows of some of a bucket's parameters, or of what is laid out like them (optimizer state).
+
+    Args:
+        values: shape (padded_shard_numel,): this rank's buffer under the bucket's layout, in any dtype.
+        indices: of the parameters that are wanted; on all ranks of the group the same.
+        unit: for the trace.
+
+    Returns:
+        For each of them a tensor in memory of its own, of the parameter's shape but for dim 0.
+    """
+    target = _per_param(layout)
+    out = values.new_empty(target.padded_shard_numel)
+    move(values, layout, out, target, shards, indices, unit=unit)
+    found = []
+    for i in indices:
+        shape, start = target.shard_shape(i, shards.rank), target.columns[i].start
+        # Memory of its own: torch cannot deep-copy a DTensor of what begins in the midst of memory.
+        found.append(out[start : start + math.prod(shape)].clone().view(shape))
+    return found
+
+
+@torch.no_grad()
+def from_rows(
+    rows: Mapping[int, Tensor], values: Tensor, layout: Layout, shards: Communicator, *, unit: str = ""
+) -> None:
+    """The inverse of `to_rows`: fill a buffer that is laid out like the bucket's shard.
+
+    Args:
+        rows: by the index of the parameter what this rank has of it, in any dtype; on all ranks of the same parameters.
+        values: shape (padded_shard_numel,). What belongs to no other parameter keeps its values.
+        unit: for the trace.
+    """
+    source = _per_param(layout)
+    buffer = values.new_empty(source.padded_shard_numel)
+    for i, local in rows.items():
+        start = source.columns[i].start
+        buffer[start : start + local.numel()] = local.reshape(-1)
+    move(buffer, source, values, layout, shards, list(rows), unit=unit)
+
+
+def dtensor_of_rows(rows: Tensor, place: Place) -> DTensor:
+    """The DTensor of a parameter whose rows these are, sharded on dim 0 of the place's mesh."""
     stride = torch.empty(place.shape, device="meta").stride()
-    return DTensorSpec(place.mesh, place.placements, TensorMeta(place.shape, stride, dtype))
+    spec = DTensorSpec(place.mesh, place.placements, TensorMeta(place.shape, stride, rows.dtype))
+    return DTensor.__new__(DTensor, rows, spec, requires_grad=False)
 
 
 def to_dtensors(places: Sequence[Place], values: Tensor, *, unit: str = "") -> list[DTensor]:
@@ -98,18 +144,17 @@ def to_dtensors(places: Sequence[Place], values: Tensor, *, unit: str = "") -> l
     Returns:
         A DTensor for each place, sharded on dim 0 of the same ranks, replicated over the first axis of a hybrid mesh.
     """
-    layout, shards = places[0].layout, places[0].shards
-    target = _per_param(layout)
-    out = values.new_empty(target.padded_shard_numel)
-    with torch.no_grad():
-        move(values, layout, out, target, shards, [place.index for place in places], unit=unit)
-    found = []
-    for place in places:
-        shape, start = target.shard_shape(place.index, shards.rank), target.columns[place.index].start
-        # Memory of its own: torch cannot deep-copy a DTensor of what begins in the midst of memory.
-        local = out[start : start + math.prod(shape)].clone().view(shape)
-        found.append(DTensor.__new__(DTensor, local, _spec(place, values.dtype), requires_grad=False))
-    return found
+    rows = to_rows(values, places[0].layout, places[0].shards, [place.index for place in places], unit=unit)
+    return [dtensor_of_rows(local, place) for local, place in zip(rows, places, strict=True)]
+
+
+@torch.no_grad()
+def rows_of_dtensor(dtensor: DTensor) -> Tensor:
+    """What this rank has of a DTensor once that is sharded on dim 0 over the last axis of its mesh. All ranks of that call it."""
+    wanted = (*[Replicate()] * (dtensor.device_mesh.ndim - 1), Shard(0))
+    if dtensor.placements != wanted:
+        dtensor = dtensor.redistribute(placements=wanted)
+    return dtensor.to_local()
 
 
 def from_dtensors(places: Sequence[Place], dtensors: Sequence[DTensor], values: Tensor, *, unit: str = "") -> None:
@@ -121,16 +166,8 @@ def from_dtensors(places: Sequence[Place], dtensors: Sequence[DTensor], values: 
         values: shape (padded_shard_numel,). What belongs to no place keeps its values.
         unit: for the trace.
     """
-    layout, shards = places[0].layout, places[0].shards
-    source = _per_param(layout)
-    buffer = values.new_empty(source.padded_shard_numel)
-    with torch.no_grad():
-        for dtensor, place in zip(dtensors, places, strict=True):
-            if dtensor.placements != place.placements:
-                dtensor = dtensor.redistribute(place.mesh, place.placements)
-            local, start = dtensor.to_local(), source.columns[place.index].start
-            buffer[start : start + local.numel()] = local.reshape(-1)
-        move(buffer, source, values, layout, shards, [place.index for place in places], unit=unit)
+    rows = {place.index: rows_of_dtensor(dtensor) for dtensor, place in zip(dtensors, places, strict=True)}
+    from_rows(rows, values, places[0].layout, places[0].shards, unit=unit)
 
 
 def to_dtensor(tensor: PieceTensor) -> DTensor:

@@ -21,7 +21,7 @@ class Place:
     Attributes:
         store: the shard that it is a part of.
         index: its index in the layout.
-        mesh: the ranks: (shard,) or (replicate, shard).
+        mesh: the ranks: (shard,) or (replicate, shard). None under FSDP1 without a mesh, where nothing is a DTensor.
         shards: this rank's shard group.
         shape: of the parameter.
         numel: how many elements this rank holds.

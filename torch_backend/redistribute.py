@@ -4,17 +4,23 @@ The hooks that `fully_shard` registers. State dicts then are what they are under
 from any layout to any other.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import StateDictError
 from torch_backend.bucket import Bucket
 from torch_backend.exposure.pieces import PieceExposure
-from torch_backend.piece_moves import from_dtensors, to_dtensors
+from torch_backend.exposure.registration import Place as Registration
+from torch_backend.piece_moves import from_rows, rows_of_dtensor, to_dtensors
+from torch_backend.piece_place import Place
 from torch_backend.piece_tensor import PieceTensor, piece_tensor, same_place
+from torch_backend.sharded_tensors import rows_of_sharded_tensor
 from torch_backend.slots import canonical_name
 from torch_backend.unit import unit_of
 
@@ -54,37 +60,49 @@ def take_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
         StateDictError: tensors on another mesh, or cut otherwise; the message names them.
     """
     unit = unit_of(module)
+    for bucket in unit.buckets:
+        if isinstance(bucket.exposure, PieceExposure):
+            take(bucket, bucket.exposure.places, state, paths_of(module, bucket.exposure.registered, prefix), unit.name)
+
+
+def paths_of(module: nn.Module, registered: Iterable[Registration], prefix: str) -> dict[int, list[str]]:
+    """By the index of each parameter, under which keys a state dict may hold it.
+
+    Args:
+        registered: where parameters are registered, below `module`.
+        prefix: the module's own, in the state dict.
+    """
     paths: dict[nn.Module, list[str]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         paths.setdefault(inner, []).append(path)
-    for bucket in unit.buckets:
-        if isinstance(bucket.exposure, PieceExposure):
-            _take(bucket, bucket.exposure, state, prefix, paths, unit.name)
-
-
-def _take(
-    bucket: Bucket,
-    exposure: PieceExposure,
-    state: dict[str, Any],
-    prefix: str,
-    paths: dict[nn.Module, list[str]],
-    unit: str,
-) -> None:
-    places, store = exposure.places, bucket.store
     keys: dict[int, list[str]] = {}
-    for i, owner, attribute in exposure.registered:
+    for i, owner, attribute in registered:
         for path in paths.get(owner, ()):
             # Wrappers inside the unit (activation checkpointing) put their part into the names later.
-            for key in dict.fromkeys(
-                f"{prefix}{p}.{attribute}" if p else prefix + attribute for p in (path, canonical_name(path))
-            ):
-                if isinstance(state.get(key), Tensor) and state[key].shape == places[i].shape:
-                    keys.setdefault(i, []).append(key)
+            for each in dict.fromkeys((path, canonical_name(path))):
+                keys.setdefault(i, []).append(f"{prefix}{each}.{attribute}" if each else prefix + attribute)
+    return keys
+
+
+def take(
+    bucket: Bucket, places: Sequence[Place], state: dict[str, Any], paths: dict[int, list[str]], unit: str
+) -> None:
+    """In a state dict, put PieceTensors in the place of what it holds for a bucket's parameters; see `take_dtensors`.
+
+    Args:
+        paths: by the index of each parameter the keys that it may have.
+    """
+    store = bucket.store
+    keys: dict[int, list[str]] = {}
+    for i, names in paths.items():
+        for key in names:
+            if isinstance(state.get(key), Tensor) and state[key].shape == places[i].shape:
+                keys.setdefault(i, []).append(key)
     device = store.buffer.device
     if device.type == "meta" and keys:  # what is loaded may make the unit real
         device = state[next(iter(keys.values()))[-1]].device
     values = torch.empty_like(store.buffer, device=device)
-    dtensors: dict[int, DTensor] = {}
+    rows: dict[int, Tensor] = {}
     wrong = []
     for i, names in keys.items():
         value, part = state[names[-1]], store.split(values)[i]  # of the names of a shared parameter the last one counts
@@ -94,10 +112,18 @@ def _take(
             else:
                 wrong.append(f"{names[-1]!r} is {value!r}, cut otherwise than here")
         elif isinstance(value, DTensor):
-            if value.device_mesh == places[i].mesh:
-                dtensors[i] = value
+            if _is_over(value.device_mesh, places[i]):
+                rows[i] = rows_of_dtensor(value)
             else:
                 wrong.append(f"{names[-1]!r} is on {value.device_mesh}")
+        elif isinstance(value, ShardedTensor):
+            local = rows_of_sharded_tensor(value, store.layout, i, store.rank)
+            if local is None:
+                wrong.append(
+                    f"{names[-1]!r} is a ShardedTensor of other shards than {store.layout.world_size} chunks of rows"
+                )
+            else:
+                rows[i] = local
         else:
             piece_tensor(part, places[i]).copy_(value)
     if wrong:
@@ -105,8 +131,13 @@ def _take(
             f"unit {unit!r}, rank {store.rank}: expected DTensors on {places[0].mesh}, or full tensors, but {'; '.join(wrong)}; "
             "use to_dtensor() or full_tensor() of the model that they come from"
         )
-    if dtensors:
-        from_dtensors([places[i] for i in dtensors], list(dtensors.values()), values, unit=unit)
+    if rows:
+        from_rows(rows, values, store.layout, places[0].shards, unit=unit)
     for i, names in keys.items():
         for key in names:
             state[key] = piece_tensor(store.split(values)[i], places[i])
+
+
+def _is_over(mesh: DeviceMesh, place: Place) -> bool:
+    """Whether a DTensor's mesh is the unit's, or of the ranks alone that the unit is sharded over."""
+    return mesh == place.mesh or (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == place.shards.ranks)

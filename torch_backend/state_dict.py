@@ -1,37 +1,303 @@
-"""State dicts of a wrapped module, while its parameters are summoned: under the names of the module without wrappers."""
+"""State dicts of FSDP1 (R36): full, sharded and local ones, under the names of the module without wrappers.
 
+A wrapper's `state_dict` lets its module register, in the place of what is sharded, what the state dict shall hold. So keys come
+in the order and under the names that the module itself gives them, whatever hooks of activation checkpointing or of a user say.
+Full values are gathered unit by unit, each into tensors that stay. For a sharded one the module registers PieceTensors, and
+once it is through they become rows of each parameter, by one all-to-all a unit, with no parameter ever full. To load, the module
+copies into PieceTensors, which are the shards.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from crossframe.errors import UsageError
-from torch_backend.slots import WRAPPED
-from torch_backend.unit import unit_of
+from crossframe.errors import StateDictError, UnsupportedError, UsageError
+from crossframe.state import FLAT_PARAM, StateKind
+from torch_backend.bucket import Bucket
+from torch_backend.exposure import FlatExposure
+from torch_backend.piece_moves import dtensor_of_rows, to_rows
+from torch_backend.piece_place import Place
+from torch_backend.piece_tensor import PieceTensor, piece_param
+from torch_backend.redistribute import paths_of, take
+from torch_backend.sharded_tensors import sharded_tensor
+from torch_backend.slots import WRAPPED, canonical_name
+from torch_backend.state_dict_types import HasStateDictType, StateDictConfig, StateDictSettings
+from torch_backend.unit import Unit, unit_of
 
 
-def refuse_sharded_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise UsageError for a state dict of shards."""
-    unit = unit_of(module)
-    if not unit.summoned:
-        raise UsageError(
-            f"state_dict of the sharded unit {unit.name!r} would hold this rank's shards under the names of full "
-            "parameters; call it inside FullyShardedDataParallel.summon_full_params(module, writeback=False)"
+class HasStateDicts(HasStateDictType):
+    """A wrapper over one unit, whose state dicts are those of the module inside (R36).
+
+    Attributes:
+        _device_mesh: the ranks, if the user gave them as a mesh.
+    """
+
+    _device_mesh: DeviceMesh | None
+
+    def _provide_state_dicts(self, device_mesh: DeviceMesh | None) -> None:
+        """The last thing in a constructor."""
+        self._device_mesh = device_mesh
+        self._state_dict_settings = StateDictSettings()
+        # In low precision while the unit is used (R33).
+        self._buffer_dtypes = {name: buffer.dtype for name, buffer in self.named_buffers()}
+        self.register_state_dict_post_hook(_finish)
+        self.register_load_state_dict_pre_hook(_prepare_load)
+        self.register_load_state_dict_post_hook(_end_load)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the module without wrappers, of the type that was set by `set_state_dict_type`: full tensors on every rank if
+        nothing was. All ranks call it. While parameters are summoned, it holds what the user sees.
+
+        Raises:
+            StateError: in a forward or backward.
+            UnsupportedError: a local one with a `device_mesh`, as in torch.
+        """
+        unit = unit_of(self)
+        if unit.summoned:
+            return super().state_dict(*args, **kwargs)
+        with _showing(self, unit):
+            return super().state_dict(*args, **kwargs)
+
+
+def kind_of(wrapper: HasStateDicts) -> StateKind:
+    """The type of a wrapper's state dicts: where nothing is sharded they are full."""
+    kind = wrapper._state_dict_settings.state_dict_type.kind
+    unit = unit_of(wrapper)
+    if kind is not StateKind.FULL and unit.mesh.spec.shard == 1:
+        return StateKind.FULL
+    if kind is StateKind.LOCAL and wrapper._device_mesh is not None:
+        raise UnsupportedError(
+            f"unit {unit.name!r}: local state dicts are of flat parameters on process groups; with a device_mesh use "
+            "SHARDED_STATE_DICT"
         )
+    return kind
 
 
-def strip_wrapper(module: nn.Module, state: dict, prefix: str, local_metadata: dict) -> None:
-    """Names in a state dict are those of the module without wrappers."""
-    for key in [key for key in state if key.startswith(f"{prefix}{WRAPPED}.")]:
-        state[prefix + key.removeprefix(f"{prefix}{WRAPPED}.")] = state.pop(key)
+def has_entries(config: Any, unit: Unit) -> bool:
+    """Whether this rank's state dict has entries of the unit's."""
+    return not getattr(config, "rank0_only", False) or unit.mesh.group_rank == 0
 
 
-def add_wrapper(module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
-    """The inverse, for loading."""
-    unit = unit_of(module)
+def _check_idle(unit: Unit) -> None:
+    if unit.schedule is not None:
+        unit.schedule.recover()
+    unit.check_summon()
+
+
+@contextmanager
+def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
+    """Inside, the module registers what its state dict shall hold."""
+    kind, config = kind_of(wrapper), wrapper._state_dict_settings.state_dict_config
+    if kind is not wrapper._state_dict_settings.state_dict_type.kind:
+        warnings.warn(f"unit {unit.name!r} is not sharded: its state dict is a full one", stacklevel=3)
+    _check_idle(unit)
+    unit.show_shards()
+    for bucket in unit.buckets:
+        bucket.exposure.adopt()
+    if kind is StateKind.LOCAL:
+        yield
+        return
+    try:
+        for bucket in unit.buckets:
+            if kind is StateKind.FULL:
+                full = _full_params(bucket, config, unit)
+            else:
+                full = _piece_params(bucket, wrapper._device_mesh)
+            bucket.exposure.show_state(full)
+        yield
+    finally:
+        for bucket in unit.buckets:
+            bucket.exposure.hide_state()
+
+
+def _full_params(bucket: Bucket, config: StateDictConfig, unit: Unit) -> list[nn.Parameter]:
+    """Full parameters in memory of their own; on a rank that has no entries, PieceTensors."""
+    kept = has_entries(config, unit)
+    with bucket.gathered(bucket.store.buffer, unit.name) as full:
+        if not kept:
+            return _piece_params(bucket, None)
+        device = torch.device("cpu") if config.offload_to_cpu else bucket.device
+        return [nn.Parameter(value.to(device, copy=True), requires_grad=False) for value in full]
+
+
+def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[Place]:
+    """Where the parameters of a bucket lie."""
+    ranks: Any = mesh
+    return [Place(bucket.store, i, ranks, bucket.mesh.shards) for i in range(len(bucket.layout.params))]
+
+
+def _piece_params(bucket: Bucket, mesh: DeviceMesh | None) -> list[nn.Parameter]:
+    """The shard's pieces, each as a part of its parameter. They alias the shard."""
+    return [
+        piece_param(piece, place, requires_grad=False)
+        for piece, place in zip(bucket.store.pieces, places_of(bucket, mesh), strict=True)
+    ]
+
+
+def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """The module's state dict is made: leave the wrapper out of the names, and turn pieces into what was asked for."""
+    inside = f"{prefix}{WRAPPED}."
+    for key in [key for key in state if key.startswith(inside)]:
+        state[prefix + key.removeprefix(inside)] = state.pop(key)
+    unit = unit_of(wrapper)
+    if unit.summoned:
+        return
+    config = wrapper._state_dict_settings.state_dict_config
+    if not has_entries(config, unit):
+        own = [key for key, value in state.items() if any(is_piece_of(value, bucket) for bucket in unit.buckets)]
+        buffers = [prefix + canonical_name(name) for name, _ in wrapper.named_buffers()]
+        for key in (*own, *buffers):
+            state.pop(key, None)
+        return
+    for bucket in unit.buckets:
+        if kind_of(wrapper) is StateKind.LOCAL:
+            state[prefix + FLAT_PARAM] = _own_shard(bucket, config)
+        else:
+            _replace_pieces(bucket, state, wrapper, unit.name)
+    _convert_buffers(wrapper, state, prefix, config)
+
+
+def is_piece_of(value: Any, bucket: Bucket) -> bool:
+    """Whether a value is a part of one of a bucket's parameters, or of what is laid out like them."""
+    return isinstance(value, PieceTensor) and value.place.store is bucket.store
+
+
+def _own_shard(bucket: Bucket, config: StateDictConfig) -> ShardedTensor:
+    """This rank's shard of the flat parameter, without the padding at its end. It aliases the shard."""
+    layout, store = bucket.layout, bucket.store
+    start, stop = layout.shard_range(store.rank)  # type: ignore[attr-defined]
+    shape = (layout.flat_numel,)  # type: ignore[attr-defined]
+    trained = any(param.requires_grad for param in bucket.exposure.managed())
+    own = store.buffer[: stop - start].detach().requires_grad_(trained)
+    local = sharded_tensor(own, shape, layout.padded_shard_numel, bucket.mesh.shards, requires_grad=trained)
+    return local.cpu() if config.offload_to_cpu else local
+
+
+def _replace_pieces(bucket: Bucket, state: dict[str, Any], wrapper: HasStateDicts, unit: str) -> None:
+    found = {key: value.place.index for key, value in state.items() if is_piece_of(value, bucket)}
+    if not found:
+        return
+    config: Any = wrapper._state_dict_settings.state_dict_config
+    places = places_of(bucket, wrapper._device_mesh)
+    indices = sorted(set(found.values()))
+    made = as_rows(
+        bucket, bucket.store.buffer, [places[i] for i in indices], use_dtensor=config._use_dtensor, unit=unit
+    )
+    shown = dict(zip(indices, made, strict=True))
+    if config.offload_to_cpu:
+        shown = {i: value.cpu() for i, value in shown.items()}
+    state.update({key: shown[i] for key, i in found.items()})
+
+
+def as_rows(
+    bucket: Bucket, values: Tensor, places: list[Place], *, use_dtensor: bool, unit: str
+) -> list[DTensor | ShardedTensor]:
+    """A sharded state dict's tensors, of parameters of a bucket or of what is laid out like them.
+
+    Args:
+        values: shape (padded_shard_numel,), laid out like the bucket's shard.
+        places: of the parameters that are wanted.
+        use_dtensor: give DTensors, which need a mesh. Where there is one they are DTensors in any case.
+    """
+    mesh, shards = places[0].mesh, bucket.mesh.shards
+    if use_dtensor and mesh is None:
+        raise UsageError(f"unit {unit!r}: a DTensor needs a mesh; construct the wrapper with device_mesh")
+    rows = to_rows(values.to(bucket.device), bucket.layout, shards, [place.index for place in places], unit=unit)
+    if mesh is not None:
+        return [dtensor_of_rows(row, place) for row, place in zip(rows, places, strict=True)]
+    return [
+        sharded_tensor(row, place.shape, -(-place.shape[0] // shards.size), shards)
+        for row, place in zip(rows, places, strict=True)
+    ]
+
+
+def _convert_buffers(wrapper: HasStateDicts, state: dict[str, Any], prefix: str, config: StateDictConfig) -> None:
+    """Buffers in the dtypes that they had when they were wrapped, on the CPU if asked for."""
+    lowered = wrapper.mixed_precision.buffer_dtype is not None  # type: ignore[union-attr]
+    ignored = {id(buffer) for module in wrapper._ignored.modules for buffer in module.buffers()}  # type: ignore
+    for name, registered in wrapper.named_buffers():
+        key, dtype = prefix + canonical_name(name), wrapper._buffer_dtypes.get(name)
+        buffer = state.get(key)
+        if not isinstance(buffer, Tensor):  # not persistent
+            continue
+        if config.offload_to_cpu:
+            buffer = buffer.cpu()
+        if lowered and dtype is not None and id(registered) not in ignored and buffer.dtype != dtype:
+            buffer = buffer.to(dtype)
+        state[key] = buffer
+
+
+# Loading
+
+
+def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state dict is about to be loaded: let the module register the shard's pieces, and convert what will be copied into
+    them; and put the wrapper into the names."""
+    unit = unit_of(wrapper)
     if not unit.summoned:
-        raise UsageError(
-            f"load_state_dict into the sharded unit {unit.name!r}: call it inside "
-            "FullyShardedDataParallel.summon_full_params(module), where parameters have their full shapes"
-        )
+        _check_idle(unit)
+        unit.show_shards()
+        unit.free_before_edit()
+        kind = kind_of(wrapper)
+        for bucket in unit.buckets:
+            bucket.exposure.adopt()
+            if kind is StateKind.LOCAL:
+                _take_own_shard(bucket, state, prefix + FLAT_PARAM, unit.name)
+                continue
+            places = places_of(bucket, wrapper._device_mesh)
+            take(bucket, places, state, paths_of(wrapper, bucket.exposure.registered, prefix), unit.name)
+            bucket.exposure.show_state(_piece_params(bucket, wrapper._device_mesh))
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{WRAPPED}.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def _take_own_shard(bucket: Bucket, state: dict[str, Any], key: str, unit: str) -> None:
+    store, layout = bucket.store, bucket.layout
+    start, stop = layout.shard_range(store.rank)  # type: ignore[attr-defined]
+    numel = layout.flat_numel  # type: ignore[attr-defined]
+    value = state.get(key)
+    shards = value.local_shards() if isinstance(value, ShardedTensor) else []
+    own = shards[0].tensor if len(shards) == 1 else store.buffer[:0]
+    if not isinstance(value, ShardedTensor) or tuple(value.size()) != (numel,) or own.numel() != stop - start:
+        came = f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise StateDictError(
+            f"unit {unit!r}, rank {store.rank}: a local state dict holds under {key!r} a ShardedTensor of {numel} elements, "
+            f"{stop - start} of them this rank's; got {came}. It loads on as many ranks as saved it; to load on another number, "
+            "save a sharded or a full one"
+        )
+    if isinstance(bucket.exposure, FlatExposure):
+        state[key] = torch.cat([own.to(store.buffer), store.buffer[stop - start :]])
+    else:
+        del state[key]
+        with torch.no_grad():
+            store.buffer[: stop - start].copy_(own)
+
+
+def _end_load(wrapper: Any, incompatible: Any) -> None:
+    """A state dict has been loaded: what is sharded is registered again, and wrappers are left out of what is reported."""
+    unit = unit_of(wrapper)
+    for names in incompatible:
+        names[:] = [canonical_name(name) for name in names]
+    if unit.summoned:
+        return
+    for bucket in unit.buckets:
+        if kind_of(wrapper) is not StateKind.LOCAL:
+            _take_assigned(bucket)
+            bucket.exposure.hide_state()
+        bucket.exposure.adopt_loaded()
+
+
+@torch.no_grad()
+def _take_assigned(bucket: Bucket) -> None:
+    """With `assign=True` the module has registered others in the place of the pieces."""
+    for i, owner, attribute in bucket.exposure.registered:
+        left = owner._parameters.get(attribute)
+        if isinstance(left, PieceTensor) and left.local.data_ptr() != bucket.store.pieces[i].data_ptr():
+            bucket.store.pieces[i].copy_(left.local)

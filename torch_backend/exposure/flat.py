@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence, Set
 from torch import Tensor, nn
 
 from torch_backend.exposure.registration import (
+    Place,
     add_grad_to,
     adopt_data,
     full_params,
     left_by_user,
     point_at,
+    register,
     registrations,
     shadow,
     sync_requires_grad,
@@ -48,6 +50,11 @@ class FlatExposure:
         self._absent = [leaf.new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
         self.unuse()
 
+    @property
+    def registered(self) -> list[Place]:
+        """Where each parameter would be registered."""
+        return self._places
+
     def show_full(self) -> None:
         """The flat parameter stays registered."""
 
@@ -67,20 +74,27 @@ class FlatExposure:
         """Full parameters are registered, and the flat parameter is not."""
         assert grads is None, "refused: the gradient is the flat parameter's"
         self._shown = full_params(full, self._leaves)
-        del self._module._parameters[FLAT_PARAM]
-        unshadow(self._places)
-        for i, owner, attribute in self._places:
-            owner._parameters[attribute] = self._shown[i]
+        self.show_state(self._shown)
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Back to the flat parameter."""
         current = self.left()
+        self.hide_state()
+        self._shown = []
+        return current, []
+
+    def show_state(self, params: Sequence[nn.Parameter]) -> None:
+        """Register these, and not the flat parameter."""
+        self._module._parameters.pop(FLAT_PARAM, None)
+        unshadow(self._places)
+        register(self._places, params)
+
+    def hide_state(self) -> None:
+        """Register the flat parameter alone."""
         for _, owner, attribute in self._places:
             owner._parameters.pop(attribute, None)
         self._module._parameters[FLAT_PARAM] = self.flat_param
         self.unuse()
-        self._shown = []
-        return current, []
 
     def left(self) -> list[Tensor]:
         """What is registered now."""

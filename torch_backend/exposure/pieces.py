@@ -10,9 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_backend import optimizer_probe, optimizer_state  # noqa: F401
 from torch_backend.collectives import Communicator
 from torch_backend.exposure.registration import (
-    Place as Registration,
-)
-from torch_backend.exposure.registration import (
     ShardedParams,
     call_grad_hooks,
     copy_into,
@@ -60,11 +57,6 @@ class PieceExposure(ShardedParams):
         ]
         super().__init__(owned, store, leaves, params)
         self.show_sharded()
-
-    @property
-    def registered(self) -> list[Registration]:
-        """Where each parameter is registered."""
-        return self._places
 
     def adopt(self) -> None:
         """Data may have been assigned or moved, or parameters replaced by other objects."""

@@ -14,6 +14,11 @@ class Exposure(Protocol):
     # Whether the module shows the shards again at the end of a forward after which full memory is kept.
     conceals_after_forward: bool
 
+    @property
+    def registered(self) -> Sequence[tuple[int, nn.Module, str]]:
+        """Every place where a parameter is registered under its original name: its index, the module and the attribute."""
+        ...
+
     def show_full(self) -> None:
         """Full parameters are registered."""
         ...
@@ -44,6 +49,14 @@ class Exposure(Protocol):
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
         """Take over this rank's slices of full gradients that `dismiss` returned (R22)."""
+        ...
+
+    def show_state(self, params: Sequence[nn.Parameter]) -> None:
+        """Register these under the original names, for a state dict to be made of or loaded into."""
+        ...
+
+    def hide_state(self) -> None:
+        """End `show_state`: what is sharded is registered."""
         ...
 
     def deregister(self) -> None:

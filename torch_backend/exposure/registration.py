@@ -131,6 +131,11 @@ class RegisteredParams:
         self._places = list(registrations(owned))
         self._in_use = False
 
+    @property
+    def registered(self) -> list[Place]:
+        """Where each parameter is registered."""
+        return self._places
+
     def show_full(self) -> None:
         """Register the leaves."""
         register(self._places, self._leaves)
@@ -156,6 +161,14 @@ class RegisteredParams:
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.requires_grad is not param.requires_grad:
                 leaf.requires_grad_(param.requires_grad)
+
+    def show_state(self, params: Sequence[nn.Parameter]) -> None:
+        """Register these in the place of the sharded parameters."""
+        register(self._places, params)
+
+    def hide_state(self) -> None:
+        """Register the sharded parameters again."""
+        register(self._places, self.params)
 
     def show_part(self, part: GroupShard) -> None:
         """What is sharded over all ranks stays registered."""
