@@ -1,0 +1,1 @@
+"""What `experiments/train_torch.py` is made of: settings, the sharded model, checkpoints, metrics."""

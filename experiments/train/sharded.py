@@ -1,0 +1,175 @@
+"""The model of a run, sharded through either interface, and what a loop calls differently under the two."""
+
+import os
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from crossframe.strategy import Strategy
+from experiments.train.settings import TrainSettings
+from torch_backend import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    initialise_sharded,
+)
+
+
+class Sharded(ABC):
+    """A sharded model.
+
+    Attributes:
+        model: what the batch goes through.
+    """
+
+    model: nn.Module
+
+    @abstractmethod
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a microbatch: gradients travel with the last one of a step."""
+
+    @abstractmethod
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale gradients down to this norm; returns the norm that they had, the same on all ranks."""
+
+    @abstractmethod
+    def state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of model and optimizer under the names of the plain model, as `torch.distributed.checkpoint` saves and
+        loads it: of each tensor this rank's part. All ranks call it. The optimizer has stepped."""
+
+    @abstractmethod
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take over a state that `state` returned and that was loaded into."""
+
+
+class Fsdp1(Sharded):
+    """Through `FullyShardedDataParallel`."""
+
+    def __init__(self, module: nn.Module, units: set[type], mesh: DeviceMesh, settings: TrainSettings) -> None:
+        strategies = {strategy.strategy: strategy for strategy in ShardingStrategy}
+        mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self.model: FullyShardedDataParallel = FullyShardedDataParallel(
+            module,
+            sharding_strategy=strategies[Strategy(settings.strategy)],
+            auto_wrap_policy=ModuleWrapPolicy(units),
+            mixed_precision=mixed if settings.precision == "bfloat16" else None,
+            device_id=torch.device(mesh.device_type, torch.cuda.current_device())
+            if mesh.device_type == "cuda"
+            else None,
+            use_orig_params=True,
+            device_mesh=mesh,  # with which sharded state dicts hold DTensors, as fully_shard's do
+        )
+        FullyShardedDataParallel.set_state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT)
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """See Sharded."""
+        return nullcontext() if last else self.model.no_sync()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """See Sharded."""
+        return self.model.clip_grad_norm_(max_norm)
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See Sharded."""
+        state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
+        return {"model": self.model.state_dict(), "optimizer": state}
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """See Sharded."""
+        self.model.load_state_dict(state["model"])
+        own = FullyShardedDataParallel.optim_state_dict_to_load(self.model, optimizer, state["optimizer"])
+        optimizer.load_state_dict(own)
+
+
+class Fsdp2(Sharded):
+    """Through `fully_shard`, over any of its layouts."""
+
+    def __init__(self, module: nn.Module, units: set[type], mesh: DeviceMesh, settings: TrainSettings) -> None:
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": Strategy(settings.strategy).reshards_after_forward,
+            "layout": settings.layout,
+            "mp_policy": mixed if settings.precision == "bfloat16" else MixedPrecisionPolicy(),
+        }
+        for inner in module.modules():
+            if type(inner) in units:
+                fully_shard(inner, **options)
+        self.model = fully_shard(module, **options)
+        initialise_sharded(self.model)
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """See Sharded."""
+        self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """See Sharded."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See Sharded."""
+        model, state = get_state_dict(self.model, optimizer)
+        return {"model": model, "optimizer": state}
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """See Sharded."""
+        set_state_dict(self.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def build(settings: TrainSettings, device: torch.device) -> Sharded:
+    """The model with the values that its seed gives, sharded over the default process group. Both interfaces, all layouts and
+    any number of ranks give the same values.
+
+    Raises:
+        CrossframeError: what the interface refuses.
+    """
+    torch.manual_seed(settings.seed)
+    # fully_shard needs the model nowhere in full; FullyShardedDataParallel cuts what each rank has made of the same seed.
+    with torch.device("cpu" if settings.face == "fsdp1" else "meta"):
+        module, units = settings.definition.make_torch()
+    module.to(getattr(torch, settings.stored_dtype))
+    if settings.dropout:
+        for inner in module.modules():
+            if type(inner) in units:
+                inner.mlp.register_forward_hook(
+                    lambda mlp, _, output: functional.dropout(output, settings.dropout, mlp.training)
+                )
+    make = Fsdp1 if settings.face == "fsdp1" else Fsdp2
+    return make(module, units, _mesh(settings, device), settings)
+
+
+def _mesh(settings: TrainSettings, device: torch.device) -> DeviceMesh:
+    strategy, world_size = Strategy(settings.strategy), dist.get_world_size()
+    shard = (settings.shard or int(os.environ["LOCAL_WORLD_SIZE"])) if strategy.is_hybrid else None
+    spec = strategy.mesh(world_size, shard)
+    if strategy.is_hybrid or (strategy is Strategy.NO_SHARD and settings.face == "fsdp2"):
+        return init_device_mesh(device.type, (spec.replicate, spec.shard), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+
+
+def prime(optimizer: Optimizer) -> None:
+    """Give an optimizer that has not stepped the state that a checkpoint is loaded into: a step that changes nothing."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
