@@ -31,10 +31,10 @@ from torch_backend.exposure import Exposure, FlatExposure, FlatParameter, Origin
 from torch_backend.grad_norm import clip_grad_norm
 from torch_backend.ignored import find_ignored
 from torch_backend.materialise import prepare, sync_states
+from torch_backend.optim_state_methods import HasOptimStateDicts
 from torch_backend.process_groups import Groups, find_groups, unit_mesh
 from torch_backend.schedule import Schedule
 from torch_backend.slots import WRAPPED, OwnedParam, canonical_name
-from torch_backend.state_dict import HasStateDicts
 from torch_backend.store import ShardStore
 from torch_backend.summon import Summonable
 from torch_backend.unit import UNIT, unit_of
@@ -57,7 +57,7 @@ _end_forward = _disable_dynamo(Schedule.end_forward)
 _abandon_forward = _disable_dynamo(Schedule.abandon_forward)
 
 
-class FullyShardedDataParallel(Summonable, HasStateDicts):
+class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     """Shard a module's parameters over the ranks; gather them around its forward and backward.
 
     Args:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -155,6 +156,11 @@ def rows_of_dtensor(dtensor: DTensor) -> Tensor:
     if dtensor.placements != wanted:
         dtensor = dtensor.redistribute(placements=wanted)
     return dtensor.to_local()
+
+
+def is_over(mesh: DeviceMesh, place: Place) -> bool:
+    """Whether a DTensor's mesh is that of a place, or of the ranks alone that the place's unit is sharded over."""
+    return mesh == place.mesh or (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == place.shards.ranks)
 
 
 def from_dtensors(places: Sequence[Place], dtensors: Sequence[DTensor], values: Tensor, *, unit: str = "") -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import StateDictError
 from torch_backend.bucket import Bucket
 from torch_backend.exposure.pieces import PieceExposure
 from torch_backend.exposure.registration import Place as Registration
-from torch_backend.piece_moves import from_rows, rows_of_dtensor, to_dtensors
+from torch_backend.piece_moves import from_rows, is_over, rows_of_dtensor, to_dtensors
 from torch_backend.piece_place import Place
 from torch_backend.piece_tensor import PieceTensor, piece_tensor, same_place
 from torch_backend.sharded_tensors import rows_of_sharded_tensor
@@ -112,7 +111,7 @@ def take(
             else:
                 wrong.append(f"{names[-1]!r} is {value!r}, cut otherwise than here")
         elif isinstance(value, DTensor):
-            if _is_over(value.device_mesh, places[i]):
+            if is_over(value.device_mesh, places[i]):
                 rows[i] = rows_of_dtensor(value)
             else:
                 wrong.append(f"{names[-1]!r} is on {value.device_mesh}")
@@ -136,8 +135,3 @@ def take(
     for i, names in keys.items():
         for key in names:
             state[key] = piece_tensor(store.split(values)[i], places[i])
-
-
-def _is_over(mesh: DeviceMesh, place: Place) -> bool:
-    """Whether a DTensor's mesh is the unit's, or of the ranks alone that the unit is sharded over."""
-    return mesh == place.mesh or (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == place.shards.ranks)

@@ -28,7 +28,7 @@ from torch_backend.piece_tensor import PieceTensor, piece_param
 from torch_backend.redistribute import paths_of, take
 from torch_backend.sharded_tensors import sharded_tensor
 from torch_backend.slots import WRAPPED, canonical_name
-from torch_backend.state_dict_types import HasStateDictType, StateDictConfig, StateDictSettings
+from torch_backend.state_dict_types import FullStateDictConfig, HasStateDictType, StateDictConfig, StateDictSettings
 from torch_backend.unit import Unit, unit_of
 
 
@@ -80,6 +80,13 @@ def kind_of(wrapper: HasStateDicts) -> StateKind:
     return kind
 
 
+def config_of(wrapper: HasStateDicts) -> StateDictConfig:
+    """How a wrapper's state dicts are made: where nothing is sharded by the defaults, as in torch."""
+    if unit_of(wrapper).mesh.spec.shard == 1:
+        return FullStateDictConfig()
+    return wrapper._state_dict_settings.state_dict_config
+
+
 def has_entries(config: Any, unit: Unit) -> bool:
     """Whether this rank's state dict has entries of the unit's."""
     return not getattr(config, "rank0_only", False) or unit.mesh.group_rank == 0
@@ -94,7 +101,7 @@ def _check_idle(unit: Unit) -> None:
 @contextmanager
 def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
     """Inside, the module registers what its state dict shall hold."""
-    kind, config = kind_of(wrapper), wrapper._state_dict_settings.state_dict_config
+    kind, config = kind_of(wrapper), config_of(wrapper)
     if kind is not wrapper._state_dict_settings.state_dict_type.kind:
         warnings.warn(f"unit {unit.name!r} is not sharded: its state dict is a full one", stacklevel=3)
     _check_idle(unit)
@@ -149,11 +156,10 @@ def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     unit = unit_of(wrapper)
     if unit.summoned:
         return
-    config = wrapper._state_dict_settings.state_dict_config
+    config = config_of(wrapper)
     if not has_entries(config, unit):
         own = [key for key, value in state.items() if any(is_piece_of(value, bucket) for bucket in unit.buckets)]
-        buffers = [prefix + canonical_name(name) for name, _ in wrapper.named_buffers()]
-        for key in (*own, *buffers):
+        for key in (*own, *(key for key, _ in _buffers(wrapper, prefix))):
             state.pop(key, None)
         return
     for bucket in unit.buckets:
@@ -161,7 +167,16 @@ def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
             state[prefix + FLAT_PARAM] = _own_shard(bucket, config)
         else:
             _replace_pieces(bucket, state, wrapper, unit.name)
-    _convert_buffers(wrapper, state, prefix, config)
+    if kind_of(wrapper) is not StateKind.LOCAL:
+        _convert_buffers(wrapper, state, prefix, config)
+
+
+def _buffers(wrapper: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """The keys and names of all buffers below but those of ignored modules."""
+    ignored = {id(buffer) for module in wrapper._ignored.modules for buffer in module.buffers()}
+    for name, buffer in wrapper.named_buffers():
+        if id(buffer) not in ignored:
+            yield prefix + canonical_name(name), name
 
 
 def is_piece_of(value: Any, bucket: Bucket) -> bool:
@@ -221,15 +236,13 @@ def as_rows(
 def _convert_buffers(wrapper: HasStateDicts, state: dict[str, Any], prefix: str, config: StateDictConfig) -> None:
     """Buffers in the dtypes that they had when they were wrapped, on the CPU if asked for."""
     lowered = wrapper.mixed_precision.buffer_dtype is not None  # type: ignore[union-attr]
-    ignored = {id(buffer) for module in wrapper._ignored.modules for buffer in module.buffers()}  # type: ignore
-    for name, registered in wrapper.named_buffers():
-        key, dtype = prefix + canonical_name(name), wrapper._buffer_dtypes.get(name)
-        buffer = state.get(key)
+    for key, name in _buffers(wrapper, prefix):
+        buffer, dtype = state.get(key), wrapper._buffer_dtypes.get(name)
         if not isinstance(buffer, Tensor):  # not persistent
             continue
         if config.offload_to_cpu:
             buffer = buffer.cpu()
-        if lowered and dtype is not None and id(registered) not in ignored and buffer.dtype != dtype:
+        if lowered and dtype is not None and buffer.dtype != dtype:
             buffer = buffer.to(dtype)
         state[key] = buffer
 
