@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 -m experiments.train_torch --output runs/gpt
 
 The same command goes on from the newest whole checkpoint: on any number of ranks, through either interface, with any strategy
-and layout. A step follows from the seed and its number alone: the ranks share out one batch, and what dropout draws follows from seed,
-step and rank. So a run is the same however often it was interrupted: bit for bit on as many ranks, but for rounding on others.
+and layout. A step follows from the seed and its number alone: the ranks share out one batch, and what dropout draws follows from
+seed, step and rank. So a run is the same however often it was interrupted: bit for bit on as many ranks, to rounding on others.
 """
 
 import os
@@ -22,13 +22,14 @@ from torch.nn import functional
 
 from crossframe.errors import UsageError
 from experiments.data import text_batch
-from experiments.train.checkpoints import Checkpoints
+from experiments.train.checkpoints import Checkpoint, Checkpoints
 from experiments.train.journal import Journal
 from experiments.train.settings import TrainSettings
 from experiments.train.sharded import Sharded, build, prime
 from experiments.train.together import CheckpointError
 
 DEFAULTS = TrainSettings(Path("runs/gpt"))
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def train(settings: TrainSettings, device: torch.device) -> bool:
@@ -42,37 +43,42 @@ def train(settings: TrainSettings, device: torch.device) -> bool:
     """
     settings.num_microbatches(dist.get_world_size())  # before anything is made
     stop = _StopAsked()
-    journal = Journal(settings.output)
-    checkpoints = Checkpoints(settings.output / "checkpoints", settings.keep, journal.say)
-    found = checkpoints.find(settings.resume)
-    changes = settings.changes_from(found.settings) if found else []
+    with Journal(settings.output) as journal:
+        checkpoints = Checkpoints(settings.output / "checkpoints", settings.keep, journal.say)
+        found = checkpoints.find(settings.resume)
+        changes = settings.changes_from(found.settings) if found else []
+        sharded = build(settings, device)
+        optimizer = torch.optim.AdamW(sharded.model.parameters(), weight_decay=settings.weight_decay)
+        step, saved, stopping = 0, True, False
+        if found:
+            _load(found, sharded, optimizer)
+            step = found.step
+            journal.say(f"going on from {found.path}, step {step}")
+            for change in changes:
+                journal.say(f"CHANGED: {change}")
+        journal.open(step)
 
-    sharded = build(settings, device)
-    optimizer = torch.optim.AdamW(sharded.model.parameters(), weight_decay=settings.weight_decay)
-    step, saved = 0, True
-    if found:
-        prime(optimizer)
-        state = sharded.state(optimizer)
-        found.load(state)
-        sharded.load(optimizer, state)
-        step = found.step
-        journal.say(f"going on from {found.path}, step {step}" + "".join(f"\nCHANGED: {change}" for change in changes))
-    journal.open(step)
+        with journal.progress(step, settings.steps) as shown:
+            while step < settings.steps and not stopping:
+                began = time.perf_counter()
+                loss, norm, stopping = _step(settings, sharded, optimizer, step, stop, device)
+                step += 1
+                speed = settings.batch_size * settings.definition.config.context / (time.perf_counter() - began)
+                journal.write({"step": step, "loss": loss, "grad_norm": norm, "tokens_per_second": round(speed, 1)})
+                shown.update(step, loss, speed)
+                if step % settings.checkpoint_every == 0 or step == settings.steps or stopping:
+                    saved = _save(settings, sharded, optimizer, step, checkpoints, journal)
+        if stopping:
+            journal.say(f"asked to stop: stopped at step {step} of {settings.steps}")
+        return saved
 
-    stopping = False
-    with journal.progress(step, settings.steps) as shown:
-        while step < settings.steps and not stopping:
-            began = time.perf_counter()
-            loss, norm, stopping = _step(settings, sharded, optimizer, step, stop, device)
-            step += 1
-            speed = settings.batch_size * settings.definition.config.context / (time.perf_counter() - began)
-            journal.write({"step": step, "loss": loss, "grad_norm": norm, "tokens_per_second": round(speed, 1)})
-            shown.update(step, loss, speed)
-            if step % settings.checkpoint_every == 0 or step == settings.steps or stopping:
-                saved = _save(settings, sharded, optimizer, step, checkpoints, journal)
-    if stopping:
-        journal.say(f"asked to stop: stopped at step {step} of {settings.steps}")
-    return saved
+
+def _load(found: Checkpoint, sharded: Sharded, optimizer: torch.optim.Optimizer) -> None:
+    """Take over the state of a checkpoint."""
+    prime(optimizer)
+    state = sharded.state(optimizer)
+    found.load(state)
+    sharded.load(optimizer, state)
 
 
 def _step(
@@ -174,6 +180,7 @@ def run(settings: TrainSettings) -> bool:
         dist.destroy_process_group()
 
 
+@app.command()
 def main(
     output: Annotated[Path, typer.Option(help="Folder of checkpoints and metrics, which all ranks see.")],
     model: Annotated[str, typer.Option(help="gpt or gpt-tiny.")] = DEFAULTS.model,
@@ -221,4 +228,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

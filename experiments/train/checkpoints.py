@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from crossframe.errors import UsageError
 from experiments.train.settings import AUTO, NONE
@@ -47,7 +48,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it cannot be read, or is of another model; nothing else was changed than tensors of `state`.
         """
-        together(f"loading {self.path}", lambda: dcp.load(state, checkpoint_id=self.path))
+        together(f"loading {self.path}", lambda: load(state, checkpoint_id=self.path))
 
 
 class Checkpoints:
@@ -82,7 +83,7 @@ class Checkpoints:
         writing = self.folder / f"writing-{final.name}"
         try:
             on_first(f"making {writing}", lambda: _make(writing))
-            together(f"writing {writing}", lambda: dcp.save(state, checkpoint_id=writing))
+            together(f"writing {writing}", lambda: save(state, checkpoint_id=writing))
             names = on_first(f"listing {writing}", lambda: sorted(path.name for path in writing.iterdir()))
             described = _dealt(f"reading back {writing}", names, lambda name: _describe(writing / name))
             manifest = {"format": 1, "step": step, "settings": settings, "files": described}

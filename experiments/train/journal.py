@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import torch.distributed as dist
 from rich.console import Console
@@ -28,7 +28,7 @@ class Journal:
     steps before it.
 
     Args:
-        folder: of the run. It is made, and locked for as long as rank 0 lives: one run at a time writes there.
+        folder: of the run. It is made, and locked until rank 0 leaves it or dies: one run at a time writes there.
 
     Raises:
         CheckpointError: the folder cannot be used, or another run writes there.
@@ -43,6 +43,15 @@ class Journal:
         self._lock: IO[str] | None = None
         self._told = ""
         on_first(f"locking {folder}", self._take_lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Another run may write to the folder."""
+        for file in (self._lines, self._lock):
+            if file is not None:
+                file.close()
 
     def _take_lock(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ class TrainSettings:
     Attributes:
         output: folder of checkpoints and metrics, which all ranks see.
         face: the interface of torch_backend that shards the model.
-        layout: how shards lie; None: "flat" under fsdp1, which has no other, and "per_param" under fsdp2.
+        layout: how shards lie; None: as torch's do, "flat" under fsdp1, which has no other, and "per_param" under fsdp2.
         strategy: value of `crossframe.strategy.Strategy`.
         shard: under hybrid strategies, the ranks that hold one copy of the model; None: those of a machine.
         batch_size: samples of a step, on all ranks together, so that a step is the same on any number of ranks.
@@ -58,8 +58,6 @@ class TrainSettings:
     Raises:
         UsageError: anything out of range; the message names it.
 
-    >>> TrainSettings(Path("runs/a"), face="fsdp1").layout
-    'flat'
     >>> TrainSettings(Path("runs/a"), batch_size=12, micro_batch_size=2).num_microbatches(world_size=3)
     2
     """
@@ -87,14 +85,11 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         model_named(self.model)
-        if self.layout is None:
-            object.__setattr__(self, "layout", "flat" if self.face == "fsdp1" else "per_param")
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UsageError(
-                    f"{_flag(name)}: expected one of {', '.join(allowed)}, got {shown(getattr(self, name))}"
-                )
-        if self.face == "fsdp1" and self.layout != "flat":
+            value = getattr(self, name)
+            if value not in allowed and (name, value) != ("layout", None):
+                raise UsageError(f"{_flag(name)}: expected one of {', '.join(allowed)}, got {shown(value)}")
+        if self.face == "fsdp1" and self.layout not in (None, "flat"):
             raise UsageError(f"--layout: fsdp1 has flat alone, got {self.layout}; pass --face fsdp2 for the others")
         least = {"steps": 1, "batch_size": 1, "warmup_steps": 0, "seed": 0, "checkpoint_every": 1, "keep": 1}
         optional = {name: 1 for name in ("shard", "micro_batch_size") if getattr(self, name) is not None}

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from crossframe.strategy import Strategy
 from experiments.train.settings import TrainSettings
 from torch_backend import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -102,7 +103,7 @@ class Fsdp2(Sharded):
         options: dict[str, Any] = {
             "mesh": mesh,
             "reshard_after_forward": Strategy(settings.strategy).reshards_after_forward,
-            "layout": settings.layout,
+            "layout": settings.layout or "per_param",
             "mp_policy": mixed if settings.precision == "bfloat16" else MixedPrecisionPolicy(),
         }
         for inner in module.modules():
@@ -113,6 +114,7 @@ class Fsdp2(Sharded):
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """See Sharded."""
+        assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         return nullcontext()
 
@@ -140,17 +142,25 @@ def build(settings: TrainSettings, device: torch.device) -> Sharded:
     """
     torch.manual_seed(settings.seed)
     # fully_shard needs the model nowhere in full; FullyShardedDataParallel cuts what each rank has made of the same seed.
-    with torch.device("cpu" if settings.face == "fsdp1" else "meta"):
-        module, units = settings.definition.make_torch()
-    module.to(getattr(torch, settings.stored_dtype))
-    if settings.dropout:
-        for inner in module.modules():
-            if type(inner) in units:
-                inner.mlp.register_forward_hook(
-                    lambda mlp, _, output: functional.dropout(output, settings.dropout, mlp.training)
-                )
-    make = Fsdp1 if settings.face == "fsdp1" else Fsdp2
-    return make(module, units, _mesh(settings, device), settings)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, settings.stored_dtype))  # in which values are drawn
+    try:
+        with torch.device("cpu" if settings.face == "fsdp1" else "meta"):
+            module, units = settings.definition.make_torch()
+        make = Fsdp1 if settings.face == "fsdp1" else Fsdp2
+        return make(_with_dropout(module, units, settings.dropout), units, _mesh(settings, device), settings)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _with_dropout(module: nn.Module, units: set[type], probability: float) -> nn.Module:
+    """A model that drops elements behind the MLP of each of its units."""
+    for inner in module.modules() if probability else ():
+        if type(inner) in units:
+            inner.get_submodule("mlp").register_forward_hook(
+                lambda mlp, _, output: functional.dropout(output, probability, mlp.training)
+            )
+    return module
 
 
 def _mesh(settings: TrainSettings, device: torch.device) -> DeviceMesh:
