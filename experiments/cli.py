@@ -306,6 +306,20 @@ def bench_torch(
         )
 
 
+@bench.command("state")
+def bench_state(
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")] = None,
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, to see that it works.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a figure is over its limit.")] = False,
+) -> None:
+    """Measure state dicts and checkpoints of torch_backend beside those of torch's FSDP1 and FSDP2: time and memory."""
+    from experiments.bench.command import run_state_bench
+
+    with _exit_on_error():
+        raise typer.Exit(run_state_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+
+
 def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> None:
     """Print the verdict, write the report, and exit with the verdict's status."""
     report, series = report_of(pairs, command=" ".join(["crossframe", *sys.argv[1:]]))

@@ -102,13 +102,54 @@ def run_torch_bench(
         with console.status(f"measuring: {name}"):
             section = parts[name](QUICK if quick else FULL)
         measured.append(section)
-        console.print(f"[bold]{section.title}[/bold]\n{section.skipped or section.how}\n", highlight=False)
-        if section.figures:
-            print_table(console, section.figures)
-            console.print()
-        if section.grid is not None:
-            print_grid(console, section.grid)
-            console.print()
+        _print_section(console, section)
+    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict)
+
+
+def run_state_bench(
+    console: Console,
+    *,
+    output: Path | None = None,
+    json_output: Path | None = None,
+    quick: bool = False,
+    strict: bool = False,
+) -> int:
+    """Measure state dicts and checkpoints of `torch_backend` beside those of torch's own FSDP1 and FSDP2: time and memory.
+
+    Args, returns and raises: as `run_torch_bench`.
+    """
+    from experiments.bench.sizes import FULL, QUICK
+    from experiments.bench.state import state_sections
+
+    where = torch_machine()
+    with console.status("measuring"):
+        measured = state_sections(QUICK if quick else FULL)
+    for section in measured:
+        _print_section(console, section)
+    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict)
+
+
+def _print_section(console: Console, section: Section) -> None:
+    console.print(f"[bold]{section.title}[/bold]\n{section.skipped or section.how}\n", highlight=False)
+    if section.figures:
+        print_table(console, section.figures)
+        console.print()
+    if section.grid is not None:
+        print_grid(console, section.grid)
+        console.print()
+
+
+def _conclude(
+    console: Console,
+    where: dict[str, Any],
+    measured: Sequence[Section],
+    output: Path | None,
+    json_output: Path | None,
+    *,
+    quick: bool,
+    strict: bool,
+) -> int:
+    """Say where it was measured, write the files, and return the exit status."""
     console.print(torch_machine_line(where), highlight=False)
     if json_output is not None:
         json_output.write_text(json.dumps(torch_report(where, measured, quick=quick), indent=2) + "\n")

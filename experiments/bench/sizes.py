@@ -7,7 +7,7 @@ from experiments.models.gpt import GPTConfig
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run of `crossframe bench torch`.
+    """Sizes of a run of `crossframe bench torch` or `crossframe bench state`.
 
     Attributes:
         gpt: of the model whose step is timed and whose memory is counted.
@@ -17,6 +17,7 @@ class Sizes:
         host_worlds: world size to the limit of our bookkeeping over torch's.
         memory_worlds: world sizes at which memory is counted.
         wrap_rounds: how often the model of `host_blocks` is wrapped.
+        state_rounds: how often every operation on state is timed.
         gpu_gpt, gpu_batch, gpu_rounds: the same on GPUs.
     """
 
@@ -29,6 +30,7 @@ class Sizes:
     host_worlds: tuple[tuple[int, float], ...]
     memory_worlds: tuple[int, ...]
     wrap_rounds: int
+    state_rounds: int
     gpu_gpt: GPTConfig
     gpu_batch: int
     gpu_rounds: int
@@ -45,6 +47,7 @@ FULL = Sizes(
     host_worlds=((8, 0.45), (512, 0.85)),
     memory_worlds=(2, 8),
     wrap_rounds=21,
+    state_rounds=11,
     gpu_gpt=GPTConfig(vocabulary=32768, context=1024, width=2048, num_heads=16, num_blocks=18),
     gpu_batch=4,
     gpu_rounds=21,
@@ -59,6 +62,7 @@ QUICK = Sizes(
     host_worlds=((8, 0.45),),
     memory_worlds=(2,),
     wrap_rounds=2,
+    state_rounds=2,
     gpu_gpt=GPTConfig(vocabulary=16, context=8, width=16, num_heads=2, num_blocks=2),
     gpu_batch=1,
     gpu_rounds=2,

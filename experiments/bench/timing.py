@@ -17,12 +17,15 @@ Times = Mapping[str, Sequence[float]]
 
 
 def alternate(
-    steps: Mapping[str, Callable[[], object]], rounds: int, ready: Callable[[], object] = lambda: None
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    ready: Callable[[], object] = lambda: None,
+    warm_up: int = WARM_UP,
 ) -> dict[str, dict[str, list[float]]]:
     """What each step took, by each of the CLOCKS, in each round: {clock: {name: seconds}}.
 
-    The first WARM_UP rounds are not counted. The order is drawn from the round's number, so that all ranks draw the same. Garbage
-    is collected between rounds and not within them.
+    The first `warm_up` rounds are not counted. The order is drawn from the round's number, so that all ranks draw the same.
+    Garbage is collected between rounds and not within them.
 
     Args:
         ready: called before each step, not timed: where ranks wait for one another.
@@ -32,7 +35,7 @@ def alternate(
     gc.freeze()
     gc.disable()
     try:
-        for turn in range(WARM_UP + rounds):
+        for turn in range(warm_up + rounds):
             for name in random.Random(turn).sample(list(steps), len(steps)):
                 ready()
                 start = [now() for now in CLOCKS.values()]
@@ -43,7 +46,7 @@ def alternate(
     finally:
         gc.enable()
         gc.unfreeze()
-    return {clock: {name: seconds[WARM_UP:] for name, seconds in by_name.items()} for clock, by_name in times.items()}
+    return {clock: {name: seconds[warm_up:] for name, seconds in by_name.items()} for clock, by_name in times.items()}
 
 
 def slowest(by_rank: Sequence[Times]) -> dict[str, list[float]]:
