@@ -1,6 +1,7 @@
 """The ranks that `fully_shard` shards over: from a DeviceMesh to process groups (R10)."""
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -109,14 +110,14 @@ T = TypeVar("T")
 class _Kept(dict[object, Any]):
     """By key. It does not travel with a mesh that is copied or saved, as in every DTensor of a state dict."""
 
-    def __reduce__(self) -> tuple[type["_Kept"], tuple[()]]:
-        """A new one."""
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type[OrderedDict], tuple[()]]:
+        """What any reader of such a file knows, and is told apart from this here."""
+        return OrderedDict, ()
 
 
 def _kept(mesh: DeviceMesh, key: object, make: Callable[[], T]) -> T:
     """What was made of a mesh, kept with the mesh object: two that compare equal may have other process groups."""
-    if not hasattr(mesh, "_crossframe_kept"):
+    if type(getattr(mesh, "_crossframe_kept", None)) is not _Kept:
         mesh._crossframe_kept = _Kept()  # type: ignore[attr-defined]
     kept: _Kept = mesh._crossframe_kept  # type: ignore[attr-defined]
     if key not in kept:

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from crossframe.lifecycle import Residency
 from crossframe.reduction import custom_factors
 from torch_backend.collectives import Communicator
 from torch_backend.fully_shard_api import AllGather, ReduceScatter
+from torch_backend.load_check import strictly
 from torch_backend.on_meta import check_real
+from torch_backend.refusals import refuse_ddp, refuse_to_pickle
 from torch_backend.schedule import Schedule
+from torch_backend.streams import on_stream
 from torch_backend.unit import Unit, unit_of
 
 
@@ -53,6 +56,14 @@ class FSDPModule(nn.Module):
     def __deepcopy__(self, memo: dict) -> "FSDPModule":
         """Refused: the copy would share neither hooks nor memory with its unit."""
         raise AssertedError("a sharded module cannot be copied; copy it before fully_shard, or use a state dict")
+
+    __reduce_ex__ = refuse_to_pickle  # type: ignore[assignment]
+    _ddp_params_and_buffers_to_ignore = refuse_ddp
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module, on all ranks; where something does not fit, StateDictError lists it and nothing is loaded."""
+        with strictly(strict):
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     # Parameters
 
@@ -190,7 +201,7 @@ class FSDPModule(nn.Module):
         if stream is not None and unit_of(self).mesh.spec.replicate > 1:
             raise UsageError("set_all_reduce_hook: a stream of your own is for meshes without replicas")
         for bucket in unit_of(self).buckets:
-            bucket.reduction_choices.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+            bucket.reduction_choices.all_reduce_hook = hook if stream is None else on_stream(hook, stream)
 
     # Collectives
 
@@ -375,18 +386,6 @@ def _check_bool(method: str, value: Any) -> None:
 def _check_comm(method: str, comm: Any) -> None:
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise UsageError(f"{method}: expected an object to call, with a method `allocate`; got {comm!r}")
-
-
-def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
-    def on_stream(reduced: Tensor) -> None:
-        module: Any = torch.get_device_module(reduced.device)
-        current = module.current_stream()
-        stream.wait_stream(current)
-        with module.stream(stream):
-            hook(reduced)
-        current.wait_stream(stream)
-
-    return on_stream
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:

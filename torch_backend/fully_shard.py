@@ -25,6 +25,7 @@ from torch_backend.fully_shard_api import (
     OffloadPolicy,
 )
 from torch_backend.group_shard import GroupShard
+from torch_backend.load_check import check_load
 from torch_backend.materialise import move_to_mesh
 from torch_backend.on_meta import make_real
 from torch_backend.placement import PlacementFn
@@ -228,8 +229,9 @@ class _Hooks:
         """A state dict is about to be made."""
         self._unit.show_shards()
 
-    def prepare_load(self, inner: nn.Module, *_: Any) -> None:
+    def prepare_load(self, inner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """A state dict is about to be loaded."""
+        check_load(inner, state, prefix)
         self._unit.show_shards()
         self._unit.free_before_edit()
 

@@ -33,6 +33,7 @@ from torch_backend.ignored import find_ignored
 from torch_backend.materialise import prepare, sync_states
 from torch_backend.optim_state_methods import HasOptimStateDicts
 from torch_backend.process_groups import Groups, find_groups, unit_mesh
+from torch_backend.refusals import refuse_ddp, refuse_to_pickle
 from torch_backend.schedule import Schedule
 from torch_backend.slots import WRAPPED, OwnedParam, canonical_name
 from torch_backend.store import ShardStore
@@ -134,7 +135,8 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
                 ignored,
                 _is_wrapped,
                 FullyShardedDataParallel,
-                process_group=groups,
+                process_group=None if device_mesh is not None else groups,
+                device_mesh=device_mesh,
                 sharding_strategy=sharding_strategy,
                 cpu_offload=cpu_offload,
                 backward_prefetch=backward_prefetch,
@@ -292,6 +294,9 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         units = schedule.units if schedule is not None else [unit_of(wrapper) for wrapper in self.fsdp_modules(self)]
         for unit in units:
             unit.drop_grads()
+
+    __reduce_ex__ = refuse_to_pickle  # type: ignore[assignment]
+    _ddp_params_and_buffers_to_ignore = refuse_ddp
 
     def __deepcopy__(self, memo: dict) -> "FullyShardedDataParallel":
         """Refused: the copy would share neither hooks nor memory with its units."""

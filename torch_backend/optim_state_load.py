@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.distributed_c10d import _get_pg_default_device
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -236,7 +235,8 @@ class _Remote:
     def fetch(self) -> Tensor:
         """The tensor, by a broadcast."""
         group = self._group or default_process_group()
-        device = _get_pg_default_device(group)
+        kinds = group._device_types
+        device = next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
         value = self._value.to(device).contiguous() if self._value.device.type != "meta" else None
         if value is None:
             value = torch.empty(self.shape, dtype=self.dtype, device=device)

@@ -7,7 +7,6 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.distributed_c10d import _get_pg_default_device
 
 from crossframe.layout import Layout, PerParamLayout
 from torch_backend.collectives import Communicator
@@ -41,7 +40,8 @@ def sharded_tensor(
 
 def _place(group: dist.ProcessGroup, k: int) -> str:
     """Where torch says that the shard of rank k of the group is: on the device of the group's collectives."""
-    device = _get_pg_default_device(group).type
+    kinds = [kind.type for kind in group._device_types]
+    device = "cpu" if "cpu" in kinds else kinds[0]
     rank = dist.get_global_rank(group, k)
     where = device if device == "cpu" else f"{device}:{rank % torch.get_device_module(device).device_count()}"
     return f"rank:{rank}/{where}"

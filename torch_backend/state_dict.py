@@ -8,7 +8,7 @@ copies into PieceTensors, which are the shards.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from crossframe.errors import StateDictError, UnsupportedError, UsageError
 from crossframe.state import FLAT_PARAM, StateKind
 from torch_backend.bucket import Bucket
 from torch_backend.exposure import FlatExposure
+from torch_backend.load_check import check_load, strictly
 from torch_backend.piece_moves import dtensor_of_rows, to_rows
 from torch_backend.piece_place import Place
 from torch_backend.piece_tensor import PieceTensor, piece_param
@@ -51,6 +52,11 @@ class HasStateDicts(HasStateDictType):
         self.register_load_state_dict_pre_hook(_prepare_load)
         self.register_load_state_dict_post_hook(_end_load)
 
+    @property
+    def _has_params(self) -> bool:
+        """torch's name of it, for libraries: whether the unit has parameters."""
+        return bool(unit_of(self).buckets)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of the module without wrappers, of the type that was set by `set_state_dict_type`: full tensors on every rank if
         nothing was. All ranks call it. While parameters are summoned, it holds what the user sees.
@@ -64,6 +70,17 @@ class HasStateDicts(HasStateDictType):
             return super().state_dict(*args, **kwargs)
         with _showing(self, unit):
             return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of the module without wrappers, of the type that was set, or of full tensors. All ranks call it. Where something
+        does not fit, nothing is loaded.
+
+        Raises:
+            StateDictError: on all ranks; the message lists what does not fit.
+            StateError: in a forward or backward.
+        """
+        with strictly(strict):
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def kind_of(wrapper: HasStateDicts) -> StateKind:
@@ -256,9 +273,11 @@ def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
     unit = unit_of(wrapper)
     if not unit.summoned:
         _check_idle(unit)
+        kind = kind_of(wrapper)
+        if kind is not StateKind.LOCAL:
+            check_load(wrapper, state, prefix)
         unit.show_shards()
         unit.free_before_edit()
-        kind = kind_of(wrapper)
         for bucket in unit.buckets:
             bucket.exposure.adopt()
             if kind is StateKind.LOCAL:

@@ -184,3 +184,17 @@ _CPU = Streams()
 def streams_of(device: torch.device) -> Streams:
     """The streams of a device, made when first asked for."""
     return _CPU if device.type in ("cpu", "meta") else DeviceStreams(device)
+
+
+def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
+    """`hook`, called on a stream of the user's, which the current one waits for."""
+
+    def on_stream(reduced: Tensor) -> None:
+        module: Any = torch.get_device_module(reduced.device)
+        current = module.current_stream()
+        stream.wait_stream(current)
+        with module.stream(stream):
+            hook(reduced)
+        current.wait_stream(stream)
+
+    return on_stream

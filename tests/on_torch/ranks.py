@@ -54,7 +54,8 @@ class World:
         while waiting:
             ready = wait(list(waiting), timeout=seconds)
             if not ready:
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
+                failed = "".join(f"\n--- rank {rank} ---\n{value}" for rank, (ok, value) in results.items() if not ok)
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s{failed}")
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 results[rank] = connection.recv()  # type: ignore[union-attr]

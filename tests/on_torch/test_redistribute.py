@@ -217,13 +217,13 @@ def _refuses(rank: int, world_size: int) -> None:
     with pytest.raises(StateDictError, match=r"'embedding.weight' is .*ragged layout.*cut otherwise"):
         model.load_state_dict({n: v.detach() for n, v in other.state_dict(keep_vars=True).items()})
     state["head.weight"] = value[:3]
-    with pytest.raises(RuntimeError, match=r"size mismatch for head.weight.*\[3, 7\].*\[11, 7\]"):
+    with pytest.raises(RuntimeError, match=r"nothing was loaded.*head.weight.*\(3, 7\).*\(11, 7\)"):
         model.load_state_dict(state)
     state["head.weight"] = 3
     with pytest.raises(RuntimeError, match=r"head\.weight"):
         model.load_state_dict(state)
     del state["head.weight"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*head.weight"):
+    with pytest.raises(RuntimeError, match=r"nothing was loaded: missing .head.weight"):
         model.load_state_dict(state)
 
 

@@ -39,6 +39,8 @@ class FlatExposure:
         self._module, self._store = module, store
         self._places = list(registrations(owned))
         self.flat_param = FlatParameter(store.buffer, requires_grad=owned[0].spec.requires_grad)
+        # As torch's knows them, for libraries: the names of what is in it.
+        self.flat_param._fqns = [entry.spec.name for entry in owned]  # type: ignore[attr-defined]
         self._shown: list[nn.Parameter] = []
         for _, owner, attribute in self._places:
             del owner._parameters[attribute]
