@@ -91,7 +91,10 @@ class Checkpoints:
         except CheckpointError:
             on_first(f"removing {writing}", lambda: shutil.rmtree(writing, ignore_errors=True))
             raise
-        on_first(f"removing old checkpoints in {self.folder}", self._prune)
+        try:
+            on_first(f"removing old checkpoints in {self.folder}", self._prune)
+        except CheckpointError as error:  # this one is saved all the same
+            self.say(f"{error}; remove them by hand")
         return Checkpoint(final, step, settings)
 
     def _prune(self) -> None:
@@ -123,7 +126,7 @@ class Checkpoints:
             found, wrong = read(Path(resume))
             if found is None:
                 raise CheckpointError(f"--resume {resume}: {'; '.join(wrong)}")
-        ahead = [path.name for path in finals if found is None or _step_of(path) > found.step]
+        ahead = [path.name for path in reversed(finals) if found is None or _step_of(path) > found.step]
         if ahead:
             raise UsageError(
                 f"{self.folder} has {', '.join(ahead)}, over which a run from step {found.step if found else 0} would write; "

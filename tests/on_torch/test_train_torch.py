@@ -1,9 +1,10 @@
-"""The training script that others copy: what it computes depends neither on how it is sharded nor on where it was interrupted, and
+"""The training script that others copy: its run depends neither on how it is sharded nor on where it was interrupted, and
 what it cannot use it names.
 
 The long form of the trials in which it is killed is `python -m tests.on_torch.campaign`.
 """
 
+import fcntl
 import os
 import signal
 from dataclasses import replace
@@ -23,8 +24,7 @@ from experiments.models import model_named
 from experiments.train import checkpoints
 from experiments.train.settings import TrainSettings
 from experiments.train.together import CheckpointError, together
-from tests.on_torch.campaign import Trials, content, damage, finals, metrics
-from tests.on_torch.ranks import RankError
+from tests.on_torch.campaign import Trials, content, finals, metrics
 
 SMALL = TrainSettings(
     Path("unused"), model="gpt-tiny", steps=4, batch_size=12, warmup_steps=2, checkpoint_every=2, device="cpu"
@@ -103,7 +103,7 @@ def trials(tmp_path_factory):
     return Trials(tmp_path_factory.mktemp("campaign"), seed=1)
 
 
-def test_R36_a_damaged_checkpoint_is_named_and_set_aside_and_two_are_refused(ranks, tmp_path, capfd):
+def test_R36_a_damaged_checkpoint_is_named_and_set_aside_and_two_are_refused(ranks, tmp_path):
     settings = replace(SMALL, output=tmp_path)
     ranks.run(2, _trained, settings)
     older, newer = finals(tmp_path)
@@ -128,3 +128,149 @@ def test_R36_a_damaged_checkpoint_is_named_and_set_aside_and_two_are_refused(ran
         assert "step-00000004: manifest.json has other content" in message
         assert "step-00000002: .metadata is missing" in message
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_run_goes_on_where_asked_and_writes_over_nothing(ranks, tmp_path):
+    output = tmp_path / "a"
+    settings = replace(SMALL, output=output, keep=3, checkpoint_every=1)
+    ranks.run(2, _trained, settings)
+    assert [path.name[-1] for path in finals(output)] == ["2", "3", "4"]
+    second = finals(output)[0]
+
+    # To the end from a checkpoint of another folder, with another batch, which is said.
+    ranks.run(2, _trained, replace(settings, output=tmp_path / "b", resume=str(second), batch_size=4))
+    assert [step for step, *_ in metrics(tmp_path / "b")] == [3, 4]
+
+    before = sorted(output.rglob("*"))
+    for resume, names in (("none", "step-00000002, step-00000003, step-00000004"), (str(second), "step-00000003, ")):
+        for kind, message in ranks.run(2, _refused, replace(settings, resume=resume)):
+            assert kind == "UsageError" and names in message and "another --output" in message
+    for kind, message in ranks.run(2, _refused, replace(settings, precision="float64")):
+        assert kind == "UsageError" and "'gpt-tiny' in float32, and this run of 'gpt-tiny' in float64" in message
+    for kind, message in ranks.run(2, _refused, replace(settings, resume=str(tmp_path))):
+        assert kind == "CheckpointError" and "manifest.json is missing" in message
+    for kind, message in ranks.run(2, _refused, replace(settings, batch_size=5)):
+        assert kind == "UsageError" and "--batch-size: expected a multiple of the 2 ranks, got 5" in message
+    assert sorted(output.rglob("*")) == before
+
+
+def _stopped(rank, world_size, settings):
+    """Rank 1 is sent SIGTERM in step 2."""
+    text_batch = train_torch.text_batch
+
+    def batch_and_signal(seed, step, *rest):
+        if (rank, step) == (1, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return text_batch(seed, step, *rest)
+
+    train_torch.text_batch = batch_and_signal
+    try:
+        return train_torch.train(settings, torch.device("cpu"))
+    finally:
+        train_torch.text_batch = text_batch
+
+
+def test_asked_to_stop_all_ranks_end_the_step_save_and_stop(ranks, tmp_path):
+    settings = replace(SMALL, output=tmp_path, checkpoint_every=100)
+    assert ranks.run(2, _stopped, settings) == [True, True]
+    assert [path.name for path in finals(tmp_path)] == ["step-00000002"]
+    assert [step for step, *_ in metrics(tmp_path)] == [1, 2]
+
+
+def _second_run(rank, world_size, settings):
+    """A run while another one writes to the folder."""
+    if rank == 0:
+        other = (settings.output / "lock").open("a+")
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write("process 7 on another")
+        other.flush()
+    dist.barrier()
+    return _refused(rank, world_size, settings)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(ranks, tmp_path):
+    for kind, message in ranks.run(2, _second_run, replace(SMALL, output=tmp_path)):
+        assert kind == "CheckpointError" and "another run writes here (process 7 on another)" in message
+
+
+def _one_fails(rank, world_size):
+    def act():
+        if rank == 1:
+            raise OSError(28, "No space left on device", "a/file")
+        return rank
+
+    try:
+        together("writing a", act)
+    except CheckpointError as error:
+        return str(error)
+    return together("asking", lambda: 10 * rank)
+
+
+def test_what_fails_on_one_rank_fails_on_all_in_the_same_words(ranks):
+    said = "writing a: rank 1: OSError: [Errno 28] No space left on device: 'a/file'"
+    assert ranks.run(3, _one_fails) == [said] * 3
+
+
+def _breaks(rank, world_size, settings, name, broken_rank):
+    """A save in which one act of one rank fails."""
+    original = getattr(checkpoints, name)
+
+    def fails(*arguments):
+        if rank == broken_rank and "step-00000002" in str(arguments):
+            raise OSError(28, "No space left on device")
+        return original(*arguments)
+
+    setattr(checkpoints, name, fails)
+    try:
+        return train_torch.train(settings, torch.device("cpu"))
+    finally:
+        setattr(checkpoints, name, original)
+
+
+@pytest.mark.parametrize(("name", "broken_rank"), [("_make", 0), ("_describe", 1), ("_finish", 0)])
+def test_a_failed_save_leaves_no_trace_and_training_goes_on(ranks, tmp_path, name, broken_rank):
+    settings = replace(SMALL, output=tmp_path)
+    assert ranks.run(2, _breaks, settings, name, broken_rank) == [True, True]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+    assert len(metrics(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"model": "bert"}, "unknown model 'bert'"),
+        ({"face": "fsdp3"}, "--face: expected one of fsdp1, fsdp2, got 'fsdp3'"),
+        ({"face": "fsdp1", "layout": "ragged"}, "--layout: fsdp1 has flat alone"),
+        ({"strategy": "zero"}, "--strategy: expected one of full_shard"),
+        ({"shard": 2}, "--shard: only hybrid strategies"),
+        ({"steps": 0}, "--steps: expected an integer of at least 1"),
+        ({"keep": True}, "--keep: expected an integer"),
+        ({"micro_batch_size": 0}, "--micro-batch-size: expected an integer"),
+        ({"learning_rate": float("nan")}, "--learning-rate: expected a number"),
+        ({"dropout": 1.0}, "--dropout: expected a number from 0 to below 1"),
+        ({"precision": 32}, "--precision: expected one of float32"),
+    ],
+)
+def test_settings_out_of_range_are_named(wrong, named):
+    with pytest.raises(UsageError, match=named):
+        replace(SMALL, **wrong)
+
+
+def test_the_command_passes_on_every_option_and_says_wrong_use_in_one_line(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(train_torch, "run", lambda settings: seen.append(settings) or True)
+    runner, options = CliRunner(), vars(replace(SMALL, output=tmp_path, dropout=0.5, micro_batch_size=3, layout="flat"))
+    words = [
+        word
+        for name, value in options.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    assert runner.invoke(train_torch.app, words).exit_code == 0
+    assert vars(seen[0]) == options
+    monkeypatch.setattr(train_torch, "run", lambda settings: False)
+    assert runner.invoke(train_torch.app, words).exit_code == 1
+    monkeypatch.undo()
+    monkeypatch.delenv("RANK", raising=False)
+    result = runner.invoke(train_torch.app, words)
+    assert result.exit_code == 2 and result.output.startswith("train_torch: start it by torchrun")
