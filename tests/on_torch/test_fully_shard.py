@@ -397,6 +397,36 @@ def test_R29_ranks_leave_different_parameters_unused(ranks):
     assert ranks.run(2, _unused) == [[once, twice]] * 2
 
 
+class _TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.early, self.late = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, uses_late: bool) -> Tensor:
+        return self.late(x) if uses_late else self.early(x)
+
+
+def _late_gradient(rank: int, world_size: int) -> bool:
+    """A parameter that the microbatches without reduction did not reach has a gradient in the dtype of compute, beside others in
+    that of the reduction."""
+    policy = torch_backend.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = torch_backend.fully_shard(_TwoLayers(), mp_policy=policy)
+    alone = torch_backend.fully_shard(_TwoLayers(), mp_policy=policy)
+    x = torch.linspace(0, 1, 6).view(2, 3)
+    model.set_requires_gradient_sync(False)
+    model(x, False).sum().backward()
+    model.set_requires_gradient_sync(True)
+    (model(x, False).sum() + model(x, True).sum()).backward()
+    (alone(x, False).sum() + alone(x, True).sum()).backward()
+    pairs = [(_full(m.late.weight.grad), _full(m.early.weight.grad)) for m in (model, alone)]
+    return torch.equal(pairs[0][0], pairs[1][0]) and torch.equal(pairs[0][1], 2 * pairs[1][1])
+
+
+def test_R15_a_gradient_that_comes_late_is_reduced_with_those_that_waited(ranks):
+    assert all(ranks.run(2, _late_gradient))
+
+
 def _rows_between(rank: int, world_size: int, num_rows: int) -> list[Any]:
     model = nn.Linear(3, num_rows, bias=False)
     with torch.no_grad():
