@@ -16,10 +16,19 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
-from tests.on_torch import differential_fsdp1, differential_fsdp2, exceptions, exceptions_fsdp2
+from tests.on_torch import (
+    differential_fsdp1,
+    differential_fsdp2,
+    differential_state,
+    exceptions,
+    exceptions_fsdp2,
+    exceptions_state,
+)
 from tests.on_torch.differential_fsdp1 import WrappedRun
 from tests.on_torch.differential_fsdp2 import ShardedRun
+from tests.on_torch.differential_state import StateRun
 from tests.on_torch.exceptions import Departure
 from tests.on_torch.histories import Case, History, difference, shown
 from tests.on_torch.ranks import Ranks, started_ranks
@@ -27,11 +36,16 @@ from tests.on_torch.trees import smaller_trees
 
 SECONDS = 30
 SECONDS_SMALL = 12  # for a smaller case of one that fails; that may hang
-RUNS = {"fsdp1": WrappedRun, "fsdp2": ShardedRun}
-DRAWS = {"fsdp1": differential_fsdp1.draw_case, "fsdp2": differential_fsdp2.draw_case}
+RUNS: dict[str, Any] = {"fsdp1": WrappedRun, "fsdp2": ShardedRun, "state": StateRun}
+DRAWS = {
+    "fsdp1": differential_fsdp1.draw_case,
+    "fsdp2": differential_fsdp2.draw_case,
+    "state": differential_state.draw_case,
+}
 EXCEPTED: dict[str, tuple[Departure, ...]] = {
     "fsdp1": (*exceptions.BUGS, *exceptions.DEPARTURES),
     "fsdp2": (*exceptions_fsdp2.BUGS, *exceptions_fsdp2.DEPARTURES),
+    "state": (*exceptions.BUGS, *exceptions.DEPARTURES, *exceptions_state.BUGS, *exceptions_state.DEPARTURES),
 }
 
 
@@ -43,22 +57,31 @@ def around_departures(case: Case) -> Case:
     return around_departures(case) if found else case
 
 
-def run(case: Case, face: ModuleType, rank: int) -> History:
-    """The history of a case by one of the two, without what torch prints before it raises."""
+def run(case: Case, face: ModuleType, rank: int, *saver: ModuleType) -> History:
+    """The history of a case by one of the two, without what torch prints before it raises. A case of state dicts may be saved by
+    one and loaded by the other."""
     nowhere = io.StringIO()
     with warnings.catch_warnings(), redirect_stdout(nowhere), redirect_stderr(nowhere):
         warnings.simplefilter("ignore")
-        return RUNS[case.options.face](case, face, rank).go()
+        return RUNS[case.options.face](case, face, rank, *saver).go()
 
 
 def compare(rank: int, world_size: int, case: Case) -> tuple[str, str]:
     """On a rank: the first difference, and what torch raised, if it did."""
     import torch_backend
 
-    theirs = run(case, import_module("torch.distributed.fsdp"), rank)
-    ours = run(case, torch_backend, rank)
+    fsdp = import_module("torch.distributed.fsdp")
+    theirs = run(case, fsdp, rank)
     raised = theirs[-1][1] if theirs and isinstance(theirs[-1][1], Exception) else None
-    return difference(theirs, ours, case), shown(raised) if raised is not None else ""
+    text = difference(theirs, run(case, torch_backend, rank), case)
+    if case.options.face == "state":
+        for loader, saver, what in (
+            (torch_backend, fsdp, "ours loads torch's"),
+            (fsdp, torch_backend, "torch loads ours"),
+        ):
+            crossed = difference(theirs, run(case, loader, rank, saver), case)
+            text = text or (crossed and f"{what}: {crossed}")
+    return text, shown(raised) if raised is not None else ""
 
 
 def failure_of(ranks: Ranks, case: Case, seconds: float = SECONDS) -> tuple[str, str]:
@@ -112,7 +135,9 @@ def check(ranks: Ranks, case: Case, *, named: str, limit: int = 100) -> str:
 def main() -> int:
     """Run cases of many seeds; print and count those that differ."""
     parser = argparse.ArgumentParser(prog="python -m tests.on_torch.differential", description=__doc__)
-    parser.add_argument("--face", choices=list(DRAWS), default="fsdp1", help="FullyShardedDataParallel or fully_shard")
+    parser.add_argument(
+        "--face", choices=list(DRAWS), default="fsdp1", help="FullyShardedDataParallel, fully_shard, or state dicts"
+    )
     parser.add_argument("--cases", type=int, default=100, help="how many cases")
     parser.add_argument("--seed", type=int, default=1, help="the first seed is 1000 times this")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="world sizes, taken in turn")

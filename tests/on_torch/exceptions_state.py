@@ -1,0 +1,102 @@
+"""Where state dicts of `torch_backend` and of `torch.distributed.fsdp` do not do the same: one operation each, with the smallest
+case of it, as in `exceptions`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from tests.on_torch.differential_fsdp1 import HYBRIDS, Mixed
+from tests.on_torch.differential_state import StateOptions
+from tests.on_torch.exceptions import Departure, with_mixed, with_nodes, with_options
+from tests.on_torch.histories import Case
+from tests.on_torch.trees import Node, Tree
+
+
+def _one(leaf: Node, world_size: int = 2, **options: Any) -> Case:
+    return Case(Tree(Node(children=(leaf,), unit=True)), StateOptions(**options), world_size)
+
+
+def _has_managed(case: Case) -> bool:
+    return any(node.kind not in ("group", "plain") and not node.ignored for node in case.nodes)
+
+
+BUGS: tuple[Departure, ...] = ()
+DEPARTURES = (
+    Departure(
+        "a full state dict moved to the CPU, where it lies already",
+        "torch frees the memory of what it moved, which is what it returns: it raises, or ends the process; ours returns it",
+        _one(Node("vector"), use_orig_params=False, offload=True, steps=0),
+        "out of bounds for storage of size 0",
+        lambda case: case.options.kind == "FULL" and case.options.offload,
+        with_options(offload=False),
+    ),
+    Departure(
+        "a local state dict while parameters are summoned",
+        "torch takes all of the flat parameter for the shard, and raises; ours gives what the user sees, as at other times",
+        _one(Node("vector"), use_orig_params=False, kind="LOCAL", amid="summoned", steps=0),
+        "exceeds tensor dim",
+        lambda case: case.options.kind == "LOCAL" and case.options.amid == "summoned" and case.world_size > 1,
+        with_options(amid=""),
+    ),
+    Departure(
+        "a local state dict of several shard groups",
+        "torch says of every rank that it is the first, second ... of all, and raises on those that are not; the others wait",
+        _one(
+            Node("vector"),
+            world_size=4,
+            kind="LOCAL",
+            sharding_strategy="HYBRID_SHARD",
+            mesh="groups",
+            shard_size=2,
+            steps=0,
+        ),
+        "TimeoutError",
+        lambda case: (
+            case.options.kind == "LOCAL"
+            and case.options.sharding_strategy in HYBRIDS
+            and case.options.shard_size < case.world_size
+        ),
+        with_options(kind="SHARDED"),
+    ),
+    Departure(
+        "optimizer state to load, where all parameters are ignored",
+        "torch looks for the first unit that has parameters, and ends with StopIteration; ours loads as a plain optimizer",
+        _one(Node("vector", ignored=True), steps=0),
+        "StopIteration",
+        lambda case: not _has_managed(case),
+        with_nodes(lambda node: replace(node, ignored=False)),
+    ),
+    Departure(
+        "the ShardedTensor of a parameter without elements",
+        "torch gives each rank a shard without rows; ours the first alone, as where there are fewer rows than ranks",
+        _one(Node("empty"), kind="SHARDED", steps=0),
+        "saved: kind",
+        lambda case: case.options.kind in ("SHARDED", "LOCAL") and any(node.kind == "empty" for node in case.nodes),
+        with_nodes(lambda node: replace(node, kind="vector") if node.kind == "empty" else node),
+    ),
+    Departure(
+        "the sharded state of an optimizer whose flat parameters are not sharded",
+        "torch cuts it into ShardedTensors, unlike the model's and unlike that of original parameters; ours gives it whole",
+        _one(Node("vector"), use_orig_params=False, kind="SHARDED", sharding_strategy="NO_SHARD"),
+        "optimizer: kind",
+        lambda case: (
+            case.options.kind != "FULL"
+            and not case.options.use_orig_params
+            and (case.world_size == 1 or "NO_SHARD" in (case.options.sharding_strategy, case.options.inner))
+        ),
+        with_options(kind="FULL"),
+    ),
+    Departure(
+        "buffers in low precision in a local state dict",
+        "torch leaves them in the dtype of compute, unlike in other state dicts; ours gives the dtype that they had",
+        _one(Node("buffers"), kind="LOCAL", mixed=Mixed(buffer_dtype="bfloat16"), steps=0),
+        "saved: kind",
+        lambda case: (
+            case.options.kind == "LOCAL"
+            and case.options.mixed is not None
+            and case.options.mixed.buffer_dtype is not None
+            and any(node.kind in ("buffers", "batch_norm") for node in case.nodes)
+        ),
+        with_mixed(buffer_dtype=None),
+    ),
+)
