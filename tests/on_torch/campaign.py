@@ -408,7 +408,14 @@ class Trials:
         return self._references[key]
 
     def _settings(self, config: dict[str, Any], output: Path) -> TrainSettings:
-        common = {"model": "gpt-tiny", "steps": STEPS, "batch_size": BATCH, "warmup_steps": 2, "device": "cpu"}
+        common = {
+            "model": "gpt-tiny",
+            "steps": STEPS,
+            "batch_size": BATCH,
+            "warmup_steps": 2,
+            "clip": 0.5,
+            "device": "cpu",
+        }
         return TrainSettings(output, checkpoint_every=EVERY, keep=KEEP, **(common | config))
 
     def _killed(self, kind: str, draw: random.Random, config: dict[str, Any], output: Path) -> Outcome:

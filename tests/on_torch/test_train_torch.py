@@ -27,7 +27,7 @@ from experiments.train.together import CheckpointError, together
 from tests.on_torch.campaign import Trials, content, finals, metrics
 
 SMALL = TrainSettings(
-    Path("unused"), model="gpt-tiny", steps=4, batch_size=12, warmup_steps=2, checkpoint_every=2, device="cpu"
+    Path("unused"), model="gpt-tiny", steps=4, batch_size=12, warmup_steps=2, checkpoint_every=2, clip=0.5, device="cpu"
 )
 EXACT = replace(SMALL, precision="float64")
 
@@ -61,7 +61,7 @@ def expected():
         logits = model(torch.from_numpy(batch.tokens).long())
         loss = functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).long().flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         found.append((step + 1, loss.item(), norm.item()))
@@ -108,8 +108,10 @@ def test_R36_a_damaged_checkpoint_is_named_and_set_aside_and_two_are_refused(ran
     ranks.run(2, _trained, settings)
     older, newer = finals(tmp_path)
     whole = content(newer)
-    file = newer / "__1_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
+    shard = newer / "__1_0.distcp"
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
     assert ranks.run(2, _trained, settings) == [True, True]
     assert {path.name for path in older.parent.iterdir()} == {older.name, newer.name, f"damaged-{newer.name}"}
     again = content(newer)
@@ -119,6 +121,8 @@ def test_R36_a_damaged_checkpoint_is_named_and_set_aside_and_two_are_refused(ran
     )
 
     (older / ".metadata").unlink()
+    shard = older / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
     manifest = newer / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 3'))
     before = sorted(tmp_path.rglob("*"))
@@ -126,7 +130,7 @@ def test_R36_a_damaged_checkpoint_is_named_and_set_aside_and_two_are_refused(ran
         assert kind == "CheckpointError"
         assert "no checkpoint is whole" in message
         assert "step-00000004: manifest.json has other content" in message
-        assert "step-00000002: .metadata is missing" in message
+        assert "step-00000002: .metadata is missing, __0_0.distcp has " in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -274,3 +278,11 @@ def test_the_command_passes_on_every_option_and_says_wrong_use_in_one_line(monke
     monkeypatch.delenv("RANK", raising=False)
     result = runner.invoke(train_torch.app, words)
     assert result.exit_code == 2 and result.output.startswith("train_torch: start it by torchrun")
+
+
+def test_dropout_drops_and_follows_from_the_seed_alone(ranks, tmp_path):
+    losses = []
+    for i, dropout in enumerate((0.0, 0.5, 0.5)):
+        ranks.run(2, _trained, replace(SMALL, output=tmp_path / str(i), steps=1, dropout=dropout))
+        losses.append(metrics(tmp_path / str(i))[0][1])
+    assert losses[0] != losses[1] == losses[2]
