@@ -13,6 +13,7 @@ The order of reductions is in [Note: order of reductions] in reductions.py.
 Collectives are issued and waited for later; what runs beside what on a device is in [Note: streams] in streams.py.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Mapping, Sequence, Set
@@ -34,6 +35,15 @@ from torch_backend.unit import Unit
 
 # What a module may return without anything to differentiate in it.
 _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, tuple, list, Mapping, Set)
+
+
+# Of a tensor that units have returned: which did, and the tensor's version then, behind which it has another graph.
+_WATCHING = "_crossframe_watching"
+
+
+def _begin_backwards(watching: "list[tuple[Schedule, Unit, Any]]", grad: torch.Tensor) -> None:
+    for schedule, unit, _ in reversed(watching):
+        schedule.begin_backward(unit)
 
 
 class Schedule:
@@ -244,7 +254,14 @@ class Schedule:
             self._without_backward.add(unit)
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _grad, _use=unit.current_use: self.begin_backward(unit))
+                # A unit may return what one inside it has returned. On every rank the outer one begins its backward first,
+                # whether or not something lies between their outputs there.
+                version, watching = getattr(tensor, _WATCHING, (None, []))
+                if version != tensor._version:
+                    watching = []
+                    setattr(tensor, _WATCHING, (tensor._version, watching))
+                    tensor.register_hook(functools.partial(_begin_backwards, watching))
+                watching.append((self, unit, unit.current_use))
         opaque = not tensors and not isinstance(output, _WITHOUT_TENSORS)
         if opaque and unit.trained and unit.choices.reshard_after_forward:
             raise UsageError(

@@ -1,21 +1,30 @@
 """Where `torch_backend` and `torch.distributed.fsdp` do not do the same under FSDP2, as `exceptions` has it for FSDP1."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 from tests.on_torch.differential_fsdp2 import Precision, ShardOptions
 from tests.on_torch.exceptions import Departure, with_nodes, with_options
 from tests.on_torch.histories import Case
-from tests.on_torch.trees import Node, Tree
+from tests.on_torch.trees import Node, Tree, build
 
 
 def _one(leaf: Node, **options: Any) -> Case:
     return Case(Tree(Node(children=(leaf,), unit=True)), ShardOptions(steps=1, **options))
 
 
+@functools.cache
+def _trains(leaf: Node) -> bool:
+    """Whether it has parameters of its own that are trained."""
+    if leaf.kind == "group" or leaf.ignored:
+        return False
+    return any(param.requires_grad for param in build(leaf, 4, False, []).parameters())
+
+
 def _trained(unit: Node) -> list[Node]:
     """The leaves that a unit trains, without those of inner units."""
-    here = [] if unit.kind in ("group", "plain") or unit.frozen == "all" or unit.ignored else [unit]
+    here = [unit] if _trains(unit) else []
     return here + [leaf for child in unit.children if not child.unit for leaf in _trained(child)]
 
 
@@ -69,6 +78,32 @@ BUGS: tuple[Departure, ...] = (
     ),
 )
 DEPARTURES: tuple[Departure, ...] = (
+    Departure(
+        "a part that one rank skips, where parameters are sharded to fewer ranks",
+        "torch gathers in another order on that rank, and waits for ever; ours goes on (R08, R29)",
+        replace(
+            Case(
+                Tree(
+                    Node(
+                        children=(
+                            Node(children=(Node("vector"),), unit=True),
+                            Node("vector", frozen="all", skipped_by=0),
+                        ),
+                        unit=True,
+                    ),
+                    exact=True,
+                ),
+                ShardOptions(steps=1, reshard=2),
+            ),
+            world_size=4,
+        ),
+        "TimeoutError",
+        lambda case: (
+            any(node.skipped_by >= 0 for node in case.nodes)
+            and any((_size(case.options.reshard), _size(case.options.inner_reshard)))
+        ),
+        with_nodes(lambda node: replace(node, skipped_by=-1)),
+    ),
     Departure(
         "the gradient of a parameter without elements",
         "torch raises in its copy into the buffer of the reduction; ours reduces no elements",

@@ -36,7 +36,13 @@ def test_R14_random_trees_train_as_under_torch(ranks, world_size, first):
     assert sum(map(bool, raised)) <= 1, raised  # or the cases would show little
 
 
-@pytest.mark.parametrize("departure", DEPARTURES, ids=lambda departure: departure.name)
+@pytest.mark.parametrize(
+    "departure",
+    [
+        departure for departure in DEPARTURES if departure.shows != "TimeoutError"
+    ],  # which takes as long to see as it says
+    ids=lambda departure: departure.name,
+)
 def test_R14_what_is_excepted_differs_as_stated(ranks, departure):
     assert departure.when(departure.smallest)
     text, raised = failure_of(ranks, departure.smallest)
