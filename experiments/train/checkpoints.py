@@ -85,7 +85,9 @@ class Checkpoints:
             on_first(f"making {writing}", lambda: _make(writing))
             together(f"writing {writing}", lambda: save(state, checkpoint_id=writing))
             names = on_first(f"listing {writing}", lambda: sorted(path.name for path in writing.iterdir()))
-            described = _dealt(f"reading back {writing}", names, lambda name: _describe(writing / name))
+            described = _dealt(
+                f"reading back {writing}, which all ranks must see", names, lambda name: _describe(writing / name)
+            )
             manifest = {"format": 1, "step": step, "settings": settings, "files": described}
             on_first(f"finishing {final}", lambda: _finish(writing, final, manifest))
         except CheckpointError:

@@ -134,8 +134,8 @@ class Fsdp2(Sharded):
 
 
 def build(settings: TrainSettings, device: torch.device) -> Sharded:
-    """The model with the values that its seed gives, sharded over the default process group. Both interfaces, all layouts and
-    any number of ranks give the same values.
+    """The model with the values that its seed gives, sharded over the default process group. On one kind of device both
+    interfaces, all layouts and any number of ranks give the same values.
 
     Raises:
         CrossframeError: what the interface refuses.
@@ -145,7 +145,7 @@ def build(settings: TrainSettings, device: torch.device) -> Sharded:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, settings.stored_dtype))  # in which values are drawn
     try:
-        with torch.device("cpu" if settings.face == "fsdp1" else "meta"):
+        with device if settings.face == "fsdp1" else torch.device("meta"):
             module, units = settings.definition.make_torch()
         make = Fsdp1 if settings.face == "fsdp1" else Fsdp2
         return make(_with_dropout(module, units, settings.dropout), units, _mesh(settings, device), settings)
@@ -155,11 +155,13 @@ def build(settings: TrainSettings, device: torch.device) -> Sharded:
 
 def _with_dropout(module: nn.Module, units: set[type], probability: float) -> nn.Module:
     """A model that drops elements behind the MLP of each of its units."""
+
+    def drop(mlp: nn.Module, _: Any, output: Tensor) -> Tensor:
+        return functional.dropout(output, probability, mlp.training)
+
     for inner in module.modules() if probability else ():
         if type(inner) in units:
-            inner.get_submodule("mlp").register_forward_hook(
-                lambda mlp, _, output: functional.dropout(output, probability, mlp.training)
-            )
+            inner.get_submodule("mlp").register_forward_hook(drop)
     return module
 
 

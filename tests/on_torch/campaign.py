@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from crossframe.verdict.bounds import bounds_for
 from experiments.train.settings import TrainSettings
@@ -65,7 +66,7 @@ EXACT: tuple[dict[str, Any], ...] = (
 KINDS = (
     *("one rank killed", "all ranks killed", "one rank killed in a save", "all ranks killed in a save"),
     *("file too large", "disk full", "truncated", "bit flipped", "all damaged", "other world"),
-    *("torchrun: one rank killed", "torchrun: all killed"),
+    *("torchrun: one rank killed", "torchrun: all killed", "torchrun: launcher killed"),
 )
 
 
@@ -76,8 +77,9 @@ class Harm:
     Attributes:
         rank: the victim.
         whole_world: whether all ranks are killed at once.
-        seconds: after which it is killed; or, with `event`, how long after that.
+        seconds: after which it is killed; or how long after what follows.
         event: the how many-th time that the victim touches the folder of checkpoints, or 0.
+        call: the how many-th forward of any of its modules, or 0.
         limit: instead of a death, the most bytes that a file of the `event`-th save may have, or 0.
     """
 
@@ -85,6 +87,7 @@ class Harm:
     whole_world: bool = False
     seconds: float = 0.0
     event: int = 0
+    call: int = 0
     limit: int = 0
 
 
@@ -96,14 +99,13 @@ class Session:
         statuses: exit status by rank; negative for signals.
         said: what each rank wrote.
         stuck: ranks that did not end by themselves after another had died.
-        events, seconds: of each rank that came to the end: how often it touched the checkpoints, and how long it took.
+        counts: of each rank that came to the end: how often it touched the checkpoints, and how many forwards there were.
     """
 
     statuses: tuple[int, ...]
     said: tuple[str, ...]
     stuck: tuple[int, ...] = ()
-    events: tuple[int, ...] = ()
-    seconds: float = 0.0
+    counts: tuple[tuple[int, int], ...] = ()
 
 
 # Sessions
@@ -121,15 +123,13 @@ def session(settings: TrainSettings, world_size: int, harm: Harm | None = None) 
             processes.append(start_process(_rank, settings, rank, world_size, store.port, leader, harm, theirs, folder))
             theirs.close()
             connections.append(ours)
-        began = time.monotonic()
         stuck = _await_end(processes)
-        seconds = time.monotonic() - began
-        events = tuple(event for connection in connections for event in _heard(connection))
+        counts = tuple(count for connection in connections for count in _heard(connection))
         said = tuple(Path(folder, str(rank)).read_text() for rank in range(world_size))
-        return Session(tuple(process.exitcode for process in processes), said, stuck, events, seconds)
+        return Session(tuple(process.exitcode for process in processes), said, stuck, counts)
 
 
-def _heard(connection: Connection) -> Iterator[int]:
+def _heard(connection: Connection) -> Iterator[tuple[int, int]]:
     with suppress(EOFError):
         yield connection.recv()
 
@@ -177,7 +177,7 @@ def _rank(
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         status = 2
-    connection.send(bomb.events)
+    connection.send((bomb.events, bomb.calls))
     connection.close()
     os._exit(status)
 
@@ -192,14 +192,15 @@ def _join_group(leader: int) -> None:
 
 
 class Bomb:
-    """Counts how often this process touches the folder of checkpoints, and does the harm."""
+    """Counts how often this process touches the folder of checkpoints and runs a module, and does the harm."""
 
     def __init__(self, output: Path, harm: Harm | None) -> None:
-        self.events, self._harm = 0, harm
+        self.events, self.calls, self._harm = 0, 0, harm
         self._inside = f"{output}/checkpoints/"
         self._saves: list[str] = []
         sys.addaudithook(self._hear)
-        if harm is not None and not harm.event:
+        register_module_forward_pre_hook(self._called)
+        if harm is not None and not harm.event and not harm.call:
             self._go_off_after(harm.seconds)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
@@ -215,6 +216,11 @@ class Bomb:
             self._limit(str(args[0]))
         elif self.events == harm.event:
             self._go_off_after(harm.seconds)
+
+    def _called(self, *_: Any) -> None:
+        self.calls += 1
+        if self._harm is not None and self.calls == self._harm.call:
+            self._go_off_after(self._harm.seconds)
 
     def _limit(self, path: str) -> None:
         assert self._harm is not None
@@ -351,11 +357,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nothing happened to: its folder, how often each rank touched the checkpoints, and how long it took."""
+    """A run that nothing happened to: its folder, and how often each rank touched the checkpoints and ran a module."""
 
     output: Path
-    events: tuple[int, ...]
-    seconds: float
+    counts: tuple[tuple[int, int], ...]
 
 
 class Trials:
@@ -392,6 +397,7 @@ class Trials:
             "all damaged": self._all_damaged,
             "torchrun: one rank killed": self._torchrun,
             "torchrun: all killed": self._torchrun,
+            "torchrun: launcher killed": self._torchrun,
         }.get(kind, self._killed)
         outcome = act(kind, draw, config, output)
         shutil.rmtree(output, ignore_errors=True)
@@ -404,7 +410,7 @@ class Trials:
             output = self.folder / f"reference-{len(self._references)}"
             done = session(self._settings(config, output), WORLD_SIZE)
             assert done.statuses == (0,) * WORLD_SIZE, done
-            self._references[key] = Reference(output, done.events, done.seconds)
+            self._references[key] = Reference(output, done.counts)
         return self._references[key]
 
     def _settings(self, config: dict[str, Any], output: Path) -> TrainSettings:
@@ -426,12 +432,15 @@ class Trials:
             if not left:
                 break
             victim = draw.randrange(WORLD_SIZE)
+            events, calls = (max(1, int(left * count)) for count in reference.counts[victim])
             everyone = kind.startswith("all") or (kind == "other world" and draw.random() < 0.5)
             if kind.endswith("in a save") or (kind == "other world" and draw.random() < 0.5):
-                event = draw.randint(1, max(1, int(left * reference.events[victim])))
-                harm = Harm(victim, everyone, draw.choice((0.0, draw.uniform(0, 0.02))), event)
+                delay = draw.choice((0.0, draw.uniform(0, 0.02)))
+                harm = Harm(victim, everyone, delay, event=draw.randint(1, events))
+            elif draw.random() < 0.8:
+                harm = Harm(victim, everyone, draw.uniform(0, 0.02), call=draw.randint(1, calls))
             else:
-                harm = Harm(victim, everyone, draw.uniform(0.05, reference.seconds))
+                harm = Harm(victim, everyone, draw.uniform(0.05, 1))
             self._session(settings, WORLD_SIZE, harm, outcome)
         if kind == "other world":
             how = {name: value for name, value in draw.choice(EXACT).items() if name in ("face", "layout", "strategy")}
@@ -544,9 +553,11 @@ class Trials:
         outcome = Outcome([])
         with started_by_torchrun(settings, WORLD_SIZE) as agent:
             _await(lambda: bool(finals(output)) or agent.poll() is not None)
-            time.sleep(draw.uniform(0, reference.seconds / 2))
+            time.sleep(draw.uniform(0, 1))
             tree = descendants(agent.pid)
-            victims = [*tree, agent.pid] if kind.endswith("all killed") else [draw.choice(tree)] if tree else []
+            victims = [draw.choice(tree)] if tree else []
+            if not kind.endswith("one rank killed"):
+                victims = [agent.pid] if kind.endswith("launcher killed") else [*tree, agent.pid]
             for pid in victims:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -555,8 +566,12 @@ class Trials:
         if kind.endswith("one rank killed") and status:
             outcome.complaints.append(f"torchrun did not start the ranks again, and ended with {status}")
         outcome.complaints += [f"{path.name} is not whole" for path in finals(output) if not whole(path)]
-        with started_by_torchrun(settings, WORLD_SIZE) as agent:
-            if status := agent.wait(SESSION_SECONDS):
+        for attempt in range(5):
+            with started_by_torchrun(settings, WORLD_SIZE) as agent:
+                if not (status := agent.wait(SESSION_SECONDS)):
+                    break
+            # Ranks that outlive their launcher train on, and meanwhile no other run may write there.
+            if not kind.endswith("launcher killed") or attempt == 4:
                 outcome.complaints.append(f"started again, it ended with {status}")
         outcome.complaints += differences(reference.output, output, exact=True)
         return outcome
