@@ -25,6 +25,7 @@ from torch_backend.fully_sharded_data_parallel import (
 )
 from torch_backend.on_meta import initialise_sharded
 from torch_backend.piece_tensor import PieceTensor
+from torch_backend.stand_in import stand_in
 from torch_backend.state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -72,4 +73,5 @@ __all__ = [
     "initialise_sharded",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "stand_in",
 ]

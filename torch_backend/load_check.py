@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import is_tensor_like
 
 from crossframe.errors import AgreementError, StateDictError
 from torch_backend.exposure.flat import FLAT_PARAM
@@ -89,10 +90,10 @@ def _wrong(module: nn.Module, state: Mapping[str, Any], prefix: str, *, strict: 
         if unexpected:
             yield f"unexpected {', '.join(map(repr, unexpected))}"
     for key, (shape, like) in expected.items():
-        value = own.get(key)
+        value: Any = own.get(key)
         if key not in own:
             continue
-        if not isinstance(value, Tensor):
+        if not is_tensor_like(value):  # lightning's are read from their file when they are copied
             yield f"{key!r} is a {type(value).__name__} and no tensor"
         elif tuple(value.shape) != shape and not (not shape and tuple(value.shape) == (1,)):
             yield f"{key!r} has shape {tuple(value.shape)}, expected {shape}"

@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from crossframe.errors import UsageError
 
 _ATTRIBUTE = "_crossframe_steps"
+_PARTITIONING = "ZeroRedundancyOptimizer"
 
 
 class StepCount:
@@ -38,4 +41,15 @@ def _count(optimizer: Any, *_: object) -> None:
         steps.num += 1
 
 
+def _refuse_partitions(optimizer: Any, *_: object) -> None:
+    if all(cls.__name__ != _PARTITIONING for cls in type(optimizer).__mro__):
+        return
+    if any(hasattr(param, _ATTRIBUTE) for group in optimizer.param_groups for param in group["params"]):
+        raise UsageError(
+            f"{_PARTITIONING} over sharded parameters would broadcast some from each rank, where each rank has its part of all. "
+            "Its state is sharded as the parameters are: use the optimizer inside of it by itself"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_partitions)
 register_optimizer_step_post_hook(_count)

@@ -53,6 +53,17 @@ class PieceTensor(Tensor):
             )
         return piece_tensor(local, place)
 
+    def data_ptr(self) -> int:
+        """Refused: all would answer 0, and accelerate would take them for one parameter.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"parameter {self.place.name!r}: a PieceTensor has no memory of its own; that of its elements here is "
+            '.local.data_ptr(). accelerate tells parameters by their memory: shard with layout="per_param" for it'
+        )
+
     @property
     def layout(self) -> Layout:
         """The layout that it is part of."""

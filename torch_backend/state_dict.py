@@ -10,6 +10,7 @@ copies into PieceTensors, which are the shards.
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from crossframe.errors import StateDictError, UnsupportedError, UsageError
 from crossframe.state import FLAT_PARAM, StateKind
 from torch_backend.bucket import Bucket
-from torch_backend.exposure import FlatExposure
+from torch_backend.exposure import FlatExposure, FlatParameter
 from torch_backend.load_check import check_load, strictly
 from torch_backend.piece_moves import dtensor_of_rows, to_rows
 from torch_backend.piece_place import Place
@@ -56,6 +57,29 @@ class HasStateDicts(HasStateDictType):
     def _has_params(self) -> bool:
         """torch's name of it, for libraries: whether the unit has parameters."""
         return bool(unit_of(self).buckets)
+
+    @property
+    def _flat_param(self) -> nn.Parameter:
+        """torch's name of it, for libraries: the flat parameter; with original parameters, the shard that they lie in."""
+        bucket = unit_of(self).buckets[0]
+        if isinstance(bucket.exposure, FlatExposure):
+            return bucket.exposure.flat_param
+        return FlatParameter(
+            bucket.store.buffer, requires_grad=any(param.requires_grad for param in bucket.exposure.managed())
+        )
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint.state_dict, and nothing else, asks a module for: names that it gave to others.
+
+        Raises:
+            UsageError: always, unless `stand_in` was called: shards would be saved there as if they were whole.
+        """
+        if not isinstance(self, import_module("torch.distributed.checkpoint.state_dict").FSDP):
+            raise UsageError(
+                "torch.distributed.checkpoint.state_dict knows torch's own FullyShardedDataParallel alone: call "
+                "torch_backend.stand_in() before, or use FullyShardedDataParallel.state_dict_type and .optim_state_dict"
+            )
+        return {}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of the module without wrappers, of the type that was set by `set_state_dict_type`: full tensors on every rank if
@@ -296,7 +320,7 @@ def _take_own_shard(bucket: Bucket, state: dict[str, Any], key: str, unit: str) 
     numel = layout.flat_numel  # type: ignore[attr-defined]
     value = state.get(key)
     shards = value.local_shards() if isinstance(value, ShardedTensor) else []
-    own = shards[0].tensor if len(shards) == 1 else store.buffer[:0]
+    own = shards[0].tensor.detach() if len(shards) == 1 else store.buffer[:0]
     if not isinstance(value, ShardedTensor) or tuple(value.size()) != (numel,) or own.numel() != stop - start:
         came = f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise StateDictError(

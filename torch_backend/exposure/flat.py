@@ -25,6 +25,9 @@ from torch_backend.store import ShardStore
 class FlatParameter(nn.Parameter):
     """The shard of a unit's flattened parameters, as the one parameter that user and optimizer see."""
 
+    # lightning looks for it in optimizers.
+    _fsdp_flattened = True
+
 
 FLAT_PARAM = "_flat_param"
 
