@@ -52,7 +52,8 @@ class FullGrads:
         if self._earlier is not None:
             # What came in this backward alone is in the dtype of compute, and they are collected in one dtype.
             dtype = next((grad.dtype for grad in self._earlier if grad is not None), None)
-            found = [_sum(a, None if b is None else b.to(dtype)) for a, b in zip(self._earlier, found, strict=True)]
+            sums = [_sum(a, b) for a, b in zip(self._earlier, found, strict=True)]
+            found = [None if grad is None else grad.to(dtype) for grad in sums]
         for i, leaf in enumerate(self._leaves):
             # Where the user took it from `parameters()` while it was registered it has a gradient of its own.
             if leaf.grad is not None:

@@ -79,6 +79,35 @@ BUGS: tuple[Departure, ...] = (
 )
 DEPARTURES: tuple[Departure, ...] = (
     Departure(
+        "a unit that is used again, beside parts that some ranks skip",
+        "torch gathers in another order on these ranks, and gloo ends the process; ours goes on (R29)",
+        Case(
+            Tree(
+                Node(
+                    children=(
+                        Node(
+                            children=(
+                                Node("vector", skipped_by=2),
+                                Node("square", unit=True, uses=2),
+                                Node("tied", skipped_by=0),
+                            ),
+                            unit=True,
+                            uses=2,
+                        ),
+                    ),
+                    unit=True,
+                ),
+            ),
+            ShardOptions(),
+            world_size=3,
+        ),
+        "EOFError",
+        lambda case: (
+            any(node.skipped_by >= 0 for node in case.nodes) and any(node.unit and node.uses > 1 for node in case.nodes)
+        ),
+        with_nodes(lambda node: replace(node, skipped_by=-1)),
+    ),
+    Departure(
         "a part that one rank skips, where parameters are sharded to fewer ranks",
         "torch gathers in another order on that rank, and waits for ever; ours goes on (R08, R29)",
         replace(
