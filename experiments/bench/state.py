@@ -3,7 +3,7 @@
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,8 @@ def state_sections(sizes: Sizes) -> list[Section]:
         operation: {clock: slowest([by_rank[operation][clock] for by_rank in timed]) for clock in CLOCKS}
         for operation in OPERATIONS
     }
-    counted = on_ranks(WORLD_SIZE, GLOO, _peaks, names, sizes.gpt)
+    # In processes of their own, where nothing is left of others.
+    counted = {name: fullest(on_ranks(WORLD_SIZE, GLOO, _peaks, name, sizes.gpt)) for name in names}
     how = f"{what} {sizes.state_rounds} rounds; the rank that takes longest."
     counting = (
         f"{what} The most bytes that lived at once: parameters, the optimizer's state, what is saved or loaded, and what is "
@@ -70,7 +71,7 @@ def state_sections(sizes: Sizes) -> list[Section]:
     )
     return [
         Section("Time of state dicts and checkpoints", how, time_figures(taken)),
-        Section("Peak memory of state dicts and checkpoints", counting, memory_figures(fullest(counted))),
+        Section("Peak memory of state dicts and checkpoints", counting, memory_figures(counted)),
     ]
 
 
@@ -104,28 +105,26 @@ def time_figures(taken: Mapping[str, Mapping[str, Times]]) -> tuple[Figure, ...]
     )
 
 
-def fullest(by_rank: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """The bytes of the rank that has most, by operation and contestant.
+def fullest(by_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The bytes of the rank that has most, by operation.
 
-    >>> fullest([{"a": {"save": 3}}, {"a": {"save": 4}}])
-    {'save': {'a': 4}}
+    >>> fullest([{"save": 3, "load": 5}, {"save": 4, "load": 1}])
+    {'save': 4, 'load': 5}
     """
-    found: dict[str, dict[str, int]] = {}
-    for by_name in by_rank:
-        for name, peaks in by_name.items():
-            for operation, num_bytes in peaks.items():
-                at = found.setdefault(operation, {})
-                at[name] = max(at.get(name, 0), num_bytes)
-    return found
+    return {operation: max(peaks[operation] for peaks in by_rank) for operation in by_rank[0]}
 
 
 def memory_figures(peaks: Mapping[str, Mapping[str, int]]) -> tuple[Figure, ...]:
-    """Ours to torch's own, each operation with a limit; then all peaks."""
+    """Ours to torch's own, each operation with a limit; then all peaks.
+
+    Args:
+        peaks: bytes by contestant and operation.
+    """
     return (
         *(
             Figure(
                 f"{operation}: {name} to {counterpart(name)}",
-                peaks[operation][name] / peaks[operation][counterpart(name)],
+                peaks[name][operation] / peaks[counterpart(name)][operation],
                 TIMES,
                 LIMIT,
             )
@@ -133,9 +132,9 @@ def memory_figures(peaks: Mapping[str, Mapping[str, int]]) -> tuple[Figure, ...]
             for name in ours()
         ),
         *(
-            Figure(f"{operation}: {name}", num_bytes / 1e6, "MB")
+            Figure(f"{operation}: {name}", by_operation[operation] / 1e6, "MB")
             for operation in OPERATIONS
-            for name, num_bytes in peaks[operation].items()
+            for name, by_operation in peaks.items()
         ),
     )
 
@@ -146,16 +145,16 @@ class _Wrapped:
     def __init__(self, package: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._fsdp, kinds = package.FullyShardedDataParallel, package.StateDictType
+        # Not offloaded: on the CPU torch's moments overwrite one another then, and its full state dicts end the process.
         self._sharded = (
             kinds.SHARDED_STATE_DICT,
             package.ShardedStateDictConfig(),
-            package.ShardedOptimStateDictConfig(),
+            package.ShardedOptimStateDictConfig(offload_to_cpu=False),
         )
         self._full = (
             kinds.FULL_STATE_DICT,
-            # Not offloaded, which kills torch's on the CPU.
             package.FullStateDictConfig(rank0_only=True),
-            package.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            package.FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),
         )
 
     def make(self) -> dict[str, Any]:
@@ -171,7 +170,7 @@ class _Wrapped:
             return self._model.state_dict()
 
     def take_full(self, state: dict[str, Any]) -> None:
-        with self._fsdp.state_dict_type(self._model, self._full[0]):
+        with self._fsdp.state_dict_type(self._model, self._full[0]):  # every rank has it
             self._model.load_state_dict(state)
 
     def make_optim(self) -> dict[str, Any]:
@@ -309,15 +308,9 @@ def _times(_rank: int, names: list[str], config: GPTConfig, rounds: int) -> dict
     return taken
 
 
-def _peaks(_rank: int, names: list[str], config: GPTConfig) -> dict[str, dict[str, int]]:
+def _peaks(_rank: int, name: str, config: GPTConfig) -> dict[str, int]:
     full = _full_state(config)
-    with _folder() as folder:
-        return {name: _peaks_of(name, config, folder, full) for name in names}
-
-
-def _peaks_of(name: str, config: GPTConfig, folder: str, full: dict[str, Any]) -> dict[str, int]:
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _folder() as folder, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         contestant = _Contestant(name, config, folder)
         for operation in OPERATIONS:
             contestant.prepare(operation, full)
