@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.on_torch.models import Block, build_net, loss_of
-from tests.on_torch.test_compatibility import CLOSE, backward_of_both, differing, full, shard
+from tests.on_torch.test_compatibility import CLOSE, backward_of_both, differing, full, refusal, shard
 from torch_backend import FSDPModule, fully_shard, stand_in
 from torch_backend import FullyShardedDataParallel as FSDP
 
@@ -136,6 +136,28 @@ def test_R36_R37_accelerate_shards_trains_clips_saves_and_resumes(ranks, version
     """What is sharded already (`face`) is left as it is."""
     found = ranks.run(2, _accelerated, version, kind, face, seconds=SECONDS)
     assert found == [([], "Net" if version == 1 else "FSDPNet", 4)] * 2
+
+
+def _accelerated_pieces(rank, world_size):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    with launched(rank, world_size):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
+        )
+        allow_cpu()
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = shard(build_net(), "ragged layout")
+        said = refusal(
+            lambda: accelerator.prepare(model, torch.optim.AdamW(model.parameters())), "accelerate", "per_param"
+        )
+        forget_accelerate()
+    return said
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate_is_refused_pieces_which_it_would_take_for_one_parameter(ranks):
+    assert ranks.run(2, _accelerated_pieces, seconds=SECONDS) == ["", ""]
 
 
 # transformers
