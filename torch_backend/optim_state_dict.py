@@ -97,12 +97,16 @@ def owned_by(model: nn.Module) -> list[Owned]:
 class Names:
     """What the parameters of an optimizer are called: the model's own, and for each flat parameter those inside it."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, given: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, given: Any = None, *, maybe_plain: bool = False
+    ) -> None:
         """
         Args:
             given: in the place of an optimizer its parameters, or groups of them; None for all of the model's.
+            maybe_plain: the model may have no wrappers.
         """
-        self.owned = owned_by(model)
+        plain = maybe_plain and not any(isinstance(module, HasStateDicts) for module in model.modules())
+        self.owned = [] if plain else owned_by(model)
         self.place = {id(param): (each, at) for each in self.owned for at, param in enumerate(each.params)}
         self.others: dict[int, str] = {}
         self._registered = [(canonical_name(name), param) for name, param in model.named_parameters()]

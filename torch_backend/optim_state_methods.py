@@ -172,7 +172,8 @@ class HasOptimStateDicts(HasStateDicts):
         if type(optim_state_key_type).__name__ != OptimStateKeyType.__name__:
             raise UsageError(f"expected an OptimStateKeyType, got {shown(optim_state_key_type)}")
         to_names = optim_state_key_type.name == OptimStateKeyType.PARAM_NAME.name
-        return rekey(optim_state_dict, Names(model, optim, _listed(optim_input)), to_names=to_names)
+        names = Names(model, optim, _listed(optim_input), maybe_plain=True)
+        return rekey(optim_state_dict, names, to_names=to_names)
 
 
 def _listed(optim_input: OptimInput) -> Any:

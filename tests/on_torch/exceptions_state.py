@@ -20,7 +20,16 @@ def _has_managed(case: Case) -> bool:
     return any(node.kind not in ("group", "plain") and not node.ignored for node in case.nodes)
 
 
-BUGS: tuple[Departure, ...] = ()
+BUGS: tuple[Departure, ...] = (
+    Departure(
+        "a state dict taken while parameters are summoned, and read later",
+        "torch gives copies; ours what the user sees, whose memory is freed when they leave",
+        _one(Node("vector"), amid="summoned", steps=0),
+        "EOFError",
+        lambda case: case.options.amid == "summoned",
+        with_options(amid=""),
+    ),
+)
 DEPARTURES = (
     Departure(
         "a full state dict moved to the CPU, where it lies already",
@@ -57,6 +66,35 @@ DEPARTURES = (
             and case.options.shard_size < case.world_size
         ),
         with_options(kind="SHARDED"),
+    ),
+    Departure(
+        "a sharded or local state dict of a module that has two names",
+        "torch gives this rank's piece as a tensor of its own under the second name; ours the same under both",
+        _one(Node("vector", shape=(5,), again=True), kind="SHARDED", steps=0),
+        "saved: kind",
+        lambda case: any(node.again for node in case.nodes),
+        with_nodes(lambda node: replace(node, again=False)),
+    ),
+    Departure(
+        "full optimizer state by the older function, with original parameters, on the CPU",
+        "torch gathers one kind of state after the other into the same memory, and leaves it there where it is to move it to the "
+        "CPU: all of it reads as what came last; ours keeps each",
+        _one(Node("vector"), legacy=True, optimizer="adam"),
+        "as PARAM_ID",
+        lambda case: case.options.legacy and case.options.kind == "FULL" and case.options.use_orig_params,
+        with_options(legacy=False),
+    ),
+    Departure(
+        "other keys for an optimizer without state",
+        "torch returns what it was given, whose groups keep their keys; ours gives the groups theirs",
+        _one(Node("vector"), legacy=True, optimizer="sgd", use_orig_params=False),
+        "as PARAM_ID",
+        lambda case: (
+            case.options.legacy
+            and case.options.kind == "FULL"
+            and (case.options.optimizer == "sgd" or case.options.steps == 0 or case.options.without == "unit")
+        ),
+        with_options(legacy=False),
     ),
     Departure(
         "optimizer state to load, where all parameters are ignored",
