@@ -23,7 +23,7 @@ def _has_managed(case: Case) -> bool:
 BUGS: tuple[Departure, ...] = (
     Departure(
         "a state dict taken while parameters are summoned, and read later",
-        "torch gives copies; ours what the user sees, whose memory is freed when they leave",
+        "torch gives copies (of a local one it raises); ours what the user sees, whose memory is freed when they leave",
         _one(Node("vector"), amid="summoned", steps=0),
         "EOFError",
         lambda case: case.options.amid == "summoned",
@@ -38,14 +38,6 @@ DEPARTURES = (
         "out of bounds for storage of size 0",
         lambda case: case.options.kind == "FULL" and case.options.offload,
         with_options(offload=False),
-    ),
-    Departure(
-        "a local state dict while parameters are summoned",
-        "torch takes all of the flat parameter for the shard, and raises; ours gives what the user sees, as at other times",
-        _one(Node("vector"), use_orig_params=False, kind="LOCAL", amid="summoned", steps=0),
-        "exceeds tensor dim",
-        lambda case: case.options.kind == "LOCAL" and case.options.amid == "summoned" and case.world_size > 1,
-        with_options(amid=""),
     ),
     Departure(
         "a local state dict of several shard groups",
@@ -68,12 +60,71 @@ DEPARTURES = (
         with_options(kind="SHARDED"),
     ),
     Departure(
-        "a sharded or local state dict of a module that has two names",
-        "torch gives this rank's piece as a tensor of its own under the second name; ours the same under both",
-        _one(Node("vector", shape=(5,), again=True), kind="SHARDED", steps=0),
+        "the second name of a module that mixed precision leaves out",
+        "torch makes a unit of it under its first name alone, and gives this rank's piece under the second; ours gives the same "
+        "under both",
+        _one(
+            Node("vector", shape=(5,), again=True),
+            kind="SHARDED",
+            steps=0,
+            wrap="module",
+            mixed=Mixed(ignores=("Vector",)),
+        ),
         "saved: kind",
-        lambda case: any(node.again for node in case.nodes),
+        lambda case: (
+            case.options.mixed is not None
+            and case.options.mixed.ignores != ()
+            and case.options.wrap != "hand"
+            and any(node.again for node in case.nodes)
+        ),
         with_nodes(lambda node: replace(node, again=False)),
+    ),
+    Departure(
+        "a state dict between forward and backward, where activations are checkpointed in low precision",
+        "torch takes views of memory that it has freed: it raises, or ends the process; ours gives what the shards hold",
+        Case(
+            Tree(Node(children=(Node(children=(Node("vector"),), unit=True), Node("vector")), unit=True)),
+            StateOptions(
+                use_orig_params=False,
+                kind="SHARDED",
+                amid="forward",
+                mixed=Mixed("float16"),
+                checkpointed="after",
+                steps=0,
+            ),
+        ),
+        "EOFError",
+        lambda case: (
+            case.options.amid == "forward"
+            and bool(case.options.checkpointed)
+            and case.options.mixed is not None
+            and case.options.mixed.param_dtype is not None
+        ),
+        with_options(amid=""),
+    ),
+    Departure(
+        "a parameter that is not used in a unit that is used twice, where nothing is sharded",
+        "torch registers it no more once the unit was used; ours does",
+        Case(
+            Tree(
+                Node(
+                    children=(
+                        Node(children=(Node("vector", uses=0), Node("vector", unit=True)), unit=True, uses=2),
+                        Node("vector"),
+                    ),
+                    unit=True,
+                )
+            ),
+            StateOptions(steps=0),
+            world_size=1,
+        ),
+        "param (step 200",
+        lambda case: (
+            case.options.use_orig_params
+            and (case.world_size == 1 or "NO_SHARD" in (case.options.sharding_strategy, case.options.inner))
+            and any(node.uses == 0 for node in case.nodes)
+        ),
+        with_nodes(lambda node: replace(node, uses=max(node.uses, 1))),
     ),
     Departure(
         "full optimizer state by the older function, with original parameters, on the CPU",
