@@ -36,6 +36,9 @@ from experiments.bench.host import host_figures
 from experiments.bench.memory import WATCHED, memory_figures, peak_bytes
 from experiments.bench.ranks import FAKE, on_ranks
 from experiments.bench.sizes import FULL, QUICK
+from experiments.bench.state import LIMIT as STATE_LIMIT
+from experiments.bench.state import OPERATIONS, fullest, time_figures
+from experiments.bench.state import memory_figures as state_memory_figures
 from experiments.bench.step import step_figures
 from experiments.bench.timing import WARM_UP, alternate
 from experiments.bench.wrap import LIMIT as WRAP_LIMIT
@@ -436,3 +439,49 @@ def test_copies_are_exposed_where_nothing_computes():
         event("FSDP::pre_forward", 0, 30, "gpu_user_annotation"),
     ]
     assert exposed_copies(events) == pytest.approx(3 + 1)
+
+
+def test_state_is_held_to_torchs_own_operation_by_operation():
+    wall = {name: WALL[name] for name in WALL}
+    taken = {
+        operation: {"wall": wall, "processor": {n: [2 * t for t in v] for n, v in wall.items()}}
+        for operation in OPERATIONS
+    }
+    figures = time_figures(taken)
+    for operation in OPERATIONS:
+        assert found(figures, f"{operation}: our FSDP1 to torch FSDP1") == (0.4, STATE_LIMIT)
+        assert found(figures, f"{operation}: our FSDP1 flat to torch FSDP1 flat") == (3.0, STATE_LIMIT)
+        assert found(figures, f"{operation}: our FSDP2 ragged to torch FSDP2") == (0.75, STATE_LIMIT)
+        assert found(figures, f"{operation}: our FSDP2 to torch FSDP2, time of the processor") == (1.5, None)
+        assert found(figures, f"{operation}: torch FSDP2") == (4000.0, None)
+    assert STATE_LIMIT == 1.0 and len(limited(figures)) == 5 * len(OPERATIONS)
+
+
+def test_memory_of_state_is_that_of_the_fullest_rank():
+    peaks = {
+        name: fullest([dict.fromkeys(OPERATIONS, int(1e6 * taken[0])), dict.fromkeys(OPERATIONS, 7)])
+        for name, taken in WALL.items()
+    }
+    figures = state_memory_figures(peaks)
+    for operation in OPERATIONS:
+        assert found(figures, f"{operation}: our FSDP1 to torch FSDP1") == (0.4, STATE_LIMIT)
+        assert found(figures, f"{operation}: our FSDP2 flat to torch FSDP2") == (0.5, STATE_LIMIT)
+        assert found(figures, f"{operation}: torch FSDP1") == (5.0, None)
+
+
+def test_state_is_measured_and_written(tmp_path):
+    path, readable = tmp_path / "state.json", tmp_path / "state.md"
+    result = CliRunner().invoke(app, ["bench", "state", "--quick", "--json", str(path), "--output", str(readable)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(path.read_text())
+    time_section, memory_section = report["sections"]
+    for section in (time_section, memory_section):
+        what = {figure["what"] for figure in section["figures"]}
+        for operation in OPERATIONS:
+            assert {
+                f"{operation}: our FSDP2 flat",
+                f"{operation}: torch FSDP1",
+                f"{operation}: our FSDP1 to torch FSDP1",
+            } <= what
+        assert all(math.isfinite(figure["value"]) and figure["value"] > 0 for figure in section["figures"])
+        assert section["title"] in result.output and section["title"] in readable.read_text()
