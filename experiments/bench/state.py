@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from experiments.bench.contestants import LAYOUTS, PACKAGES, counterpart, ours, theirs
@@ -267,11 +268,11 @@ class _Contestant:
         self._inputs.clear()
 
     def _save(self) -> None:
-        dcp.save({"model": self._state.make(), "optimizer": self._state.make_optim()}, checkpoint_id=self._path)
+        save({"model": self._state.make(), "optimizer": self._state.make_optim()}, checkpoint_id=self._path)
 
     def _load(self) -> None:
         found = {"model": self._state.make(), "optimizer": self._state.make_optim()}
-        dcp.load(found, checkpoint_id=self._path)
+        load(found, checkpoint_id=self._path)
         self._state.take(found["model"])
         self._state.take_optim(found["optimizer"])
 
