@@ -136,6 +136,21 @@ class Communicator:
                 if dense is not tensor:
                     tensor.copy_(dense)
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The `value`s of all ranks, of anything that can be pickled, in rank order."""
+        gathered: list[Any] = [value]
+        if self.size > 1:
+            gathered = [None] * self.size
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's `value`, of anything that can be pickled."""
+        holder = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(holder, src=self.ranks[0], group=self.group)
+        return holder[0]
+
     def exchange(
         self, sent: Tensor, sent_numels: list[int], received_numels: list[int], *, unit: str, phase: str
     ) -> Tensor:

@@ -235,11 +235,7 @@ def _everyones(owned: Sequence[Owned], states: Mapping[int, Mapping[str, Any]]) 
             }
             for k in members
         ]
-        shards = owned[members[0]].bucket.mesh.shards
-        gathered: list[Any] = [said]
-        if shards.size > 1:
-            gathered = [None] * shards.size
-            dist.all_gather_object(gathered, said, group=shards.group)
+        gathered = owned[members[0]].bucket.mesh.shards.gather_objects(said)
         for place, k in enumerate(members):
             found[k] = [by_rank[place] for by_rank in gathered]
     return found

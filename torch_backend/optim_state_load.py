@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from crossframe.errors import StateDictError
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
-from torch_backend.collectives import default_process_group
+from torch_backend.collectives import Communicator, default_process_group
 from torch_backend.optim_state_dict import Names, Owned
 from torch_backend.piece_moves import from_rows, is_over, rows_of_dtensor
 from torch_backend.rounds import agree
@@ -228,35 +228,29 @@ def _buffer_of(each: Owned, values: Mapping[int, Any], dtype: torch.dtype) -> Te
 class _Remote:
     """A tensor that the first rank has. All ranks fetch it, in one order."""
 
-    def __init__(self, value: Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, value: Tensor, ranks: Communicator) -> None:
         self.shape, self.dtype = value.shape, value.dtype
-        self._value, self._group = value, group
+        self._value, self._ranks = value, ranks
 
     def fetch(self) -> Tensor:
         """The tensor, by a broadcast."""
-        group = self._group or default_process_group()
-        kinds = group._device_types
+        kinds = self._ranks.group._device_types
         device = next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
-        value = self._value.to(device).contiguous() if self._value.device.type != "meta" else None
-        if value is None:
-            value = torch.empty(self.shape, dtype=self.dtype, device=device)
-        dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+        here = self._value if self._value.device.type != "meta" else torch.empty_like(self._value, device=device)
+        value = here.to(device).contiguous()
+        self._ranks.broadcast([value])
         return value
 
 
 def _from_first(saved: Any, group: dist.ProcessGroup | None) -> Any:
     """The first rank's state on all ranks: tensors come when they are asked for, one by one."""
-    first = dist.get_rank(group) == 0
-    skeleton: list[Any] = [None]
-    if first:
-        skeleton = [_map(saved, lambda value: value.to("meta") if value.dim() else value)]
-    src = dist.get_global_rank(group or default_process_group(), 0)
-    dist.broadcast_object_list(skeleton, src=src, group=group)
-    if not isinstance(skeleton[0], Mapping) or not isinstance(skeleton[0].get("state"), Mapping):
-        return skeleton[0]
-    source = saved if first else skeleton[0]
-    state = _map(source["state"], lambda value: _Remote(value, group) if value.dim() else value)
-    return {**skeleton[0], "state": state}
+    ranks = Communicator(group or default_process_group())
+    skeleton = _map(saved, lambda value: value.to("meta") if value.dim() else value) if ranks.rank == 0 else None
+    skeleton = ranks.broadcast_object(skeleton)
+    if not isinstance(skeleton, Mapping) or not isinstance(skeleton.get("state"), Mapping):
+        return skeleton
+    source = saved if ranks.rank == 0 else skeleton
+    return {**skeleton, "state": _map(source["state"], lambda value: _Remote(value, ranks) if value.dim() else value)}
 
 
 def _map(value: Any, fn: Any) -> Any:
