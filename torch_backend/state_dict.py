@@ -195,7 +195,10 @@ def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     for key in [key for key in state if key.startswith(inside)]:
         state[prefix + key.removeprefix(inside)] = state.pop(key)
     unit = unit_of(wrapper)
-    if unit.summoned:
+    if unit.summoned:  # copies, since what the user sees is freed when they leave
+        for bucket in unit.buckets:
+            for keys in paths_of(wrapper, bucket.exposure.registered, prefix).values():
+                state.update({key: state[key].detach().clone() for key in keys if key in state})
         return
     config = config_of(wrapper)
     if not has_entries(config, unit):

@@ -20,17 +20,16 @@ def _has_managed(case: Case) -> bool:
     return any(node.kind not in ("group", "plain") and not node.ignored for node in case.nodes)
 
 
-BUGS: tuple[Departure, ...] = (
+BUGS: tuple[Departure, ...] = ()
+DEPARTURES = (
     Departure(
-        "a state dict taken while parameters are summoned, and read later",
-        "torch gives copies (of a local one it raises); ours what the user sees, whose memory is freed when they leave",
-        _one(Node("vector"), amid="summoned", steps=0),
-        "EOFError",
-        lambda case: case.options.amid == "summoned",
+        "a state dict taken while parameters are summoned, other than a full one on all ranks",
+        "torch makes a sharded one of them, and raises of a local one and of one on rank 0; ours copies what the user sees",
+        _one(Node("vector"), amid="summoned", kind="SHARDED", steps=0),
+        "saved: kind",
+        lambda case: case.options.amid == "summoned" and (case.options.kind != "FULL" or case.options.rank0_only),
         with_options(amid=""),
     ),
-)
-DEPARTURES = (
     Departure(
         "a full state dict moved to the CPU, where it lies already",
         "torch frees the memory of what it moved, which is what it returns: it raises, or ends the process; ours returns it",
