@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
@@ -19,6 +20,8 @@ from torch.overrides import is_tensor_like
 from crossframe.errors import AgreementError, StateDictError
 from torch_backend.exposure.flat import FLAT_PARAM
 from torch_backend.exposure.registration import ShardedParams
+from torch_backend.piece_moves import is_over
+from torch_backend.piece_tensor import PieceTensor
 from torch_backend.rounds import agree, withdraw
 from torch_backend.slots import canonical_name
 from torch_backend.unit import UNIT, unit_of
@@ -102,8 +105,12 @@ def _wrong(module: nn.Module, state: Mapping[str, Any], prefix: str, *, strict: 
                 f"{key!r} is a {type(value).__name__} and the parameter a DTensor (distribute_tensor makes one of it; of whole "
                 "state dicts set_model_state_dict does, with StateDictOptions(full_state_dict=True))"
             )
-        elif isinstance(like, DTensor) and isinstance(value, DTensor) and value.device_mesh != like.device_mesh:
-            yield f"{key!r} is on {value.device_mesh}, expected {like.device_mesh}"
+        elif isinstance(value, DTensor) and like is not None and not _is_over(value.device_mesh, like):
+            yield f"{key!r} is on {value.device_mesh}, expected {like.device_mesh}, or its full_tensor()"
+
+
+def _is_over(mesh: DeviceMesh, like: DTensor | PieceTensor) -> bool:
+    return mesh == like.device_mesh if isinstance(like, DTensor) else is_over(mesh, like.place)
 
 
 def _expected(module: nn.Module, prefix: str) -> tuple[dict[str, tuple[tuple[int, ...], Any]], set[str], set[str]]:
@@ -117,9 +124,8 @@ def _expected(module: nn.Module, prefix: str) -> tuple[dict[str, tuple[tuple[int
         if UNIT in inner.__dict__:
             unit = unit_of(inner)
             for bucket in unit.buckets:
-                if not isinstance(
-                    bucket.exposure, ShardedParams
-                ):  # FSDP1: what is registered has other names or shapes
+                # Under FSDP1 what is registered has other names or shapes.
+                if not isinstance(bucket.exposure, ShardedParams):
                     for spec in unit.params_at(bucket, canonical_name(path)):
                         shapes |= {prefix + name: spec.shape for name in (spec.name, *spec.aliases)}
     for path, inner in module.named_modules(remove_duplicate=False):
@@ -133,7 +139,8 @@ def _expected(module: nn.Module, prefix: str) -> tuple[dict[str, tuple[tuple[int
         for attribute, param in inner._parameters.items():
             if param is not None and attribute != FLAT_PARAM:
                 key = at + attribute
-                found[key] = (shapes.get(key, tuple(param.shape)), param if isinstance(param, DTensor) else None)
+                like = param if isinstance(param, DTensor | PieceTensor) else None
+                found[key] = (shapes.get(key, tuple(param.shape)), like)
         for attribute, buffer in inner._buffers.items():
             if buffer is not None and attribute not in inner._non_persistent_buffers_set:
                 found[at + attribute] = (tuple(buffer.shape), buffer if isinstance(buffer, DTensor) else None)

@@ -18,10 +18,12 @@ from crossframe.shown import shown
 from torch_backend.collectives import Communicator, default_process_group
 from torch_backend.optim_state_dict import Names, Owned
 from torch_backend.piece_moves import from_rows, is_over, rows_of_dtensor
-from torch_backend.rounds import agree
+from torch_backend.rounds import agree, withdraw
 from torch_backend.sharded_tensors import rows_of_sharded_tensor
 from torch_backend.state_dict import places_of
 from torch_backend.unit import unit_of
+
+TITLE = "loading of optimizer state"
 
 
 def to_load(
@@ -56,7 +58,11 @@ def to_load(
     known |= set(names.others.values())
     state = saved["state"]
     groups = saved.get("param_groups")
-    _check(names, known, state, groups)
+    try:
+        _check(names, known, state, groups)
+    except StateDictError as error:
+        withdraw(list(_groups(names)), TITLE, error)
+        raise
     _agree(names, state)
     result: dict[Hashable, Any] = {}
     keys = {id(param): k for k, param in enumerate(names.params)}
@@ -156,18 +162,22 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _agree(names: Names, state: Mapping[Any, Any]) -> None:
     """What is exchanged must be the same on all ranks of a shard group."""
-    said: dict[Any, list[tuple[str, dict[str, str]]]] = {}
+    said: dict[Any, list[tuple[str, dict[str, str]]]] = {group: [] for group in _groups(names)}
     for each in names.owned:
         group = each.bucket.mesh.shards.group
         for spec in each.specs:
             for entry, value in _state_of(spec, state).items():
-                if isinstance(value, DTensor | ShardedTensor):
+                if isinstance(value, DTensor | ShardedTensor) and group in said:
                     what = {"kind": type(value).__name__, "shape": str(tuple(value.shape)), "dtype": str(value.dtype)}
-                    said.setdefault(group, []).append((f"state {entry!r} of {spec.name!r}", what))
-        if each.bucket.mesh.shards.size > 1:
-            said.setdefault(group, [])
+                    said[group].append((f"state {entry!r} of {spec.name!r}", what))
     for group, what in said.items():
-        agree([group], "loading of optimizer state", what, advice="load the same state dict on every rank")
+        agree([group], TITLE, sorted(what, key=lambda each: each[0]), advice="load the same state dict on every rank")
+
+
+def _groups(names: Names) -> dict[dist.ProcessGroup, None]:
+    """The shard groups of all units, of more than one rank."""
+    every = (each.bucket.mesh.shards for each in names.owned)
+    return {shards.group: None for shards in every if shards.size > 1}
 
 
 def _of_bucket(each: Owned, state: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:

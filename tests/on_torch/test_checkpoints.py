@@ -457,10 +457,6 @@ def _refuse(rank: int, world_size: int, face: str, kind: str) -> list[str]:
         wrong += [f"{case}: {name!r} not in: {said}" for name in NAMES[how] if not alone and name not in said]
         wrong += [f"{case}: said {said}"] * (said == "nothing")
         changed = differences(local_bits(model, optimizer), before)
-        if how == "on another mesh" and face in LAYOUTS[1:]:  # found when it is that unit's turn
-            for name, value in before.items():
-                restore(model, name, value)
-            continue
         wrong += [f"{case}: {line}" for line in changed]
     return wrong
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from crossframe.errors import CrossframeError
+from crossframe.errors import AgreementError, CrossframeError, StateDictError
 from tests.on_torch.differential import around_departures, check, failure_of
 from tests.on_torch.differential_state import OPTIMIZERS, TYPES, StateOptions, described, draw_case
 from tests.on_torch.exceptions_state import BUGS, DEPARTURES
@@ -295,3 +295,19 @@ def test_R36_R37_what_torch_refuses_is_refused(ranks, attempt):
         assert text != "nothing was refused"
     for text, named in ranks.run(2, _refusal, "torch_backend", attempt):
         assert named and REFUSED[attempt] in text, text
+
+
+def _misshapen_on_one_rank(rank: int, world_size: int) -> str:
+    model, optimizer = _optimizer(import_module("torch_backend"), use_orig_params=True)
+    saved = model.fsdp.optim_state_dict(model.wrapped, optimizer)
+    if rank == 1:
+        saved["state"]["0.bias"] = {"exp_avg": torch.zeros(99)}
+    try:
+        model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, saved)
+    except (StateDictError, AgreementError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_R37_what_one_rank_alone_refuses_all_refuse(ranks):
+    assert all("0.bias" in text for text in ranks.run(2, _misshapen_on_one_rank, seconds=20))
