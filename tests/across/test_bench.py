@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ from experiments.bench.timing import WARM_UP, alternate
 from experiments.bench.wrap import LIMIT as WRAP_LIMIT
 from experiments.bench.wrap import wrap_figures
 from experiments.cli import app
+from tests.conftest import EXHAUSTIVE
 
 
 def run(*arguments):
@@ -469,6 +471,7 @@ def test_memory_of_state_is_that_of_the_fullest_rank():
         assert found(figures, f"{operation}: torch FSDP1") == (5.0, None)
 
 
+@pytest.mark.skipif(not os.environ.get(EXHAUSTIVE), reason="two minutes: pytest --exhaustive")
 def test_state_is_measured_and_written(tmp_path):
     path, readable = tmp_path / "state.json", tmp_path / "state.md"
     result = CliRunner().invoke(app, ["bench", "state", "--quick", "--json", str(path), "--output", str(readable)])

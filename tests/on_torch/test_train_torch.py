@@ -91,7 +91,7 @@ def test_the_run_is_that_of_a_plain_loop_however_it_is_sharded(ranks, tmp_path, 
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(1, "one rank killed in a save"), (2, "all ranks killed in a save"), (3, "file too large"), (4, "other world")],
+    [(1, "one rank killed in a save"), (4, "other world")],  # all kinds: python -m tests.on_torch.campaign
 )
 def test_R36_R37_what_harms_a_run_is_survived_or_named(trials, number, kind):
     outcome = trials.run(number, kind)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torch_backend
-from crossframe.errors import ParamError, StateError, UsageError
+from crossframe.errors import ParamError, StateError
 from tests.on_torch.models import Block, batch, build_net, loss_of
 from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2
 from torch_backend.unit import unit_of
@@ -165,18 +165,6 @@ def _exception_inside(rank, world_size, options):
 @pytest.mark.parametrize("options", MODES)
 def test_R24_an_exception_inside_still_writes_back_and_restores(ranks, options):
     assert all(ranks.run(2, _exception_inside, options))
-
-
-def _state_dict(rank, world_size):
-    model = _our_fsdp1(build_net(), strategy="FULL_SHARD", use_orig_params=True)
-    try:
-        model.state_dict()
-    except UsageError as error:
-        return str(error)
-
-
-def test_a_state_dict_of_shards_is_refused(ranks):
-    assert "summon_full_params" in ranks.run(2, _state_dict)[0]
 
 
 def _stale(rank, world_size, strategy):
