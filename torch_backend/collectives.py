@@ -15,7 +15,7 @@ from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
 from torch_backend.dtypes import dtype_name
-from torch_backend.failure import Pending, issue
+from torch_backend.failure import Pending, issue, rejoin
 from torch_backend.fully_shard_api import AllGather, Comm, ReduceScatter
 from torch_backend.observe import observers
 
@@ -83,6 +83,8 @@ class Communicator:
         if self.size == 1:
             gathered.copy_(shard)
             return Done()
+        if phase not in ("forward", "backward"):  # outside of steps, so that no step has asked
+            rejoin([self.group])
         self._tell(ALL_GATHER, gathered, unit, phase)
         collective = getattr(dist, _ALL_GATHER) if self.custom_all_gather is None else self.custom_all_gather
         return issue(collective, gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase)

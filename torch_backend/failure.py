@@ -7,11 +7,11 @@ befell the other rank. `issue`, and the `Pending` that it returns, say so. On th
 collective that it will never issue. If all ranks raise at the same place nothing is out of step, and the next iteration is
 right (R17). If one raises alone, and its user catches the exception, no rank can go on: the others have issued a collective
 that it has not, and the next that it issues would be taken for that. So a rank that leaves says in the store after how many
-collectives (`abandon`), and before its next step all ranks compare these numbers (`rejoin`). A rank that waits for a
-collective looks into the store once a second, and raises when another has left after fewer than itself. This needs a wait
-on the host that can be cut short, as for tensors on CPU, but for gloo's reduce_scatter, which heeds no timeout but the
-group's; on CUDA `Work.wait` returns at once, and NCCL's watchdog ends a process whose collective
-exceeds the timeout of the group.
+collectives (`abandon`), and before its next step, or its next gather outside of one, all ranks compare these numbers (`rejoin`).
+A rank that waits for a collective looks into the store once a second, and raises when another has left after fewer than
+itself. This needs a wait on the host that can be cut short, as for tensors on CPU, but for gloo's reduce_scatter, which heeds
+no timeout but the group's; on CUDA `Work.wait` returns at once, and NCCL's watchdog ends a process whose collective exceeds
+the timeout of the group.
 """
 
 import json
@@ -130,7 +130,7 @@ def abandon(groups: Sequence[dist.ProcessGroup], what: str) -> None:
 
 
 def rejoin(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Before a step: if the last one was abandoned, go on only if all ranks of the groups left it at the same place.
+    """Before a step, or a gather outside of steps: if the last one was abandoned, go on only if all ranks of the groups left it at the same place.
 
     Raises:
         CollectiveError: a collective of the groups has failed before, or the ranks have come apart.

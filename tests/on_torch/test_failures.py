@@ -436,6 +436,32 @@ def test_R17_ranks_that_leave_a_step_together_go_on_and_what_was_said_is_forgott
     assert fragile.run(3, _left_together) == [[[3.0, 3.0], [3.0, 3.0]]] * 3
 
 
+def _boom(*_):
+    raise Boom
+
+
+def _looks_after_an_exception(rank, world_size, how):
+    group = dist.new_group(range(world_size))
+    net = _net()
+    net.blocks[1].register_forward_pre_hook(_boom)
+    with suppress(Boom):
+        loss_of(_fsdp1(net, process_group=group), 0, rank)
+    model = _fsdp1(_net(), process_group=group)
+    if rank == 1:
+        time.sleep(1.5)  # the others look where it is
+    if how == "summon":
+        with FSDP.summon_full_params(model):
+            pass
+    else:
+        model.state_dict()
+    loss_of(model, 0, rank).backward()
+
+
+@pytest.mark.parametrize("how", ["summon", "state dict"])
+def test_R17_after_a_step_that_all_ranks_left_a_rank_may_be_late_to_a_summon(fragile, how):
+    fragile.run(2, _looks_after_an_exception, how)
+
+
 def _left_behind(rank, world_size):
     group = dist.new_group(range(world_size))
     # Rank 0 leaves after one collective, to which rank 2 comes late: it is not what the others wait for in vain.
