@@ -130,7 +130,8 @@ def abandon(groups: Sequence[dist.ProcessGroup], what: str) -> None:
 
 
 def rejoin(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Before a step, or a gather outside of steps: if the last one was abandoned, go on only if all ranks of the groups left it at the same place.
+    """Before a step, or a gather outside of one: if the last step was abandoned, go on only if all ranks of the groups left it
+    at the same place.
 
     Raises:
         CollectiveError: a collective of the groups has failed before, or the ranks have come apart.

@@ -10,7 +10,8 @@ runs its root) find out at once, both of them. Ranks that ask different groups o
 a second of waiting a rank therefore publishes where it is, and looks where the others are: when one waits for it in
 another round that it cannot reach before this one ends, neither round can end, and it says so.
 
-A round that ends well leaves one key in the store, which the next of its group deletes.
+A round that ends well leaves one key in the store, which the next of its group deletes. A rank whose round failed says where it
+was, however short it waited: the others that wait for it elsewhere would not learn of it otherwise.
 """
 
 import hashlib
@@ -28,8 +29,12 @@ from crossframe.errors import AgreementError
 Description = Sequence[tuple[str, Mapping[str, str]]]
 """What must be the same everywhere: subjects in order, each with its settings by name."""
 
-# How many rounds this process has entered, for each group.
-_entered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# How many rounds this process has entered, by the group's name, for each store: a group may be gone while what was said in it is
+# still in the store.
+_entered: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+# The rounds of this process that failed, likewise.
+_failed: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 _PATIENCE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 0.25
@@ -94,8 +99,10 @@ class _Round:
         self._title = title
         self._seconds = timeout_seconds(group)
         self._group = group
-        self._number = _entered.get(group, 0)
-        _entered[group] = self._number + 1
+        self._entered = _entered.setdefault(self._store, {})
+        self._number = self._entered.get(group.group_name, 0)
+        self._entered[group.group_name] = self._number + 1
+        self._told_where = False
         self._hashes = [self._key("hash", rank) for rank in range(len(self._ranks))]
         self._verdict = self._key("verdict")
 
@@ -111,6 +118,12 @@ class _Round:
             except _Failed as error:
                 verdict = f"failed:{error}"
                 self._store.set(self._verdict, verdict)
+            failed = _failed.setdefault(self._store, [])
+            if verdict.startswith("failed:"):
+                failed.append(self._where)
+                self._tell(failed)
+            elif self._told_where:
+                self._tell(failed)
         except dist.DistError as error:
             return (
                 f"the store of the process group does not answer ({error}); the process that keeps it, rank 0 or the "
@@ -174,21 +187,25 @@ class _Round:
         while not self._store.check(keys) and not (unless and self._store.check([unless])):
             waited = time.monotonic() - start
             if waited > _PATIENCE_SECONDS:
-                self._tell_where()
+                self._tell([*_failed.get(self._store, ()), self._where])
+                self._told_where = True
                 self._look_for_deadlock()
             if waited > self._seconds:
                 raise _Failed(self._who_is_absent())
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _tell_where(self) -> None:
-        where = {
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {
             "group": self._group.group_name,
             "ranks": self._ranks,
             "number": self._number,
             "title": self._title,
         }
-        self._store.set(_where_key(dist.get_rank()), json.dumps(where))
+
+    def _tell(self, rounds: Sequence[dict[str, Any]]) -> None:
+        self._store.set(_where_key(dist.get_rank()), json.dumps(rounds))
 
     def _look_for_deadlock(self) -> None:
         """Raise _Failed if a rank that this one waits for waits for this one in another round."""
@@ -196,17 +213,20 @@ class _Round:
             other = self._ranks[rank]
             if not self._store.check([_where_key(other)]):
                 continue
-            where = json.loads(self._store.get(_where_key(other)))
-            # A round that this rank has entered is over, and what is there about it is old.
-            entered = {group.group_name: number for group, number in _entered.items()}.get(where["group"], 0)
-            elsewhere = where["group"] != self._group.group_name
-            if elsewhere and dist.get_rank() in where["ranks"] and entered <= where["number"]:
-                raise _Failed(
-                    f"the ranks do not agree on the mesh: rank {dist.get_rank()} shares its units with ranks "
-                    f"{listed(self._ranks)} ({self._title}), rank {other} with ranks {listed(where['ranks'])}"
-                    f"{' in another process group' if list(self._ranks) == where['ranks'] else ''} ({where['title']}); "
-                    "give every rank the same mesh or process groups"
-                )
+            for where in json.loads(self._store.get(_where_key(other))):
+                # A round that this rank has entered is over, and what is there about it is old.
+                is_over = self._entered.get(where["group"], 0) > where["number"]
+                elsewhere = where["group"] != self._group.group_name
+                if elsewhere and dist.get_rank() in where["ranks"] and not is_over:
+                    raise _Failed(self._elsewhere(other, where))
+
+    def _elsewhere(self, other: int, where: dict[str, Any]) -> str:
+        same = list(self._ranks) == where["ranks"]
+        return (
+            f"the ranks do not agree on the mesh: rank {dist.get_rank()} shares its units with ranks {listed(self._ranks)} "
+            f"({self._title}), rank {other} with ranks {listed(where['ranks'])}{' in another process group' if same else ''} "
+            f"({where['title']}); give every rank the same mesh or process groups"
+        )
 
     def _absent(self, keys: list[str]) -> list[int]:
         """The ranks whose keys are not there, found by halving: the store only says whether all of some keys are."""
@@ -269,7 +289,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 def num_rounds(group: dist.ProcessGroup) -> int:
     """How many rounds this rank has entered with the group: right behind one, all ranks of it say the same."""
-    return _entered.get(group, 0)
+    return _entered.get(dist.distributed_c10d._get_default_store(), {}).get(group.group_name, 0)
 
 
 def group_key(group: dist.ProcessGroup) -> str:

@@ -3,6 +3,7 @@
 The long form of the trials in which ranks die is `python -m tests.on_torch.failing`.
 """
 
+import gc
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -244,6 +245,40 @@ def _slow(rank, world_size):
 
 def test_rounds_that_merely_take_long_end_well(ranks):
     ranks.run(3, _slow)
+
+
+def _late_once_more(rank, world_size):
+    """Rank 1 waits for rank 0 and says where, in a group that is gone when rank 0 waits for rank 1."""
+    everyone, pair = dist.new_group(range(world_size)), dist.new_group([0, 1])
+    if rank == 0:
+        time.sleep(1.5)
+    agree([pair], "construction", [])
+    dist.destroy_process_group(pair)
+    del pair
+    gc.collect()
+    if rank == 1:
+        time.sleep(1.5)
+    agree([everyone], "first use of the root", [])
+
+
+def test_where_a_rank_waited_once_is_old_when_its_group_is_gone(ranks):
+    ranks.run(2, _late_once_more)
+
+
+def _fails_where_others_are_not(rank, world_size):
+    everyone, some = dist.new_group(range(world_size)), dist.new_group([1, 2])
+    if rank == 0:
+        withdraw([everyone], "first use of the root", ValueError("no such thing"))
+        return None
+    return _message(lambda: agree([some if rank == 2 else everyone], "first use of the root", []))
+
+
+def test_a_rank_that_waits_for_one_that_has_failed_elsewhere_is_told_so():
+    with started_ranks() as fresh:
+        _, (failed, _), (waited, seconds) = fresh.run(3, _fails_where_others_are_not)
+    assert "no such thing" in failed
+    assert "rank 2 shares its units with ranks 1, 2 (first use of the root), rank 1 with ranks 0, 1, 2" in waited
+    assert seconds < 10
 
 
 def _keys(rank, world_size):
