@@ -200,7 +200,7 @@ def _of_bucket(each: Owned, state: Mapping[Any, Any]) -> dict[int, dict[str, Any
             continue
         parts = each.bucket.store.split(buffer)
         for i in values:
-            found[i][entry] = parts[i].clone().view(each.params[i].shape)
+            found[i][entry] = parts[i].view(each.params[i].shape)  # of the one buffer, as the shards are
     # The optimizer steps no parameter of which nothing is here.
     return {at: own for at, own in found.items() if each.is_flat or each.params[at].numel()}
 

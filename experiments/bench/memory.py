@@ -73,11 +73,11 @@ def _peak(name: str, config: GPTConfig) -> int:
     return peak_bytes(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
 
 
-def peak_bytes(events: Iterable[Any], name: str = WATCHED) -> int:
-    """The most bytes that lived at once within the record function of that name, of those that the profiler saw allocated in
-    pieces of at least SMALLEST_BYTES."""
+def peak_bytes(events: Iterable[Any]) -> int:
+    """The most bytes that lived at once within the watched step, of those that the profiler saw allocated in pieces of at least
+    SMALLEST_BYTES."""
     events = sorted(events, key=lambda event: event.start_ns())
-    [watched] = [event for event in events if event.name() == name]
+    [watched] = [event for event in events if event.name() == WATCHED]
     start, stop = watched.start_ns(), watched.start_ns() + watched.duration_ns()
     live = before = peak = 0
     for event in events:

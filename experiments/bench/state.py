@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from experiments.bench.contestants import LAYOUTS, PACKAGES, counterpart, ours, theirs
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
-from experiments.bench.memory import SMALLEST_BYTES, WATCHED, peak_bytes
 from experiments.bench.ranks import GLOO, on_ranks
+from experiments.bench.resident import Resident
 from experiments.bench.sizes import Sizes
 from experiments.bench.timing import CLOCKS, Times, alternate, ratios, slowest
 from experiments.bench.training import LEARNING_RATE, definition_of, losses, meet
 from experiments.models.gpt import GPTConfig
 
+FSDP1 = "torch FSDP1"
 WORLD_SIZE = 2
 LIMIT = 1.0
 # What is measured, in this order.
@@ -66,9 +66,9 @@ def state_sections(sizes: Sizes) -> list[Section]:
     counted = {name: fullest(on_ranks(WORLD_SIZE, GLOO, _peaks, name, sizes.gpt)) for name in names}
     how = f"{what} {sizes.state_rounds} rounds; the rank that takes longest."
     counting = (
-        f"{what} The most bytes that lived at once: parameters, the optimizer's state, what is saved or loaded, and what is "
-        f"needed on the way, on the rank with most of them. Counted from all allocations of at least {SMALLEST_BYTES} bytes "
-        "since before the model was built."
+        f"{what} The most memory that a process held during an operation, beyond what it held before the model was built: "
+        "parameters, the optimizer's state, what is saved or loaded, and what is needed on the way, on the rank with most of "
+        "it. The kernel counts it; memory that is freed goes back to it at once. Files in memory are not counted."
     )
     return [
         Section("Time of state dicts and checkpoints", how, time_figures(taken)),
@@ -76,27 +76,34 @@ def state_sections(sizes: Sizes) -> list[Section]:
     ]
 
 
+def _compared() -> list[tuple[str, str, float | None]]:
+    """Each of ours, beside which of torch's, with a limit. What lies flat has to be cut into rows for a state dict, as torch's
+    FSDP1 does and its fully_shard, which stores rows, need not; so those layouts have no peer, and stand beside both."""
+    pairs: list[tuple[str, str, float | None]] = [
+        (name, counterpart(name), LIMIT) for name in ours() if name not in ours(LAYOUTS[1:])
+    ]
+    return pairs + [(name, other, None) for name in ours(LAYOUTS[1:]) for other in (counterpart(name), FSDP1)]
+
+
 def time_figures(taken: Mapping[str, Mapping[str, Times]]) -> tuple[Figure, ...]:
-    """Ours to torch's own, each operation with a limit; the same in time of the processor; then all times."""
+    """Ours to torch's own, operation by operation; the same in time of the processor; then all times."""
+    compared = _compared()
     return (
         *(
             median_figure(
-                f"{operation}: {name} to {counterpart(name)}",
-                ratios(taken[operation]["wall"], name, counterpart(name)),
-                TIMES,
-                LIMIT,
+                f"{operation}: {name} to {other}", ratios(taken[operation]["wall"], name, other), TIMES, limit
             )
             for operation in OPERATIONS
-            for name in ours()
+            for name, other, limit in compared
         ),
         *(
             median_figure(
-                f"{operation}: {name} to {counterpart(name)}, time of the processor",
-                ratios(taken[operation]["processor"], name, counterpart(name)),
+                f"{operation}: {name} to {other}, time of the processor",
+                ratios(taken[operation]["processor"], name, other),
                 TIMES,
             )
             for operation in OPERATIONS
-            for name in ours()
+            for name, other, _ in compared
         ),
         *(
             median_figure(f"{operation}: {name}", [1e3 * seconds for seconds in times], "ms")
@@ -116,21 +123,16 @@ def fullest(by_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def memory_figures(peaks: Mapping[str, Mapping[str, int]]) -> tuple[Figure, ...]:
-    """Ours to torch's own, each operation with a limit; then all peaks.
+    """Ours to torch's own, operation by operation; then all peaks.
 
     Args:
         peaks: bytes by contestant and operation.
     """
     return (
         *(
-            Figure(
-                f"{operation}: {name} to {counterpart(name)}",
-                peaks[name][operation] / peaks[counterpart(name)][operation],
-                TIMES,
-                LIMIT,
-            )
+            Figure(f"{operation}: {name} to {other}", peaks[name][operation] / peaks[other][operation], TIMES, limit)
             for operation in OPERATIONS
-            for name in ours()
+            for name, other, limit in _compared()
         ),
         *(
             Figure(f"{operation}: {name}", by_operation[operation] / 1e6, "MB")
@@ -310,15 +312,17 @@ def _times(_rank: int, names: list[str], config: GPTConfig, rounds: int) -> dict
 
 
 def _peaks(_rank: int, name: str, config: GPTConfig) -> dict[str, int]:
-    full = _full_state(config)
-    with _folder() as folder, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    resident, peaks = Resident(), {}
+    with _folder() as folder:
+        before = resident.num_bytes
         contestant = _Contestant(name, config, folder)
+        full = _full_state(config)
         for operation in OPERATIONS:
             contestant.prepare(operation, full)
             contestant.run(operation)  # once before, for what stays
             gc.collect()
-            with record_function(f"{WATCHED}: {operation}"):
-                contestant.run(operation)
+            resident.forget_peak()
+            contestant.run(operation)
+            peaks[operation] = resident.peak_bytes - before
             contestant.forget()
-    events = list(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
-    return {operation: peak_bytes(events, f"{WATCHED}: {operation}") for operation in OPERATIONS}
+    return peaks
