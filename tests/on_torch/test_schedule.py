@@ -1,5 +1,7 @@
 """Steps that are not the plain one: exceptions, accumulation, recomputation, reuse, unused parameters, ranks that disagree."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_backend
 from crossframe.errors import AgreementError, UsageError
+from crossframe.trace import ALL_GATHER, collectives
 from tests.on_torch.models import Block, Net, build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, OPTIONS, _local, _our_fsdp1, _our_fsdp2, _torch_fsdp1
+from torch_backend.observe import record_trace
 from torch_backend.unit import UNIT
 
 FSDP = torch_backend.FullyShardedDataParallel
@@ -194,6 +198,64 @@ def _variant(rank, world_size, mode, cls, settings):
 )
 def test_R29_R31_gradients_of_unusual_steps(ranks, mode, cls, settings):
     assert sum(ranks.run(2, _variant, mode, cls, settings)) >= 9
+
+
+class Passing(nn.Module):
+    """Returns what another module returned: as it is, or times a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(2))
+        # As many elements as around it: a rank that gathers them in another order is wrong, but waits for nobody.
+        self.inner = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x, passes_on):
+        x = self.inner(x * self.before)
+        return x if passes_on else x * self.after
+
+
+class AroundPassing(nn.Module):
+    """The root, so that both of the units inside are gathered for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.passing = nn.Linear(2, 2, bias=False), Passing()
+
+    def forward(self, x, passes_on):
+        return self.passing(self.first(x), passes_on)
+
+
+def _passing(rank, world_size, mode):
+    """The collectives of a step in which the last rank passes on alone; and the gradients of the inputs, plain and sharded."""
+    torch.manual_seed(3)
+    plain = AroundPassing()
+    model = copy.deepcopy(plain)
+    if mode == "fsdp2":
+        for module in (model.passing.inner, model.passing, model):
+            torch_backend.fully_shard(module)
+    else:
+        policy = torch_backend.ModuleWrapPolicy({Passing, nn.Linear})
+        model = FSDP(model, auto_wrap_policy=policy, use_orig_params=mode == "orig")
+    grads = []
+    with record_trace() as events:
+        for module in (plain, model):
+            x = torch.ones(3, 2, requires_grad=True)
+            module(x, rank == world_size - 1).square().sum().backward()
+            grads.append(x.grad)
+    return [(event.kind, event.unit, event.phase) for event in collectives(events)], grads
+
+
+@pytest.mark.parametrize("mode", WRAPS)
+def test_R13_a_unit_that_returns_what_one_inside_it_returned_begins_its_backward_first_on_every_rank(ranks, mode):
+    (first, grads), *others = ranks.run(2, _passing, mode)
+    assert [unit for kind, unit, phase in first if (kind, phase) == (ALL_GATHER, "backward")][:2] == [
+        "passing",
+        "passing.inner",
+    ]
+    for events, _ in others:
+        assert events == first
+    for plain, sharded in (grads, *(each for _, each in others)):
+        assert torch.equal(plain, sharded)
 
 
 def _disagree(rank, world_size, what):
