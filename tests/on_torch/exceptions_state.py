@@ -20,8 +20,41 @@ def _has_managed(case: Case) -> bool:
     return any(node.kind not in ("group", "plain") and not node.ignored for node in case.nodes)
 
 
-BUGS: tuple[Departure, ...] = ()
+BUGS: tuple[Departure, ...] = (
+    Departure(
+        "a local state dict loaded where units are sharded and the root is not",
+        "the root's state dict is a full one, and the root refuses the shards of the units inside it, which torch loads",
+        _one(
+            Node("vector", unit=True),
+            kind="LOCAL",
+            sharding_strategy="NO_SHARD",
+            inner="FULL_SHARD",
+            steps=0,
+        ),
+        "does not fit the model",
+        lambda case: (
+            case.options.kind == "LOCAL"
+            and case.options.sharding_strategy == "NO_SHARD"
+            and case.options.inner not in ("", "NO_SHARD")
+        ),
+        with_options(kind="SHARDED"),
+    ),
+)
 DEPARTURES = (
+    Departure(
+        "activations checkpointed after a policy has wrapped modules that mixed precision leaves out",
+        "torch leaves on each of these that it has no mixed precision, and its own checkpointing takes that for an argument of "
+        "the module's forward, which raises; ours leaves nothing behind",
+        _one(Node("vector"), steps=0, wrap="module", mixed=Mixed(ignores=("Vector",)), checkpointed="after"),
+        "unexpected keyword argument 'mixed_precision'",
+        lambda case: (
+            case.options.checkpointed == "after"
+            and case.options.wrap != "hand"
+            and case.options.mixed is not None
+            and bool(case.options.mixed.ignores)
+        ),
+        with_options(checkpointed="before"),
+    ),
     Departure(
         "a state dict taken while parameters are summoned, other than a full one on all ranks",
         "torch makes a sharded one of them, and raises of a local one and of one on rank 0; ours copies what the user sees",
