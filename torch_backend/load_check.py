@@ -6,7 +6,7 @@ since it will be exchanged between them.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +22,9 @@ from torch_backend.exposure.flat import FLAT_PARAM
 from torch_backend.exposure.registration import ShardedParams
 from torch_backend.piece_moves import is_over
 from torch_backend.piece_tensor import PieceTensor
-from torch_backend.rounds import agree, withdraw
+from torch_backend.rounds import agree, spans_ranks, withdraw
 from torch_backend.slots import canonical_name
-from torch_backend.unit import UNIT, unit_of
+from torch_backend.unit import UNIT, Unit, unit_of
 
 TITLE = "loading of a state dict"
 
@@ -60,52 +60,73 @@ def check_load(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None
         return
     mesh = unit_of(module).mesh
     groups = [some.group for some in (mesh.shards, mesh.replicas) if some.size > 1]
-    if wrong := list(_wrong(module, state, prefix, strict=bool(_strict and _strict[-1]))):
+    own = {key: state[key] for key in sorted(state) if key.startswith(prefix)}
+    expected = _Expected(module, prefix)
+    if wrong := list(_wrong(expected, own, strict=bool(_strict and _strict[-1]))):
         error = StateDictError(f"the state dict does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
         withdraw(groups, TITLE, error)
         raise error
-    said = [(f"entry {key!r}", _described(state[key])) for key in sorted(state) if key.startswith(prefix)]
     try:
-        agree(groups, TITLE, said, advice="load the same state dict on every rank")
+        if any(map(spans_ranks, groups)):
+            brief = repr([(key, _seen(value)) for key, value in own.items()])
+            agree(groups, TITLE, lambda: _described(own), brief=brief, advice="load the same state dict on every rank")
     except AgreementError as error:
         raise StateDictError(f"nothing was loaded: {error}") from error
-    _checked.update(inner for inner in module.modules() if inner is not module and UNIT in inner.__dict__)
+    _checked.update(expected.sharded)
 
 
-def _described(value: Any) -> dict[str, str]:
+def _seen(value: Any) -> tuple[Any, ...]:
+    """What ranks compare of an entry."""
     if not isinstance(value, Tensor):
-        return {"kind": type(value).__name__}
-    return {"kind": type(value).__name__, "shape": str(list(value.shape)), "dtype": str(value.dtype)}
+        return (type(value).__name__,)
+    return type(value).__name__, value.shape, value.dtype
 
 
-def _wrong(module: nn.Module, state: Mapping[str, Any], prefix: str, *, strict: bool) -> Iterator[str]:
-    expected, optional, opaque = _expected(module, prefix)
-    own = {key: value for key, value in state.items() if key.startswith(prefix)}
+def _described(own: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    said = []
+    for key, value in own.items():
+        kind, *more = _seen(value)
+        settings = {"shape": str(list(more[0])), "dtype": str(more[1])} if more else {}
+        said.append((f"entry {key!r}", {"kind": kind, **settings}))
+    return said
+
+
+def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> Iterator[str]:
+    """What does not fit, in words.
+
+    Args:
+        own: the module's part of a state dict.
+        strict: whether missing and unexpected entries are wrong.
+    """
+    entries = expected.entries
     if strict:
-        missing = [key for key in expected if key not in own and key not in optional]
+        missing = [key for key in entries if key not in own and key not in expected.optional]
         unexpected = [
             key
             for key in own
-            if key not in expected and not key.endswith("_extra_state") and not key.startswith(tuple(opaque))
+            if key not in entries and not key.endswith("_extra_state") and not key.startswith(tuple(expected.opaque))
         ]
         if missing:
             yield f"missing {', '.join(map(repr, missing))}"
         if unexpected:
             yield f"unexpected {', '.join(map(repr, unexpected))}"
-    for key, (shape, like) in expected.items():
-        value: Any = own.get(key)
+    for key, (shape, like) in entries.items():
         if key not in own:
             continue
+        value: Any = own[key]
         if not is_tensor_like(value):  # lightning's are read from their file when they are copied
             yield f"{key!r} is a {type(value).__name__} and no tensor"
-        elif tuple(value.shape) != shape and not (not shape and tuple(value.shape) == (1,)):
-            yield f"{key!r} has shape {tuple(value.shape)}, expected {shape}"
-        elif isinstance(like, DTensor) and not isinstance(value, DTensor):
-            yield (
-                f"{key!r} is a {type(value).__name__} and the parameter a DTensor (distribute_tensor makes one of it; of whole "
-                "state dicts set_model_state_dict does, with StateDictOptions(full_state_dict=True))"
-            )
-        elif isinstance(value, DTensor) and like is not None and not _is_over(value.device_mesh, like):
+        elif value.shape != shape and tuple(value.shape) != shape and not (not shape and tuple(value.shape) == (1,)):
+            yield f"{key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}"
+        elif like is None:
+            continue
+        elif not isinstance(value, DTensor):
+            if isinstance(like, DTensor):
+                yield (
+                    f"{key!r} is a {type(value).__name__} and the parameter a DTensor (distribute_tensor makes one of it; of "
+                    "whole state dicts set_model_state_dict does, with StateDictOptions(full_state_dict=True))"
+                )
+        elif value.device_mesh is not like.device_mesh and not _is_over(value.device_mesh, like):
             yield f"{key!r} is on {value.device_mesh}, expected {like.device_mesh}, or its full_tensor()"
 
 
@@ -113,49 +134,74 @@ def _is_over(mesh: DeviceMesh, like: DTensor | PieceTensor) -> bool:
     return mesh == like.device_mesh if isinstance(like, DTensor) else is_over(mesh, like.place)
 
 
-def _expected(module: nn.Module, prefix: str) -> tuple[dict[str, tuple[tuple[int, ...], Any]], set[str], set[str]]:
-    """The entries that a module loads: by key their shapes, and the DTensors that they are copied into; which of them may lack;
-    and below which prefixes modules have their own way of loading, of which nothing is known."""
-    found: dict[str, tuple[tuple[int, ...], Any]] = {}
-    optional: set[str] = set()
-    opaque: set[str] = set()
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path, inner in module.named_modules(remove_duplicate=False):
-        if UNIT in inner.__dict__:
-            unit = unit_of(inner)
-            for bucket in unit.buckets:
-                # Under FSDP1 what is registered has other names or shapes.
-                if not isinstance(bucket.exposure, ShardedParams):
-                    for spec in unit.params_at(bucket, canonical_name(path)):
-                        shapes |= {prefix + name: spec.shape for name in (spec.name, *spec.aliases)}
-    for path, inner in module.named_modules(remove_duplicate=False):
-        name = canonical_name(path)
-        at = f"{prefix}{name}." if name else prefix
-        if at.startswith(tuple(opaque)):
-            continue
-        if _has_its_own_way(inner):
-            opaque.add(at)
-            continue
-        for attribute, param in inner._parameters.items():
+class _Expected:
+    """What a module loads.
+
+    Attributes:
+        entries: by key their shapes, and the DTensors or PieceTensors that they are copied into, if they are.
+        optional: which of them may lack.
+        opaque: below which prefixes modules have their own way of loading, of which nothing is known.
+        sharded: the sharded modules below the module.
+    """
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        self.entries: dict[str, tuple[Sequence[int], Any]] = {}
+        self.optional: set[str] = set()
+        self.opaque: set[str] = set()
+        self.sharded: list[nn.Module] = []
+        # Of the parameters of FSDP1's units: what is registered for them has other names or shapes.
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._prefix = prefix
+        self._visit(module, prefix, known=True)
+        del self.sharded[0]
+        for key, shape in self._shapes.items():
+            if not key.startswith(tuple(self.opaque)):
+                self.entries.setdefault(key, (shape, None))
+
+    def _visit(self, module: nn.Module, at: str, *, known: bool) -> None:
+        """A module and all below it, by hand: `named_modules` takes as long as all the rest.
+
+        Args:
+            at: its prefix.
+            known: whether no module around it has its own way of loading.
+        """
+        if UNIT in module.__dict__:
+            self.sharded.append(module)
+            self._take_shapes(unit_of(module), at)
+        if known and _has_its_own_way(module):
+            self.opaque.add(at)
+            known = False
+        if known:
+            self._take_entries(module, at)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(child, f"{at}{name}." if canonical_name(name) else at, known=known)
+
+    def _take_shapes(self, unit: Unit, at: str) -> None:
+        for bucket in unit.buckets:
+            if not isinstance(bucket.exposure, ShardedParams):
+                for spec in unit.params_at(bucket, at.removeprefix(self._prefix).removesuffix(".")):
+                    self._shapes |= {self._prefix + name: spec.shape for name in (spec.name, *spec.aliases)}
+
+    def _take_entries(self, module: nn.Module, at: str) -> None:
+        for attribute, param in module._parameters.items():
             if param is not None and attribute != FLAT_PARAM:
                 key = at + attribute
-                like = param if isinstance(param, DTensor | PieceTensor) else None
-                found[key] = (shapes.get(key, tuple(param.shape)), like)
-        for attribute, buffer in inner._buffers.items():
-            if buffer is not None and attribute not in inner._non_persistent_buffers_set:
-                found[at + attribute] = (tuple(buffer.shape), buffer if isinstance(buffer, DTensor) else None)
-        if isinstance(inner, _NormBase):  # which takes state dicts from before it counted batches
-            optional.add(f"{at}num_batches_tracked")
-    for key, shape in shapes.items():
-        if not key.startswith(tuple(opaque)):
-            found.setdefault(key, (shape, None))
-    return found, optional, opaque
+                like = param if isinstance(param, (DTensor, PieceTensor)) else None
+                self.entries[key] = (self._shapes.get(key, param.shape), like)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                self.entries[at + attribute] = (buffer.shape, buffer if isinstance(buffer, DTensor) else None)
+        if isinstance(module, _NormBase):  # which takes state dicts from before it counted batches
+            self.optional.add(f"{at}num_batches_tracked")
 
 
 def _has_its_own_way(module: nn.Module) -> bool:
     if isinstance(module, ActivationWrapper):
         return False
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    if not module._load_state_dict_pre_hooks:
+        return own and not isinstance(module, _NormBase)
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     foreign = any(not getattr(hook, "__module__", "").startswith("torch_backend.") for hook in hooks)
     return (own and not isinstance(module, _NormBase)) or foreign

@@ -18,8 +18,9 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +38,8 @@ _entered: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictio
 _failed: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 _PATIENCE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 0.25
+# Between two looks into the store: at first, for each rank of the group, since all of them look; that at most; and later.
+_PAUSE_PER_RANK_SECONDS, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.00005, 0.0005, 0.25
 # How many different descriptions a message looks at, and how many ranks it names one by one.
 _MAX_SIDES, _MAX_NAMED = 8, 8
 
@@ -45,8 +47,9 @@ _MAX_SIDES, _MAX_NAMED = 8, 8
 def agree(
     groups: Sequence[dist.ProcessGroup],
     title: str,
-    said: Description,
+    said: Description | Callable[[], Description],
     *,
+    brief: str | None = None,
     advice: str = "build the same module with the same settings on every rank",
 ) -> None:
     """Raise AgreementError on every rank, naming the first difference, unless all ranks of the groups say the same.
@@ -56,7 +59,8 @@ def agree(
             is none the shard group and then the replicate group. What one group finds is carried into the next, so that
             all ranks of the mesh raise if any two of them differ. Groups of one rank are passed over.
         title: what the ranks are about to do, as a noun: "first use of the root".
-        said: what must be the same.
+        said: what must be the same; with `brief` a function that makes it, which is called where ranks differ.
+        brief: all of that in a form that is sooner made, the same wherever it is the same.
         advice: what to do where it is not.
 
     A rank that does not come is waited for as long as the group's timeout says. Costs a round trip or two to the store.
@@ -64,7 +68,7 @@ def agree(
     failure = ""
     for group in groups:
         if spans_ranks(group):
-            failure = _Round(group, title).meet(said, failure, advice)
+            failure = _Round(group, title).meet(said, brief, failure, advice)
     if failure:
         raise AgreementError(f"rank {dist.get_rank()}: {failure}")
 
@@ -97,24 +101,26 @@ class _Round:
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = group.rank()
         self._title = title
-        self._seconds = timeout_seconds(group)
         self._group = group
         self._entered = _entered.setdefault(self._store, {})
         self._number = self._entered.get(group.group_name, 0)
         self._entered[group.group_name] = self._number + 1
         self._told_where = False
-        self._hashes = [self._key("hash", rank) for rank in range(len(self._ranks))]
-        self._verdict = self._key("verdict")
+        self._own, self._verdict = self._key("hash", self._rank), self._key("verdict")
+
+    @cached_property
+    def _hashes(self) -> list[str]:
+        return [self._key("hash", rank) for rank in range(len(self._ranks))]
 
     def _key(self, *parts: Any, number: int | None = None) -> str:
         number = self._number if number is None else number
         return "/".join(map(str, (group_key(self._group), number, *parts)))
 
-    def meet(self, said: Description, failure: str, advice: str) -> str:
+    def meet(self, said: Description | Callable[[], Description], brief: str | None, failure: str, advice: str) -> str:
         """The reason why the ranks do not agree, or "". A `failure` that this rank brings along is everyone's."""
         try:
             try:
-                verdict = self._meet(said, failure, advice)
+                verdict = self._meet(said, brief, failure, advice)
             except _Failed as error:
                 verdict = f"failed:{error}"
                 self._store.set(self._verdict, verdict)
@@ -131,22 +137,25 @@ class _Round:
             )
         return verdict.removeprefix("failed:") if verdict.startswith("failed:") else ""
 
-    def _meet(self, said: Description, failure: str, advice: str) -> str:
-        sides = [[self._title, {}], *([subject, dict(settings)] for subject, settings in said)]
-        text = json.dumps(sides)
+    def _meet(self, said: Description | Callable[[], Description], brief: str | None, failure: str, advice: str) -> str:
+        text = self._text(said) if brief is None else f"{self._title}: {brief}"
         digest = hashlib.sha256(text.encode()).hexdigest()
-        self._store.set(self._hashes[self._rank], f"failed:{failure}" if failure else digest)
+        self._store.set(self._own, f"failed:{failure}" if failure else digest)
         verdict = self._judge() if self._rank == 0 else self._read(self._verdict)
         if verdict.startswith("differ:"):
-            difference = self._compare(json.loads(verdict.removeprefix("differ:")), text)
+            difference = self._compare(json.loads(verdict.removeprefix("differ:")), self._text(said))
             verdict = f"failed:{difference}; {advice}"
-        self._store.delete_key(self._hashes[self._rank])
+        self._store.delete_key(self._own)
         return verdict
+
+    def _text(self, said: Description | Callable[[], Description]) -> str:
+        described = said() if callable(said) else said
+        return json.dumps([[self._title, {}], *([subject, dict(settings)] for subject, settings in described)])
 
     def withdraw(self, failure: str) -> None:
         """Take part with a failure, and wait for no one."""
         with suppress(dist.DistError):  # what failed first is what to tell
-            self._store.set(self._hashes[self._rank], f"failed:{failure}")
+            self._store.set(self._own, f"failed:{failure}")
             if self._rank == 0:
                 self._store.set(self._verdict, f"failed:{failure}")
 
@@ -155,9 +164,6 @@ class _Round:
         self._await(self._hashes, unless=self._verdict)
         if self._store.check([self._verdict]):  # another rank has given up, perhaps on this one
             return self._read(self._verdict)
-        if self._number:
-            # Everyone is here, and so has read the verdict of the last round.
-            self._store.delete_key(self._key("verdict", number=self._number - 1))
         digests = [digest.decode() for digest in self._store.multi_get(self._hashes)]
         failed = next((digest for digest in digests if digest.startswith("failed:")), None)
         sides: dict[str, list[int]] = {}
@@ -165,6 +171,9 @@ class _Round:
             sides.setdefault(digest, []).append(rank)
         verdict = failed or ("agreed" if len(sides) == 1 else f"differ:{json.dumps(list(sides.values()))}")
         self._store.set(self._verdict, verdict)
+        if self._number:
+            # Everyone is here, and so has read the verdict of the last round.
+            self._store.delete_key(self._key("verdict", number=self._number - 1))
         return verdict
 
     def _compare(self, sides: list[list[int]], text: str) -> str:
@@ -182,18 +191,22 @@ class _Round:
         return self._store.get(key).decode()
 
     def _await(self, keys: list[str], *, unless: str | None = None) -> None:
-        """Return once all keys are there, or that one. Raise _Failed if they do not come in time, or never can."""
-        start, pause = time.monotonic(), 0.0005
-        while not self._store.check(keys) and not (unless and self._store.check([unless])):
+        """Return once all keys are there, or that one, which others write where they have lost patience. Raise _Failed if they
+        do not come in time, or never can."""
+        start, seconds = time.monotonic(), timeout_seconds(self._group)
+        first = min(_PAUSE_PER_RANK_SECONDS * len(self._ranks), _FIRST_PAUSE_SECONDS)
+        while not self._store.check(keys):
             waited = time.monotonic() - start
             if waited > _PATIENCE_SECONDS:
+                if unless and self._store.check([unless]):
+                    return
                 self._tell([*_failed.get(self._store, ()), self._where])
                 self._told_where = True
                 self._look_for_deadlock()
-            if waited > self._seconds:
-                raise _Failed(self._who_is_absent())
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if waited > seconds:
+                raise _Failed(self._who_is_absent(seconds))
+            # In proportion, so that what has taken long takes little longer by it.
+            time.sleep(min(max(waited / 2, first), _LONGEST_PAUSE_SECONDS))
 
     @property
     def _where(self) -> dict[str, Any]:
@@ -237,13 +250,13 @@ class _Round:
         half = len(keys) // 2
         return self._absent(keys[:half]) + self._absent(keys[half:])
 
-    def _who_is_absent(self) -> str:
+    def _who_is_absent(self, seconds: float) -> str:
         absent = [self._ranks[rank] for rank in self._absent(self._hashes)]
         if not absent:
             first = self._ranks[0]
-            return f"rank {first} gave no verdict on the {self._title} within {self._seconds:g} s; look at its output"
+            return f"rank {first} gave no verdict on the {self._title} within {seconds:g} s; look at its output"
         return (
-            f"rank {listed(absent)} did not come to the {self._title} within {self._seconds:g} s, the timeout of the process "
+            f"rank {listed(absent)} did not come to the {self._title} within {seconds:g} s, the timeout of the process "
             f"group, as rank {dist.get_rank()} did; it failed earlier, is late, or was not given this unit: look at its output"
         )
 
