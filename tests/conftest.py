@@ -19,6 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests look at it when they are collected."""
     if config.getoption("--exhaustive"):
         os.environ[EXHAUSTIVE] = "1"
+    else:
+        # Small models run for milliseconds, and JAX compiles them for seconds: twice as long if it optimises machine code.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 
 @pytest.fixture(scope="session")

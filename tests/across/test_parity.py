@@ -1,5 +1,6 @@
 """The same GPT trained in both frameworks: within the contract's bounds, with the planned events, faults found."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,23 +11,42 @@ from crossframe.trace import difference
 from crossframe.verdict import Verdict, compare
 from experiments.parity.settings import RunSettings
 from tests.across.recorded import record_with_jax, record_with_torch
+from tests.conftest import EXHAUSTIVE
 
 STEPS = 8
+# JAX compiles a step that records local gradients, and from the third step on one that does not.
+SHORT = STEPS if os.environ.get(EXHAUSTIVE) else 2
 
 
-def _pair(ranks, settings, folder, fault_in=""):
-    torch_settings = settings if fault_in in ("", "torch") else replace(settings, fault="")
-    jax_settings = settings if fault_in in ("", "jax") else replace(settings, fault="")
-    return record_with_torch(ranks, torch_settings, folder / "torch"), record_with_jax(jax_settings, folder / "jax")
+@pytest.fixture(scope="module")
+def recorded(ranks, tmp_path_factory):
+    """A recording by a framework, made when it is first asked for."""
+    made = {}
+
+    def of(framework, settings):
+        if (framework, settings) not in made:
+            folder = tmp_path_factory.mktemp("recorded") / framework
+            torch = framework == "torch"
+            made[framework, settings] = (
+                record_with_torch(ranks, settings, folder) if torch else record_with_jax(settings, folder)
+            )
+        return made[framework, settings]
+
+    return of
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"),
-    [(2, Strategy.FULL_SHARD), (3, Strategy.FULL_SHARD), (4, Strategy.FULL_SHARD), (3, Strategy.SHARD_GRAD_OP)],
+    ("world_size", "strategy", "steps"),
+    [
+        (2, Strategy.FULL_SHARD, SHORT),
+        (3, Strategy.FULL_SHARD, STEPS),
+        (4, Strategy.FULL_SHARD, SHORT),
+        (3, Strategy.SHARD_GRAD_OP, SHORT),
+    ],
 )
-def test_float64_training_agrees_and_does_what_was_planned(ranks, tmp_path, world_size, strategy):
-    settings = RunSettings("gpt-tiny", "float64", world_size, STEPS, strategy=strategy.value)
-    a, b = _pair(ranks, settings, tmp_path)
+def test_float64_training_agrees_and_does_what_was_planned(recorded, world_size, strategy, steps):
+    settings = RunSettings("gpt-tiny", "float64", world_size, steps, strategy=strategy.value)
+    a, b = recorded("torch", settings), recorded("jax", settings)
     result = compare(a, b).to_json()
     assert result["verdict"] == "rounding", result
     # The contract: float64 losses agree to 1e-12 at every step, parameters to 1e-11.
@@ -39,15 +59,18 @@ def test_float64_training_agrees_and_does_what_was_planned(ranks, tmp_path, worl
         assert difference(plan, b.collectives(0, rank), ordered=False) == []
 
 
-def test_float32_training_differs_by_rounding(ranks, tmp_path):
-    result = compare(*_pair(ranks, RunSettings("gpt-tiny", "float32", 2, STEPS), tmp_path))
+def test_float32_training_differs_by_rounding(recorded):
+    settings = RunSettings("gpt-tiny", "float32", 2, STEPS)
+    result = compare(recorded("torch", settings), recorded("jax", settings))
     assert result.verdict is Verdict.ROUNDING, result.to_json()
 
 
-@pytest.mark.parametrize(("fault_in", "dtype"), [("torch", "float32"), ("jax", "float64")])
-def test_R26_summed_gradients_are_found_in_the_first_reduction(ranks, tmp_path, fault_in, dtype):
-    settings = RunSettings("gpt-tiny", dtype, 2, 3, fault="sum_gradients")
-    result = compare(*_pair(ranks, settings, tmp_path, fault_in)).to_json()
+@pytest.mark.parametrize(("fault_in", "dtype", "steps"), [("torch", "float32", STEPS), ("jax", "float64", SHORT)])
+def test_R26_summed_gradients_are_found_in_the_first_reduction(recorded, fault_in, dtype, steps):
+    settings = RunSettings("gpt-tiny", dtype, 2, steps)
+    of = dict.fromkeys(("torch", "jax"), settings)
+    of[fault_in] = replace(settings, fault="sum_gradients")
+    result = compare(*(recorded(framework, some) for framework, some in of.items())).to_json()
     assert result["verdict"] == "bug"
     where = result["first_divergence"]
     assert (where["step"], where["phase"], where["event"]) == (0, "reduce", "reduce_scatter")

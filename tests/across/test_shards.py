@@ -1,5 +1,8 @@
 """Before the first step: what rank i holds in torch, device i in JAX, and rank i in the numpy reference, bit for bit."""
 
+import os
+from itertools import product
+
 import jax
 import numpy as np
 import pytest
@@ -9,8 +12,12 @@ from crossframe.reference import ReferenceUnit
 from experiments.parity.record_jax import shard_initial
 from experiments.parity.settings import RunSettings
 from jax_backend import make_mesh, shards_of, unshard
+from tests.conftest import EXHAUSTIVE
 
-DTYPES = ("float64", "float32")
+# float32 is aligned, float64 of these sizes has nothing to align.
+CASES = [(1, "float64"), (2, "float32"), (3, "float64"), (4, "float32")]
+if os.environ.get(EXHAUSTIVE):
+    CASES = list(product((1, 2, 3, 4), ("float64", "float32")))
 
 
 def _torch_shards(rank, world_size, settings):
@@ -28,8 +35,7 @@ def _torch_shards(rank, world_size, settings):
     return shards, full
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "dtype"), CASES)
 def test_R04_R05_shards_are_the_same_in_numpy_torch_and_jax(ranks, world_size, dtype):
     settings = RunSettings("gpt-tiny", dtype, world_size, seed=5)
     on_torch = ranks.run(world_size, _torch_shards, settings)

@@ -94,7 +94,8 @@ def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tm
         "from crossframe.parts import f\n\n\ndef test_f():\n    assert f(4)\n"
     )
     code = (
-        "import sys; from pathlib import Path; from tests.mutate.__main__ import main; "
+        "import sys; from pathlib import Path; from tests.mutate import suite; from tests.mutate.__main__ import main; "
+        "suite.LEAST_SECONDS = 1.0; "  # its tests take milliseconds
         f"sys.argv = ['mutate', '--sample', '99']; sys.exit(main(Path({str(tmp_path)!r})))"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
