@@ -10,20 +10,25 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("jax_backend needs JAX: pip install 'crossframe[jax]'") from None
 
+from jax_backend.local_grads import LocalGrads
 from jax_backend.mesh import make_mesh, per_rank
+from jax_backend.scan import scan
 from jax_backend.sharded import ShardedParams, pieces_of, shard, shards_of
 from jax_backend.trace import trace_of
 from jax_backend.transform import Result, value_and_grad
-from jax_backend.tree import ParamTree
+from jax_backend.tree import Bucket, ParamTree
 from jax_backend.unshard import unshard, writeback
 
 __all__ = [
+    "Bucket",
+    "LocalGrads",
     "ParamTree",
     "Result",
     "ShardedParams",
     "make_mesh",
     "per_rank",
     "pieces_of",
+    "scan",
     "shard",
     "shards_of",
     "trace_of",

@@ -1,54 +1,120 @@
-"""The gather of a unit: forward gathers its shards, backward reduces its gradient as the core's plan says (R26).
+"""The gather of a bucket: forward gathers its shards, backward reduces its gradient as the core's plan says (R26, R28, R33).
 
 [Note: why the gather has a backward of its own] Differentiating all_gather gives a plain sum over ranks, in the dtype
-and at the place that JAX chooses. The reduction is part of what sharded training means: divide, reduce-scatter, divide,
-with factors that the core computes and that torch's FSDP1 uses too, so that both agree bit for bit where a sum has one
-order (R32: two ranks).
+and at the place that JAX chooses. The reduction is part of what sharded training means: cast, divide, reduce-scatter, all-reduce,
+divide, cast, with steps and factors that the core lists and that torch follows too, so that both agree bit for bit where a sum
+has one order (R32: two ranks).
 """
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from crossframe import reduction
-from jax_backend.collectives import all_gather, reduce_scatter
+from crossframe.faces import Face
+from crossframe.mesh import MeshSpec
+from crossframe.precision import Precision
+from crossframe.reduction import ReductionStep, factors_of, reduction_steps
+from jax_backend.collectives import all_gather, all_reduce, reduce_scatter
+from jax_backend.tree import Bucket
 
 
-def gather(unit: str, shard: jax.Array, num_ranks: int, probe: jax.Array | None = None) -> jax.Array:
-    """All shards of a unit, differentiable.
+@dataclass(frozen=True)
+class Reduction:
+    """What becomes of all ranks' gradients.
 
-    Args:
-        unit: its name.
-        shard: this rank's, of shape (padded_shard_numel,).
-        num_ranks: how many ranks the gradient is averaged over.
-        probe: None, or zeros of shape (gathered_numel,) whose gradient is then this rank's own, before any reduction.
-
-    Returns:
-        Shape (gathered_numel,). Its cotangent reaches the shard as the mean over ranks, of shape (padded_shard_numel,).
+    Attributes:
+        mesh: the grid of ranks.
+        face: whose division and order.
+        factor: the user's own divide factor (R27); None: the number of ranks.
+        now: False leaves every rank's gradient as it is, for a later microbatch (R15).
     """
 
+    mesh: MeshSpec
+    face: Face = Face.FSDP1
+    factor: float | None = None
+    now: bool = True
+
+    def check(self) -> None:
+        """Raise PlanError unless the factor is one to divide by."""
+        factors_of(self.mesh, self.face, "float32", self.factor)
+
+    def __call__(self, label: str, grad: jax.Array, precision: Precision) -> jax.Array:
+        """The mean over ranks of full gradients, this rank's part of it: (gathered_numel,) to (padded_shard_numel,).
+
+        Args:
+            label: the bucket's.
+            grad: of any floating dtype.
+            precision: the bucket's dtypes; the result is of `precision.kept`.
+        """
+        factors = factors_of(self.mesh, self.face, precision.reduced, self.factor)
+        step = ReductionStep
+        for each in reduction_steps(self.mesh, self.face):
+            if each is step.CAST_TO_REDUCED:
+                grad = grad.astype(precision.reduced)
+            elif each is step.DIVIDE_BEFORE:
+                grad = divide(grad, factors.before)
+            elif each is step.REDUCE_SCATTER:
+                grad = reduce_scatter(grad, label)
+            elif each is step.DIVIDE_BETWEEN:
+                grad = divide(grad, factors.between)
+            elif each is step.ALL_REDUCE:
+                grad = all_reduce(grad, label)
+            elif each is step.DIVIDE_AFTER:
+                grad = divide(grad, factors.after)
+            elif each is step.CAST_TO_KEPT:
+                grad = grad.astype(precision.kept)
+        return grad
+
+
+def gather(
+    bucket: Bucket,
+    shard: jax.Array,
+    precision: Precision,
+    reduction: Reduction,
+    probe: jax.Array | None = None,
+    waiting: jax.Array | None = None,
+) -> jax.Array:
+    """All shards of a bucket, differentiable.
+
+    Args:
+        shard: this rank's, of shape (padded_shard_numel,).
+        precision: the bucket's dtypes.
+        reduction: of its gradient.
+        probe: None, or zeros of shape (gathered_numel,) whose gradient is then this rank's own, before any reduction.
+        waiting: None, or this rank's own gradient of earlier microbatches, of that shape, which is added first.
+
+    Returns:
+        Shape (gathered_numel,), of `precision.gathered`. Its cotangent reaches the shard as the mean over ranks, of shape
+        (padded_shard_numel,); as zeros, if nothing is reduced now. Frozen buckets get none.
+    """
+    if not bucket.trainable:
+        return all_gather(jax.lax.stop_gradient(shard).astype(precision.gathered), bucket.label)
+
     @jax.custom_vjp
-    def gathered(shard, probe):
-        return forward(shard, probe)[0]
+    def gathered(shard, probe, waiting):
+        return forward(shard, probe, waiting)[0]
 
     # Not by calling `gathered`: the policy that saves no gathered parameter must find the primitive itself here.
-    def forward(shard, probe):
+    def forward(shard, probe, waiting):
         del probe
-        return all_gather(shard, unit), None
+        return all_gather(shard.astype(precision.gathered), bucket.label), waiting
 
-    def backward(_, local_grad):
-        return reduce_mean(unit, local_grad, num_ranks), None if probe is None else local_grad
+    def backward(waiting, grad):
+        own = grad.astype(precision.accumulated(reduction.face)) if waiting is not None or not reduction.now else grad
+        if waiting is not None:
+            own = own + waiting
+        reduced = reduction(bucket.label, own, precision) if reduction.now else jnp.zeros(shard.shape, shard.dtype)
+        # A cotangent has its primal's dtype: what is kept in low precision is widened again, without another rounding.
+        return (
+            reduced.astype(shard.dtype),
+            None if probe is None else own.astype(probe.dtype),
+            None if waiting is None else jnp.zeros_like(waiting),
+        )
 
     gathered.defvjp(forward, backward)
-    return gathered(shard, probe)
-
-
-def reduce_mean(unit: str, local_grad: jax.Array, num_ranks: int) -> jax.Array:
-    """The mean over ranks of full gradients, this rank's part of it: (gathered_numel,) to (padded_shard_numel,)."""
-    factors = reduction.divide_factors(num_ranks)
-    total = reduce_scatter(divide(local_grad, factors.before), unit)
-    return divide(total, factors.after)
+    return gathered(shard, probe, waiting)
 
 
 def divide(array: jax.Array, factor: float) -> jax.Array:
@@ -58,6 +124,8 @@ def divide(array: jax.Array, factor: float) -> jax.Array:
     unless the factor is a power of two. It leaves a division by an array alone, so other factors are given as an array
     that XLA cannot see through: what a NaN is divided by does not matter.
     """
+    if factor == 1.0:
+        return array
     wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     divisor = jnp.asarray(factor, wide.dtype)
     if math.frexp(factor)[0] != 0.5:

@@ -13,51 +13,71 @@ from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 
 SHARD_AXIS = "shard"
+REPLICATE_AXIS = "replicate"
+_AXES = ((SHARD_AXIS,), (REPLICATE_AXIS, SHARD_AXIS))
 
 
 def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh on which rank i is device i.
 
     Args:
-        spec: the grid of ranks. Only replicate=1 is supported.
+        spec: the grid of ranks.
         devices: the devices in rank order; the first `spec.world_size` are used. Default: `jax.devices()`.
 
     Returns:
-        A mesh with the axis ("shard",) of Auto type. jax.make_mesh would make it Explicit, and arrays of that type
-        refuse the reshapes between flat shards and parameters.
+        A mesh with the axes ("replicate", "shard"), or ("shard",) alone where there is one replica, of Auto type.
+        jax.make_mesh would make them Explicit, and arrays of that type refuse the reshapes between flat shards and
+        parameters.
 
     Raises:
-        UsageError: replicate > 1, or fewer devices than ranks.
+        UsageError: fewer devices than ranks.
     """
-    if spec.replicate != 1:
-        raise UsageError(
-            f"mesh axis 'replicate': expected size 1, got {spec.replicate}: hybrid sharding is not supported here; "
-            f"pass MeshSpec(shard={spec.world_size})"
-        )
+    if not isinstance(spec, MeshSpec):
+        raise UsageError(f"spec: expected a MeshSpec, got {type(spec).__name__}; for 4 ranks pass MeshSpec(shard=4)")
     devices = jax.devices() if devices is None else list(devices)
     if len(devices) < spec.world_size:
         raise UsageError(
-            f"mesh axis 'shard': expected at least {spec.world_size} devices, got {len(devices)}; for more CPU devices "
-            f"call jax.config.update('jax_num_cpu_devices', {spec.world_size}) before JAX is first used"
+            f"expected at least {spec.world_size} devices for a mesh of {spec.replicate} x {spec.shard} ranks, got "
+            f"{len(devices)}; for more CPU devices call jax.config.update('jax_num_cpu_devices', {spec.world_size}) before "
+            "JAX is first used"
         )
     grid = np.array(devices[: spec.world_size], dtype=object)
-    return Mesh(grid, (SHARD_AXIS,), axis_types=(AxisType.Auto,))
+    if spec.replicate == 1:
+        return Mesh(grid, (SHARD_AXIS,), axis_types=(AxisType.Auto,))
+    shape = (spec.replicate, spec.shard)
+    return Mesh(grid.reshape(shape), (REPLICATE_AXIS, SHARD_AXIS), axis_types=(AxisType.Auto,) * 2)
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise UsageError unless this is a mesh as `make_mesh` makes it: the one axis "shard", of Auto type."""
+    """Raise UsageError unless this is a mesh as `make_mesh` makes it: "shard", or "replicate" and "shard", of Auto type."""
     if not isinstance(mesh, Mesh):
         raise UsageError(f"expected a jax Mesh, got {type(mesh).__name__}; make one with jax_backend.make_mesh")
-    if mesh.axis_names != (SHARD_AXIS,) or mesh.axis_types != (AxisType.Auto,):
+    if mesh.axis_names not in _AXES or set(mesh.axis_types) != {AxisType.Auto}:
         axes = ", ".join(f"{name!r} ({kind})" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
         raise UsageError(
-            f"expected a mesh with the one axis 'shard' of type Auto, got {axes}; make it with jax_backend.make_mesh"
+            f"expected a mesh with the axis 'shard', or the axes 'replicate' and 'shard', of type Auto, got {axes}; make it "
+            "with jax_backend.make_mesh"
         )
 
 
+def mesh_spec(mesh: Mesh) -> MeshSpec:
+    """The grid of ranks that a mesh is."""
+    return MeshSpec(shard=mesh.shape[SHARD_AXIS], replicate=mesh.shape.get(REPLICATE_AXIS, 1))
+
+
 def num_ranks(mesh: Mesh) -> int:
-    """Number of ranks along the shard axis."""
-    return mesh.shape[SHARD_AXIS]
+    """Number of ranks, replicas included."""
+    return mesh.size
+
+
+def rank_partition(mesh: Mesh) -> P:
+    """The partition of a leading dim of which rank i has the i-th part."""
+    return P(mesh.axis_names)
+
+
+def device_of(mesh: Mesh, rank: int) -> Any:
+    """The device that is this rank."""
+    return mesh.devices.flat[rank]
 
 
 def per_rank(tree: Any, mesh: Mesh) -> Any:
@@ -74,7 +94,7 @@ def per_rank(tree: Any, mesh: Mesh) -> Any:
         The same tree; a leaf of shape (...) becomes one of shape (num_ranks, ...), its leading axis sharded over ranks.
     """
     ranks = num_ranks(mesh)
-    sharding = NamedSharding(mesh, P(SHARD_AXIS))
+    sharding = NamedSharding(mesh, rank_partition(mesh))
 
     def spread(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)

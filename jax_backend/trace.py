@@ -1,10 +1,11 @@
 """What a step really does, as the core's events, read from its jaxpr.
 
-The kind of an event is that of the jaxpr's primitive, its bytes are those of the primitive's operands; only the unit is
-read from the scope that `jax_backend.collectives` put there. So the trace does not repeat what that file believes.
+The kind of an event is that of the jaxpr's primitive, its bytes are those of the primitive's operands, its group that of the
+primitive's mesh axis; only the bucket is read from the scope that `jax_backend.collectives` put there. So the trace does not
+repeat what that file believes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
-from jax_backend.collectives import scope_unit
-from jax_backend.mesh import num_ranks
+from jax_backend.collectives import WEIGHTS, scope_label
+from jax_backend.mesh import REPLICATE_AXIS, SHARD_AXIS, mesh_spec
 
 FOREIGN = "<loss_fn>"
 """The unit of a collective that is no unit's: the loss function issued it."""
@@ -29,47 +30,65 @@ _KINDS = {
 _REMAT = ("checkpoint", "remat", "remat2")
 
 
-def trace_of(step: Callable, *args: Any, mesh: Mesh) -> list[Event]:
+def trace_of(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: Any) -> list[Event]:
     """The collectives of one call of a step on one rank, in the order of the jaxpr. Nothing is run.
 
     XLA may reorder or merge them: compare by `crossframe.trace.difference(..., ordered=False)`.
 
     Args:
         step: what `value_and_grad` returned, or any function that calls it.
-        args: its arguments.
+        args, kwargs: its arguments.
         mesh: the mesh that it runs on.
+        rank: whose groups the events name.
 
     Returns:
         Events; a collective inside a scan counts once an iteration, inside a while loop once, in a cond once a branch.
         A collective of the loss function's own has the unit "<loss_fn>".
     """
-    group = tuple(range(num_ranks(mesh)))
-    return list(_events(jax.make_jaxpr(step)(*args).jaxpr, group, "forward"))
+    spec = mesh_spec(mesh)
+    groups = {
+        SHARD_AXIS: tuple(spec.shard_group(rank)),
+        REPLICATE_AXIS: tuple(spec.replicate_group(rank)),
+    }
+    return list(_events(jax.make_jaxpr(step)(*args, **kwargs).jaxpr, groups, "forward"))
 
 
-def _events(jaxpr: Any, group: tuple[int, ...], phase: str) -> Iterator[Event]:
+def _events(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> Iterator[Event]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _KINDS:
-            yield from _event(equation, _KINDS[name], group, phase)
+            yield from _event(equation, _KINDS[name], groups, phase)
         # Backward stands in a remat of its own, under which forward's part runs again.
         again = name in _REMAT and equation.params["differentiated"]
         for inner in _inner_jaxprs(equation.params):
-            found = list(_events(inner, group, "backward" if again else phase))
+            found = list(_events(inner, groups, "backward" if again else phase))
             yield from found * (equation.params["length"] if name == "scan" else 1)
 
 
-def _event(equation: Any, kind: str, group: tuple[int, ...], phase: str) -> Iterator[Event]:
+def _event(equation: Any, kind: str, groups: Mapping[str, tuple[int, ...]], phase: str) -> Iterator[Event]:
     scopes = str(equation.source_info.name_stack)
-    unit = scope_unit(kind, scopes)
+    label = scope_label(kind, scopes)
+    if label == WEIGHTS:
+        return
+    unit, _, index = (FOREIGN if label is None else label).partition("#")
     # The unsharded side: what an all-gather fills, what the others take in.
     for var in equation.outvars if kind == ALL_GATHER else equation.invars:
         backward = phase == "backward" or "transpose(" in scopes
         dtype = np.dtype(var.aval.dtype)
         num_bytes = int(np.prod(var.aval.shape, dtype=int)) * dtype.itemsize
+        group = _group(equation.params, groups)
         yield Event(
-            kind, FOREIGN if unit is None else unit, "backward" if backward else "forward", dtype.name, num_bytes, group
+            kind, unit, "backward" if backward else "forward", dtype.name, num_bytes, group, bucket=int(index or 0)
         )
+
+
+def _group(params: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The ranks over which a collective goes: those of its mesh axis, or of all of them."""
+    named = params.get("axis_name", params.get("axes"))
+    axes = [axis for axis in (named if isinstance(named, tuple | list) else (named,)) if axis in groups]
+    if len(axes) == 1:
+        return groups[axes[0]]
+    return tuple(sorted({s + r - groups[SHARD_AXIS][0] for s in groups[SHARD_AXIS] for r in groups[REPLICATE_AXIS]}))
 
 
 def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:

@@ -1,54 +1,58 @@
-"""value_and_grad over sharded parameters, by shard_map: every rank runs the same function on its own batch."""
+"""value_and_grad over sharded parameters: every rank runs the same function on its own batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from crossframe.errors import UnsupportedError
-from crossframe.plan import PlannedUnit, plan_units
+from crossframe.errors import UnsupportedError, UsageError
+from crossframe.faces import Face
 from crossframe.strategy import Strategy
-from jax_backend.collectives import rank_index
 from jax_backend.contract import Contract
-from jax_backend.gather import gather
-from jax_backend.mesh import SHARD_AXIS, check_mesh, num_ranks
-from jax_backend.remat import reshard_after_forward
+from jax_backend.gather import Reduction
+from jax_backend.local_grads import LocalGrads
+from jax_backend.mesh import check_mesh, mesh_spec
+from jax_backend.on_rank import Step, run_on_ranks
 from jax_backend.sharded import ShardedParams
-from jax_backend.tree import ParamTree
+
+MODES = ("shard_map",)
 
 
 class Result(NamedTuple):
     """What a step returns. N is the number of ranks.
 
     Attributes:
-        loss: the mean of the ranks' losses, a scalar.
+        loss: the mean of the ranks' losses, a scalar; with `has_weight` weighted.
         losses: each rank's loss, of shape (N,).
-        grads: the mean gradient, sharded as the parameters are, 0 in the padding.
+        grads: the mean gradient, sharded as the parameters are, 0 in the padding; with `reduces=False` LocalGrads.
         state: the new state, each leaf of shape (N, ...); None unless declared.
         aux: each leaf of shape (N, ...); None unless declared.
-        local_grads: None, or by unit each rank's own gradient before any reduction, of shape (N, gathered_numel). Its
-            rows are read by `grads.tree.views(unit, row)`.
+        local_grads: None, or each rank's own gradient before any reduction.
     """
 
     loss: jax.Array
     losses: jax.Array
-    grads: ShardedParams
+    grads: Any
     state: Any
     aux: Any
-    local_grads: dict[str, jax.Array] | None
+    local_grads: LocalGrads | None
 
 
 def value_and_grad(
     loss_fn: Callable,
     mesh: Mesh,
     *,
-    strategy: Strategy = Strategy.FULL_SHARD,
+    mode: str = "shard_map",
+    strategy: Strategy | None = None,
+    face: Face = Face.FSDP1,
+    gradient_divide_factor: float | None = None,
     has_state: bool = False,
     has_rng: bool = False,
     has_aux: bool = False,
+    has_weight: bool = False,
+    reduces: bool = True,
     local_grads: bool = False,
 ) -> Callable[..., Result]:
     """The step of `loss_fn(params, state, batch, rng) -> (loss, (state, aux))`, of which undeclared parts are left out.
@@ -58,86 +62,83 @@ def value_and_grad(
 
     Args:
         mesh: from `make_mesh`.
-        strategy: FULL_SHARD gathers every unit but the root again in backward, SHARD_GRAD_OP keeps what forward
-            gathered (R13, R14). A unit whose values backward does not need (biases alone, say) is not gathered again;
-            one that the loss does not use gets zeros, without any reduction: JAX removes both, on all ranks alike (R29).
+        mode: "shard_map": explicit collectives, and gradients reduced step by step as the core lists them.
+        strategy: FULL_SHARD and HYBRID_SHARD gather every unit but the root again in backward, SHARD_GRAD_OP and
+            HYBRID_SHARD_ZERO2 keep what forward gathered (R13, R14); what `shard` was told as reshard_after_forward goes first.
+            None: FULL_SHARD, HYBRID_SHARD or NO_SHARD, as the mesh has it. A unit whose values backward does not need (biases
+            alone, say) is not gathered again; one that the loss does not use gets zeros, without any reduction: JAX removes
+            both, on all ranks alike (R29).
+        face: whose division of gradients: FSDP1's around the sum, or FSDP2's mean (R26).
+        gradient_divide_factor: divide by this in the place of the number of ranks (R27).
         has_state: it takes state, one rank's, without the rank axis, and returns state of the same shapes and dtypes:
             integers, rng keys, running statistics.
         has_rng: it takes a PRNG key, which is the step's folded with the rank: `jax.random.fold_in(rng, rank)`.
         has_aux: it returns aux, any pytree of arrays.
+        has_weight: it returns (loss, weight) in the place of the loss: ranks count by their weights, say the number of their
+            samples, so that the mean is one over all samples although ranks have more and fewer. Of weights that are all 0
+            the mean is not a number.
+        reduces: False returns LocalGrads, and nothing is reduced (torch's no_sync, R15).
         local_grads: also return what each rank would reduce. Costs a full gradient on every rank.
 
     Returns:
-        `step(sharded, batch, state=None, rng=None) -> Result`, to be called as it is or inside jit. The leaves of
-        `batch` have a leading dim divisible by N, of which rank i takes the i-th part; those of `state` a leading rank
-        axis (see `per_rank`). The step raises UsageError, before anything runs, for arguments or results of another
-        form.
+        `step(sharded, batch, state=None, rng=None, *, accumulated=None) -> Result`, to be called as it is or inside jit. The
+        leaves of `batch` have a leading dim divisible by N, of which rank i takes the i-th part; those of `state` a leading
+        rank axis (see `per_rank`). `accumulated` are LocalGrads of earlier microbatches, which are added before the reduction;
+        to divide by their number is the loss function's. The step raises UsageError, before anything runs, for arguments or
+        results of another form.
+
+    Raises:
+        UsageError: a mesh that `make_mesh` did not make, or a choice that is none.
+        UnsupportedError: a strategy that the mesh has no ranks for.
+        PlanError: a divide factor that is not above 0.
     """
     check_mesh(mesh)
-    if strategy not in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP):
-        raise UnsupportedError(
-            f"strategy: expected FULL_SHARD or SHARD_GRAD_OP, which shard over all ranks, got {strategy!r}"
-        )
-    ranks = num_ranks(mesh)
-    contract = Contract(has_state, has_rng, has_aux)
+    if mode not in MODES:
+        raise UsageError(f"mode: expected one of {MODES}, got {mode!r}")
+    if not isinstance(face, Face):
+        raise UsageError(f"face: expected a crossframe Face, got {face!r}")
+    spec = mesh_spec(mesh)
+    reduction = Reduction(spec, face, gradient_divide_factor, reduces)
+    reduction.check()
+    contract = Contract(has_state, has_rng, has_aux, has_weight)
+    step_of = Step(loss_fn, mesh, contract, _checked(strategy, mesh), reduction, local_grads)
 
     @jax.jit
-    def run(sharded: ShardedParams, batch: Any, state: Any, rng: Any) -> Result:
-        tree = sharded.tree
-
-        def on_rank(shards, batch, state, rng):
-            state = jax.tree.map(lambda leaf: leaf[0], state)
-            rng = jax.random.fold_in(rng, rank_index()) if has_rng else None
-
-            def rank_loss(params):
-                return contract.call(loss_fn, params, state, batch, rng)
-
-            probes = _probes(tree) if local_grads else {}
-            differentiate = jax.value_and_grad(_over_shards(rank_loss, tree, strategy), argnums=(0, 1), has_aux=True)
-            (loss, (new_state, aux)), (grads, own) = differentiate(shards, probes)
-            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (loss, new_state, aux, own)), grads
-
-        # check_vma=False: otherwise JAX sums the cotangent of whatever is equal on all ranks over the ranks by itself,
-        # in a dtype and at a place of its own. Here the gather's backward does all reducing, and the plan says how.
-        per_rank, grads = jax.shard_map(
-            on_rank,
-            mesh=mesh,
-            in_specs=(P(SHARD_AXIS), P(SHARD_AXIS), P(SHARD_AXIS), P()),
-            out_specs=(P(SHARD_AXIS), P(SHARD_AXIS)),
-            check_vma=False,
-        )(sharded.shards, batch, state, rng)
-        losses, new_state, aux, own = per_rank
+    def run(sharded: ShardedParams, batch: Any, state: Any, rng: Any, accumulated: LocalGrads | None) -> Result:
+        losses, weights, grads, new_state, aux, own = run_on_ranks(step_of, sharded, batch, state, rng, accumulated)
         # The mean is taken out here, so that no unit's trace holds a collective of a mere number.
-        return Result(losses.mean(), losses, ShardedParams(grads, tree), new_state, aux, own if local_grads else None)
+        loss = losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
+        return Result(loss, losses, grads, new_state, aux, own)
 
-    def step(sharded: ShardedParams, batch: Any, state: Any = None, rng: Any = None) -> Result:
-        contract.check_step(sharded, batch, state, rng, ranks)
-        return run(sharded, batch, state, rng)
+    @functools.wraps(loss_fn, assigned=("__doc__",), updated=())
+    def step(
+        sharded: ShardedParams, batch: Any, state: Any = None, rng: Any = None, *, accumulated: LocalGrads | None = None
+    ) -> Result:
+        contract.check_step(sharded, batch, state, rng, mesh, accumulated)
+        return run(sharded, batch, state, rng, accumulated)
 
     return step
 
 
-def _probes(tree: ParamTree) -> dict[str, jax.Array]:
-    return {unit: jnp.zeros(layout.gathered_numel, layout.dtype) for unit, layout in tree.units}
-
-
-def _over_shards(loss_of: Callable, tree: ParamTree, strategy: Strategy) -> Callable:
-    """`loss_of(params)` as a function of one rank's shards and probes, gathered when the plan says."""
-    planned = plan_units(tree.units, strategy)
-
-    def gathered(units: list[PlannedUnit], shards: dict, probes: dict) -> dict[str, jax.Array]:
-        return {u.name: gather(u.name, shards[u.name], tree.world_size, probes.get(u.name)) for u in units}
-
-    kept = [unit for unit in planned if not unit.reshard_after_forward]
-    freed = [unit for unit in planned if unit.reshard_after_forward]
-
-    def loss_of_shards(shards, probes):
-        # What is kept is gathered outside of the region that runs again.
-        full = gathered(kept, shards, probes)
-
-        def rest(full, shards, probes):
-            return loss_of(tree.params(full | gathered(freed, shards, probes)))
-
-        return (reshard_after_forward(rest) if freed else rest)(full, shards, probes)
-
-    return loss_of_shards
+def _checked(strategy: Strategy | None, mesh: Mesh) -> Strategy:
+    spec = mesh_spec(mesh)
+    if strategy is None:
+        if spec.replicate == 1:
+            return Strategy.FULL_SHARD
+        return Strategy.NO_SHARD if spec.shard == 1 else Strategy.HYBRID_SHARD
+    if not isinstance(strategy, Strategy):
+        raise UsageError(f"strategy: expected a crossframe Strategy, got {strategy!r}")
+    fits = {
+        Strategy.FULL_SHARD: spec.replicate == 1,
+        Strategy.SHARD_GRAD_OP: spec.replicate == 1,
+        Strategy.NO_SHARD: spec.shard == 1,
+        Strategy.HYBRID_SHARD: True,
+        Strategy.HYBRID_SHARD_ZERO2: True,
+    }[strategy]
+    if not fits:
+        size = "replicate=1" if strategy is not Strategy.NO_SHARD else "shard=1"
+        raise UnsupportedError(
+            f"strategy: {strategy.name} needs a mesh with {size}, got {spec.replicate} x {spec.shard} ranks; make the mesh by "
+            f"make_mesh(Strategy.{strategy.name}.mesh({spec.world_size})), or leave the strategy to the mesh"
+        )
+    return strategy

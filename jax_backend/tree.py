@@ -1,19 +1,102 @@
 """Where every parameter lies: in the user's pytree, by canonical name, and in which unit. Static: no array."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from crossframe.errors import LayoutError, MappingError, UnsupportedError, UsageError
-from crossframe.layout import FlatLayout, Layout, views
-from crossframe.names import ParamMap, identity_map
+from crossframe.errors import UsageError
+from crossframe.layout import Layout, PerParamLayout, views
+from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec
-from crossframe.units import Slot, assign_units
+from crossframe.precision import PrecisionPolicy
+from jax_backend.mesh import SHARD_AXIS
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The uniform part of a unit (R11): what travels in one all-gather.
+
+    Attributes:
+        name: its key in `ShardedParams.shards`: the unit's name; of further buckets of a unit that followed by what they hold.
+        unit: the unit.
+        layout: where its parameters lie; of a stacked unit those of one layer.
+        index: its place among the buckets of its unit.
+        trainable: whether its parameters take gradients; if not, it is in `ShardedParams.frozen`.
+        num_layers: None, or of a stacked unit the size of the leading dim of all its parameters.
+    """
+
+    name: str
+    unit: str
+    layout: Layout
+    index: int = 0
+    trainable: bool = True
+    num_layers: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What its collectives are found by in a program."""
+        return self.unit if self.index == 0 else f"{self.unit}#{self.index}"
+
+    @property
+    def is_per_param(self) -> bool:
+        """Whether every parameter is an array of its own."""
+        return isinstance(self.layout, PerParamLayout)
+
+    def leaf_shape(self, i: int) -> tuple[int, ...]:
+        """Of a per-parameter bucket: the shape of parameter i's array, padded to equal chunks (R07)."""
+        layout = self.layout
+        assert isinstance(layout, PerParamLayout)
+        shape, dim = layout.params[i].shape, layout.shard_dims[i]
+        return (*shape[:dim], layout.chunk_rows(i) * layout.world_size, *shape[dim + 1 :])
+
+    def leaf_partition(self, i: int) -> P:
+        """Of a per-parameter bucket: which dim of parameter i's array is cut over the shard axis."""
+        assert isinstance(self.layout, PerParamLayout)
+        stack = () if self.num_layers is None else (None,)
+        return P(*stack, *(None,) * self.layout.shard_dims[i], SHARD_AXIS)
+
+    def shapes(self) -> Any:
+        """The shape of the bucket's array, or by parameter those of its arrays."""
+        stack = () if self.num_layers is None else (self.num_layers,)
+        if self.is_per_param:
+            return {spec.name: (*stack, *self.leaf_shape(i)) for i, spec in enumerate(self.layout.params)}
+        return (*stack, self.layout.gathered_numel)
+
+    def partitions(self) -> Any:
+        """How the bucket's array, or by parameter its arrays, lie on a mesh."""
+        if self.is_per_param:
+            return {spec.name: self.leaf_partition(i) for i, spec in enumerate(self.layout.params)}
+        return P(*(() if self.num_layers is None else (None,)), SHARD_AXIS)
+
+    def to_line(self, shard: Any) -> jax.Array:
+        """One rank's part of the bucket as what it sends: shape (padded_shard_numel,), or (num_layers, padded_shard_numel).
+
+        Args:
+            shard: the rank's part of the array, or by parameter of the arrays.
+        """
+        if not self.is_per_param:
+            return shard
+        stack = () if self.num_layers is None else (self.num_layers,)
+        return jnp.concatenate([shard[spec.name].reshape(*stack, -1) for spec in self.layout.params], axis=-1)
+
+    def from_line(self, line: Any) -> Any:
+        """The inverse of `to_line`."""
+        if not self.is_per_param:
+            return line
+        layout, stack = self.layout, line.shape[:-1]
+        assert isinstance(layout, PerParamLayout)
+        found = {}
+        for i, (spec, column) in enumerate(zip(layout.params, layout.columns, strict=True)):
+            shape, dim = list(spec.shape), layout.shard_dims[i]
+            shape[dim] = layout.chunk_rows(i)
+            found[spec.name] = line[..., column.start : column.start + column.width].reshape(*stack, *shape)
+        return found
 
 
 @dataclass(frozen=True)
@@ -21,58 +104,116 @@ class ParamTree:
     """The static half of sharded parameters.
 
     Attributes:
-        units: (unit name, layout) in the order of the plan: the root first where it owns a parameter.
+        buckets: in the order of the plan: the root's first where it owns a parameter.
         param_map: canonical names and axis orders of the pytree's paths.
         paths: the path of every leaf, its parts joined by ".", in the pytree's own order.
         treedef: the structure of the user's pytree.
+        policy: in which dtypes parameters are gathered and gradients reduced (R33).
+        reshard_after_forward: the user's choice; None: what the strategy says, but for the root (R13).
+        shared: paths of leaves that are another leaf's parameter, with that one's path (R31).
     """
 
-    units: tuple[tuple[str, Layout], ...]
+    buckets: tuple[Bucket, ...]
     param_map: ParamMap
     paths: tuple[str, ...]
     treedef: Any
+    policy: PrecisionPolicy = field(default_factory=PrecisionPolicy)
+    reshard_after_forward: bool | None = None
+    shared: tuple[tuple[str, str], ...] = ()
 
     # Every call of a jitted function hashes this; hashing the layouts of a large model anew each time would show.
     @cached_property
     def _hash(self) -> int:
-        return hash((self.units, self.param_map, self.paths, self.treedef))
+        return hash((self.buckets, self.param_map, self.paths, self.treedef, self.policy, self.shared))
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
+    def units(self) -> tuple[tuple[str, Layout], ...]:
+        """(unit name, layout) of every bucket."""
+        return tuple((bucket.unit, bucket.layout) for bucket in self.buckets)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Bucket]:
+        """Buckets by name."""
+        return {bucket.name: bucket for bucket in self.buckets}
+
+    @cached_property
     def layouts(self) -> Mapping[str, Layout]:
-        """Layouts by unit."""
-        return dict(self.units)
+        """Layouts by the name of the bucket: the unit's, where it has one."""
+        return {bucket.name: bucket.layout for bucket in self.buckets}
+
+    @cached_property
+    def trainable(self) -> tuple[Bucket, ...]:
+        """The buckets whose parameters take gradients."""
+        return tuple(bucket for bucket in self.buckets if bucket.trainable)
+
+    @cached_property
+    def bucket_of(self) -> Mapping[str, Bucket]:
+        """Buckets by the canonical names of their parameters."""
+        return {spec.name: bucket for bucket in self.buckets for spec in bucket.layout.params}
 
     @cached_property
     def specs(self) -> Mapping[str, ParamSpec]:
-        """Canonical descriptions by path."""
-        by_name = {spec.name: spec for _, layout in self.units for spec in layout.params}
-        return {path: by_name[self.param_map.by_path[path].name] for path in self.paths}
+        """Canonical descriptions by path; of a stacked unit those of one layer."""
+        by_name = {spec.name: spec for bucket in self.buckets for spec in bucket.layout.params}
+        return {path: by_name[self.entry(path).name] for path in self.paths}
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that the units are laid out over."""
-        return self.units[0][1].world_size
+        """The number of ranks that the units are laid out over: one shard group."""
+        return self.buckets[0].layout.world_size
 
-    def views(self, unit: str, gathered: Any) -> dict[str, Any]:
-        """The parameters in a unit's gathered buffer, or in a buffer of gradients laid out like one.
+    def partitions(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """By bucket, how the arrays lie on a mesh."""
+        return {name: self.by_name[name].partitions() for name in arrays}
+
+    def entry(self, path: str) -> MapEntry:
+        """The map's entry of a leaf: of a shared one that of the parameter."""
+        return self.param_map.by_path[self._owner.get(path, path)]
+
+    @cached_property
+    def _owner(self) -> Mapping[str, str]:
+        return dict(self.shared)
+
+    def views(self, bucket: str, gathered: Any) -> dict[str, Any]:
+        """The parameters in a bucket's gathered buffer, or in a buffer of gradients laid out like one.
 
         Args:
-            unit: name of the unit.
+            bucket: its name.
             gathered: numpy or JAX array of shape (gathered_numel,).
 
         Returns:
             Arrays by canonical name, of canonical shape; padding is in none of them.
         """
-        return views(self.layouts[unit], gathered)
+        return views(self.layouts[bucket], gathered)
 
     def params(self, gathered: Mapping[str, Any]) -> Any:
-        """The user's pytree, in its own structure and axis order, out of the gathered buffers of all units."""
-        named = {name: view for unit, _ in self.units for name, view in self.views(unit, gathered[unit]).items()}
-        entries = [self.param_map.by_path[path] for path in self.paths]
-        return jax.tree.unflatten(self.treedef, [entry.from_canonical(named[entry.name]) for entry in entries])
+        """The user's pytree, in its own structure and axis order, out of the gathered buffers of all buckets.
+
+        Args:
+            gathered: by bucket an array of shape (gathered_numel,); of a stacked one (num_layers, gathered_numel), or what is
+                to stand at all its leaves, asked by canonical name.
+        """
+        named: dict[str, Any] = {}
+        for bucket in self.buckets:
+            named |= self._named(bucket, gathered[bucket.name])
+        entries = [self.entry(path) for path in self.paths]
+        return jax.tree.unflatten(self.treedef, [named[entry.name](entry) for entry in entries])
+
+    def _named(self, bucket: Bucket, gathered: Any) -> dict[str, Callable[[MapEntry], Any]]:
+        if isinstance(gathered, Mapping):  # of a scan, which gathers inside
+            return {name: lambda entry, value=value: value for name, value in gathered.items()}
+        if bucket.num_layers is None:
+            found = views(bucket.layout, gathered)
+            return {name: lambda entry, view=view: entry.from_canonical(view) for name, view in found.items()}
+        layers = [views(bucket.layout, gathered[i]) for i in range(bucket.num_layers)]
+        stack = jnp.stack if isinstance(gathered, jax.Array) else np.stack
+        return {
+            spec.name: lambda entry, name=spec.name: stack([entry.from_canonical(layer[name]) for layer in layers])
+            for spec in bucket.layout.params
+        }
 
     def leaves(self, params: Any) -> dict[str, Any]:
         """The leaves of a pytree like the user's, by path, once each fits.
@@ -88,9 +229,10 @@ class ParamTree:
                 "pass the tree that unshard returned, with other values"
             )
         for path, leaf in found.items():
-            spec = self.specs[path]
-            entry = self.param_map.by_path[path]
-            expected = tuple(spec.shape[i] for i in entry.inverse_axes) if entry.inverse_axes else spec.shape
+            spec, entry = self.specs[path], self.entry(path)
+            shape = tuple(spec.shape[i] for i in entry.inverse_axes) if entry.inverse_axes else spec.shape
+            num_layers = self.bucket_of[spec.name].num_layers
+            expected = shape if num_layers is None else (num_layers, *shape)
             if np.shape(leaf) != expected or dtype_name(leaf) != spec.dtype:
                 raise UsageError(
                     f"parameter {path!r} ({spec.name!r}): expected shape {expected} and dtype {spec.dtype}, got "
@@ -124,85 +266,3 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 def dtype_name(leaf: Any) -> str:
     """The dtype of an array, or of what is not one, by name."""
     return jnp.result_type(leaf).name if not hasattr(leaf, "dtype") else str(leaf.dtype)
-
-
-def build_tree(
-    params: Any,
-    world_size: int,
-    *,
-    units: Iterable[str],
-    param_map: ParamMap | None,
-    keep_original: bool,
-    unit_layouts: Mapping[str, Layout] | None,
-) -> ParamTree:
-    """Describe a pytree of parameters; see `jax_backend.shard` for the arguments and errors."""
-    leaves = leaves_by_path(params)
-    if not leaves:
-        raise UsageError("expected a pytree with at least one parameter, got none")
-    _check_leaves(leaves)
-    param_map = identity_map(leaves) if param_map is None else param_map
-    param_map.check(param_map.by_name, leaves)
-    slots = [_slot(entry, leaves[entry.path]) for entry in param_map.entries]
-    place = {slot.name: i for i, slot in enumerate(slots)}
-
-    def layout_of(name: str, specs: tuple[ParamSpec, ...]) -> Layout:
-        # The map's order is torch's, and holds also where a module's parameters do not stand together in it.
-        ordered = tuple(sorted(specs, key=lambda spec: place[spec.name]))
-        if unit_layouts is None or name not in unit_layouts:
-            return FlatLayout(ordered, world_size, keep_original)
-        return _checked(unit_layouts[name], name, ordered, world_size)
-
-    owned = assign_units(_modules(place), slots, units)
-    if unknown := sorted(set(unit_layouts or ()) - {unit.name for unit in owned}):
-        raise LayoutError(
-            f"unit_layouts: {unknown} are not units that own parameters: expected among {[unit.name for unit in owned]}"
-        )
-    laid_out = tuple((unit.name, layout_of(unit.name, unit.params)) for unit in owned)
-    return ParamTree(laid_out, param_map, tuple(leaves), jax.tree.structure(params))
-
-
-def _check_leaves(leaves: Mapping[str, Any]) -> None:
-    if strange := sorted(path for path, leaf in leaves.items() if not hasattr(leaf, "shape")):
-        raise UsageError(f"expected an array at every leaf, got other objects at {strange}; wrap them in jnp.asarray")
-    if integer := sorted(path for path, leaf in leaves.items() if not jnp.issubdtype(leaf.dtype, jnp.floating)):
-        kinds = {path: str(leaves[path].dtype) for path in integer}
-        raise UsageError(f"expected floating parameters, got {kinds}; integers, counters and rng keys go with state")
-    if wide := sorted(p for p, leaf in leaves.items() if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype):
-        raise UsageError(
-            f"parameters {wide} are float64, which JAX would silently round; "
-            "call jax.config.update('jax_enable_x64', True), or cast them to float32"
-        )
-
-
-def _slot(entry: Any, leaf: Any) -> Slot:
-    if entry.axes is not None and len(entry.axes) != len(leaf.shape):
-        raise MappingError(
-            f"parameter {entry.name!r}: expected {len(leaf.shape)} axes for {entry.path!r} of shape "
-            f"{tuple(leaf.shape)}, got {entry.axes}; correct the map"
-        )
-    module, _, attribute = entry.name.rpartition(".")
-    return Slot(module, attribute, entry.name, entry.canonical_shape(tuple(leaf.shape)), dtype_name(leaf))
-
-
-def _modules(names: Iterable[str]) -> list[str]:
-    """Every module that encloses a parameter, in the order of first appearance, the root first."""
-    modules = {"": None}
-    for name in names:
-        parts = name.split(".")[:-1]
-        modules |= {".".join(parts[: i + 1]): None for i in range(len(parts))}
-    return list(modules)
-
-
-def _checked(layout: Layout, unit: str, specs: tuple[ParamSpec, ...], world_size: int) -> Layout:
-    if layout.world_size != world_size:
-        raise LayoutError(f"unit {unit!r}: expected a layout over {world_size} ranks, got one over {layout.world_size}")
-    key: Callable[[ParamSpec], tuple] = lambda spec: (spec.name, spec.shape, spec.dtype)  # noqa: E731
-    expected, got = sorted(map(key, specs)), sorted(map(key, layout.params))
-    if expected != got:
-        raise LayoutError(
-            f"unit {unit!r}: expected a layout of {[row for row in expected if row not in got]}, got one of "
-            f"{[row for row in got if row not in expected]}; names, shapes and dtypes are the canonical ones"
-        )
-    if frozen := [spec.name for spec in layout.params if not spec.requires_grad]:
-        raise UnsupportedError(f"unit {unit!r}: frozen parameters {frozen} cannot be sharded here; pass them as state")
-    return layout

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from crossframe.errors import UsageError
 from jax_backend.collectives import all_gather
-from jax_backend.mesh import SHARD_AXIS
 from jax_backend.sharded import ShardedParams, from_lines, mesh_of
 
 
@@ -26,11 +26,20 @@ def unshard(sharded: ShardedParams) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _unshard(sharded: ShardedParams, mesh: Mesh) -> Any:
-    def on_rank(shards: dict[str, jax.Array]) -> Any:
-        return sharded.tree.params({unit: all_gather(shard, unit) for unit, shard in shards.items()})
+    tree, buckets = sharded.tree, sharded.buckets
+    lacking = [bucket.name for bucket in tree.buckets if bucket.name not in buckets]
+    if lacking:
+        raise UsageError(
+            f"the shards lack what is frozen, {lacking}: pass all parameters, params.with_trainable(trained)"
+        )
+
+    def on_rank(buckets: dict[str, Any]) -> Any:
+        lines = {name: tree.by_name[name].to_line(each) for name, each in buckets.items()}
+        return tree.params({name: all_gather(line, tree.by_name[name].label) for name, line in lines.items()})
 
     # check_vma=False: that every rank holds the same after an all-gather is known here, but not provable to JAX.
-    return jax.shard_map(on_rank, mesh=mesh, in_specs=P(SHARD_AXIS), out_specs=P(), check_vma=False)(sharded.shards)
+    specs = (tree.partitions(buckets),)
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(buckets)
 
 
 def writeback(sharded: ShardedParams, full_params: Any) -> ShardedParams:

@@ -124,7 +124,7 @@ def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWri
 
 
 def _record_local_grads(writer: RecordingWriter, step: int, sharded: ShardedParams, grads: Any, rank: int) -> None:
-    for unit, rows in grads.items():
+    for unit, rows in grads.lines.items():
         writer.local_grads(step, unit, sharded.tree.views(unit, np.asarray(rows[rank])))
 
 

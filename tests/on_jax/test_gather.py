@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from crossframe import reduction
+from crossframe import MeshSpec, reduction
 from crossframe.dtypes import numpy_dtype
 from crossframe.reduction import DivideFactors, divide_factors
 from crossframe.reference import ReferenceUnit
-from jax_backend import shard, shards_of, value_and_grad
+from jax_backend import make_mesh, shard, shards_of, value_and_grad
 from jax_backend.collectives import all_reduce
 from jax_backend.gather import divide
 
@@ -97,14 +97,15 @@ def test_local_gradients_are_each_ranks_own_before_any_division(world_size):
     rng = np.random.default_rng(6)
     result, _, grads = reduced(world_size, lambda shape: rng.normal(size=shape), "float64")
     for unit, layout in result.grads.tree.units:
-        assert result.local_grads[unit].shape == (world_size, layout.gathered_numel)
+        assert result.local_grads.lines[unit].shape == (world_size, layout.gathered_numel)
         for rank in range(world_size):
-            views = result.grads.tree.views(unit, np.asarray(result.local_grads[unit][rank]))
+            views = result.grads.tree.views(unit, np.asarray(result.local_grads.lines[unit][rank]))
             for name, view in views.items():
                 np.testing.assert_array_equal(view, canonical(grads[rank])[name])
 
 
-def test_all_reduce_is_the_sum_over_ranks_in_the_arrays_own_shape():
+def test_all_reduce_is_the_sum_over_replicas_in_the_arrays_own_shape():
     on_rank = lambda array: all_reduce(array, "")  # noqa: E731
-    summed = jax.shard_map(on_rank, mesh=mesh_of_size(3), in_specs=P("shard"), out_specs=P(), check_vma=False)
+    mesh = make_mesh(MeshSpec(shard=1, replicate=3))
+    summed = jax.shard_map(on_rank, mesh=mesh, in_specs=P("replicate"), out_specs=P(), check_vma=False)
     np.testing.assert_array_equal(jax.jit(summed)(jnp.arange(6.0)), [6.0, 9.0])

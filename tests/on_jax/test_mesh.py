@@ -18,20 +18,21 @@ def test_R10_rank_i_is_device_i_and_the_axis_is_auto():
     assert mesh.axis_types == (AxisType.Auto,)
 
 
-def test_R10_replicas_are_refused_by_name():
-    with pytest.raises(UsageError, match=r"'replicate': expected size 1, got 2.*MeshSpec\(shard=4\)"):
-        make_mesh(MeshSpec(shard=2, replicate=2))
+def test_R10_ranks_of_a_shard_group_are_neighbours_in_a_mesh_with_replicas():
+    mesh = make_mesh(MeshSpec(shard=2, replicate=2))
+    assert mesh.axis_names == ("replicate", "shard")
+    assert mesh.devices.tolist() == [jax.devices()[:2], jax.devices()[2:]]
 
 
 def test_too_few_devices_says_how_to_get_more():
-    with pytest.raises(UsageError, match=r"at least 9 devices, got 4.*jax_num_cpu_devices', 9"):
+    with pytest.raises(UsageError, match=r"at least 9 devices .*got 4.*jax_num_cpu_devices', 9"):
         make_mesh(MeshSpec(9))
 
 
 @pytest.mark.parametrize("axes", [{"shard": 2, "other": 1}, {"shard": 2}])
 def test_a_mesh_of_other_axes_or_of_explicit_type_is_refused(axes):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
-    with pytest.raises(UsageError, match=r"one axis 'shard' of type Auto, got 'shard'.*make_mesh"):
+    with pytest.raises(UsageError, match=r"'shard', of type Auto, got 'shard'.*make_mesh"):
         value_and_grad(small_loss, mesh)
 
 

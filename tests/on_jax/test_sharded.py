@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossframe import FlatLayout, ParamSpec, PerParamLayout
-from crossframe.errors import LayoutError, MappingError, MeshError, UnitError, UnsupportedError, UsageError
+from crossframe.errors import LayoutError, MappingError, MeshError, UnitError, UsageError
 from crossframe.names import MapEntry, ParamMap
 from crossframe.reference import ReferenceUnit
 from jax_backend import ShardedParams, pieces_of, shard, shards_of, unshard, value_and_grad
@@ -144,7 +144,7 @@ def test_given_layouts_that_do_not_fit_are_refused():
     )
     refused(LayoutError, r"\['u'\] are not units", params, **given(ParamSpec("w", (2,), "float64"), unit="u"))
     frozen = ParamSpec("w", (2,), "float64", requires_grad=False)
-    refused(UnsupportedError, r"frozen parameters \['w'\]", params, **given(frozen))
+    refused(LayoutError, r"'w', \(2,\), 'float64', True.*'w', \(2,\), 'float64', False", params, **given(frozen))
 
 
 def test_reading_shards_of_what_is_not_there_is_refused():

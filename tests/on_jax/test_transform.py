@@ -176,7 +176,7 @@ def test_parameters_that_are_not_sharded_for_this_mesh_are_refused():
     refused("the mesh's 2 ranks, got 3", args=(sharded_over(3), small_batch()))
     sharded = sharded_over(2)
     cut = ShardedParams({**sharded.shards, "": sharded.shards[""][:-2]}, sharded.tree)
-    refused(r"expected arrays of shapes \{'': \(34,\).*got \{'': \(32,\)", args=(cut, small_batch()))
+    refused(r"\{'': \(\(34,\), \(32,\)\)\}", args=(cut, small_batch()))
 
 
 @pytest.mark.parametrize("strategy", SHARDING)
@@ -191,4 +191,4 @@ def test_R29_unused_parameters_and_units_get_zeros(strategy):
     for unused in (grads["blocks"][1]["kernel"], grads["blocks"][0]["bias"], grads["out"]["kernel"]):
         np.testing.assert_array_equal(unused, np.zeros_like(unused))
     assert np.any(grads["blocks"][0]["kernel"])
-    assert result.local_grads is not None and not np.any(result.local_grads["blocks.1"])
+    assert result.local_grads is not None and not np.any(result.local_grads.lines["blocks.1"])

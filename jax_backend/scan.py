@@ -1,0 +1,97 @@
+"""A loop over stacked blocks, in which each is gathered by itself: one all-gather a layer, inside the loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from crossframe.errors import UsageError
+from jax_backend.tree import Bucket, ParamTree
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """A stacked unit inside a step, before any of its layers is gathered.
+
+    Attributes:
+        tree: where its parameters lie.
+        buckets: its buckets.
+        sliced: by bucket what each layer is gathered from; leaves have a leading dim of layers.
+        gathered: (bucket, one layer of `sliced`) to its gathered buffer.
+    """
+
+    tree: ParamTree
+    buckets: tuple[Bucket, ...]
+    sliced: dict[str, Any]
+    gathered: Callable[[Bucket, Any], jax.Array]
+
+    def layer(self, sliced: dict[str, Any]) -> dict[str, jax.Array]:
+        """The parameters of one layer, by canonical name."""
+        return {
+            name: view
+            for bucket in self.buckets
+            for name, view in self.tree.views(bucket.name, self.gathered(bucket, sliced[bucket.name])).items()
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class StackedLeaf:
+    """What a loss function sees in the place of a leaf of a stacked unit: only `scan` can read it."""
+
+    stack: Stack
+    path: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"parameter {self.path!r} is of a stacked unit, whose layers are gathered one by one, and has no {name!r} here; go "
+            "through its blocks by jax_backend.scan(body, init, blocks)"
+        )
+
+
+def scan(
+    body: Callable[[Any, Any, Any], tuple[Any, Any]],
+    init: Any,
+    blocks: Any,
+    xs: Any = None,
+    *,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` over stacked blocks.
+
+    Args:
+        body: (carry, the parameters of one block, x) to (carry, y).
+        init: the first carry.
+        blocks: the subtree of a stacked unit, as the loss function was given it; or of arrays with a leading dim of layers.
+        xs: None, or a pytree whose leaves have that leading dim too.
+        reverse, unroll: as of jax.lax.scan.
+
+    Returns:
+        The last carry, and the stacked ys.
+
+    Raises:
+        UsageError: blocks that are a part of a stacked unit, or parts of several.
+    """
+    leaves, treedef = jax.tree.flatten(blocks, is_leaf=lambda leaf: isinstance(leaf, StackedLeaf))
+    stacks = {id(leaf.stack): leaf.stack for leaf in leaves if isinstance(leaf, StackedLeaf)}
+    if not stacks:
+        return jax.lax.scan(lambda carry, each: body(carry, *each), init, (blocks, xs), reverse=reverse, unroll=unroll)
+    stack = next(iter(stacks.values()))
+    own = {spec.name for bucket in stack.buckets for spec in bucket.layout.params}
+    given = {stack.tree.entry(leaf.path).name for leaf in leaves if isinstance(leaf, StackedLeaf)}
+    if len(stacks) > 1 or len(given) != len(leaves) or given != own:
+        raise UsageError(
+            f"scan: expected all leaves of one stacked unit, {sorted(own)}, got {sorted(given)} of {len(stacks)} units and "
+            f"{len(leaves) - len(given)} other leaves; pass the unit's subtree as the loss function was given it"
+        )
+    entries = [stack.tree.entry(leaf.path) for leaf in leaves]
+
+    def layer(carry: Any, each: Any) -> tuple[Any, Any]:
+        sliced, x = each
+        named = stack.layer(sliced)
+        params = jax.tree.unflatten(treedef, [entry.from_canonical(named[entry.name]) for entry in entries])
+        return body(carry, params, x)
+
+    # What of a layer runs again in backward is said by the policy around the whole loss (jax_backend.remat).
+    return jax.lax.scan(layer, init, (stack.sliced, xs), reverse=reverse, unroll=unroll)
