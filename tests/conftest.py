@@ -22,6 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         # Small models run for milliseconds, and JAX compiles them for seconds: twice as long if it optimises machine code.
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # In several processes files go by their names. xdist would begin with those of many tests, and end with the few long ones,
+    # one after the other in one process while the others have nothing to do.
+    config.option.loadscopereorder = False
 
 
 @pytest.fixture(scope="session")

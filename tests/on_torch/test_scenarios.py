@@ -149,9 +149,10 @@ HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 def setups(*strategies: str, over: tuple[int, ...] = ()) -> list[Setup]:
-    """All setups of these strategies."""
+    """All setups of these strategies; offload and mixed precision together in the long form alone (pytest --exhaustive)."""
     flags = product((True, False), repeat=3)
-    return [Setup(strategy, *some, over=over) for strategy, some in product(strategies, flags)]
+    found = [Setup(strategy, *some, over=over) for strategy, some in product(strategies, flags)]
+    return [setup for setup in found if os.environ.get(EXHAUSTIVE) or not (setup.cpu_offload and setup.mixed)]
 
 
 # What is offloaded, what is cast, and which hybrid strategy it is, takes the same way at every number of ranks: at 4 all are
