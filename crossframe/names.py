@@ -1,12 +1,19 @@
 """ParamMap: the names and axis orders of one model in two frameworks.
 
 Canonical are torch's names and torch's axis order. A recording, a shard and a checkpoint speak canonically, whoever wrote them.
+
+A parameter of torch is mostly one array of flax with its axes in another order. Attention departs from that in two ways: flax
+keeps heads apart, (width, num_heads, head_width) where torch has (width, width); and torch may keep query, key and value in one
+parameter of (3 * width, width) where flax has three. So an entry may also split one canonical dim, and may join several arrays.
+Neither computes anything: a round trip gives the same bits.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from crossframe.errors import MappingError
 from crossframe.shown import shown
@@ -18,44 +25,165 @@ class MapEntry:
 
     Attributes:
         name: canonical (torch) name.
-        path: flax path, its parts joined by ".".
-        axes: how to transpose the flax array into torch's axis order, as `numpy.transpose` takes it; None keeps the order.
+        path: flax path, its parts joined by "."; or a tuple of several, whose arrays stand one behind the other along canonical
+            dim 0.
+        axes: how to transpose a flax array into torch's axis order, as `numpy.transpose` takes it; None keeps the order.
+        split: None, or (dim, size): that dim of the canonical array is two in flax, of (dim's size / size, size).
+        rows: how many of the canonical rows are of each of several paths; None: as many of each.
+
+    Raises:
+        MappingError: a field that cannot be so.
+
+    >>> query = MapEntry("query.weight", "query.kernel", axes=(1, 2, 0), split=(0, 4))
+    >>> query.canonical_shape((12, 3, 4)), query.from_canonical(np.zeros((12, 12))).shape
+    ((12, 12), (12, 3, 4))
     """
 
     name: str
-    path: str
+    path: str | tuple[str, ...]
     axes: tuple[int, ...] | None = None
+    split: tuple[int, int] | None = None
+    rows: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field in ("name", "path"):
-            value = getattr(self, field)
-            if not isinstance(value, str) or not value:
-                raise MappingError(f"an entry needs a {field}: expected a non-empty string, got {shown(value)}")
+        if not isinstance(self.name, str) or not self.name:
+            raise MappingError(f"an entry needs a name: expected a non-empty string, got {shown(self.name)}")
+        paths = self.path if isinstance(self.path, tuple) else (self.path,)
+        if not paths or not all(isinstance(path, str) and path for path in paths):
+            raise MappingError(
+                f"an entry needs a path: expected a non-empty string, or a tuple of them, got {shown(self.path)}"
+            )
         if self.axes is not None and not _is_permutation(self.axes):
             raise MappingError(f"parameter {self.name!r}: expected a permutation as axes, got {shown(self.axes)}")
+        if self.split is not None and not _is_split(self.split, self.axes):
+            raise MappingError(
+                f"parameter {self.name!r}: expected as split a canonical dim and the size of the inner of two dims, which the "
+                f"axes count, got {shown(self.split)} with axes {self.axes}"
+            )
+        if self.rows is not None and not (_are_sizes(self.rows) and len(self.rows) == len(paths) > 1):
+            raise MappingError(
+                f"parameter {self.name!r}: expected as rows a positive number for each of several paths, got "
+                f"{shown(self.rows)} for {len(paths)}"
+            )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The flax paths, in the order in which their arrays are joined."""
+        return self.path if isinstance(self.path, tuple) else (self.path,)
 
     @property
     def inverse_axes(self) -> tuple[int, ...] | None:
-        """How to transpose torch's array into flax's axis order."""
+        """How to transpose torch's array, its dim split, into flax's axis order."""
         return None if self.axes is None else tuple(self.axes.index(i) for i in range(len(self.axes)))
 
-    def to_canonical(self, array: Any) -> Any:
-        """A flax array (numpy or JAX) in torch's axis order."""
-        return array if self.axes is None else array.transpose(self.axes)
+    def to_canonical(self, *arrays: Any) -> Any:
+        """Flax arrays (numpy or JAX), one a path, as torch has them."""
+        self._check_count(arrays)
+        parts = [self._merged(array if self.axes is None else array.transpose(self.axes)) for array in arrays]
+        if len(parts) == 1:
+            return parts[0]
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return np.concatenate(parts)
+        return parts[0].__array_namespace__().concat(parts)
 
-    def from_canonical(self, array: Any) -> Any:
-        """A torch-ordered array (numpy or JAX) in flax's axis order."""
+    def from_canonical(self, array: Any, path: str | None = None) -> Any:
+        """A torch-ordered array (numpy or JAX) as flax has it.
+
+        Args:
+            path: whose part of it, where several paths are joined.
+        """
+        if len(self.paths) > 1:
+            start, stop = self._run(array.shape, path)
+            array = array[start:stop]
+        if self.split is not None:
+            array = array.reshape(self._split_shape(array.shape))
         return array if self.axes is None else array.transpose(self.inverse_axes)
 
-    def canonical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The torch shape of a flax array of this shape."""
+    def canonical_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+        """The torch shape of flax arrays of these shapes, one a path.
+
+        Raises:
+            MappingError: shapes that axes, split or rows do not fit, or that cannot be joined.
+        """
+        self._check_count(shapes)
+        found = [self._one_shape(shape, path) for shape, path in zip(shapes, self.paths, strict=True)]
+        if len(found) == 1:
+            return found[0]
+        if () in found or len({shape[1:] for shape in found}) > 1:
+            raise MappingError(
+                f"parameter {self.name!r}: expected shapes that differ along dim 0 alone, to join, got {found} of {self.paths}"
+            )
+        rows = tuple(shape[0] for shape in found)
+        if rows != (self.rows or rows[:1] * len(rows)):
+            raise MappingError(
+                f"parameter {self.name!r}: expected {self.rows or 'as many'} rows of {self.paths}, got {rows}; correct the "
+                "map's rows"
+            )
+        return sum(rows), *found[0][1:]
+
+    def leaf_shape(self, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
+        """The flax shape of a path's array, of a canonical parameter of this shape."""
+        if len(self.paths) > 1:
+            start, stop = self._run(shape, path)
+            shape = (stop - start, *shape[1:])
+        if self.split is not None:
+            shape = self._split_shape(shape)
+        return shape if self.inverse_axes is None else tuple(shape[i] for i in self.inverse_axes)
+
+    def _merged(self, array: Any) -> Any:
+        if self.split is None:
+            return array
+        dim, shape = self.split[0], array.shape
+        return array.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+
+    def _split_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        assert self.split is not None
+        dim, size = self.split
+        return (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
+
+    def _one_shape(self, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
         if self.axes is not None and len(self.axes) != len(shape):
-            raise MappingError(f"parameter {self.name!r}: axes {self.axes} do not fit shape {shape} of {self.path!r}")
-        return shape if self.axes is None else tuple(shape[i] for i in self.axes)
+            raise MappingError(
+                f"parameter {self.name!r}: expected {len(shape)} axes for {path!r} of shape {shape}, got {self.axes}; "
+                "correct the map"
+            )
+        shape = shape if self.axes is None else tuple(shape[i] for i in self.axes)
+        if self.split is None:
+            return shape
+        dim, size = self.split
+        if len(shape) < dim + 2 or shape[dim + 1] != size:
+            raise MappingError(
+                f"parameter {self.name!r}: split {self.split} does not fit {path!r}, which has shape {shape} in torch's order: "
+                f"expected {size} at dim {dim + 1}"
+            )
+        return *shape[:dim], shape[dim] * size, *shape[dim + 2 :]
+
+    def _check_count(self, given: tuple[Any, ...]) -> None:
+        if len(given) != len(self.paths):
+            raise MappingError(f"parameter {self.name!r}: expected one for each of {self.paths}, got {len(given)}")
+
+    def _run(self, shape: tuple[int, ...], path: str | None) -> tuple[int, int]:
+        """The canonical rows of one of several paths."""
+        if path not in self.paths:
+            raise MappingError(f"parameter {self.name!r}: expected one of the paths {self.paths}, got {shown(path)}")
+        index = self.paths.index(path)
+        rows = self.rows or (shape[0] // len(self.paths),) * len(self.paths)
+        return sum(rows[:index]), sum(rows[: index + 1])
 
 
 def _is_permutation(axes: Any) -> bool:
     return isinstance(axes, tuple) and all(type(i) is int for i in axes) and sorted(axes) == list(range(len(axes)))
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, tuple) and all(type(value) is int and value > 0 for value in values)
+
+
+def _is_split(split: Any, axes: tuple[int, ...] | None) -> bool:
+    if not isinstance(split, tuple) or len(split) != 2 or not all(type(value) is int for value in split):
+        return False
+    dim, size = split
+    return dim >= 0 and size > 0 and (axes is None or dim + 1 < len(axes))
 
 
 @dataclass(frozen=True)
@@ -72,10 +200,22 @@ class ParamMap:
     def __post_init__(self) -> None:
         if not isinstance(self.entries, tuple) or not all(isinstance(entry, MapEntry) for entry in self.entries):
             raise MappingError(f"expected a tuple of MapEntry, got {shown(self.entries)}")
-        for field in ("name", "path"):
-            values = [getattr(entry, field) for entry in self.entries]
+        for field, values in (
+            ("name", [entry.name for entry in self.entries]),
+            ("path", [path for entry in self.entries for path in entry.paths]),
+        ):
             if twice := sorted({value for value in values if values.count(value) > 1}):
                 raise MappingError(f"a map is one to one, but these stand twice as {field}: {twice}")
+
+    @classmethod
+    def of(cls, *tables: Iterable[MapEntry]) -> "ParamMap":
+        """The map of these modules, one behind the other.
+
+        >>> pmap = ParamMap.of(embedding("embed", "embed"), norm("norm", "norm"), linear("head", "head", bias=False))
+        >>> [(entry.name, entry.path) for entry in pmap.entries[-2:]]
+        [('norm.bias', 'norm.bias'), ('head.weight', 'head.kernel')]
+        """
+        return cls(tuple(entry for table in tables for entry in table))
 
     @cached_property
     def by_name(self) -> Mapping[str, MapEntry]:
@@ -85,7 +225,7 @@ class ParamMap:
     @cached_property
     def by_path(self) -> Mapping[str, MapEntry]:
         """Entries by flax path."""
-        return {entry.path: entry for entry in self.entries}
+        return {path: entry for entry in self.entries for path in entry.paths}
 
     def check(self, names: Iterable[str], paths: Iterable[str]) -> None:
         """Raise MappingError, listing them, if names or paths are missing from the map or are in it for nothing."""
@@ -99,21 +239,82 @@ class ParamMap:
             raise MappingError("the map does not fit the models; " + "; ".join(problems))
 
     def to_json(self) -> list:
-        """The map as JSON."""
-        return [[e.name, e.path, list(e.axes) if e.axes is not None else None] for e in self.entries]
+        """The map as JSON: [name, path, axes] an entry, and [name, paths, axes, split, rows] where it splits or joins."""
+        rows = []
+        for entry in self.entries:
+            row = [entry.name, entry.path, entry.axes]
+            if entry.split is not None or isinstance(entry.path, tuple):
+                row += [entry.split, entry.rows]
+            rows.append([list(value) if isinstance(value, tuple) else value for value in row])
+        return rows
 
     @classmethod
     def from_json(cls, rows: list) -> "ParamMap":
         """The map that `to_json` wrote; MappingError if it is none."""
         entries = []
         for row in rows if isinstance(rows, list) else [rows]:
-            if not isinstance(row, list) or len(row) != 3:
+            if not isinstance(row, list) or len(row) not in (3, 5):
                 raise MappingError(f"expected a list of [name, path, axes], got {shown(row)}")
-            name, path, axes = row
-            entries.append(MapEntry(name, path, tuple(axes) if isinstance(axes, list) else axes))
+            entries.append(MapEntry(*(tuple(value) if isinstance(value, list) else value for value in row)))
         return cls(tuple(entries))
 
 
 def identity_map(names: Iterable[str]) -> ParamMap:
     """The map of a model whose paths and axis orders are torch's already."""
     return ParamMap(tuple(MapEntry(name, name) for name in names))
+
+
+# What each kind of module is called in the two frameworks, in torch's order of registration, by its name in torch and its path in
+# flax.
+
+
+def linear(name: str, path: str, *, bias: bool = True) -> tuple[MapEntry, ...]:
+    """torch's nn.Linear, whose weight is (out, in), and flax's Linear, whose kernel is (in, out)."""
+    return MapEntry(f"{name}.weight", f"{path}.kernel", (1, 0)), *_bias(name, path, bias)
+
+
+def conv(name: str, path: str, *, dims: int = 2, bias: bool = True) -> tuple[MapEntry, ...]:
+    """torch's nn.Conv1d, 2d or 3d, whose weight is (out, in, *kernel), and flax's Conv, whose kernel is (*kernel, in, out).
+
+    >>> conv("stem", "stem")[0].axes
+    (3, 2, 0, 1)
+    """
+    return MapEntry(f"{name}.weight", f"{path}.kernel", (dims + 1, dims, *range(dims))), *_bias(name, path, bias)
+
+
+def embedding(name: str, path: str) -> tuple[MapEntry, ...]:
+    """torch's nn.Embedding and flax's Embed, both (number of embeddings, width)."""
+    return (MapEntry(f"{name}.weight", f"{path}.embedding"),)
+
+
+def norm(name: str, path: str, *, bias: bool = True) -> tuple[MapEntry, ...]:
+    """The layer, group, batch and RMS norms of both; the last has no bias. Running statistics are no parameters."""
+    return MapEntry(f"{name}.weight", f"{path}.scale"), *_bias(name, path, bias)
+
+
+def attention(name: str, path: str, head_width: int, *, bias: bool = True) -> tuple[MapEntry, ...]:
+    """torch's nn.MultiheadAttention, which keeps query, key and value in one parameter, and flax's MultiHeadAttention.
+
+    >>> [(entry.name, len(entry.paths)) for entry in attention("a", "a", head_width=8)]
+    [('a.in_proj_weight', 3), ('a.in_proj_bias', 3), ('a.out_proj.weight', 1), ('a.out_proj.bias', 1)]
+    """
+    parts = [f"{path}.{part}" for part in ("query", "key", "value")]
+    entries = [MapEntry(f"{name}.in_proj_weight", tuple(f"{p}.kernel" for p in parts), (1, 2, 0), (0, head_width))]
+    if bias:
+        entries.append(MapEntry(f"{name}.in_proj_bias", tuple(f"{p}.bias" for p in parts), None, (0, head_width)))
+    return *entries, *from_heads(f"{name}.out_proj", f"{path}.out", head_width, bias=bias)
+
+
+def to_heads(name: str, path: str, head_width: int, *, bias: bool = True) -> tuple[MapEntry, ...]:
+    """torch's nn.Linear, and flax's LinearGeneral of (in, (num_heads, head_width)): a query, key or value of its own."""
+    kernel = MapEntry(f"{name}.weight", f"{path}.kernel", (1, 2, 0), (0, head_width))
+    return (kernel, MapEntry(f"{name}.bias", f"{path}.bias", None, (0, head_width))) if bias else (kernel,)
+
+
+def from_heads(name: str, path: str, head_width: int, *, bias: bool = True) -> tuple[MapEntry, ...]:
+    """torch's nn.Linear, and flax's LinearGeneral of ((num_heads, head_width), out): the projection behind attention."""
+    return MapEntry(f"{name}.weight", f"{path}.kernel", (2, 0, 1), (1, head_width)), *_bias(name, path, bias)
+
+
+def _bias(name: str, path: str, bias: bool) -> tuple[MapEntry, ...]:
+    return (MapEntry(f"{name}.bias", f"{path}.bias"),) if bias else ()

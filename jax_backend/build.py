@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from crossframe.errors import LayoutError, MappingError, UnitError, UsageError
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
-from crossframe.names import ParamMap, identity_map
+from crossframe.names import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.units import Slot, assign_units
@@ -102,13 +102,15 @@ def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
     aliases: dict[str, tuple[str, ...]] = {}
     for path, owner in shared.items():
         aliases[owner] = (*aliases.get(owner, ()), path)
-    slots = [_slot(entry, leaves[entry.path], options, stacked) for entry in param_map.entries]
+    slots = [_slot(entry, [leaves[path] for path in entry.paths], options, stacked) for entry in param_map.entries]
     place = {slot.name: i for i, slot in enumerate(slots)}
     buckets: list[Bucket] = []
     for unit in assign_units(_modules(place), slots, (*options.units, *stacked)):
         # The map's order is torch's, and holds also where a module's parameters do not stand together in it.
         specs = [
-            replace(spec, aliases=aliases.get(param_map.by_name[spec.name].path, ()))
+            replace(
+                spec, aliases=tuple(a for path in param_map.by_name[spec.name].paths for a in aliases.get(path, ()))
+            )
             for spec in sorted(unit.params, key=lambda spec: place[spec.name])
         ]
         buckets += _buckets(unit.name, specs, world_size, options, num_layers.get(unit.name))
@@ -171,9 +173,12 @@ def _checked_shared(shared: Mapping[str, str], leaves: Mapping[str, Any]) -> dic
 
 
 def _num_layers(unit: str, param_map: ParamMap, leaves: Mapping[str, Any]) -> int:
-    sizes = {
-        entry.path: leaves[entry.path].shape[:1] for entry in param_map.entries if entry.name.startswith(f"{unit}.")
-    }
+    entries = [entry for entry in param_map.entries if entry.name.startswith(f"{unit}.")]
+    if joined := [entry.name for entry in entries if len(entry.paths) > 1]:
+        raise UnitError(
+            f"stacked unit {unit!r}: expected parameters of one leaf each, but several are joined in {joined}"
+        )
+    sizes = {path: leaves[path].shape[:1] for entry in entries for path in entry.paths}
     if not sizes:
         raise UnitError(f"stacked: {unit!r} is no module with parameters")
     if len(set(sizes.values())) > 1 or () in sizes.values():
@@ -181,17 +186,16 @@ def _num_layers(unit: str, param_map: ParamMap, leaves: Mapping[str, Any]) -> in
     return next(iter(sizes.values()))[0]
 
 
-def _slot(entry: Any, leaf: Any, options: Options, stacked: tuple[str, ...]) -> Slot:
+def _slot(entry: MapEntry, leaves: list[Any], options: Options, stacked: tuple[str, ...]) -> Slot:
     is_stacked = any(entry.name.startswith(f"{unit}.") for unit in stacked)
-    shape = tuple(leaf.shape)[1:] if is_stacked else tuple(leaf.shape)
-    if entry.axes is not None and len(entry.axes) != len(shape):
+    shape = entry.canonical_shape(*(tuple(leaf.shape)[is_stacked:] for leaf in leaves))
+    if len(dtypes := {dtype_name(leaf) for leaf in leaves}) > 1:
         raise MappingError(
-            f"parameter {entry.name!r}: expected {len(shape)} axes for {entry.path!r} of shape {shape}, got {entry.axes}; "
-            "correct the map"
+            f"parameter {entry.name!r}: expected one dtype at all of {entry.paths}, got {sorted(dtypes)}"
         )
     module, _, attribute = entry.name.rpartition(".")
     trained = not options.is_frozen(entry.name)
-    return Slot(module, attribute, entry.name, entry.canonical_shape(shape), dtype_name(leaf), trained)
+    return Slot(module, attribute, entry.name, shape, dtypes.pop(), trained)
 
 
 def _modules(names: Iterable[str]) -> list[str]:

@@ -114,14 +114,14 @@ def shard(
     )  # fmt: skip
     tree = build_tree(params, mesh_spec(mesh).shard, options)
     leaves = tree.leaves(params)
-    return from_lines(tree, mesh, lambda name, rank: np.asarray(leaves[tree.param_map.by_name[name].path]))
+    return from_lines(tree, mesh, lambda path, rank: np.asarray(leaves[path]))
 
 
 def from_lines(tree: ParamTree, mesh: Mesh, read: Callable[[str, int], np.ndarray]) -> ShardedParams:
     """Build the shards of every rank that this process holds.
 
     Args:
-        read: (canonical name, place in the shard group) to that rank's value of the parameter, in the user's axis order.
+        read: (path of a leaf, place in the shard group) to that rank's value of the leaf.
     """
     made = {bucket.name: _arrays(tree, bucket, mesh, read) for bucket in tree.buckets}
     trained = {bucket.name for bucket in tree.trainable}
@@ -137,7 +137,7 @@ def _arrays(tree: ParamTree, bucket: Bucket, mesh: Mesh, read: Callable[[str, in
 
     def line(rank: int) -> np.ndarray:
         if rank not in lines:
-            lines[rank] = _line(tree, bucket, rank, read)
+            lines[rank] = line_of(tree, bucket, rank, read)
         return lines[rank]
 
     if not bucket.is_per_param:
@@ -159,15 +159,16 @@ def _arrays(tree: ParamTree, bucket: Bucket, mesh: Mesh, read: Callable[[str, in
     return found
 
 
-def _line(tree: ParamTree, bucket: Bucket, rank: int, read: Callable[[str, int], np.ndarray]) -> np.ndarray:
+def line_of(tree: ParamTree, bucket: Bucket, rank: int, read: Callable[[str, int], np.ndarray]) -> np.ndarray:
     """What a rank sends of a bucket."""
     layout, layers = bucket.layout, bucket.num_layers
     line = np.zeros((layers or 1, layout.padded_shard_numel), numpy_dtype(layout.dtype))
     for copy in writeback_copies(layout, rank):
         name = layout.params[copy.index].name
-        value, entry = read(name, rank), tree.param_map.by_name[name]
-        for layer, row in zip(value if layers is not None else (value,), line, strict=True):
-            flat = entry.to_canonical(layer).reshape(-1)
+        entry = tree.param_map.by_name[name]
+        values = [read(path, rank) for path in entry.paths]
+        for *parts, row in zip(*(values if layers is not None else [(value,) for value in values]), line, strict=True):
+            flat = entry.to_canonical(*parts).reshape(-1)
             row[copy.shard_start : copy.shard_stop] = flat[copy.param_start : copy.param_stop]
     return line if layers is not None else line[0]
 

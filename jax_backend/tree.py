@@ -98,6 +98,40 @@ class Bucket:
             found[spec.name] = line[..., column.start : column.start + column.width].reshape(*stack, *shape)
         return found
 
+    def to_gathered(self, arrays: Any) -> jax.Array:
+        """What an all-gather fills, out of whole arrays: shape (gathered_numel,), or (num_layers, gathered_numel).
+
+        Args:
+            arrays: the array, or by parameter the arrays, of `shapes`.
+        """
+        if not self.is_per_param:
+            return arrays
+        layout, ranks, tables = self.layout, self.layout.world_size, []
+        assert isinstance(layout, PerParamLayout)
+        for i, (spec, column) in enumerate(zip(layout.params, layout.columns, strict=True)):
+            dim = layout.shard_dims[i]
+            array, lead = arrays[spec.name], arrays[spec.name].shape[: self.num_layers is not None]
+            at, cut = len(lead) + dim, self.leaf_shape(i)
+            chunks = array.reshape(*lead, *cut[:dim], ranks, cut[dim] // ranks, *cut[dim + 1 :])
+            tables.append(jnp.moveaxis(chunks, at, len(lead)).reshape(*lead, ranks, column.width))
+        table = jnp.concatenate(tables, axis=-1)
+        return table.reshape(*table.shape[:-2], -1)
+
+    def from_gathered(self, line: jax.Array) -> Any:
+        """The inverse of `to_gathered`."""
+        if not self.is_per_param:
+            return line
+        layout, ranks, lead = self.layout, self.layout.world_size, line.shape[:-1]
+        assert isinstance(layout, PerParamLayout)
+        table, found = line.reshape(*lead, ranks, -1), {}
+        for i, (spec, column) in enumerate(zip(layout.params, layout.columns, strict=True)):
+            dim, shape = layout.shard_dims[i], list(spec.shape)
+            shape[dim] = layout.chunk_rows(i)
+            chunks = table[..., column.start : column.start + column.width].reshape(*lead, ranks, *shape)
+            chunks = jnp.moveaxis(chunks, len(lead), len(lead) + dim)
+            found[spec.name] = chunks.reshape(*lead, *self.leaf_shape(i))
+        return found
+
 
 @dataclass(frozen=True)
 class ParamTree:
@@ -199,19 +233,27 @@ class ParamTree:
         named: dict[str, Any] = {}
         for bucket in self.buckets:
             named |= self._named(bucket, gathered[bucket.name])
-        entries = [self.entry(path) for path in self.paths]
-        return jax.tree.unflatten(self.treedef, [named[entry.name](entry) for entry in entries])
+        owners = [self._owner.get(path, path) for path in self.paths]
+        found = [named[self.param_map.by_path[path].name](path) for path in owners]
+        return jax.tree.unflatten(self.treedef, found)
 
-    def _named(self, bucket: Bucket, gathered: Any) -> dict[str, Callable[[MapEntry], Any]]:
+    def _named(self, bucket: Bucket, gathered: Any) -> dict[str, Callable[[str], Any]]:
+        """By canonical name what gives the leaf of a path."""
         if isinstance(gathered, Mapping):  # of a scan, which gathers inside
-            return {name: lambda entry, value=value: value for name, value in gathered.items()}
+            return {name: lambda path, value=value: value for name, value in gathered.items()}
+        entry_of = self.param_map.by_name
         if bucket.num_layers is None:
             found = views(bucket.layout, gathered)
-            return {name: lambda entry, view=view: entry.from_canonical(view) for name, view in found.items()}
+            return {
+                name: lambda path, entry=entry_of[name], view=view: entry.from_canonical(view, path)
+                for name, view in found.items()
+            }
         layers = [views(bucket.layout, gathered[i]) for i in range(bucket.num_layers)]
         stack = jnp.stack if isinstance(gathered, jax.Array) else np.stack
         return {
-            spec.name: lambda entry, name=spec.name: stack([entry.from_canonical(layer[name]) for layer in layers])
+            spec.name: lambda path, name=spec.name: stack(
+                [entry_of[name].from_canonical(layer[name], path) for layer in layers]
+            )
             for spec in bucket.layout.params
         }
 
@@ -230,7 +272,7 @@ class ParamTree:
             )
         for path, leaf in found.items():
             spec, entry = self.specs[path], self.entry(path)
-            shape = tuple(spec.shape[i] for i in entry.inverse_axes) if entry.inverse_axes else spec.shape
+            shape = entry.leaf_shape(spec.shape, self._owner.get(path, path))
             num_layers = self.bucket_of[spec.name].num_layers
             expected = shape if num_layers is None else (num_layers, *shape)
             if np.shape(leaf) != expected or dtype_name(leaf) != spec.dtype:

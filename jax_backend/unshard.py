@@ -1,6 +1,7 @@
 """Full parameters for the user (`unshard`), and the way back (`writeback`, R20)."""
 
 import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -10,33 +11,44 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
 from jax_backend.collectives import all_gather
-from jax_backend.sharded import ShardedParams, from_lines, mesh_of
+from jax_backend.mesh import device_of, mesh_spec
+from jax_backend.sharded import ShardedParams, line_of, mesh_of
+from jax_backend.tree import Bucket, ParamTree
 
 
 def unshard(sharded: ShardedParams) -> Any:
     """The full parameters, in the user's own structure, shapes and axis order; every device holds all of them.
 
-    Works on gradients and on an optimizer's moments as well. Editing the result changes no shard: see `writeback`.
+    Works on gradients and on an optimizer's moments as well. Editing the result changes no shard: see `writeback`, and
+    `summon_full_params` for both in one.
 
     Raises:
         UsageError: called inside jit or grad, or on something else.
     """
-    return _unshard(sharded, mesh_of(sharded))
+    mesh = mesh_of(sharded)
+    check_complete(sharded)
+    return gathered(sharded, mesh, tuple(bucket.name for bucket in sharded.tree.buckets))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _unshard(sharded: ShardedParams, mesh: Mesh) -> Any:
-    tree, buckets = sharded.tree, sharded.buckets
-    lacking = [bucket.name for bucket in tree.buckets if bucket.name not in buckets]
-    if lacking:
+def check_complete(sharded: ShardedParams) -> None:
+    """Raise UsageError unless all buckets are there, those that are frozen too."""
+    if lacking := [bucket.name for bucket in sharded.tree.buckets if bucket.name not in sharded.buckets]:
         raise UsageError(
             f"the shards lack what is frozen, {lacking}: pass all parameters, params.with_trainable(trained)"
         )
 
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> Any:
+    """The user's pytree with the parameters of these buckets, and None in the place of all others."""
+    tree = sharded.tree
+    absent = {bucket.name: {spec.name: None for spec in bucket.layout.params} for bucket in tree.buckets}
+
     def on_rank(buckets: dict[str, Any]) -> Any:
         lines = {name: tree.by_name[name].to_line(each) for name, each in buckets.items()}
-        return tree.params({name: all_gather(line, tree.by_name[name].label) for name, line in lines.items()})
+        return tree.params(absent | {name: all_gather(line, tree.by_name[name].label) for name, line in lines.items()})
 
+    buckets = {name: sharded.buckets[name] for name in names}
     # check_vma=False: that every rank holds the same after an all-gather is known here, but not provable to JAX.
     specs = (tree.partitions(buckets),)
     return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(buckets)
@@ -56,14 +68,63 @@ def writeback(sharded: ShardedParams, full_params: Any) -> ShardedParams:
     """
     mesh = mesh_of(sharded)
     leaves = sharded.tree.leaves(full_params)
-    devices = list(mesh.devices.flat)
+    return written(sharded, mesh, sharded.buckets, leaves, range(mesh.size))
 
-    def read(name: str, rank: int) -> np.ndarray:
-        leaf = leaves[sharded.tree.param_map.by_name[name].path]
-        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
-            for part in leaf.addressable_shards:
-                if part.device == devices[rank]:
-                    return np.asarray(part.data)
+
+def written(
+    sharded: ShardedParams, mesh: Mesh, names: Collection[str], leaves: Mapping[str, Any], ranks: Collection[int]
+) -> ShardedParams:
+    """The shards, of which these ranks have taken what they own of these buckets from full leaves (R20).
+
+    Args:
+        names: of the buckets.
+        leaves: by path, once they fit.
+        ranks: those that write, replicas included. If replicas write different values their shards differ from then on.
+    """
+    shards, frozen = (
+        {
+            name: _written(sharded.tree, sharded.tree.by_name[name], mesh, arrays, leaves, ranks)
+            if name in names
+            else arrays
+            for name, arrays in some.items()
+        }
+        for some in (sharded.shards, sharded.frozen)
+    )
+    return ShardedParams(shards, sharded.tree, frozen)
+
+
+def _written(
+    tree: ParamTree, bucket: Bucket, mesh: Mesh, arrays: Any, leaves: Mapping[str, Any], ranks: Collection[int]
+) -> Any:
+    spec, owns = mesh_spec(mesh), {}
+    first = next(iter(jax.tree.leaves(arrays)))
+    for rank in range(mesh.size):
+        device = device_of(mesh, rank)
+        if device not in first.sharding.addressable_devices:
+            continue
+        if rank in ranks:
+            line = line_of(tree, bucket, spec.coordinate(rank)[1], _reader(leaves, device))
+            own = jax.tree.map(lambda part, old: part.astype(old.dtype), bucket.from_line(line), arrays)
+        else:
+            own = jax.tree.map(functools.partial(part_on, device), arrays)
+        owns[device] = jax.device_put(own, device)
+
+    def joined(old: jax.Array, *parts: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts)
+
+    return jax.tree.map(joined, arrays, *owns.values())
+
+
+def part_on(device: Any, array: jax.Array) -> jax.Array:
+    """What one device of this process holds of an array."""
+    return next(part.data for part in array.addressable_shards if part.device == device)
+
+
+def _reader(leaves: Mapping[str, Any], device: Any) -> Callable[[str, int], np.ndarray]:
+    def read(path: str, place: int) -> np.ndarray:
+        leaf = leaves[path]
+        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated and device in leaf.sharding.addressable_devices:
+            return np.asarray(part_on(device, leaf))
         return np.asarray(leaf)
 
-    return from_lines(sharded.tree, mesh, read)
+    return read
