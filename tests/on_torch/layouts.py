@@ -1,5 +1,6 @@
 """Models sharded by fully_shard under each of the layouts."""
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from torch_backend.store import ShardStore
 LAYOUTS = ("per_param", "flat", "ragged")
 
 
+@functools.cache
 def mesh_of(*sizes: int) -> DeviceMesh:
-    """All ranks as a mesh: (shard,) or (replicate, shard)."""
+    """All ranks as a mesh: (shard,) or (replicate, shard). A rank makes each once: every other one has threads of its own, which
+    nothing ends."""
     return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
