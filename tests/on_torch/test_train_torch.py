@@ -17,14 +17,18 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from crossframe.errors import CrossframeError, UsageError
+from crossframe.trace import ALL_GATHER, REDUCE_SCATTER
 from crossframe.verdict.bounds import bounds_for
 from experiments import train_torch
 from experiments.data import text_batch
 from experiments.models import model_named
 from experiments.train import checkpoints
+from experiments.train.journal import Journal
 from experiments.train.settings import TrainSettings
+from experiments.train.sharded import build
 from experiments.train.together import CheckpointError, together
 from tests.on_torch.campaign import Trials, content, finals, metrics
+from torch_backend.observe import record_trace
 
 SMALL = TrainSettings(
     Path("unused"), model="gpt-tiny", steps=4, batch_size=12, warmup_steps=2, checkpoint_every=2, clip=0.5, device="cpu"
@@ -89,6 +93,28 @@ def test_the_run_is_that_of_a_plain_loop_however_it_is_sharded(ranks, tmp_path, 
     assert [path.name for path in finals(tmp_path)] == ["step-00000002", "step-00000004"]
 
 
+def _settings_reach(rank, world_size, settings):
+    """What travels in a step of two microbatches, in each of them: kind, phase and dtype."""
+    sharded = build(settings, torch.device("cpu"))
+    found = []
+    for last in (False, True):
+        with record_trace() as events, sharded.microbatch(last=last):
+            sharded.model(torch.zeros(1, 8, dtype=torch.long)).float().sum().backward()
+        found.append({(event.kind, event.phase, event.dtype) for event in events})
+    return found
+
+
+@pytest.mark.parametrize("face", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(("strategy", "precision"), [("full_shard", "bfloat16"), ("shard_grad_op", "float32")])
+def test_R08_R15_R33_strategy_precision_and_microbatches_are_what_was_asked_for(ranks, face, strategy, precision):
+    for first, last in ranks.run(2, _settings_reach, replace(SMALL, face=face, strategy=strategy, precision=precision)):
+        again = {dtype for kind, phase, dtype in first if (kind, phase) == (ALL_GATHER, "backward")}
+        assert again == ({precision} if strategy == "full_shard" else set())
+        assert {dtype for kind, _, dtype in first if kind == ALL_GATHER} == {precision}
+        reduced = [{dtype for kind, _, dtype in each if kind == REDUCE_SCATTER} for each in (first, last)]
+        assert reduced == [set(), {"float32"}]
+
+
 @pytest.mark.parametrize(
     ("number", "kind"),
     [(1, "one rank killed in a save"), (4, "other world")],  # all kinds: python -m tests.on_torch.campaign
@@ -139,7 +165,7 @@ def test_the_run_goes_on_where_asked_and_writes_over_nothing(ranks, tmp_path):
     settings = replace(SMALL, output=output, keep=3, checkpoint_every=1)
     ranks.run(2, _trained, settings)
     assert [path.name[-1] for path in finals(output)] == ["2", "3", "4"]
-    second = finals(output)[0]
+    second, _, newest = finals(output)
 
     # To the end from a checkpoint of another folder, with another batch, which is said.
     ranks.run(2, _trained, replace(settings, output=tmp_path / "b", resume=str(second), batch_size=4))
@@ -156,6 +182,55 @@ def test_the_run_goes_on_where_asked_and_writes_over_nothing(ranks, tmp_path):
     for kind, message in ranks.run(2, _refused, replace(settings, batch_size=5)):
         assert kind == "UsageError" and "--batch-size: expected a multiple of the 2 ranks, got 5" in message
     assert sorted(output.rglob("*")) == before
+    assert ranks.run(2, _trained, replace(settings, resume=str(newest))) == [True, True]
+
+
+def test_what_a_killed_run_left_in_part_is_gone(ranks, tmp_path):
+    settings = replace(SMALL, output=tmp_path, steps=3, checkpoint_every=1, warmup_steps=0)
+    ranks.run(2, _trained, settings)
+    for name in ("writing-step-00000009", "removing-step-00000001"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    lines = (tmp_path / "metrics.jsonl").read_bytes()
+    for rest in (b'{"step": 4, "lo', b"\n", b'{"step": 4, "loss": 1.0, "grad_norm": 1.0}\n'):
+        (tmp_path / "metrics.jsonl").write_bytes(lines + rest)
+        ranks.run(2, _trained, settings)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == lines
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
+
+
+class _FullDisk:
+    """A file of a disk that is full at first, and then takes some bytes at a time."""
+
+    def __init__(self, file):
+        self.file, self.full = file, 2
+
+    def write(self, data):
+        if self.full:
+            self.full -= 1
+            raise OSError(28, "No space left on device")
+        return self.file.write(data[:5])
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def _on_a_full_disk(rank, world_size, folder):
+    said = []
+    with Journal(folder) as journal:
+        journal.say = said.append
+        journal.open(0)
+        journal._lines = _FullDisk(journal._lines)
+        for step in (1, 2):
+            journal.write({"step": step})
+        before = (folder / "metrics.jsonl").read_text()
+        journal.flush()
+    return said, before, (folder / "metrics.jsonl").read_text()
+
+
+def test_lines_wait_while_the_disk_is_full_and_none_is_lost(ranks, tmp_path):
+    ((said, before, after),) = ranks.run(1, _on_a_full_disk, tmp_path)
+    assert len(said) == 1 and "No space left on device; lines wait in memory" in said[0]
+    assert before == "" and after == '{"step": 1}\n{"step": 2}\n'
 
 
 def _stopped(rank, world_size, settings):
@@ -216,22 +291,24 @@ def test_what_fails_on_one_rank_fails_on_all_in_the_same_words(ranks):
 
 
 def _breaks(rank, world_size, settings, name, broken_rank):
-    """A save in which one act of one rank fails."""
-    original = getattr(checkpoints, name)
+    """A save in which one act of one rank fails, the first time."""
+    owner = Journal if name == "_flush" else checkpoints
+    original, failed = getattr(owner, name), []
 
     def fails(*arguments):
-        if rank == broken_rank and "step-00000002" in str(arguments):
+        if rank == broken_rank and not failed:
+            failed.append(name)
             raise OSError(28, "No space left on device")
         return original(*arguments)
 
-    setattr(checkpoints, name, fails)
+    setattr(owner, name, fails)
     try:
         return train_torch.train(settings, torch.device("cpu"))
     finally:
-        setattr(checkpoints, name, original)
+        setattr(owner, name, original)
 
 
-@pytest.mark.parametrize(("name", "broken_rank"), [("_make", 0), ("_describe", 1), ("_finish", 0)])
+@pytest.mark.parametrize(("name", "broken_rank"), [("_make", 0), ("_describe", 1), ("_finish", 0), ("_flush", 0)])
 def test_a_failed_save_leaves_no_trace_and_training_goes_on(ranks, tmp_path, name, broken_rank):
     settings = replace(SMALL, output=tmp_path)
     assert ranks.run(2, _breaks, settings, name, broken_rank) == [True, True]
@@ -285,4 +362,5 @@ def test_dropout_drops_and_follows_from_the_seed_alone(ranks, tmp_path):
     for i, dropout in enumerate((0.0, 0.5, 0.5)):
         ranks.run(2, _trained, replace(SMALL, output=tmp_path / str(i), steps=1, dropout=dropout))
         losses.append(metrics(tmp_path / str(i))[0][1])
+        assert [path.name for path in finals(tmp_path / str(i))] == ["step-00000001"]  # the last step is saved
     assert losses[0] != losses[1] == losses[2]
