@@ -85,12 +85,12 @@ def scan(
             f"scan: expected all leaves of one stacked unit, {sorted(own)}, got {sorted(given)} of {len(stacks)} units and "
             f"{len(leaves) - len(given)} other leaves; pass the unit's subtree as the loss function was given it"
         )
-    entries = [stack.tree.entry(leaf.path) for leaf in leaves]
+    entries = [(stack.tree.entry(leaf.path), leaf.path) for leaf in leaves]
 
     def layer(carry: Any, each: Any) -> tuple[Any, Any]:
         sliced, x = each
         named = stack.layer(sliced)
-        params = jax.tree.unflatten(treedef, [entry.from_canonical(named[entry.name]) for entry in entries])
+        params = jax.tree.unflatten(treedef, [entry.from_canonical(named[entry.name], path) for entry, path in entries])
         return body(carry, params, x)
 
     # What of a layer runs again in backward is said by the policy around the whole loss (jax_backend.remat).

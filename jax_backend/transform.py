@@ -14,10 +14,12 @@ from jax_backend.contract import Contract
 from jax_backend.gather import Reduction
 from jax_backend.local_grads import LocalGrads
 from jax_backend.mesh import check_mesh, mesh_spec
-from jax_backend.on_rank import Step, run_on_ranks
+from jax_backend.on_rank import run_on_ranks
 from jax_backend.sharded import ShardedParams
+from jax_backend.step import Step
+from jax_backend.under_jit import run_under_jit
 
-MODES = ("shard_map",)
+MODES = {"shard_map": run_on_ranks, "jit": run_under_jit}
 
 
 class Result(NamedTuple):
@@ -62,7 +64,8 @@ def value_and_grad(
 
     Args:
         mesh: from `make_mesh`.
-        mode: "shard_map": explicit collectives, and gradients reduced step by step as the core lists them.
+        mode: "shard_map": explicit collectives, and gradients reduced step by step as the core lists them. "jit": XLA places
+            the collectives, and the same reduction is asked of it; what it does not honour is in `NOT_HONOURED`.
         strategy: FULL_SHARD and HYBRID_SHARD gather every unit but the root again in backward, SHARD_GRAD_OP and
             HYBRID_SHARD_ZERO2 keep what forward gathered (R13, R14); what `shard` was told as reshard_after_forward goes first.
             None: FULL_SHARD, HYBRID_SHARD or NO_SHARD, as the mesh has it. A unit whose values backward does not need (biases
@@ -94,7 +97,7 @@ def value_and_grad(
     """
     check_mesh(mesh)
     if mode not in MODES:
-        raise UsageError(f"mode: expected one of {MODES}, got {mode!r}")
+        raise UsageError(f"mode: expected one of {tuple(MODES)}, got {mode!r}")
     if not isinstance(face, Face):
         raise UsageError(f"face: expected a crossframe Face, got {face!r}")
     spec = mesh_spec(mesh)
@@ -105,7 +108,7 @@ def value_and_grad(
 
     @jax.jit
     def run(sharded: ShardedParams, batch: Any, state: Any, rng: Any, accumulated: LocalGrads | None) -> Result:
-        losses, weights, grads, new_state, aux, own = run_on_ranks(step_of, sharded, batch, state, rng, accumulated)
+        losses, weights, grads, new_state, aux, own = MODES[mode](step_of, sharded, batch, state, rng, accumulated)
         # The mean is taken out here, so that no unit's trace holds a collective of a mere number.
         loss = losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
         return Result(loss, losses, grads, new_state, aux, own)

@@ -16,6 +16,7 @@ from jax_backend import LocalGrads, make_mesh, pieces_of, scan, shard, trace_of,
 
 from .small import UNITS, small_batch, small_loss, small_map, small_params
 
+MODES = ("shard_map", "jit")
 LAYOUTS = ("flat", "per_param", "ragged")
 MESHES = [MeshSpec(1), MeshSpec(3), MeshSpec(shard=2, replicate=2), MeshSpec(shard=1, replicate=3)]
 # float64: some hundred roundings of 1e-16 on values of order 1 stay below this, a wrong factor does not.
@@ -47,14 +48,17 @@ def same(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("spec", MESHES, ids=ids)
-def test_R10_R28_any_layout_on_any_mesh_trains_on_the_mean_over_all_ranks(spec, layout):
+def test_R10_R28_any_layout_on_any_mesh_trains_on_the_mean_over_all_ranks(spec, layout, mode):
     mesh, params, batch = make_mesh(spec), small_params(), small_batch()
     sharded = shard(params, mesh, units=UNITS, param_map=small_map(), layout=layout)
     same(unshard(sharded), params)
-    result = value_and_grad(small_loss, mesh)(sharded, batch)
+    result = value_and_grad(small_loss, mesh, mode=mode)(sharded, batch)
     loss, grads = expected(small_loss, params, batch, spec.world_size)
+    pairs = zip(jax.tree.leaves(result.grads), jax.tree.leaves(sharded), strict=True)
+    assert all(grad.sharding.is_equivalent_to(param.sharding, param.ndim) for grad, param in pairs)
     np.testing.assert_allclose(result.loss, loss, rtol=ATOL)
     close(unshard(result.grads), grads)
     moved = jax.tree.map(lambda a, b: a - 0.1 * b, sharded, result.grads)
@@ -135,15 +139,17 @@ def test_R13_R14_what_is_gathered_again_is_the_users_choice(reshards):
     assert difference(collectives(step_plan(units, spec)), found, ordered=False) == []
 
 
-def test_R27_a_custom_divide_factor_takes_the_place_of_the_number_of_ranks():
+@pytest.mark.parametrize("mode", MODES)
+def test_R27_a_custom_divide_factor_takes_the_place_of_the_number_of_ranks(mode):
     mesh, params, batch = make_mesh(MeshSpec(shard=2, replicate=2)), small_params(), small_batch()
-    result = value_and_grad(small_loss, mesh, gradient_divide_factor=3.0)(shard(params, mesh), batch)
+    result = value_and_grad(small_loss, mesh, mode=mode, gradient_divide_factor=3.0)(shard(params, mesh), batch)
     _, grads = expected(small_loss, params, batch, 4)
     close(unshard(result.grads), jax.tree.map(lambda grad: grad * 4 / 3, grads))
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_frozen_parameters_are_gathered_and_get_no_gradient(layout):
+def test_frozen_parameters_are_gathered_and_get_no_gradient(layout, mode):
     mesh, params, batch = make_mesh(MeshSpec(3)), small_params(), small_batch()
     sharded = shard(params, mesh, units=UNITS, layout=layout, frozen=("blocks.0", "inp.bias"))
     assert {spec.name for b in sharded.tree.buckets if not b.trainable for spec in b.layout.params} == {
@@ -151,7 +157,7 @@ def test_frozen_parameters_are_gathered_and_get_no_gradient(layout):
         "blocks.0.bias",
         "inp.bias",
     }
-    step = value_and_grad(small_loss, mesh)
+    step = value_and_grad(small_loss, mesh, mode=mode)
     result = step(sharded, batch)
     assert not result.grads.frozen and jax.tree.structure(result.grads) == jax.tree.structure(sharded.trainable)
     _, grads = expected(small_loss, params, batch, 3)
@@ -186,20 +192,25 @@ def test_R31_a_shared_parameter_gets_the_sum_of_its_uses_gradients():
 # Microbatches
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("face", Face)
-def test_R15_microbatches_that_reduce_nothing_accumulate_and_are_reduced_once(face):
+def test_R15_microbatches_that_reduce_nothing_accumulate_and_are_reduced_once(face, mode):
     spec, params = MeshSpec(shard=2, replicate=2), small_params()
     mesh = make_mesh(spec)
     first, second = small_batch(seed=1), small_batch(seed=2)
     sharded = shard(params, mesh, units=UNITS)
-    waits = value_and_grad(small_loss, mesh, face=face, reduces=False)
+    waits = value_and_grad(small_loss, mesh, mode=mode, face=face, reduces=False)
     waiting = waits(sharded, first).grads
     assert isinstance(waiting, LocalGrads)
-    assert not [event for event in trace_of(waits, sharded, first, mesh=mesh) if event.kind != "all_gather"]
-    step = value_and_grad(small_loss, mesh, face=face)
+    assert mode == "jit" or not [
+        event for event in trace_of(waits, sharded, first, mesh=mesh) if event.kind != "all_gather"
+    ]
+    step = value_and_grad(small_loss, mesh, mode=mode, face=face)
     result = step(sharded, second, accumulated=waiting + waits(sharded, second).grads)
     wanted = [expected(small_loss, params, batch, 4)[1] for batch in (first, second, second)]
     close(unshard(result.grads), jax.tree.map(lambda *grads: sum(grads), *wanted), atol=3 * ATOL)
+    if mode == "jit":
+        return
     units = plan_units(sharded.tree.units, Strategy.HYBRID_SHARD, face=face)
     last = [e for e in step_plan(units, spec, microbatches=2, sync=Sync.LAST) if e.microbatch == 1]
     found = trace_of(step, sharded, second, mesh=mesh, accumulated=waiting)
@@ -207,7 +218,8 @@ def test_R15_microbatches_that_reduce_nothing_accumulate_and_are_reduced_once(fa
     assert difference([e for e in collectives(last) if e.kind != "all_gather"], reductions, ordered=False) == []
 
 
-def test_ranks_with_fewer_samples_count_for_less():
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_with_fewer_samples_count_for_less(mode):
     mesh, rng = make_mesh(MeshSpec(3)), np.random.default_rng(0)
     params = {"w": rng.normal(size=4)}
     x, there = rng.normal(size=(6, 4)), np.array([1.0, 1, 1, 0, 0, 0])
@@ -220,7 +232,7 @@ def test_ranks_with_fewer_samples_count_for_less():
     def over_samples(params):
         return jnp.mean((x[:3] @ params["w"]) ** 2)
 
-    result = value_and_grad(loss, mesh, has_weight=True)(shard(params, mesh), (x, there))
+    result = value_and_grad(loss, mesh, mode=mode, has_weight=True)(shard(params, mesh), (x, there))
     wanted, grads = jax.value_and_grad(over_samples)(params)
     np.testing.assert_allclose(result.loss, wanted, rtol=ATOL)
     close(unshard(result.grads), grads)
@@ -245,21 +257,24 @@ def stacked_params(num_layers=4):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("spec", [MeshSpec(3), MeshSpec(shard=2, replicate=2)], ids=ids)
-def test_stacked_blocks_are_gathered_one_by_one_inside_a_scan(spec, layout):
+@pytest.mark.parametrize("mode", MODES)
+def test_stacked_blocks_are_gathered_one_by_one_inside_a_scan(spec, layout, mode):
     params, batch, mesh = stacked_params(), small_batch(), make_mesh(spec)
     sharded = shard(params, mesh, stacked=("blocks",), layout=layout)
     same(unshard(sharded), params)
-    step = value_and_grad(stacked_loss, mesh)
+    step = value_and_grad(stacked_loss, mesh, mode=mode)
     result = step(sharded, batch)
     loss, grads = expected(stacked_loss, params, batch, spec.world_size)
     np.testing.assert_allclose(result.loss, loss, rtol=ATOL)
     close(unshard(result.grads), grads)
+    waits = value_and_grad(stacked_loss, mesh, mode=mode, reduces=False)(sharded, batch).grads
+    close(unshard(step(sharded, batch, accumulated=waits).grads), jax.tree.map(lambda g: 2 * g, grads))
+    if mode == "jit":
+        return
     events = [event for event in trace_of(step, sharded, batch, mesh=mesh) if event.unit == "blocks"]
     counts = {(e.kind, e.phase): sum((e.kind, e.phase) == (o.kind, o.phase) for o in events) for e in events}
     reductions = {("reduce_scatter", "backward"): 4} | ({("all_reduce", "backward"): 4} if spec.replicate > 1 else {})
     assert counts == {("all_gather", "forward"): 4, ("all_gather", "backward"): 4} | reductions
-    waits = value_and_grad(stacked_loss, mesh, reduces=False)(sharded, batch).grads
-    close(unshard(step(sharded, batch, accumulated=waits).grads), jax.tree.map(lambda g: 2 * g, grads))
 
 
 def test_stacked_blocks_outside_of_a_scan_are_refused():
