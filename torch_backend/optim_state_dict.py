@@ -23,6 +23,8 @@ from crossframe.state import Role, Seen, StateKind, agreed, classify
 from torch_backend.bucket import Bucket
 from torch_backend.dtypes import dtype_name, torch_dtype
 from torch_backend.exposure import FlatExposure
+from torch_backend.gather import views_of
+from torch_backend.piece_moves import PHASE
 from torch_backend.slots import canonical_name
 from torch_backend.state_dict import HasStateDicts, as_rows, kind_of, places_of
 from torch_backend.unit import unit_of
@@ -187,8 +189,10 @@ def save(
     states = {id(param): raw["state"][key] for key, param in keys.items()}
     kept = not (full and rank0_only) or dist.get_rank(group) == 0
     state: State = {}
-    everywhere = _everyones(names.owned, states)
-    for each, by_rank in zip(names.owned, everywhere, strict=True):
+    everywhere = list(zip(names.owned, _everyones(names.owned, states), strict=True))
+    # The largest first: what a bucket needs on the way comes on top of what is there of those before.
+    everywhere.sort(key=lambda pair: pair[0].bucket.layout.padded_shard_numel, reverse=True)
+    for each, by_rank in everywhere:
         state |= _of_bucket(each, by_rank, states, full=full, kept=kept, offload=offload)
     if not kept:
         return {}
@@ -276,8 +280,12 @@ def _of_bucket(
     for (entry, dtype), places in elementwise.items():
         values = _laid_out(each, entry, places, states, torch_dtype(dtype))
         indices = [i for at in places for i in each.members(at)]
-        for i, value in zip(indices, _converted(each, values, indices, full=full, kept=kept), strict=True):
-            state[each.specs[i].name][entry] = value.cpu() if offload and value is not None else value
+        if full or kind_of(each.wrapper) is StateKind.FULL:
+            shown = _whole(each, values, indices, kept=kept, offload=offload)
+        else:
+            shown = _rows(each, values, indices, offload=offload)
+        for i, value in zip(indices, shown, strict=True):
+            state[each.specs[i].name][entry] = value
     return {name: entries for name, entries in state.items() if entries}
 
 
@@ -304,15 +312,33 @@ def _laid_out(
     return values
 
 
-def _converted(each: Owned, values: Tensor, indices: list[int], *, full: bool, kept: bool) -> Sequence[Tensor | None]:
+def _whole(each: Owned, values: Tensor, indices: list[int], *, kept: bool, offload: bool) -> Sequence[Tensor | None]:
+    """Full tensors, from what is laid out like the shard; where they are not `kept`, None."""
     bucket, name = each.bucket, unit_of(each.wrapper).name
-    if full or kind_of(each.wrapper) is StateKind.FULL:
-        with bucket.gathered(values, name) as whole:
-            return [whole[i].clone() if kept else None for i in indices]
-    config: Any = each.wrapper._state_dict_settings.optim_state_dict_config
+    layout, shards = bucket.layout, bucket.mesh.shards
+    device = torch.device("cpu") if offload else bucket.device
+    if each.is_flat:
+        # Views of what was gathered, as in torch: copies would hold as much again while they are made.
+        values = values.to(bucket.device)
+        gathered = values.new_empty(layout.padded_shard_numel * layout.world_size)
+        shards.all_gather(gathered, values, unit=name, phase=PHASE).wait()
+        views = views_of(layout, gathered)
+        return [views[i].to(device) if kept else None for i in indices]
+    with bucket.gathered(values, name) as whole:
+        if layout.world_size > 1:
+            values.untyped_storage().resize_(0)  # it has been sent, and no one else has it
+        return [whole[i].to(device, copy=True) if kept else None for i in indices]
+
+
+def _rows(each: Owned, values: Tensor, indices: list[int], *, offload: bool) -> Sequence[Tensor]:
+    """A sharded state dict's tensors, from what is laid out like the shard."""
+    bucket, config = each.bucket, each.wrapper._state_dict_settings.optim_state_dict_config
     places = places_of(bucket, each.wrapper._device_mesh)
     use_dtensor = getattr(config, "_use_dtensor", False)
-    return as_rows(bucket, values, [places[i] for i in indices], use_dtensor=use_dtensor, unit=name)
+    rows = as_rows(
+        bucket, values, [places[i] for i in indices], use_dtensor=use_dtensor, unit=unit_of(each.wrapper).name
+    )
+    return [value.cpu() for value in rows] if offload else rows
 
 
 # Keys

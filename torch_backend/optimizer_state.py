@@ -4,7 +4,7 @@ An optimizer gets the hooks for this at its first step, before which it has no s
 """
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from crossframe.errors import StateDictError
 from torch_backend.piece_moves import from_dtensors, together
 from torch_backend.piece_tensor import PieceTensor, piece_tensor
+from torch_backend.rounds import agree, withdraw
+
+TITLE = "loading of optimizer state"
 
 # State by parameter (or what stands for it) and by its name in the optimizer.
 State = Mapping[Any, Mapping[Hashable, Any]]
@@ -38,33 +41,38 @@ def as_dtensors(state: State) -> dict[Any, dict[Hashable, Any]]:
 
 
 def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashable, Any]]:
-    """The inverse: what has its parameter's shape becomes a PieceTensor, of a DTensor or of a full tensor.
+    """The inverse: what has its parameter's shape becomes a PieceTensor, of a DTensor or of a full tensor. All ranks call it.
 
     Args:
         state: under the keys of `params`.
-        params: the parameters. State of those that are no PieceTensors stays as it is.
+        params: the parameters, in an order that all ranks have. State of those that are no PieceTensors stays as it is.
 
     Raises:
         StateDictError: a DTensor on another mesh.
+        AgreementError: ranks were given other entries. Like the error above, all ranks raise it and nothing has been taken.
     """
     result = {key: dict(values) for key, values in state.items()}
-    groups: dict[Hashable, list[tuple[Any, Hashable, DTensor]]] = {}
-    for key, values in result.items():
-        param = params.get(key)
-        if not isinstance(param, PieceTensor):
-            continue
-        for name, value in values.items():
-            if not isinstance(value, Tensor) or isinstance(value, PieceTensor) or value.shape != param.shape:
-                continue
-            if not isinstance(value, DTensor):
-                values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
-            elif value.device_mesh != param.device_mesh:
+    shards = {param.place.shards.group: None for param in params.values() if isinstance(param, PieceTensor)}
+    found = list(_entries(result, params))
+    try:
+        for _, param, name, value in found:
+            if isinstance(value, DTensor) and value.device_mesh != param.device_mesh:
                 raise StateDictError(
                     f"parameter {param.place.name!r}: its state {name!r} is on {value.device_mesh}, expected "
                     f"{param.device_mesh}, the mesh of its module, or a full tensor"
                 )
-            else:
-                groups.setdefault((id(param.place.store), name, value.dtype), []).append((key, name, value))
+    except StateDictError as error:
+        withdraw(list(shards), TITLE, error)
+        raise
+    said = [(f"state {name!r} of {param.place.name!r}", _described(value)) for _, param, name, value in found]
+    for group in shards:
+        agree([group], TITLE, said, advice="load the same state dict on every rank")
+    groups: dict[Hashable, list[tuple[Any, Hashable, DTensor]]] = {}
+    for key, param, name, value in found:
+        if isinstance(value, DTensor):
+            groups.setdefault((id(param.place.store), name, value.dtype), []).append((key, name, value))
+        else:
+            result[key][name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
     for members in groups.values():
         places = [params[key].place for key, _, _ in members]
         store, like = places[0].store, members[0][2].to_local()
@@ -74,6 +82,21 @@ def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashabl
         for (key, name, _), place in zip(members, places, strict=True):
             result[key][name] = piece_tensor(parts[place.index], place)
     return result
+
+
+def _entries(state: State, params: Mapping[Any, Any]) -> Iterator[tuple[Any, PieceTensor, Hashable, Tensor]]:
+    """What becomes a PieceTensor, in one order on all ranks."""
+    for key, param in params.items():
+        if not isinstance(param, PieceTensor):
+            continue
+        for name, value in sorted(state.get(key, {}).items(), key=lambda item: str(item[0])):
+            if isinstance(value, Tensor) and not isinstance(value, PieceTensor) and value.shape == param.shape:
+                yield key, param, name, value
+
+
+def _described(value: Tensor) -> dict[str, str]:
+    cut = {"placements": str(value.placements)} if isinstance(value, DTensor) else {}
+    return {"kind": type(value).__name__, "dtype": str(value.dtype), **cut}
 
 
 def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -95,9 +118,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if any(isinstance(param, PieceTensor) for param in params):
         optimizer.register_state_dict_post_hook(_show)
         optimizer.register_load_state_dict_pre_hook(_take)
-        loaded = as_pieces(optimizer.state, {param: param for param in params})
-        for param, values in loaded.items():
-            optimizer.state[param].update(values)
+        if optimizer.state:
+            loaded = as_pieces(optimizer.state, {param: param for param in params})
+            for param, values in loaded.items():
+                optimizer.state[param].update(values)
 
 
 register_optimizer_step_pre_hook(_before_step)

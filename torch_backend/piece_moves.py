@@ -1,12 +1,11 @@
 """From a bucket's flat or ragged shards to rows of each parameter, as DTensors sharded on dim 0 hold them, and back.
 
 The core lists the copies (crossframe.layout.overlay). Each element moves once, from the rank that holds it under one layout to
-the rank that holds it under the other, so that no rank ever has more of a parameter than its two pieces. A bucket takes one
-all-to-all.
+the rank that holds it under the other, so that no rank ever has more of a parameter than its two pieces and what of them is
+under way. A bucket takes one all-to-all.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,21 +23,33 @@ from torch_backend.piece_tensor import PieceTensor
 PHASE = "state"
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Elements `start:stop` of this rank's buffer, which another rank of the group has or gets."""
+# Of parameter i the elements from start to stop, both counted in the buffer of a layout, as a 1-D tensor that can be written to.
+View = Callable[[int, int, int], Tensor]
 
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements `start:stop` of parameter `index` in this rank's buffer, which rank `peer` of the group has or gets from
+    `peer_start` on in its own."""
+
+    index: int
     peer: int
     start: int
     stop: int
+    peer_start: int
 
 
-def _runs(layout: Layout, other: Layout, rank: int, names: set[str]) -> list[_Run]:
+def _runs(layout: Layout, other: Layout, rank: int, indices: Sequence[int]) -> list[_Run]:
     """What this rank's buffer under `layout` exchanges with the buffers under `other`, by the other rank and then in the order of
     parameters and elements: whichever side of a copy asks, it gets the same order."""
+    wanted = {layout.params[i].name: i for i in indices}
     source, target = (Sharding((("", each),), MeshSpec(shard=each.world_size)) for each in (other, layout))
     transfers: Iterator[Transfer] = overlay(source, target, rank)
-    runs = [_Run(t.source_rank, t.target_start, t.target_start + t.numel) for t in transfers if t.name in names]
+    runs = [
+        _Run(wanted[t.name], t.source_rank, t.target_start, t.target_start + t.numel, t.source_start)
+        for t in transfers
+        if t.name in wanted
+    ]
     return sorted(runs, key=lambda run: run.peer)
 
 
@@ -49,33 +60,57 @@ def _numels(runs: Sequence[_Run], size: int) -> list[int]:
     return numels
 
 
-def move(
-    values: Tensor,
+def _move(
+    values: View,
     layout: Layout,
-    out: Tensor,
+    out: View,
     out_layout: Layout,
     shards: Communicator,
     indices: Sequence[int],
+    like: Tensor,
     *,
     unit: str,
 ) -> None:
-    """Fill a rank's buffer under one layout from all ranks' buffers under another. All ranks of the group call it alike.
+    """Fill what a rank has under one layout from what all ranks have under another. All ranks of the group call it alike. What
+    stays on a rank is copied there, and takes no further memory.
 
     Args:
-        values: shape (layout.padded_shard_numel,).
-        out: shape (out_layout.padded_shard_numel,), of the dtype of `values`. What no parameter lies in keeps its values.
+        values, out: what this rank has under `layout` and under `out_layout`.
         indices: of the parameters that are moved.
+        like: of the dtype and on the device that are moved.
         unit: for the trace.
     """
-    names = {layout.params[i].name for i in indices}
-    to_send = _runs(layout, out_layout, shards.rank, names)
-    to_receive = _runs(out_layout, layout, shards.rank, names)
-    sent = torch.cat([values[:0], *(values[run.start : run.stop] for run in to_send)])
+    runs = _runs(out_layout, layout, shards.rank, indices)
+    for run in runs:
+        if run.peer == shards.rank:
+            out(run.index, run.start, run.stop).copy_(
+                values(run.index, run.peer_start, run.peer_start + run.stop - run.start)
+            )
+    if shards.size == 1:
+        return
+    to_send = [run for run in _runs(layout, out_layout, shards.rank, indices) if run.peer != shards.rank]
+    to_receive = [run for run in runs if run.peer != shards.rank]
     splits = _numels(to_send, shards.size), _numels(to_receive, shards.size)
+    sent = like.new_empty(sum(splits[0]))
+    for run, part in zip(to_send, sent.split([run.stop - run.start for run in to_send]), strict=True):
+        part.copy_(values(run.index, run.start, run.stop))
     received = shards.exchange(sent, *splits, unit=unit, phase=PHASE)
-    parts = received.split([run.stop - run.start for run in to_receive])
-    for run, part in zip(to_receive, parts, strict=True):
-        out[run.start : run.stop] = part
+    for run, part in zip(to_receive, received.split([run.stop - run.start for run in to_receive]), strict=True):
+        out(run.index, run.start, run.stop).copy_(part)
+
+
+def _in_buffer(buffer: Tensor) -> View:
+    return lambda _, start, stop: buffer[start:stop]
+
+
+def _in_rows(rows: Mapping[int, Tensor], layout: PerParamLayout) -> View:
+    flat = {i: local.reshape(-1) for i, local in rows.items()}
+
+    def view(i: int, start: int, stop: int) -> Tensor:
+        first = layout.columns[i].start
+        return flat[i][start - first : stop - first]
+
+    return view
 
 
 def _per_param(layout: Layout) -> PerParamLayout:
@@ -98,14 +133,10 @@ def to_rows(
         For each of them a tensor in memory of its own, of the parameter's shape but for dim 0.
     """
     target = _per_param(layout)
-    out = values.new_empty(target.padded_shard_numel)
-    move(values, layout, out, target, shards, indices, unit=unit)
-    found = []
-    for i in indices:
-        shape, start = target.shard_shape(i, shards.rank), target.columns[i].start
-        # Memory of its own: torch cannot deep-copy a DTensor of what begins in the midst of memory.
-        found.append(out[start : start + math.prod(shape)].clone().view(shape))
-    return found
+    # Each in memory of its own: torch cannot deep-copy a DTensor of what begins in the midst of memory.
+    rows = {i: values.new_empty(target.shard_shape(i, shards.rank)) for i in indices}
+    _move(_in_buffer(values), layout, _in_rows(rows, target), target, shards, indices, values, unit=unit)
+    return [rows[i] for i in indices]
 
 
 @torch.no_grad()
@@ -120,11 +151,7 @@ def from_rows(
         unit: for the trace.
     """
     source = _per_param(layout)
-    buffer = values.new_empty(source.padded_shard_numel)
-    for i, local in rows.items():
-        start = source.columns[i].start
-        buffer[start : start + local.numel()] = local.reshape(-1)
-    move(buffer, source, values, layout, shards, list(rows), unit=unit)
+    _move(_in_rows(rows, source), source, _in_buffer(values), layout, shards, list(rows), values, unit=unit)
 
 
 def dtensor_of_rows(rows: Tensor, place: Place) -> DTensor:

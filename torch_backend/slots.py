@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from crossframe.dtypes import FLOATING
 from crossframe.errors import LayoutError
 from crossframe.params import ParamSpec
+from crossframe.state import without_parts
 from crossframe.units import Order, Slot, assign_units
 from torch_backend.dtypes import dtype_name
 
@@ -31,18 +32,17 @@ def without_wrapper(name: str) -> str:
     >>> without_wrapper("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.weight")
     'blocks.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part != WRAPPED)
+    return without_parts(name, {WRAPPED})
 
 
 def canonical_name(name: str) -> str:
-    """A module or parameter name without the parts that any wrapping put into it, so that it names the user's module.
+    """A module or parameter name without the parts that sharding and activation checkpointing put into it, so that it names the
+    user's module. What torch.compile put there stays, as in torch: the keys of state dicts have it.
 
     >>> canonical_name("_fsdp_wrapped_module.blocks.0._checkpoint_wrapped_module.weight")
     'blocks.0.weight'
     """
-    if "_wrapped_module" not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return without_parts(name, _WRAPPERS)
 
 
 def owned_params(

@@ -59,8 +59,11 @@ class HasStateDicts(HasStateDictType):
         return bool(unit_of(self).buckets)
 
     @property
-    def _flat_param(self) -> nn.Parameter:
-        """torch's name of it, for libraries: the flat parameter; with original parameters, the shard that they lie in."""
+    def _flat_param(self) -> nn.Parameter | None:
+        """torch's name of it, for libraries: the flat parameter; with original parameters, the shard that they lie in; None of a
+        unit without parameters."""
+        if not self._has_params:
+            return None
         bucket = unit_of(self).buckets[0]
         if isinstance(bucket.exposure, FlatExposure):
             return bucket.exposure.flat_param

@@ -10,7 +10,7 @@ from crossframe.state.model import (
     expected_tensors,
     state_entries,
 )
-from crossframe.state.names import FLAT_PARAM, WRAPPERS, canonical_name, local_key
+from crossframe.state.names import FLAT_PARAM, WRAPPERS, canonical_name, local_key, without_parts
 from crossframe.state.optim import flatten_state, gather_state, shard_state, unflatten_state
 from crossframe.state.param_groups import grouped_units, state_by_id, state_by_name, ungrouped_units
 from crossframe.state.roles import Role, Seen, agreed, classify, seen
@@ -41,4 +41,5 @@ __all__ = [
     "state_entries",
     "unflatten_state",
     "ungrouped_units",
+    "without_parts",
 ]

@@ -1,5 +1,7 @@
 """The keys of state dicts: names as the unwrapped model has them (R36), and torch's key for a flat parameter."""
 
+from collections.abc import Collection
+
 from crossframe.errors import StateDictError
 from crossframe.shown import shown
 
@@ -24,7 +26,16 @@ def canonical_name(name: str) -> str:
     """
     if not isinstance(name, str):
         raise StateDictError(f"expected a string as a key of a state dict, got {shown(name)}")
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return without_parts(name, WRAPPERS)
+
+
+def without_parts(name: str, parts: Collection[str]) -> str:
+    """A name without some of what stands between its dots.
+
+    >>> without_parts("_orig_mod.blocks.0._fsdp_wrapped_module.weight", {"_fsdp_wrapped_module"})
+    '_orig_mod.blocks.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in parts)
 
 
 def local_key(unit: str) -> str:

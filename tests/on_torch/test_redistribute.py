@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from crossframe.errors import StateDictError
+from crossframe.errors import AgreementError, StateDictError
+from crossframe.layout import Layout
 from crossframe.params import ParamSpec
 from crossframe.trace import ALL_TO_ALL, summary
 from tests.on_torch.layouts import LAYOUTS, mesh_of, places_of, shard
@@ -54,6 +55,18 @@ def _random_full(seed: int) -> list[Tensor]:
     ]
 
 
+def _num_moved(layout: Layout, rank: int) -> int:
+    """How many elements of a rank's rows lie on other ranks. Plain loops."""
+    num_moved = 0
+    for i, spec in enumerate(layout.params):
+        width = spec.numel // spec.shape[0] if spec.shape[0] else 0
+        num_rows = -(-spec.shape[0] // layout.world_size)
+        for element in range(width * num_rows * rank, min(width * num_rows * (rank + 1), spec.numel)):
+            (held,) = layout.find(i, element, element + 1)
+            num_moved += held.rank != rank
+    return num_moved
+
+
 def _there_and_back(rank: int, world_size: int, kind: str, sizes: tuple[int, ...], seeds: range) -> None:
     mesh = mesh_of(*sizes)
     placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
@@ -68,7 +81,7 @@ def _there_and_back(rank: int, world_size: int, kind: str, sizes: tuple[int, ...
         assert seen.get_total_counts() == len(events) == (1 if sizes[-1] > 1 else 0), seed
         for event in events:
             assert (event.kind, event.unit, event.phase) == (ALL_TO_ALL, "blocks.0", "state")
-            assert event.num_bytes == sum(dtensor.to_local().nbytes for dtensor in dtensors), seed
+            assert event.num_bytes == _num_moved(store.layout, rank % sizes[-1]) * store.buffer.itemsize, seed
         for dtensor, value in zip(dtensors, full, strict=True):
             expected = distribute_tensor(value, mesh, placements, src_data_rank=None)
             assert dtensor.placements == placements and dtensor.device_mesh == mesh and dtensor.shape == value.shape
@@ -363,3 +376,37 @@ def _state_is_taken(rank: int, world_size: int, path: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_R37_optimizer_state_goes_from_layout_to_layout(ranks, tmp_path):
     ranks.run(2, _state_is_taken, str(tmp_path))
+
+
+def _differs(rank: int, world_size: int, layout: str) -> list[str]:
+    """What each rank is told where rank 1 was given other optimizer state; its optimizer is as it was."""
+    model, optimizer = _stepped(layout, rank, 1)
+    elsewhere = distribute_tensor(torch.zeros(7), mesh_of(2, 1), [Shard(0), Replicate()])
+    given = optimizer.state_dict()["state"]
+    name = next(key for key, values in given.items() if values["exp_avg"].shape == (7,))
+    before = {key: values["exp_avg"].local.clone() for key, values in optimizer.state.items()}
+    told = []
+    # One entry lacks; it is full; its mesh is another.
+    for odd in (None, given[name]["exp_avg"].full_tensor(), elsewhere):
+        state = optimizer.state_dict()
+        if rank == 1:
+            entries = {key: value for key, value in state["state"][name].items() if key != "exp_avg"}
+            state["state"][name] = entries if odd is None else {**entries, "exp_avg": odd}
+        with pytest.raises((AgreementError, StateDictError)) as caught:
+            optimizer.load_state_dict(state)
+        told.append(str(caught.value))
+    assert all(torch.equal(values["exp_avg"].local, before[key]) for key, values in optimizer.state.items())
+    # The ranks are together still.
+    optimizer.load_state_dict(optimizer.state_dict())
+    _step(model, optimizer, rank, 1)
+    return told
+
+
+@pytest.mark.parametrize("layout", PIECES)
+def test_R37_optimizer_state_that_one_rank_lacks_is_refused_on_all(ranks, layout):
+    """The exchange of rows would mix up entries, or wait for ever."""
+    for told in ranks.run(2, _differs, layout, seconds=60):
+        lacks, full, elsewhere = told
+        assert "state 'exp_avg' of 'blocks.0.norm.weight'; rank 1: state 'exp_avg_sq'" in lacks
+        assert "the kind of state 'exp_avg' of 'blocks.0.norm.weight'" in full and "DTensor" in full
+        assert "its state 'exp_avg' is on" in elsewhere
