@@ -119,6 +119,46 @@ class Model(nn.Module):
             return self.wrapped.load_state_dict(state, **arguments)
 
 
+def _there_and_back(rank: int, world_size: int, kind: str, orig: bool) -> list[bool]:
+    """Whether a model of other values has those of the state dict once it has loaded it; plainly, and by assignment."""
+    face = import_module("torch_backend")
+    source = Model(face, use_orig_params=orig)
+    expected, found = source.saved("FULL"), []
+    for assign in (False, kind != "LOCAL"):  # a local one that is assigned is not taken over, neither by torch
+        other = Model(face, use_orig_params=orig, fill=0.25)
+        other.load(kind, source.saved(kind), assign=assign)
+        loaded = other.saved("FULL")
+        found.append(list(loaded) == list(expected) and all(torch.equal(loaded[key], expected[key]) for key in loaded))
+    return found
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+def test_R36_a_state_dict_of_each_type_gives_a_model_its_values(ranks, kind, orig):
+    assert ranks.run(2, _there_and_back, kind, orig) == [[True, True]] * 2
+
+
+def _low_buffers(rank: int, world_size: int, package: str, kind: str) -> tuple[list[Any], list[Any]]:
+    """The dtypes of buffers in low precision, and in a state dict."""
+    face = import_module(package)
+    low = face.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, _module_classes_to_ignore=())
+    model = Model(face, mixed_precision=low)
+    model.wrapped(torch.ones(2, 2))
+    state = model.saved(kind)
+    names = [name for name in state if "running" in name]
+    return [buffer.dtype for name, buffer in model.wrapped.named_buffers() if "running" in name], [
+        state[name].dtype for name in names
+    ]
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_R35_R36_buffers_in_low_precision_are_saved_in_their_own(ranks, kind):
+    ours, theirs = (
+        ranks.run(2, _low_buffers, package, kind) for package in ("torch_backend", "torch.distributed.fsdp")
+    )
+    assert ours == theirs == [([torch.bfloat16] * 2, [torch.float32] * 2)] * 2
+
+
 def _without(name: str) -> Callable[[dict], dict]:
     return lambda state: {key: value for key, value in state.items() if key != name}
 
