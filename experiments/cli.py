@@ -1,4 +1,4 @@
-"""The `crossframe` command: parity, record, compare, layout, plan.
+"""The `crossframe` command: parity, grid, record, compare, layout, plan.
 
 Exit status: 0 equal or rounding, 1 a bug, 2 wrong use or no answer.
 """
@@ -15,7 +15,7 @@ from rich.console import Console
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict
-from experiments.parity.settings import RunSettings
+from experiments.parity.settings import RunSettings, mesh_of
 from experiments.report import print_report, report_of, write_report
 
 app = typer.Typer(
@@ -30,12 +30,20 @@ console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Model = Annotated[str, typer.Argument(help="Name of a model, for instance gpt.", show_default=False)]
-WorldSize = Annotated[int, typer.Option(help="Number of ranks (torch) and of devices (JAX).")]
+WorldSize = Annotated[
+    int | None, typer.Option(help="Number of ranks (torch) and of devices (JAX). Default: 2, or the mesh's")
+]
 Steps = Annotated[int, typer.Option(help="Optimizer steps.")]
 Seed = Annotated[int, typer.Option(help="Where initial values and batches come from.")]
 BatchSize = Annotated[int, typer.Option(help="Samples a rank and step.")]
-LearningRate = Annotated[float, typer.Option(help="Learning rate of AdamW.")]
-StrategyName = Annotated[str, typer.Option(help="full_shard or shard_grad_op.")]
+LearningRate = Annotated[float, typer.Option(help="Learning rate of the optimizer.")]
+StrategyName = Annotated[str, typer.Option(help="full_shard, shard_grad_op, or over a mesh hybrid_shard(_zero2).")]
+MeshSizes = Annotated[
+    str, typer.Option(help="Copies of the model x ranks of each, for instance 2x2. Default: one copy")
+]
+Optimizer = Annotated[str, typer.Option(help="adamw, or sgd with momentum.")]
+Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient. Default: any")]
+Accumulate = Annotated[int, typer.Option(help="Microbatches of a step.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there are enough.")]
 Fault = Annotated[str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients.")]
 ShapesOf = Annotated[
@@ -76,12 +84,16 @@ def _exit_on_error() -> Iterator[None]:
 @app.command()
 def parity(
     model: Model,
-    world_size: WorldSize = DEFAULTS.world_size,
+    world_size: WorldSize = None,
     steps: Steps = DEFAULTS.steps,
     seed: Seed = DEFAULTS.seed,
     batch_size: BatchSize = DEFAULTS.batch_size,
     learning_rate: LearningRate = DEFAULTS.learning_rate,
     strategy: StrategyName = DEFAULTS.strategy,
+    mesh: MeshSizes = "",
+    optimizer: Optimizer = DEFAULTS.optimizer,
+    clip: Clip = None,
+    accumulate: Accumulate = DEFAULTS.accumulate,
     device: Device = DEFAULTS.device,
     output: Annotated[Path | None, typer.Option(help="Folder for recordings and report. Default: runs/...")] = None,
     fault: Fault = "",
@@ -90,21 +102,47 @@ def parity(
     """Train one model in torch and in JAX, in float64 and in float32, and say whether they agree."""
     from experiments.parity.run import run_parity
 
-    common: dict[str, Any] = {
-        "world_size": world_size,
-        "steps": steps,
-        "seed": seed,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "strategy": strategy,
-        "device": device,
-    }
     with _exit_on_error():
+        common: dict[str, Any] = {
+            "world_size": _world_size(world_size, mesh),
+            "steps": steps,
+            "seed": seed,
+            "batch_size": batch_size,
+            "learning_rate": learning_rate,
+            "strategy": strategy,
+            "device": device,
+            "mesh": mesh,
+            "optimizer": optimizer,
+            "clip": clip,
+            "accumulate": accumulate,
+        }
         if fault_in not in ("torch", "jax"):
             raise UsageError(f"fault-in: expected torch or jax, got {fault_in!r}")
-        folder = output or Path("runs", f"parity-{model}-{world_size}-ranks{'-faulty' if fault else ''}")
+        ranks = mesh or common["world_size"]
+        folder = output or Path("runs", f"parity-{model}-{ranks}-ranks{'-faulty' if fault else ''}")
         pairs = run_parity(model, common, folder, fault=fault, fault_in=fault_in, console=console)
         _answer(pairs, folder)
+
+
+def _world_size(given: int | None, mesh: str) -> int:
+    if given is not None or not mesh:
+        return DEFAULTS.world_size if given is None else given
+    return mesh_of(mesh).world_size
+
+
+@app.command()
+def grid(
+    model: Annotated[list[str] | None, typer.Option(help="Only this model. May be repeated.")] = None,
+    ranks: Annotated[list[str] | None, typer.Option(help="Only 1, 2, 3, 4 or 2x2. May be repeated.")] = None,
+    optimizer: Annotated[list[str] | None, typer.Option(help="Only adamw or sgd. May be repeated.")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a cell.")] = 200,
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the table. Default: none")] = None,
+) -> None:
+    """Train models in torch and in JAX over all sizes, strategies and optimizers, in float64, and print how far they part."""
+    from experiments.parity.grid import run_grid
+
+    with _exit_on_error():
+        raise typer.Exit(run_grid(model or (), ranks or (), optimizer or (), steps, output=output, console=console))
 
 
 @app.command()
@@ -113,12 +151,16 @@ def record(
     model: Model,
     output: Annotated[Path, typer.Option(help="Folder of the recording.", show_default=False)],
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = DEFAULTS.dtype,
-    world_size: WorldSize = DEFAULTS.world_size,
+    world_size: WorldSize = None,
     steps: Steps = DEFAULTS.steps,
     seed: Seed = DEFAULTS.seed,
     batch_size: BatchSize = DEFAULTS.batch_size,
     learning_rate: LearningRate = DEFAULTS.learning_rate,
     strategy: StrategyName = DEFAULTS.strategy,
+    mesh: MeshSizes = "",
+    optimizer: Optimizer = DEFAULTS.optimizer,
+    clip: Clip = None,
+    accumulate: Accumulate = DEFAULTS.accumulate,
     device: Device = DEFAULTS.device,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
     fault: Fault = "",
@@ -128,7 +170,7 @@ def record(
         settings = RunSettings(
             model,
             dtype,
-            world_size,
+            _world_size(world_size, mesh),
             steps,
             seed,
             batch_size,
@@ -137,6 +179,10 @@ def record(
             strategy,
             device,
             fault,
+            mesh,
+            optimizer,
+            clip,
+            accumulate,
         )
         if framework not in ("torch", "jax"):
             raise UsageError(f"framework: expected torch or jax, got {framework!r}")

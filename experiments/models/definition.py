@@ -1,7 +1,7 @@
 """What a model says about itself without any framework."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,10 +10,11 @@ import numpy as np
 
 from crossframe.errors import UnitError, UsageError
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
-from crossframe.names import ParamMap
+from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec, check_params
 from crossframe.shown import shown
 from crossframe.units import enclosing_unit
+from experiments.data import Batch, digits_batch, text_batch
 
 LAYOUT_KINDS = ("flat", "per_param", "ragged")
 
@@ -131,6 +132,8 @@ class ModelDefinition:
         initial: (parameter name, shape, generator) to its initial values in float64.
         make_torch: the torch module, and the classes of the modules that are units. Imports torch when called.
         make_flax: dtype to the flax module. Imports flax when called.
+        context: how many tokens of text a sample has; None: a sample is an image of a digit.
+        terms: how many terms one sample has in the sum behind an element of a gradient: tokens, patches, places of an image.
     """
 
     name: str
@@ -141,6 +144,8 @@ class ModelDefinition:
     initial: Callable[[str, tuple[int, ...], np.random.Generator], np.ndarray]
     make_torch: Callable[[], tuple[Any, set[type]]]
     make_flax: Callable[[str], Any]
+    context: int | None = None
+    terms: int = 1
 
     @property
     def numel(self) -> int:
@@ -152,6 +157,12 @@ class ModelDefinition:
         generator = np.random.default_rng(seed)
         return {name: self.initial(name, shape, generator).astype(dtype) for name, shape in self.shapes.items()}
 
+    def batch(self, seed: int, step: int, rank: int, world_size: int, batch_size: int, dtype: str) -> Batch:
+        """What a rank is fed at a step; images are of `dtype`. The model turns inputs into logits, with a last dim of classes."""
+        if self.context is None:
+            return digits_batch(seed, step, rank, world_size, batch_size, dtype)
+        return text_batch(seed, step, rank, world_size, batch_size, self.context)
+
     def model_shapes(self, dtype: str) -> ModelShapes:
         """Its parameters and units, stored in `dtype`."""
         params = tuple(ParamSpec(name, shape, dtype) for name, shape in self.shapes.items())
@@ -160,3 +171,37 @@ class ModelDefinition:
     def unit_layouts(self, world_size: int, dtype: str) -> tuple[tuple[str, Layout], ...]:
         """The flat layouts of all units, the root first and the others in the order of forward."""
         return self.model_shapes(dtype).layouts("flat", world_size)
+
+
+Row = tuple[MapEntry, tuple[int, ...]]
+
+
+def rows(entries: tuple[MapEntry, ...], *shapes: tuple[int, ...]) -> tuple[Row, ...]:
+    """The parameters of one module: what they are called, and their canonical shapes."""
+    return tuple(zip(entries, shapes, strict=True))
+
+
+def define(
+    name: str,
+    config: Any,
+    table: Iterable[Row],
+    units: tuple[str, ...],
+    make_torch: Callable[[], tuple[Any, set[type]]],
+    make_flax: Callable[[str], Any],
+    context: int | None = None,
+    terms: int = 1,
+) -> ModelDefinition:
+    """The model whose parameters stand in a table, in torch's order of registration; the rest as in `ModelDefinition`."""
+    table = tuple(table)
+    shapes = {entry.name: shape for entry, shape in table}
+    param_map = ParamMap(tuple(entry for entry, _ in table))
+    return ModelDefinition(
+        name, config, shapes, param_map, units, initial_by_shape, make_torch, make_flax, context, terms
+    )
+
+
+def initial_by_shape(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Biases 0, the scales of norms 1, and all else of a size that keeps that of what goes through."""
+    if len(shape) == 1:
+        return np.zeros(shape) if name.endswith("bias") else np.ones(shape)
+    return generator.normal(0.0, 1.0, shape) / np.sqrt(np.prod(shape[1:]))

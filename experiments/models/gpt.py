@@ -88,6 +88,8 @@ def define_gpt(name: str, config: GPTConfig) -> ModelDefinition:
         initial=_initial,
         make_torch=lambda: _make_torch(config),
         make_flax=lambda dtype: _make_flax(config, dtype),
+        context=config.context,
+        terms=config.context,
     )
 
 

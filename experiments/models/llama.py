@@ -1,6 +1,13 @@
-"""Llama 3: parameter lists alone, built from the configuration, for layouts and plans of the sizes that people train."""
+"""Llama 3: RMS norms, rotary positions, SwiGLU and grouped queries.
+
+Of the sizes that people train there are parameter lists alone, for layouts and plans; `llama-tiny` is trained."""
 
 from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.names import MapEntry, embedding, from_heads, linear, norm, to_heads
+from experiments.models.definition import ModelDefinition, define
 
 
 @dataclass(frozen=True)
@@ -15,6 +22,8 @@ class LlamaConfig:
         num_kv_heads: of keys and values, which groups of query heads share.
         head_width: of one head.
         vocabulary: tokens; the embedding and the head are not tied.
+        context: tokens of a sample.
+        rotary_base: of the angles by which queries and keys are turned (section 3.2).
 
     >>> LLAMA_3_8B.numel, LLAMA_3_405B.numel
     (8030261248, 405853388800)
@@ -27,6 +36,9 @@ class LlamaConfig:
     num_kv_heads: int = 8
     head_width: int = 128
     vocabulary: int = 128256
+    context: int = 8192
+    rotary_base: float = 500_000.0
+    norm_epsilon: float = 1e-5
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -65,3 +77,52 @@ class LlamaConfig:
 
 LLAMA_3_8B = LlamaConfig(num_blocks=32, width=4096, mlp_width=14336, num_heads=32)
 LLAMA_3_405B = LlamaConfig(num_blocks=126, width=16384, mlp_width=53248, num_heads=128)
+
+
+def rotary(config: LlamaConfig, time: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of the angles at each place, float64, of shape (time, head_width / 2): made once, for both frameworks.
+
+    Source: RoFormer, Su et al. 2021, section 3.2.2; as Hugging Face's Llama, dim i is turned together with i + head_width / 2.
+    """
+    half = np.arange(config.head_width // 2)
+    angles = np.outer(np.arange(time), config.rotary_base ** (-2.0 * half / config.head_width))
+    return np.cos(angles), np.sin(angles)
+
+
+def _entry(name: str, config: LlamaConfig) -> MapEntry:
+    """flax keeps heads apart, and calls modules as torch does."""
+    module = name.removesuffix(".weight")
+    if module.endswith("embed_tokens"):
+        return embedding(module, module)[0]
+    if module.endswith("norm"):
+        return norm(module, module, bias=False)[0]
+    if module.endswith(("q_proj", "k_proj", "v_proj")):
+        return to_heads(module, module, config.head_width, bias=False)[0]
+    if module.endswith("o_proj"):
+        return from_heads(module, module, config.head_width, bias=False)[0]
+    return linear(module, module, bias=False)[0]
+
+
+def _make_torch(config: LlamaConfig):
+    from experiments.models.llama_torch import Block, Llama
+
+    return Llama(config), {Block}
+
+
+def _make_flax(config: LlamaConfig, dtype: str):
+    from experiments.models.llama_flax import Llama
+
+    return Llama(config, dtype)
+
+
+def define_llama(name: str, config: LlamaConfig) -> ModelDefinition:
+    """A Llama of these sizes, in both frameworks."""
+    table = ((_entry(parameter, config), shape) for parameter, shape in config.shapes.items())
+    make_torch, make_flax = lambda: _make_torch(config), lambda dtype: _make_flax(config, dtype)
+    return define(name, config, table, config.units, make_torch, make_flax, config.context, config.context)
+
+
+LLAMA_TINY = define_llama(
+    "llama-tiny",
+    LlamaConfig(2, width=10, mlp_width=13, num_heads=4, num_kv_heads=2, head_width=4, vocabulary=256, context=8),
+)

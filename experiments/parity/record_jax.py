@@ -1,5 +1,7 @@
 """Record a run in JAX: one process, one device a rank, `value_and_grad` over sharded parameters."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,28 @@ import optax
 from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
-from crossframe.mesh import MeshSpec
 from crossframe.recording import Manifest, RecordingWriter, create_recording
 from crossframe.strategy import Strategy
+from crossframe.trace import Event
+from experiments.data import Batch
 from experiments.models.definition import ModelDefinition
 from experiments.parity.faults import fault_in_effect
-from experiments.parity.settings import RunSettings, choose_device
-from jax_backend import ShardedParams, make_mesh, shard, shards_of, trace_of, value_and_grad
-from jax_backend.nnx import split, with_params
+from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
+from jax_backend import (
+    Result,
+    ShardedParams,
+    clip_grad_norm,
+    make_mesh,
+    per_rank,
+    shard,
+    shards_of,
+    trace_of,
+    value_and_grad,
+)
+from jax_backend.mesh import mesh_spec
+from jax_backend.nnx import split, state_of, with_params
+from jax_backend.sharded import mesh_of
+from jax_backend.tree import path_name
 
 
 def record_jax(settings: RunSettings, output: Path, *, overwrite: bool = False) -> None:
@@ -44,7 +60,7 @@ def _devices(settings: RunSettings) -> list[Any]:
 
 def record_on_devices(settings: RunSettings, output: Path, devices: list[Any], *, overwrite: bool = False) -> None:
     """Train and record on these devices, in rank order."""
-    mesh = make_mesh(MeshSpec(shard=settings.world_size), devices)
+    mesh = make_mesh(settings.spec, devices)
     manifest = settings.manifest("jax", ("jax", "flax", "optax", "numpy"))
     create_recording(output, manifest, overwrite=overwrite)
     # If the run fails, no writer is finished: a recording without its end is not taken for a whole one.
@@ -59,55 +75,126 @@ def record_on_devices(settings: RunSettings, output: Path, devices: list[Any], *
 def shard_initial(settings: RunSettings, mesh: Mesh) -> tuple[ShardedParams, Any, Any]:
     """The model's initial values, sharded; its nnx graph and the state that is no parameter."""
     definition = settings.definition
-    graphdef, params, state = split(definition.make_flax(settings.dtype))
+    graphdef, params, state = split_model(definition, settings.dtype)
     params = nnx_params(definition, params, definition.initial_params(settings.seed, settings.dtype))
     return shard(params, mesh, units=definition.units, param_map=definition.param_map), graphdef, state
+
+
+def split_model(definition: ModelDefinition, dtype: str) -> tuple[Any, Any, Any]:
+    """Its nnx graph, parameters and state, that in the dtype too: flax makes running statistics float32, whatever comes in."""
+    graphdef, params, state = split(definition.make_flax(dtype))
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return graphdef, params, jax.tree.map(cast, state)
 
 
 def nnx_params(definition: ModelDefinition, params: Any, values: dict[str, np.ndarray]) -> Any:
     """A tree like `params` with these values, given by canonical name."""
 
     def value(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
-        entry = definition.param_map.by_path[".".join(str(getattr(key, "key", key)) for key in path)]
-        return entry.from_canonical(values[entry.name])
+        name = path_name(path)
+        entry = definition.param_map.by_path[name]
+        return entry.from_canonical(values[entry.name], name)
 
     return jax.tree_util.tree_map_with_path(value, params)
+
+
+def optimizer_of(settings: RunSettings) -> optax.GradientTransformation:
+    """The optimizer of a run."""
+    rate, decay = settings.learning_rate, settings.weight_decay
+    if settings.optimizer == "sgd":
+        return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=MOMENTUM))
+    return optax.adamw(rate, weight_decay=decay)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What a step of the optimizer runs: microbatches that reduce nothing, and one that reduces what all have left.
+
+    Attributes:
+        waits, reduces: steps of value_and_grad.
+        dense: as `reduces`, and gives each rank's own gradient.
+    """
+
+    waits: Callable[..., Result]
+    reduces: Callable[..., Result]
+    dense: Callable[..., Result]
+
+    def __call__(
+        self, sharded: ShardedParams, parts: list[Any], state: Any, *, dense: bool
+    ) -> tuple[np.ndarray, Result]:
+        """The ranks' mean losses, and the result of the last microbatch."""
+        losses, waiting = 0.0, None
+        for part in parts[:-1]:
+            result = self.waits(sharded, part, state)
+            losses, state = losses + np.asarray(result.losses), result.state
+            waiting = result.grads if waiting is None else waiting + result.grads
+        result = (self.dense if dense else self.reduces)(sharded, parts[-1], state, accumulated=waiting)
+        return losses + np.asarray(result.losses), result
+
+    def events(self, sharded: ShardedParams, parts: list[Any], state: Any, mesh: Mesh) -> list[Event]:
+        """The collectives of a step."""
+        found: list[Event] = []
+        for i, part in enumerate(parts[:-1]):
+            events = trace_of(self.waits, sharded, part, state, mesh=mesh)
+            found += [replace(event, microbatch=i) for event in events]
+        events = trace_of(self.reduces, sharded, parts[-1], state, mesh=mesh)
+        return found + [replace(event, microbatch=len(parts) - 1) for event in events]
+
+
+def _steps(settings: RunSettings, graphdef: Any, state: Any, mesh: Mesh) -> _Steps:
+    def loss_fn(params: Any, *rest: Any) -> Any:
+        *states, (inputs, targets) = rest
+        model = with_params(graphdef, params, *states)
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets)
+        loss = losses.mean() / settings.accumulate
+        return (loss, state_of(model)) if states else loss
+
+    common: dict[str, Any] = {"strategy": Strategy(settings.strategy), "has_state": bool(jax.tree.leaves(state))}
+    return _Steps(
+        waits=value_and_grad(loss_fn, mesh, reduces=False, **common),
+        reduces=value_and_grad(loss_fn, mesh, **common),
+        dense=value_and_grad(loss_fn, mesh, local_grads=True, **common),
+    )
+
+
+def _parts(settings: RunSettings, batches: list[Batch]) -> list[Any]:
+    """Each microbatch of all ranks, one rank's part behind the other's."""
+    parts = []
+    for i in range(settings.accumulate):
+        part = slice(i * settings.batch_size, (i + 1) * settings.batch_size)
+        arrays = ([getattr(batch, name)[part] for batch in batches] for name in ("inputs", "targets"))
+        parts.append(tuple(jnp.asarray(np.concatenate(each)) for each in arrays))
+    return parts
 
 
 def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWriter], mesh: Mesh) -> None:
     sharded, graphdef, state = shard_initial(settings, mesh)
     if tuple(sharded.tree.units) != manifest.units:
         raise UsageError("the layouts of the model's definition are not those that jax_backend computed")
-
-    def loss_fn(params, batch):
-        tokens, targets = batch
-        logits = with_params(graphdef, params, state)(tokens)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    optimizer = optax.adamw(settings.learning_rate, weight_decay=settings.weight_decay)
+    steps = _steps(settings, graphdef, state, mesh)
+    state = per_rank(state, mesh) if jax.tree.leaves(state) else None
+    optimizer = optimizer_of(settings)
     opt_state = optimizer.init(sharded)  # type: ignore[arg-type]
-    steps = {
-        dense: value_and_grad(loss_fn, mesh, strategy=Strategy(settings.strategy), local_grads=dense)
-        for dense in (True, False)
-    }
 
     @jax.jit
     def update(sharded: ShardedParams, opt_state: Any, grads: ShardedParams) -> tuple[ShardedParams, Any]:
+        if settings.clip is not None:
+            grads, _ = clip_grad_norm(grads, settings.clip)
         updates, opt_state = optimizer.update(grads, opt_state, sharded)  # type: ignore[arg-type]
         return optax.apply_updates(sharded, updates), opt_state  # type: ignore[arg-type,return-value]
 
     events = None
     for step in range(settings.steps):
         batches = [settings.batch(step, rank) for rank in range(settings.world_size)]
-        arrays = tuple(
-            jnp.asarray(np.concatenate([getattr(b, part) for b in batches])) for part in ("tokens", "targets")
-        )
-        dense = manifest.schedule.is_dense(step)
+        parts, dense = _parts(settings, batches), manifest.schedule.is_dense(step)
         if events is None:
-            events = trace_of(steps[False], sharded, arrays, mesh=mesh)
-        result = steps[dense](sharded, arrays)
+            events = steps.events(sharded, parts, state, mesh)
+        losses, result = steps(sharded, parts, state, dense=dense)
+        state = result.state
         updated, opt_state = update(sharded, opt_state, result.grads)
-        losses = np.asarray(result.losses)
         for rank, writer in enumerate(writers):
             writer.batch(step, batches[rank].digest, batches[rank].sample_ids)
             if step == 0:
@@ -130,10 +217,10 @@ def _record_local_grads(writer: RecordingWriter, step: int, sharded: ShardedPara
 
 def _record_pieces(write: Any, step: int, sharded: ShardedParams, rank: int) -> None:
     """Write a rank's pieces of parameters or of reduced gradients, unit by unit."""
-    shards = shards_of(sharded, rank)
+    shards, place = shards_of(sharded, rank), mesh_spec(mesh_of(sharded)).coordinate(rank)[1]
     for unit, layout in sharded.tree.units:
         pieces = {
             p.name: (p.param_start, p.param_stop, shards[unit][p.shard_start : p.shard_stop])
-            for p in layout.pieces(rank)
+            for p in layout.pieces(place)
         }
         write(step, unit, pieces)

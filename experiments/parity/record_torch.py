@@ -3,7 +3,8 @@
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from crossframe.errors import UsageError
 from crossframe.recording import Manifest, RecordingWriter, create_recording
 from crossframe.strategy import Strategy
 from crossframe.trace import Event
+from experiments.data import Batch
 from experiments.parity.faults import fault_in_effect
-from experiments.parity.settings import RunSettings, choose_device
+from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from torch_backend import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
 from torch_backend.observe import Observer, observe
 from torch_backend.shards import layouts_of, local_pieces
@@ -41,22 +44,23 @@ def record_torch(settings: RunSettings, output: Path, *, overwrite: bool = False
 
 
 def _rank(rank: int, settings: RunSettings, manifest: Manifest, output: Path, device: str, store_path: str) -> None:
+    join(rank, settings.world_size, device, store_path)
+    try:
+        record_rank(settings, manifest, output, rank, torch.device(device))
+    finally:
+        dist.destroy_process_group()
+
+
+def join(rank: int, world_size: int, device: str, store_path: str) -> None:
+    """Make this process a rank of the default process group, whose ranks meet at a file."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
         if "lo" in (name for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{store_path}",
-        rank=rank,
-        world_size=settings.world_size,
-    )
-    try:
-        record_rank(settings, manifest, output, rank, torch.device(device))
-    finally:
-        dist.destroy_process_group()
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store_path}", rank=rank, world_size=world_size)
 
 
 def record_rank(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
@@ -79,6 +83,14 @@ class _Watcher(Observer):
         self.grads[unit] = {name: _numpy(grad) for name, grad in grads.items()}
 
 
+def optimizer_of(settings: RunSettings, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a run."""
+    decay = settings.weight_decay
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(params, settings.learning_rate, momentum=MOMENTUM, weight_decay=decay)
+    return torch.optim.AdamW(params, settings.learning_rate, weight_decay=decay)
+
+
 def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().numpy().copy()
 
@@ -89,9 +101,12 @@ def build_model(settings: RunSettings, device: torch.device) -> FullyShardedData
     module, unit_classes = definition.make_torch()
     module = module.to(getattr(torch, settings.dtype))
     load_initial(module, definition.initial_params(settings.seed, settings.dtype))
+    names, sizes = ("replicate", "shard"), (settings.spec.replicate, settings.spec.shard)
+    strategies = {each.strategy: each for each in ShardingStrategy}
     return FullyShardedDataParallel(
         module,
-        sharding_strategy=ShardingStrategy[Strategy(settings.strategy).name],
+        device_mesh=init_device_mesh(device.type, sizes, mesh_dim_names=names) if settings.mesh else None,
+        sharding_strategy=strategies[Strategy(settings.strategy)],
         auto_wrap_policy=ModuleWrapPolicy(unit_classes),
         device_id=device,
         use_orig_params=True,
@@ -114,23 +129,23 @@ def load_initial(module: nn.Module, params: Mapping[str, np.ndarray]) -> None:
 
 def _train(settings: RunSettings, manifest: Manifest, writer: RecordingWriter, rank: int, device: torch.device) -> None:
     model = build_model(settings, device)
-    optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay)
+    optimizer = optimizer_of(settings, model.parameters())
     for step in range(settings.steps):
         batch = settings.batch(step, rank)
-        tokens, targets = (torch.from_numpy(part).long().to(device) for part in (batch.tokens, batch.targets))
         writer.batch(step, batch.digest, batch.sample_ids)
         if step == 0:
             _record_pieces(writer.parameters, step, model, rank, manifest, grads=False)
         with observe(watcher := _Watcher()):
-            loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            loss.backward()
-        writer.loss(step, loss.item())
+            loss = _backward(settings, model, batch, device)
+        writer.loss(step, loss)
         writer.collectives(step, watcher.events)
         if manifest.schedule.is_dense(step):
             for unit, grads in watcher.grads.items():
                 writer.local_grads(step, unit, grads)
         if writer.records(step):
             _record_pieces(writer.reduced_grads, step, model, rank, manifest, grads=True)
+        if settings.clip is not None:
+            model.clip_grad_norm_(settings.clip)
         optimizer.step()
         optimizer.zero_grad()
         if writer.records(step):
@@ -140,11 +155,27 @@ def _train(settings: RunSettings, manifest: Manifest, writer: RecordingWriter, r
         raise UsageError("the layouts of the model's definition are not those that torch_backend computed")
 
 
+def _backward(settings: RunSettings, model: FullyShardedDataParallel, batch: Batch, device: torch.device) -> float:
+    """Leave the reduced gradient of all microbatches; returns this rank's mean loss."""
+    inputs, targets = torch.from_numpy(batch.inputs).to(device), torch.from_numpy(batch.targets).long().to(device)
+    if not inputs.is_floating_point():
+        inputs = inputs.long()
+    total = 0.0
+    for i in range(settings.accumulate):
+        part = slice(i * settings.batch_size, (i + 1) * settings.batch_size)
+        with nullcontext() if i == settings.accumulate - 1 else model.no_sync():
+            logits = model(inputs[part])
+            loss = functional.cross_entropy(logits.flatten(0, -2), targets[part].flatten()) / settings.accumulate
+            loss.backward()
+        total += loss.item()
+    return total
+
+
 def _record_pieces(write, step: int, model: nn.Module, rank: int, manifest: Manifest, *, grads: bool) -> None:
     """Write this rank's pieces of parameters or of reduced gradients, unit by unit."""
     by_unit: dict[str, dict[str, tuple[int, int, np.ndarray]]] = {}
     prefixed = manifest.params
-    for piece in local_pieces(model, rank):
+    for piece in local_pieces(model, manifest.mesh.coordinate(rank)[1]):
         # Before the root has run, names are relative to their unit.
         name = piece.name if piece.name in prefixed else f"{piece.unit}.{piece.name}"
         values = piece.grad if grads else piece.values

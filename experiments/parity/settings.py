@@ -8,11 +8,14 @@ from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.recording import Manifest, Schedule
 from crossframe.strategy import Strategy
-from experiments.data import Batch, text_batch
+from experiments.data import Batch
 from experiments.models import ModelDefinition, model_named
 from experiments.parity.faults import check_fault
 
 DTYPES = ("float64", "float32")
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+MOMENTUM = 0.9
+STRATEGIES = tuple(strategy.value for strategy in Strategy if strategy is not Strategy.NO_SHARD)
 DEVICES = ("auto", "cpu", "cuda")
 # More processes than this on one machine's CPUs are a slip of the keyboard.
 MAX_CPU_RANKS = 64
@@ -23,8 +26,12 @@ class RunSettings:
     """One training run.
 
     Attributes:
-        batch_size: samples a rank and step.
-        strategy: value of `crossframe.plan.Strategy`.
+        batch_size: samples a rank and microbatch.
+        strategy: value of `crossframe.plan.Strategy`. Hybrid ones need a mesh.
+        mesh: "2x2" for two copies of the model, each over two ranks; "": one copy over all ranks.
+        optimizer: "adamw", or "sgd" with momentum.
+        clip: largest norm of the gradient; None: whatever it is.
+        accumulate: microbatches of a step, of which the last one reduces what all have accumulated.
         device: "cpu", "cuda", or "auto": GPUs if there are enough, otherwise the CPU.
         fault: name of a fault to put in on purpose (`experiments.parity.faults`), or "".
 
@@ -43,19 +50,34 @@ class RunSettings:
     strategy: str = Strategy.FULL_SHARD.value
     device: str = "auto"
     fault: str = ""
+    mesh: str = ""
+    optimizer: str = "adamw"
+    clip: float | None = None
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         model_named(self.model)
-        for name, least in (("world_size", 1), ("steps", 1), ("batch_size", 1), ("seed", 0)):
+        for name, least in (("world_size", 1), ("steps", 1), ("batch_size", 1), ("seed", 0), ("accumulate", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise UsageError(f"{name.replace('_', '-')}: expected an integer of at least {least}, got {value!r}")
         if not 0 < self.learning_rate < float("inf"):
             raise UsageError(f"learning-rate: expected a number above 0, got {self.learning_rate!r}")
-        strategies = (Strategy.FULL_SHARD.value, Strategy.SHARD_GRAD_OP.value)
-        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("strategy", strategies)):
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            raise UsageError(f"clip: expected a number above 0, got {self.clip!r}")
+        choices = (("dtype", DTYPES), ("device", DEVICES), ("strategy", STRATEGIES), ("optimizer", tuple(OPTIMIZERS)))
+        for name, allowed in choices:
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.spec.world_size != self.world_size:
+            raise UsageError(
+                f"mesh: {self.mesh} has {self.spec.world_size} ranks, and world-size says {self.world_size}"
+            )
+        if bool(self.mesh) != Strategy(self.strategy).is_hybrid:
+            raise UsageError(
+                f"mesh: a mesh and a hybrid strategy need each other, got {self.mesh or 'none'!r} and {self.strategy}; pass "
+                "--mesh 2x2 --strategy hybrid_shard"
+            )
         check_fault(self.fault)
 
     @property
@@ -63,9 +85,15 @@ class RunSettings:
         """The model."""
         return model_named(self.model)
 
+    @property
+    def spec(self) -> MeshSpec:
+        """The grid of ranks."""
+        return mesh_of(self.mesh) if self.mesh else MeshSpec(shard=self.world_size)
+
     def batch(self, step: int, rank: int) -> Batch:
-        """What a rank is fed at a step."""
-        return text_batch(self.seed, step, rank, self.world_size, self.batch_size, self.definition.config.context)
+        """What a rank is fed at a step, all microbatches of it."""
+        samples = self.batch_size * self.accumulate
+        return self.definition.batch(self.seed, step, rank, self.world_size, samples, self.dtype)
 
     def manifest(self, framework: str, packages: tuple[str, ...]) -> Manifest:
         """The manifest of a recording of this run."""
@@ -73,17 +101,24 @@ class RunSettings:
             framework=framework,
             model=self.model,
             dtype=self.dtype,
-            mesh=MeshSpec(shard=self.world_size),
+            mesh=self.spec,
             steps=self.steps,
             learning_rate=self.learning_rate,
             seed=self.seed,
-            terms=self.batch_size * self.definition.config.context,
+            terms=self.batch_size * self.definition.terms,
             schedule=Schedule(dense=2, every=5),
             param_map=self.definition.param_map,
-            units=self.definition.unit_layouts(self.world_size, self.dtype),
+            units=self.definition.unit_layouts(self.spec.shard, self.dtype),
             strategy=self.strategy,
             versions={name: importlib.metadata.version(name) for name in packages},
-            settings={"batch_size": self.batch_size, "optimizer": "AdamW", "weight_decay": self.weight_decay}
+            settings={
+                "batch_size": self.batch_size,
+                "optimizer": OPTIMIZERS[self.optimizer],
+                "weight_decay": self.weight_decay,
+            }
+            | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
+            | ({"clip": self.clip} if self.clip is not None else {})
+            | ({"accumulate": self.accumulate} if self.accumulate > 1 else {})
             | ({"fault": self.fault} if self.fault else {}),
         )
 
@@ -91,9 +126,24 @@ class RunSettings:
         """The command line that records this run."""
         arguments = ["record", framework, self.model, "--output", str(output), "--overwrite"]
         for name, value in asdict(self).items():
-            if name not in ("model", "weight_decay") and value != "":
+            if name not in ("model", "weight_decay") and value not in ("", None):
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         return arguments
+
+
+def mesh_of(text: str) -> MeshSpec:
+    """The mesh that is written "2x2": copies of the model x ranks of each.
+
+    Raises:
+        UsageError: anything else.
+
+    >>> mesh_of("2x3")
+    MeshSpec(shard=3, replicate=2)
+    """
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise UsageError(f"mesh: expected two numbers above 0, as in 2x2, got {text!r}")
+    return MeshSpec(shard=int(sizes[1]), replicate=int(sizes[0]))
 
 
 def choose_device(wanted: str, num_gpus: int, world_size: int) -> str:

@@ -1,0 +1,55 @@
+"""A convolutional net with batch norm over images of digits.
+
+Batch norm subtracts what the bias of the convolution before it added: that bias has a gradient of zero, and is in the model so that
+it is seen how such parameters are reported (`crossframe.verdict.zero_gradient`). Statistics are each rank's own, of its batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from crossframe.names import conv, linear, norm
+from experiments.models.definition import ModelDefinition, Row, define, rows
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """Sizes of a convolutional net."""
+
+    image: int = 8
+    num_channels: int = 6
+    num_blocks: int = 2
+    num_classes: int = 10
+    norm_epsilon: float = 1e-5
+
+
+def _table(config: ConvConfig) -> Iterator[Row]:
+    channels, classes = config.num_channels, config.num_classes
+    yield from rows(conv("stem", "stem"), (channels, 1, 3, 3), (channels,))
+    for i in range(config.num_blocks):
+        block = f"blocks.{i}"
+        yield from rows(conv(f"{block}.conv", f"{block}.conv"), (channels, channels, 3, 3), (channels,))
+        yield from rows(norm(f"{block}.norm", f"{block}.norm"), (channels,), (channels,))
+    yield from rows(linear("head", "head"), (classes, channels), (classes,))
+
+
+def _make_torch(config: ConvConfig):
+    from experiments.models.conv_torch import Block
+    from experiments.models.conv_torch import ConvNet as TorchConvNet
+
+    return TorchConvNet(config), {Block}
+
+
+def _make_flax(config: ConvConfig):
+    from experiments.models.conv_flax import ConvNet as FlaxConvNet
+
+    return FlaxConvNet(config)
+
+
+def define_conv(name: str, config: ConvConfig) -> ModelDefinition:
+    """A convolutional net of these sizes, in both frameworks."""
+    units = tuple(f"blocks.{i}" for i in range(config.num_blocks))
+    make_torch, make_flax = lambda: _make_torch(config), lambda _: _make_flax(config)
+    return define(name, config, _table(config), units, make_torch, make_flax, terms=config.image**2)
+
+
+CONV = define_conv("conv", ConvConfig())

@@ -1,0 +1,47 @@
+"""MLP: layers of one width over the pixels of a digit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from crossframe.names import linear
+from experiments.models.definition import ModelDefinition, Row, define, rows
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """Sizes of an MLP. An odd width is a multiple of no number of ranks."""
+
+    num_pixels: int = 64
+    width: int = 23
+    num_layers: int = 2
+    num_classes: int = 10
+
+
+def _table(config: MLPConfig) -> Iterator[Row]:
+    width, classes = config.width, config.num_classes
+    yield from rows(linear("inp", "inp"), (width, config.num_pixels), (width,))
+    for i in range(config.num_layers):
+        yield from rows(linear(f"layers.{i}.linear", f"layers.{i}.linear"), (width, width), (width,))
+    yield from rows(linear("head", "head"), (classes, width), (classes,))
+
+
+def _make_torch(config: MLPConfig):
+    from experiments.models.mlp_torch import MLP as TorchMLP
+    from experiments.models.mlp_torch import Layer
+
+    return TorchMLP(config), {Layer}
+
+
+def _make_flax(config: MLPConfig):
+    from experiments.models.mlp_flax import MLP as FlaxMLP
+
+    return FlaxMLP(config)
+
+
+def define_mlp(name: str, config: MLPConfig) -> ModelDefinition:
+    """An MLP of these sizes, in both frameworks."""
+    units = tuple(f"layers.{i}" for i in range(config.num_layers))
+    return define(name, config, _table(config), units, lambda: _make_torch(config), lambda _: _make_flax(config))
+
+
+MLP = define_mlp("mlp", MLPConfig())

@@ -1,0 +1,146 @@
+"""`crossframe grid`: many small runs in both frameworks, and how far the two part, as one table.
+
+A cell is a model on a mesh, under a strategy, with an optimizer, in float64. How far two runs are apart is the largest
+difference of a parameter at any recorded step, as `crossframe.verdict` measures it. All cells of one number of ranks share the
+processes of torch, so that a cell costs seconds.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from crossframe.errors import UsageError
+from crossframe.recording import Recording
+from crossframe.strategy import Strategy
+from crossframe.verdict import compare
+from experiments.parity.settings import OPTIMIZERS, RunSettings, mesh_of
+
+MODELS = ("mlp", "conv", "vit", "llama-tiny", "moe")
+RANKS = ("1", "2", "3", "4", "2x2")
+LIMIT = 1e-11
+# SGD without Adam's division by the size of the gradient needs larger steps to get anywhere.
+RATES = {"adamw": 3e-4, "sgd": 1e-2}
+CLIP, ACCUMULATE = 0.5, 2
+HEAD = "| model | ranks | strategy | optimizer | clip | microbatches | largest difference | with a gradient of zero |"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table.
+
+    Attributes:
+        settings: of the run in either framework.
+        difference: the largest of any parameter at any recorded step, but for those in `apart`.
+        apart: parameters whose gradient is zero in exact arithmetic (`crossframe.verdict.zero_gradient`).
+        within: whether the verdict is not a bug, and the difference within the limit.
+        why: the verdict's reason.
+    """
+
+    settings: RunSettings
+    difference: float
+    apart: tuple[str, ...]
+    within: bool
+    why: str
+
+    def line(self) -> str:
+        """The cell as a line of a Markdown table."""
+        s = self.settings
+        apart = f"{len(self.apart)}: {self.apart[0]}{' ...' if len(self.apart) > 1 else ''}" if self.apart else ""
+        said = f"{self.difference:.1e}" + ("" if self.within else " **over**")
+        cells = [s.model, s.mesh or s.world_size, s.strategy, s.optimizer, s.clip or "", s.accumulate, said, apart]
+        return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def cells(models: Sequence[str], ranks: Sequence[str], optimizers: Sequence[str], steps: int) -> list[RunSettings]:
+    """The runs of the grid: each combination once, clipped and accumulated under one strategy of two.
+
+    Raises:
+        UsageError: ranks, or an optimizer, that the grid has not.
+    """
+    for what, given, known in (("ranks", ranks, RANKS), ("optimizer", optimizers, tuple(OPTIMIZERS))):
+        if strange := [each for each in given if each not in known]:
+            raise UsageError(f"{what}: expected among {', '.join(known)}, got {', '.join(strange)}")
+    found = []
+    for size in ranks or RANKS:
+        mesh = size if "x" in size else ""
+        world_size = mesh_of(mesh).world_size if mesh else int(size)
+        both = ("hybrid_shard", "hybrid_shard_zero2") if mesh else ("full_shard", "shard_grad_op")
+        for strategy in both[:1] if world_size == 1 else both:
+            keeps = not Strategy(strategy).reshards_after_forward
+            for model in models or MODELS:
+                for optimizer in optimizers or OPTIMIZERS:
+                    found.append(
+                        RunSettings(
+                            model,
+                            world_size=world_size,
+                            steps=steps,
+                            learning_rate=RATES[optimizer],
+                            strategy=strategy,
+                            device="cpu",
+                            mesh=mesh,
+                            optimizer=optimizer,
+                            clip=CLIP if keeps else None,
+                            accumulate=ACCUMULATE if keeps else 1,
+                        )
+                    )
+    return found
+
+
+def run_grid(
+    models: Sequence[str],
+    ranks: Sequence[str],
+    optimizers: Sequence[str],
+    steps: int,
+    *,
+    output: Path | None,
+    console: Console,
+) -> int:
+    """Run the grid and print it; 0 if all cells are within the limit, 1 if one is not.
+
+    Args:
+        output: a Markdown file for the table, rewritten as cells end.
+
+    Raises:
+        UsageError: models, ranks or optimizers that are none.
+    """
+    from experiments.parity.grid_runs import JaxRuns, TorchRuns
+
+    runs, done, began = cells(models, ranks, optimizers, steps), [], time.monotonic()
+    console.print(f"{HEAD}\n{_rule()}", markup=False)
+    with tempfile.TemporaryDirectory() as folder, JaxRuns(max(run.world_size for run in runs)) as in_jax:
+        for world_size in sorted({run.world_size for run in runs}):
+            with TorchRuns(world_size) as in_torch:
+                for settings in (run for run in runs if run.world_size == world_size):
+                    paths = [Path(folder, framework, str(len(done))) for framework in ("torch", "jax")]
+                    in_torch.record(settings, paths[0])
+                    in_jax.record(settings, paths[1])
+                    done.append(_cell(settings, *paths))
+                    console.print(done[-1].line(), markup=False, highlight=False)
+                    if not done[-1].within:
+                        console.print(f"  {done[-1].why}", markup=False, highlight=False)
+                    if output is not None:
+                        _write(output, done, len(runs), steps)
+    over = sum(not cell.within for cell in done)
+    console.print(f"{len(done)} cells in {time.monotonic() - began:.0f} s, {over} over {LIMIT:g}", highlight=False)
+    return int(over > 0)
+
+
+def _cell(settings: RunSettings, in_torch: Path, in_jax: Path) -> Cell:
+    found = compare(Recording.open(in_torch), Recording.open(in_jax))
+    difference = found.max_relative_parameter_difference
+    within = found.verdict.exit_status == 0 and difference <= LIMIT
+    return Cell(settings, difference, found.zero_gradient_parameters, within, found.reason)
+
+
+def _write(output: Path, done: list[Cell], num_cells: int, steps: int) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    said = f"{len(done)} of {num_cells} cells, {steps} steps each, in float64; the limit is {LIMIT:g}."
+    output.write_text("\n".join([said, "", HEAD, _rule(), *(cell.line() for cell in done)]) + "\n")
+
+
+def _rule() -> str:
+    return "|" + " --- |" * (HEAD.count("|") - 1)

@@ -1,0 +1,127 @@
+"""Processes that record one run after another: starting torch, and JAX, costs more than a small run does."""
+
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import torch.multiprocessing as multiprocessing
+
+from crossframe.errors import UsageError
+from crossframe.recording import create_recording
+from experiments.parity.settings import RunSettings
+
+Job = tuple[RunSettings, Path]
+
+
+class _Workers:
+    """Processes that take jobs from a pipe each, and answer each with None or with what went wrong."""
+
+    def __init__(self, num_processes: int, target: Any, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(num_processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, target, rank, *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, job: Job) -> None:
+        """Run a job on all; UsageError with what they said, if it failed on one."""
+        for pipe in self._pipes:
+            pipe.send(job)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                said = pipe.recv()
+            except EOFError:
+                said = "it ended"
+            if said is not None:
+                raise UsageError(f"{job[0].model} on {job[0].world_size} ranks, process {rank}: {said}")
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+def _serve(pipe: Connection, target: Any, rank: int, *arguments: Any) -> None:
+    record = target(rank, *arguments)
+    while True:
+        settings, path = pipe.recv()
+        try:
+            record(settings, path)
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+        else:
+            pipe.send(None)
+
+
+class TorchRuns:
+    """Ranks of torch over gloo."""
+
+    def __init__(self, world_size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._workers = _Workers(world_size, _torch_rank, world_size, str(Path(self._folder.name, "store")))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._workers.close()
+        self._folder.cleanup()
+
+    def record(self, settings: RunSettings, path: Path) -> None:
+        """Record a run; UsageError if it fails."""
+        create_recording(path, settings.manifest("torch", ("torch", "numpy")))
+        self._workers.run((settings, path))
+
+
+def _torch_rank(rank: int, world_size: int, store_path: str) -> Any:
+    import torch
+
+    from experiments.parity.record_torch import join, record_rank
+
+    join(rank, world_size, "cpu", store_path)
+
+    def record(settings: RunSettings, path: Path) -> None:
+        manifest = settings.manifest("torch", ("torch", "numpy"))
+        record_rank(settings, manifest, path, rank, torch.device("cpu"))
+
+    return record
+
+
+class JaxRuns:
+    """One process of JAX, with so many devices."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._workers = _Workers(1, _jax_process, num_devices)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._workers.close()
+
+    def record(self, settings: RunSettings, path: Path) -> None:
+        """Record a run; UsageError if it fails."""
+        self._workers.run((settings, path))
+
+
+def _jax_process(_: int, num_devices: int) -> Any:
+    import jax
+
+    from experiments.parity.record_jax import record_on_devices
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    jax.config.update("jax_enable_x64", True)
+
+    def record(settings: RunSettings, path: Path) -> None:
+        record_on_devices(settings, path, jax.devices("cpu"))
+        jax.clear_caches()
+
+    return record
