@@ -1,6 +1,6 @@
 """FSDP for JAX over the layouts of crossframe: a step gathers sharded parameters and reduces gradients.
 
-The helpers for flax's nnx are in `jax_backend.nnx`, which alone imports flax.
+The helpers for flax and equinox are in `jax_backend.nnx`, `.linen` and `.equinox`, which alone import them.
 """
 
 try:
@@ -14,6 +14,7 @@ from jax_backend.local_grads import LocalGrads
 from jax_backend.mesh import make_mesh, per_rank
 from jax_backend.scan import scan
 from jax_backend.sharded import ShardedParams, pieces_of, shard, shards_of
+from jax_backend.summon import Holder, Summoned, summon_full_params
 from jax_backend.trace import trace_of
 from jax_backend.transform import Result, value_and_grad
 from jax_backend.tree import Bucket, ParamTree
@@ -21,16 +22,19 @@ from jax_backend.unshard import unshard, writeback
 
 __all__ = [
     "Bucket",
+    "Holder",
     "LocalGrads",
     "ParamTree",
     "Result",
     "ShardedParams",
+    "Summoned",
     "make_mesh",
     "per_rank",
     "pieces_of",
     "scan",
     "shard",
     "shards_of",
+    "summon_full_params",
     "trace_of",
     "unshard",
     "value_and_grad",

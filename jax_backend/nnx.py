@@ -7,11 +7,20 @@ def loss_fn(params, state, batch):
     model = with_params(graphdef, params, state)
     ...
     return loss, state_of(model)
+
+`ShardedModule` holds all of it together.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
+from jax.sharding import Mesh
+
+from jax_backend.mesh import per_rank
+from jax_backend.sharded import shard
+from jax_backend.summon import Holder
 
 
 def split(module: nnx.Module) -> tuple[Any, dict, dict]:
@@ -37,3 +46,46 @@ def state_of(module: nnx.Module) -> dict:
 def with_params(graphdef: Any, params: dict, state: dict | None = None) -> nnx.Module:
     """The module of a graphdef with these parameters and this state, both as `split` returns them."""
     return nnx.merge(graphdef, nnx.State(params), nnx.State(state or {}))
+
+
+class ShardedModule(Holder):
+    """A module whose parameters lie as shards; `summon_full_params` shows it in full.
+
+    Attributes:
+        graphdef: its static part.
+        sharded: its parameters, as shards. After a step set it to the new ones.
+        state: everything else, with a leading rank axis; likewise.
+    """
+
+    def __init__(self, module: nnx.Module, mesh: Mesh, **sharding: Any) -> None:
+        """Shard a module; it is left as it is.
+
+        Args:
+            mesh: from `jax_backend.make_mesh`.
+            sharding: units, param_map, layout ...: as of `jax_backend.shard`, which says what is refused.
+        """
+        self.graphdef, params, state = split(module)
+        self.sharded = shard(params, mesh, **sharding)
+        self.state = per_rank(state, mesh)
+
+    def loss(self, fn: Callable[[Any, Any], Any], *, has_aux: bool = False) -> Callable[[Any, Any, Any], Any]:
+        """`fn(module, batch) -> loss`, or with `has_aux` `(loss, aux)`, as the loss function of
+        `value_and_grad(..., has_state=True, has_aux=has_aux)`."""
+
+        def loss_fn(params: Any, state: Any, batch: Any) -> Any:
+            module = with_params(self.graphdef, params, state)
+            result = fn(module, batch)
+            if has_aux:
+                loss, aux = result
+                return loss, (state_of(module), aux)
+            return result, state_of(module)
+
+        return loss_fn
+
+    def show(self, params: Any) -> nnx.Module:
+        """The module with these parameters and rank 0's state; what is done to its state is not kept."""
+        return with_params(self.graphdef, params, jax.tree.map(lambda leaf: leaf[0], self.state))
+
+    def read(self, module: Any) -> Any:
+        """The parameters of what `show` made."""
+        return params_of(module)

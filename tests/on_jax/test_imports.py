@@ -20,11 +20,14 @@ def imported(path):
             yield node.module
 
 
-def test_no_file_imports_torch_or_the_other_backend_and_only_the_edge_imports_flax():
+EDGES = {"nnx.py": {"flax"}, "linen.py": {"flax"}, "equinox.py": {"equinox"}, "optim.py": {"optax"}}
+
+
+def test_no_file_imports_torch_or_the_other_backend_and_only_the_edges_import_other_libraries():
     for path in FOLDER.rglob("*.py"):
         roots = {name.partition(".")[0] for name in imported(path)}
         assert not roots & {"torch", "torch_backend", "experiments"}, path
-        assert path.name == "nnx.py" or not roots & {"flax", "optax"}, path
+        assert roots & {"flax", "optax", "equinox"} <= EDGES.get(path.name, set()), path
 
 
 def test_only_one_file_calls_jaxs_collectives():

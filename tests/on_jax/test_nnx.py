@@ -1,11 +1,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+from crossframe.errors import StateError
 from crossframe.names import MapEntry, ParamMap
-from jax_backend import per_rank, shard, unshard, value_and_grad
-from jax_backend.nnx import params_of, split, state_of, with_params
+from jax_backend import per_rank, shard, summon_full_params, unshard, value_and_grad
+from jax_backend.nnx import ShardedModule, params_of, split, state_of, with_params
 
 from .small import mesh_of_size
 
@@ -21,6 +23,15 @@ class Net(nnx.Module):
 
     def __call__(self, x):
         return self.blocks[0](self.drop(nnx.tanh(self.norm(self.first(x)))))
+
+
+def net_of():
+    """A net whose running statistics are float64 as well: flax keeps them in float32 whatever the parameters are, and JAX warns
+    where float64 flows into them."""
+    net = Net(nnx.Rngs(0))
+    for stat in (net.norm.mean, net.norm.var):
+        stat.set_value(stat.get_value().astype(jnp.float64))
+    return net
 
 
 def net_map():
@@ -100,3 +111,66 @@ def test_an_nnx_model_trains_with_each_ranks_own_statistics_and_dropout():
         np.testing.assert_allclose(result.state["norm"]["mean"][rank], states[rank]["norm"]["mean"], rtol=1e-12)
     assert not np.allclose(result.state["norm"]["mean"][0], result.state["norm"]["mean"][1])
     np.testing.assert_array_equal(result.state["drop"]["rngs"]["count"], [1, 1])
+
+
+def sharded_net(net, world_size=2):
+    return ShardedModule(net, mesh_of_size(world_size), units=("blocks.0",), param_map=net_map())
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_R19_R20_a_holders_module_is_edited_in_place(offload):
+    net = net_of()
+    holder = sharded_net(net)
+    before = params_of(net)
+    with summon_full_params(holder, offload_to_cpu=offload) as summoned:
+        module = summoned.module
+        jax.tree.map(np.testing.assert_array_equal, params_of(module), before)
+        module.first.kernel[...] = module.first.kernel[...] * 2
+        module.blocks[0].bias = nnx.Param(jnp.full(2, 3.0))
+        assert module(np.ones((1, 3))).shape == (1, 2)
+        with pytest.raises(StateError, match="use the context that is open"), summon_full_params(holder):
+            pass
+    after = unshard(holder.sharded)
+    np.testing.assert_array_equal(after["first"]["kernel"], before["first"]["kernel"] * 2)
+    np.testing.assert_array_equal(after["blocks"][0]["bias"], [3.0, 3.0])
+    np.testing.assert_array_equal(after["norm"]["scale"], before["norm"]["scale"])
+    assert summoned.sharded is holder.sharded and summoned.module is None
+    jax.tree.map(np.testing.assert_array_equal, params_of(net), before)
+
+
+def test_R19_a_holders_unit_alone_is_shown():
+    holder = sharded_net(net_of())
+    with summon_full_params(holder, unit="blocks.0", writeback=False) as summoned:
+        assert summoned.module.first.kernel.get_value() is None
+        assert summoned.module.blocks[0].kernel.shape == (4, 2)
+        summoned.module.blocks[0].bias = nnx.Param(jnp.full(2, 3.0))
+    np.testing.assert_array_equal(unshard(holder.sharded)["blocks"][0]["bias"], [0.0, 0.0])
+
+
+def same(found, wanted):
+    def equal(a, b):
+        keys = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b)]
+        np.testing.assert_array_equal(*keys)
+
+    jax.tree.map(equal, found, wanted)
+
+
+def test_a_holders_loss_is_that_of_the_module_and_keeps_its_state():
+    net = net_of()
+    graphdef, params, state = split(net)
+    holder = sharded_net(net)
+
+    def of_module(module, batch):
+        out = module(batch["x"])
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    wanted = loss_of(graphdef)(params, state, batch())
+    found = holder.loss(of_module)(params, state, batch())
+    same(found, wanted)
+    loss, (after, aux) = holder.loss(lambda *args: (of_module(*args), 7), has_aux=True)(params, state, batch())
+    same((loss, after), wanted)
+    assert aux == 7
+    result = jax.eval_shape(
+        value_and_grad(holder.loss(of_module), mesh_of_size(2), has_state=True), holder.sharded, batch(), holder.state
+    )
+    assert jax.tree.structure(result.state) == jax.tree.structure(holder.state)

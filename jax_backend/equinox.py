@@ -1,0 +1,37 @@
+"""equinox at the edge: a module as parameters to shard and state to keep a rank.
+
+static, params, state = split(model)
+sharded, state = shard(params, mesh, units=...), per_rank(state, mesh)
+
+def loss_fn(params, state, batch):
+    model = with_params(static, params, state)
+    ...
+    return loss, state_of(model)
+
+equinox has torch's names and axis order, so that most models need no ParamMap.
+"""
+
+from typing import Any
+
+import equinox as eqx
+
+
+def split(module: Any) -> tuple[Any, Any, Any]:
+    """A module as (static, params, state), each of its structure, with None where the others are.
+
+    Returns:
+        What is no array; the arrays of inexact dtype; all other arrays: counters, rng keys.
+    """
+    params, rest = eqx.partition(module, eqx.is_inexact_array)
+    state, static = eqx.partition(rest, eqx.is_array)
+    return static, params, state
+
+
+def state_of(module: Any) -> Any:
+    """The arrays of a module that are no parameters."""
+    return split(module)[2]
+
+
+def with_params(static: Any, params: Any, state: Any = None) -> Any:
+    """The module of these parts, as `split` returns them."""
+    return eqx.combine(params, static) if state is None else eqx.combine(params, state, static)

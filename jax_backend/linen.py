@@ -1,0 +1,32 @@
+"""flax's linen at the edge: variables as parameters to shard and state to keep a rank.
+
+params, state = split(model.init(rng, x))
+sharded, state = shard(params, mesh, units=..., param_map=...), per_rank(state, mesh)
+
+def loss_fn(params, state, batch):
+    out, state = apply(model, params, state, batch["x"])
+    ...
+    return loss, state
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import linen
+
+
+def split(variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Variables as (params, state): the collection "params", and all others by name, such as "batch_stats"."""
+    rest = dict(variables)
+    return rest.pop("params"), rest
+
+
+def with_params(params: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of these parameters and this state, both as `split` returns them."""
+    return {"params": params, **state}
+
+
+def apply(module: linen.Module, params: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
+    """`module.apply`, in which all of the state may change: (what the module returns, the new state)."""
+    out, changed = module.apply(with_params(params, state), *args, mutable=list(state), **kwargs)
+    return out, {**state, **changed}
