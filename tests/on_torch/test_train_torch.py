@@ -357,6 +357,21 @@ def test_the_command_passes_on_every_option_and_says_wrong_use_in_one_line(monke
     assert result.exit_code == 2 and result.output.startswith("train_torch: start it by torchrun")
 
 
+def _on_one_batch(rank, world_size, settings):
+    """A run whose steps all have the batch of the first."""
+    text_batch = train_torch.text_batch
+    train_torch.text_batch = lambda seed, step, *rest: text_batch(seed, 0, *rest)
+    try:
+        return train_torch.train(settings, torch.device("cpu"))
+    finally:
+        train_torch.text_batch = text_batch
+
+
+def test_each_step_drops_other_elements(ranks, tmp_path):
+    ranks.run(2, _on_one_batch, replace(SMALL, output=tmp_path, steps=3, dropout=0.5, learning_rate=0.0))
+    assert len({loss for _, loss, _ in metrics(tmp_path)}) == 3
+
+
 def test_dropout_drops_and_follows_from_the_seed_alone(ranks, tmp_path):
     losses = []
     for i, dropout in enumerate((0.0, 0.5, 0.5)):
