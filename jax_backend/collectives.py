@@ -32,6 +32,12 @@ def scope_label(kind: str, name_stack: str) -> str | None:
     return found[-1] if found else None
 
 
+def any_label(name_stack: str) -> str | None:
+    """The label that a name stack's innermost scope names, of whatever kind; None if there is none."""
+    found = _SCOPE.findall(name_stack)
+    return found[-1][1] if found else None
+
+
 def all_gather(shard: jax.Array, label: str) -> jax.Array:
     """The shards of a shard group, one behind the other: (..., padded_shard_numel) to (..., gathered_numel)."""
     if _moves_nothing(shard, SHARD_AXIS):

@@ -31,7 +31,7 @@ def run_on_ranks(
         trained = {bucket.name: lines.pop(bucket.name) for bucket in tree.trainable}
 
         def apply(full: dict[str, Any], stacked: dict[str, Source]) -> Any:
-            params = params_of(tree, full, stacked, gathered)
+            params = params_of(tree, full, stacked, gathered, step.frees(tree))
             loss, weight, *rest = step.rank_loss(params, state, batch, rng, tree.policy)
             if weight is None:
                 return loss, (loss, weight, *rest)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from crossframe.errors import UsageError
+from jax_backend.remat import reshard_after_forward
 from jax_backend.tree import Bucket, ParamTree
 
 
@@ -19,12 +20,14 @@ class Stack:
         buckets: its buckets.
         sliced: by bucket what each layer is gathered from; leaves have a leading dim of layers.
         gathered: (bucket, one layer of `sliced`) to its gathered buffer.
+        frees: whether a layer's backward gathers it again.
     """
 
     tree: ParamTree
     buckets: tuple[Bucket, ...]
     sliced: dict[str, Any]
     gathered: Callable[[Bucket, Any], jax.Array]
+    frees: bool
 
     def layer(self, sliced: dict[str, Any]) -> dict[str, jax.Array]:
         """The parameters of one layer, by canonical name."""
@@ -93,5 +96,6 @@ def scan(
         params = jax.tree.unflatten(treedef, [entry.from_canonical(named[entry.name], path) for entry, path in entries])
         return body(carry, params, x)
 
-    # What of a layer runs again in backward is said by the policy around the whole loss (jax_backend.remat).
-    return jax.lax.scan(layer, init, (stack.sliced, xs), reverse=reverse, unroll=unroll)
+    # Of its own, beside that around the whole loss, under which a loop ahead of the backward's would gather all layers.
+    loop = reshard_after_forward(layer) if stack.frees else layer
+    return jax.lax.scan(loop, init, (stack.sliced, xs), reverse=reverse, unroll=unroll)

@@ -115,12 +115,19 @@ def params_of(
     full: Mapping[str, Any],
     stacked: Mapping[str, Source],
     gather_layer: Callable[[Bucket, Source], jax.Array],
+    frees: Mapping[str, bool],
 ) -> Any:
-    """The user's pytree on one rank: full parameters, and in the place of stacked units what `scan` goes through."""
+    """The user's pytree on one rank: full parameters, and in the place of stacked units what `scan` goes through.
+
+    Args:
+        frees: by unit, whether backward gathers it again.
+    """
     shown = dict(full)
     for unit in {tree.by_name[name].unit: None for name in stacked}:
         members = tuple(bucket for bucket in tree.buckets if bucket.unit == unit)
-        stack = Stack(tree, members, {bucket.name: stacked[bucket.name] for bucket in members}, gather_layer)
+        stack = Stack(
+            tree, members, {bucket.name: stacked[bucket.name] for bucket in members}, gather_layer, frees[unit]
+        )
         for bucket in members:
             paths = {spec.name: tree.param_map.by_name[spec.name].paths[0] for spec in bucket.layout.params}
             shown[bucket.name] = {name: StackedLeaf(stack, path) for name, path in paths.items()}

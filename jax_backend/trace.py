@@ -27,7 +27,6 @@ _KINDS = {
     "psum2": ALL_REDUCE,
     "psum_invariant": ALL_REDUCE,
 }
-_REMAT = ("checkpoint", "remat", "remat2")
 
 
 def trace_of(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: Any) -> list[Event]:
@@ -58,10 +57,10 @@ def _events(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> It
         name = equation.primitive.name
         if name in _KINDS:
             yield from _event(equation, _KINDS[name], groups, phase)
-        # Backward stands in a remat of its own, under which forward's part runs again.
-        again = name in _REMAT and equation.params["differentiated"]
+        # Of what backward does, the outermost equation says so: a remat, under which forward's part runs again, or a loop.
+        backward = "transpose(" in str(equation.source_info.name_stack)
         for inner in _inner_jaxprs(equation.params):
-            found = list(_events(inner, groups, "backward" if again else phase))
+            found = list(_events(inner, groups, "backward" if backward else phase))
             yield from found * (equation.params["length"] if name == "scan" else 1)
 
 

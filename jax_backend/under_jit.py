@@ -63,11 +63,13 @@ def run_under_jit(
             def layer(bucket: Bucket, source: Source) -> jax.Array:
                 return _layer(bucket, source, here, tree.policy.resolve(bucket.layout.dtype), reduction, mesh)
 
-            return step.rank_loss(params_of(tree, full, stacked, layer), state, batch, key, tree.policy)
+            return step.rank_loss(
+                params_of(tree, full, stacked, layer, step.frees(tree)), state, batch, key, tree.policy
+            )
 
         axes = (0, 0, {name: Source(None, 0, 0) for name in stacked}, 0, 0, 0)
         by_rank = jax.vmap(on_rank, in_axes=axes, spmd_axis_name=mesh.axis_names)
-        losses, weights, *rest = by_rank(jnp.ones(num_ranks, bool), full, stacked, state, batch, keys)
+        losses, weights, *rest = by_rank(jnp.zeros((num_ranks, 0)), full, stacked, state, batch, keys)
         if weights is None:
             return losses.sum(), (losses, weights, *rest)
         weights = jax.lax.stop_gradient(weights)
@@ -150,12 +152,13 @@ def _layer(
     """One layer of a stacked bucket for one rank. The map over ranks sums what its backward returns.
 
     Args:
-        here: True, of each rank's own: what is not, the map would take for common to all ranks, and sum its gradient too early.
+        here: an empty array of each rank's own, laid behind what is gathered: what depends on nothing of a rank's own the map
+            would take for common to all ranks, and sum its gradient too early.
     """
 
     def whole(line: jax.Array, here: jax.Array) -> jax.Array:
         full = _gathered(line, bucket, precision.gathered, mesh)
-        return jnp.where(here, full, jnp.zeros_like(full))
+        return jnp.concatenate([full, here.astype(full.dtype)])
 
     if not bucket.trainable:
         return whole(jax.lax.stop_gradient(source.line), here)
@@ -179,7 +182,7 @@ def _layer(
             part,
             None if source.probe is None else own.astype(source.probe.dtype),
             None if waiting is None else jnp.zeros_like(waiting),
-            None,
+            jnp.zeros_like(here),
         )
 
     layer.defvjp(forward, backward)
