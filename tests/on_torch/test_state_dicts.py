@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -351,3 +351,19 @@ def _misshapen_on_one_rank(rank: int, world_size: int) -> str:
 
 def test_R37_what_one_rank_alone_refuses_all_refuse(ranks):
     assert all("0.bias" in text for text in ranks.run(2, _misshapen_on_one_rank, seconds=20))
+
+
+def _names_for_libraries(rank: int, world_size: int, face: str) -> list[Any]:
+    package, found = import_module(face), []
+    for use_orig_params in (True, False):
+        wrap = partial(package.FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        outer = wrap(nn.Sequential(wrap(nn.Linear(3, 2))))
+        inner = outer.module[0]
+        found += [outer._has_params, outer._flat_param, inner._has_params, inner._flat_param.numel()]
+    return found
+
+
+def test_a_unit_without_parameters_has_no_flat_parameter(ranks):
+    """Libraries ask for it (transformers, accelerate)."""
+    told = [ranks.run(2, _names_for_libraries, face)[0] for face in ("torch.distributed.fsdp", "torch_backend")]
+    assert told[0] == told[1] and told[1][:2] == [False, None]
