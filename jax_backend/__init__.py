@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
 
 from jax_backend.clip import clip_grad_norm
 from jax_backend.compiled import compiled_trace
+from jax_backend.exchange import from_torch, to_torch
 from jax_backend.local_grads import LocalGrads
 from jax_backend.mesh import make_mesh, per_rank
 from jax_backend.optim import apply_updates, sharded_optimizer
@@ -36,6 +37,7 @@ __all__ = [
     "apply_updates",
     "clip_grad_norm",
     "compiled_trace",
+    "from_torch",
     "make_mesh",
     "per_rank",
     "pieces_of",
@@ -44,6 +46,7 @@ __all__ = [
     "sharded_optimizer",
     "shards_of",
     "summon_full_params",
+    "to_torch",
     "trace_of",
     "unshard",
     "value_and_grad",
