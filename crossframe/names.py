@@ -255,7 +255,8 @@ class ParamMap:
         for row in rows if isinstance(rows, list) else [rows]:
             if not isinstance(row, list) or len(row) not in (3, 5):
                 raise MappingError(f"expected a list of [name, path, axes], got {shown(row)}")
-            entries.append(MapEntry(*(tuple(value) if isinstance(value, list) else value for value in row)))
+            fields: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
+            entries.append(MapEntry(*fields))
         return cls(tuple(entries))
 
 

@@ -134,6 +134,7 @@ def _world_size(given: int | None, mesh: str) -> int:
 def grid(
     model: Annotated[list[str] | None, typer.Option(help="Only this model. May be repeated.")] = None,
     ranks: Annotated[list[str] | None, typer.Option(help="Only 1, 2, 3, 4 or 2x2. May be repeated.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="Only this strategy. May be repeated.")] = None,
     optimizer: Annotated[list[str] | None, typer.Option(help="Only adamw or sgd. May be repeated.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of a cell.")] = 200,
     output: Annotated[Path | None, typer.Option(help="Markdown file for the table. Default: none")] = None,
@@ -142,7 +143,8 @@ def grid(
     from experiments.parity.grid import run_grid
 
     with _exit_on_error():
-        raise typer.Exit(run_grid(model or (), ranks or (), optimizer or (), steps, output=output, console=console))
+        asked = (model or (), ranks or (), strategy or (), optimizer or ())
+        raise typer.Exit(run_grid(*asked, steps, output=output, console=console))
 
 
 @app.command()
@@ -373,3 +375,17 @@ def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> No
     if output is not None:
         console.print(f"report: {write_report(output, report, series)}", highlight=False)
     raise typer.Exit(Verdict(report["verdict"]).exit_status)
+
+
+@bench.command("jax")
+def bench_jax(
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")] = None,
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, to see that it works.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a figure is over its limit.")] = False,
+) -> None:
+    """Measure jax_backend beside FSDP as JAX users write it, and beside a replicated model: time, compilation, memory."""
+    from experiments.bench.command import run_jax_bench
+
+    with _exit_on_error():
+        raise typer.Exit(run_jax_bench(console, output=output, json_output=json, quick=quick, strict=strict))

@@ -17,7 +17,7 @@ from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.strategy import Strategy
 from crossframe.verdict import compare
-from experiments.parity.settings import OPTIMIZERS, RunSettings, mesh_of
+from experiments.parity.settings import OPTIMIZERS, STRATEGIES, RunSettings, mesh_of
 
 MODELS = ("mlp", "conv", "vit", "llama-tiny", "moe")
 RANKS = ("1", "2", "3", "4", "2x2")
@@ -55,13 +55,20 @@ class Cell:
         return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def cells(models: Sequence[str], ranks: Sequence[str], optimizers: Sequence[str], steps: int) -> list[RunSettings]:
+def cells(
+    models: Sequence[str], ranks: Sequence[str], strategies: Sequence[str], optimizers: Sequence[str], steps: int
+) -> list[RunSettings]:
     """The runs of the grid: each combination once, clipped and accumulated under one strategy of two.
 
     Raises:
-        UsageError: ranks, or an optimizer, that the grid has not.
+        UsageError: models, ranks, strategies or optimizers that are none, or of which no cell is left.
     """
-    for what, given, known in (("ranks", ranks, RANKS), ("optimizer", optimizers, tuple(OPTIMIZERS))):
+    asked = (
+        ("ranks", ranks, RANKS),
+        ("strategy", strategies, STRATEGIES),
+        ("optimizer", optimizers, tuple(OPTIMIZERS)),
+    )
+    for what, given, known in asked:
         if strange := [each for each in given if each not in known]:
             raise UsageError(f"{what}: expected among {', '.join(known)}, got {', '.join(strange)}")
     found = []
@@ -70,6 +77,8 @@ def cells(models: Sequence[str], ranks: Sequence[str], optimizers: Sequence[str]
         world_size = mesh_of(mesh).world_size if mesh else int(size)
         both = ("hybrid_shard", "hybrid_shard_zero2") if mesh else ("full_shard", "shard_grad_op")
         for strategy in both[:1] if world_size == 1 else both:
+            if strategies and strategy not in strategies:
+                continue
             keeps = not Strategy(strategy).reshards_after_forward
             for model in models or MODELS:
                 for optimizer in optimizers or OPTIMIZERS:
@@ -87,12 +96,15 @@ def cells(models: Sequence[str], ranks: Sequence[str], optimizers: Sequence[str]
                             accumulate=ACCUMULATE if keeps else 1,
                         )
                     )
+    if not found:
+        raise UsageError("no cell is left: hybrid strategies are of 2x2 ranks, the others of 1 to 4")
     return found
 
 
 def run_grid(
     models: Sequence[str],
     ranks: Sequence[str],
+    strategies: Sequence[str],
     optimizers: Sequence[str],
     steps: int,
     *,
@@ -105,11 +117,11 @@ def run_grid(
         output: a Markdown file for the table, rewritten as cells end.
 
     Raises:
-        UsageError: models, ranks or optimizers that are none.
+        UsageError: as `cells`, or a run that failed.
     """
     from experiments.parity.grid_runs import JaxRuns, TorchRuns
 
-    runs, done, began = cells(models, ranks, optimizers, steps), [], time.monotonic()
+    runs, done, began = cells(models, ranks, strategies, optimizers, steps), [], time.monotonic()
     console.print(f"{HEAD}\n{_rule()}", markup=False)
     with tempfile.TemporaryDirectory() as folder, JaxRuns(max(run.world_size for run in runs)) as in_jax:
         for world_size in sorted({run.world_size for run in runs}):
@@ -132,6 +144,7 @@ def run_grid(
 def _cell(settings: RunSettings, in_torch: Path, in_jax: Path) -> Cell:
     found = compare(Recording.open(in_torch), Recording.open(in_jax))
     difference = found.max_relative_parameter_difference
+    assert difference is not None, "both recordings have updates"
     within = found.verdict.exit_status == 0 and difference <= LIMIT
     return Cell(settings, difference, found.zero_gradient_parameters, within, found.reason)
 
