@@ -607,7 +607,8 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[Any]:
     try:
         yield lambda: subprocess.run(["mount", "-o", "remount,size=100m", str(path)], check=True)
     finally:
-        subprocess.run(["umount", str(path)], check=True)
+        # Lazily: what was killed on it may not be quite gone.
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @contextmanager
