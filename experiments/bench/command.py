@@ -129,6 +129,29 @@ def run_state_bench(
     return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict)
 
 
+def run_jax_bench(
+    console: Console,
+    *,
+    output: Path | None = None,
+    json_output: Path | None = None,
+    quick: bool = False,
+    strict: bool = False,
+) -> int:
+    """Measure `jax_backend` beside FSDP as JAX users write it by hand and beside a replicated model: time, compilation, memory.
+
+    Args, returns: as `run_torch_bench`.
+    """
+    from experiments.bench.jax_step import FULL, QUICK, jax_sections
+
+    where = jax_machine()
+    with console.status("measuring"):
+        measured = jax_sections(QUICK if quick else FULL)
+    for section in measured:
+        _print_section(console, section)
+    title = "jax_backend beside JAX"
+    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title=title)
+
+
 def _print_section(console: Console, section: Section) -> None:
     console.print(f"[bold]{section.title}[/bold]\n{section.skipped or section.how}\n", highlight=False)
     if section.figures:
@@ -148,6 +171,7 @@ def _conclude(
     *,
     quick: bool,
     strict: bool,
+    title: str = "torch_backend beside torch",
 ) -> int:
     """Say where it was measured, write the files, and return the exit status."""
     console.print(torch_machine_line(where), highlight=False)
@@ -155,7 +179,7 @@ def _conclude(
         json_output.write_text(json.dumps(torch_report(where, measured, quick=quick), indent=2) + "\n")
         console.print(f"figures: {json_output}", highlight=False)
     if output is not None:
-        output.write_text(torch_markdown(where, measured))
+        output.write_text(torch_markdown(where, measured, title))
         console.print(f"figures: {output}", highlight=False)
     return 1 if strict and not all(section.ok for section in measured) else 0
 
@@ -164,6 +188,16 @@ def torch_machine() -> dict[str, Any]:
     """What the figures of the torch backend are measured on, and when."""
     import torch
 
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return _where(gpus, {"torch": torch.__version__, "cuda": torch.version.cuda})
+
+
+def jax_machine() -> dict[str, Any]:
+    """What the figures of the JAX backend are measured on, and when. JAX is not started here, but in processes of its own."""
+    return _where([], {name: version(name) for name in ("jax", "flax", "optax")})
+
+
+def _where(gpus: Sequence[str], versions: dict[str, Any]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -172,9 +206,9 @@ def torch_machine() -> dict[str, Any]:
             "architecture": platform.machine(),
             "system": platform.system(),
             "load": round(os.getloadavg()[0], 2),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "gpus": list(gpus),
         },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "versions": {"python": platform.python_version(), **versions},
     }
 
 
@@ -192,8 +226,8 @@ def torch_machine_line(where: dict[str, Any]) -> str:
     machine, versions = where["machine"], where["versions"]
     return (
         f"{where['date']}, {machine['cores']} cores of {machine['processor']} ({machine['architecture']}), load "
-        f"{machine['load']:.1f} at the start, {', '.join(machine['gpus']) or 'no GPU'}, {machine['system']}, Python "
-        f"{versions['python']}, torch {versions['torch']}"
+        f"{machine['load']:.1f} at the start, {', '.join(machine['gpus']) or 'no GPU'}, {machine['system']}, "
+        + ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
     )
 
 
@@ -208,10 +242,12 @@ def torch_report(where: dict[str, Any], sections: Sequence[Section], *, quick: b
     }
 
 
-def torch_markdown(where: dict[str, Any], sections: Sequence[Section]) -> str:
+def torch_markdown(
+    where: dict[str, Any], sections: Sequence[Section], title: str = "torch_backend beside torch"
+) -> str:
     """Everything for a Markdown file."""
     lines = [
-        "# torch_backend beside torch",
+        f"# {title}",
         "",
         f"`{_command()}`: {torch_machine_line(where)}.",
         "",
