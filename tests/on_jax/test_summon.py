@@ -7,6 +7,7 @@ import pytest
 
 from crossframe import MeshSpec
 from crossframe.errors import ReplacedError, UnsupportedError, UsageError
+from crossframe.precision import PrecisionPolicy
 from jax_backend import make_mesh, shard, summon_full_params, unshard, writeback
 
 MESH = MeshSpec(2)
@@ -130,6 +131,18 @@ def test_R20_writeback_of_replicas_that_differ_leaves_each_its_own():
     )
     written = writeback(sharded, {"w": jax.jit(spread)()})
     assert [float(part.data[0]) for part in written.shards[""].addressable_shards] == [0, 1]
+
+
+def test_R22_gradients_that_are_kept_in_low_precision_stay_so():
+    policy, mesh = PrecisionPolicy("bfloat16", keep_low_precision_grads=True), make_mesh(MESH)
+    full = {"w": np.ones(3, np.float32), "v": np.ones(2, np.float32)}
+    sharded = shard(full, mesh, mp_policy=policy)
+    grads = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), sharded)
+    with summon_full_params(sharded, with_grads=True, grads=grads) as summoned:
+        assert summoned.grads["w"].dtype == "bfloat16"
+        summoned.grads["w"] = summoned.grads["w"] * 3
+    assert [leaf.dtype for leaf in jax.tree.leaves(summoned.sharded_grads)] == ["bfloat16"]
+    same(unshard(summoned.sharded_grads), {"w": np.full(3, 3.0), "v": np.ones(2)})
 
 
 def test_R23_gradients_are_refused_where_they_have_no_meaning():
