@@ -263,6 +263,25 @@ def _optimizer(face: ModuleType, **arguments: Any) -> tuple[Model, torch.optim.O
     return model, optimizer
 
 
+def _state_and_back(rank: int, world_size: int, strategy: str) -> list[bool]:
+    """Of each parameter's state whether it is, once saved and loaded, what it was, shaped like the parameter."""
+    face = import_module("torch_backend")
+    model, optimizer = _optimizer(face, use_orig_params=True, sharding_strategy=face.ShardingStrategy[strategy])
+    before = {param: dict(entries) for param, entries in optimizer.state.items()}
+    saved = model.fsdp.optim_state_dict(model.wrapped, optimizer)
+    optimizer.load_state_dict(model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, saved))
+    return [
+        torch.equal(optimizer.state[param][entry], value) and (entry == "step" or value.shape == param.shape)
+        for param, entries in before.items()
+        for entry, value in entries.items()
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_R37_optimizer_state_comes_back_in_the_shape_of_what_the_optimizer_holds(ranks, strategy):
+    assert all(found and all(found) for found in ranks.run(2, _state_and_back, strategy))
+
+
 def _unequal_steps(face: ModuleType) -> Any:
     model, optimizer = _optimizer(face, use_orig_params=False)
     state = model.fsdp.optim_state_dict(model.wrapped, optimizer)
