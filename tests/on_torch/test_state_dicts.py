@@ -282,6 +282,28 @@ def test_R37_optimizer_state_comes_back_in_the_shape_of_what_the_optimizer_holds
     assert all(found and all(found) for found in ranks.run(2, _state_and_back, strategy))
 
 
+def _under_a_second_name(rank: int, world_size: int) -> bool:
+    """Whether state under the other name of a shared parameter, with an entry of no parameter, loads as under the first."""
+    fsdp = import_module("torch_backend").FullyShardedDataParallel
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    root[1].weight = root[0].weight
+    model = fsdp(root, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    saved = fsdp.optim_state_dict(model, optimizer)
+    first = fsdp.optim_state_dict_to_load(model, optimizer, saved)
+    saved["state"]["1.weight"] = saved["state"].pop("0.weight")
+    saved["state"]["note"] = 3
+    saved["param_groups"][0]["params"] = ["1.weight", "0.bias", "1.bias"]
+    second = fsdp.optim_state_dict_to_load(model, optimizer, saved)
+    return second["state"].pop("note") == 3 and str(second) == str(first)
+
+
+def test_R37_state_loads_under_any_name_of_a_parameter(ranks):
+    assert ranks.run(2, _under_a_second_name) == [True, True]
+
+
 def _unequal_steps(face: ModuleType) -> Any:
     model, optimizer = _optimizer(face, use_orig_params=False)
     state = model.fsdp.optim_state_dict(model.wrapped, optimizer)

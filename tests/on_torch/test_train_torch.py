@@ -217,7 +217,7 @@ class _FullDisk:
 def _on_a_full_disk(rank, world_size, folder):
     said = []
     with Journal(folder) as journal:
-        journal.say = said.append
+        journal.say = lambda text: said.append(text)
         journal.open(0)
         journal._lines = _FullDisk(journal._lines)
         for step in (1, 2):
