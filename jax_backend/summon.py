@@ -1,4 +1,9 @@
-"""Full parameters for the user to edit, unit by unit: `summon_full_params` (R18-R24)."""
+"""Full parameters for the user to edit, unit by unit: `summon_full_params` (R18-R24).
+
+with summon_full_params(sharded, unit="head") as summoned:
+    summoned.params["head"]["bias"] += 1.0
+sharded = summoned.sharded
+"""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -21,7 +26,7 @@ from crossframe.unshard import Truth, UnshardRequest
 from jax_backend.mesh import device_of, mesh_spec
 from jax_backend.sharded import ShardedParams, mesh_of
 from jax_backend.tree import Bucket, ParamTree, dtype_name, path_name
-from jax_backend.unshard import gathered, part_on, written
+from jax_backend.unshard import check_there, gathered, part_on, written
 
 
 @dataclass(eq=False)
@@ -112,7 +117,7 @@ def summon_full_params(
     truth = Truth.FULL_STORAGE if mesh_spec(mesh).shard == 1 else Truth.SHARDS
     for bucket in buckets:
         request.check(keeps_original=getattr(bucket.layout, "keep_original", True), truth=truth)
-    _check_there(before, buckets)
+    check_there(before, buckets)
     _check_grads(before, with_grads, grads)
     if request.warning and jax.process_count() > 1:  # the ranks of one process see one copy
         warnings.warn(request.warning, stacklevel=3)
@@ -175,13 +180,6 @@ def _units(tree: ParamTree, unit: str, recurse: bool) -> list[str]:
     if not inside and not any(name.startswith(f"{unit}.") for name in tree.bucket_of):
         raise UnitError(f"unit: {unit!r} is no module with parameters; the units are {units}")
     return inside if recurse else [name for name in inside if name == unit]
-
-
-def _check_there(sharded: ShardedParams, buckets: Sequence[Bucket]) -> None:
-    if lacking := [bucket.name for bucket in buckets if bucket.name not in sharded.buckets]:
-        raise UsageError(
-            f"the shards lack what is frozen, {lacking}: pass all parameters, params.with_trainable(trained)"
-        )
 
 
 def _check_grads(sharded: ShardedParams, with_grads: bool, grads: Any) -> None:

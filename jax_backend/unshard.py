@@ -1,7 +1,7 @@
 """Full parameters for the user (`unshard`), and the way back (`writeback`, R20)."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,13 +26,13 @@ def unshard(sharded: ShardedParams) -> Any:
         UsageError: called inside jit or grad, or on something else.
     """
     mesh = mesh_of(sharded)
-    check_complete(sharded)
+    check_there(sharded, sharded.tree.buckets)
     return gathered(sharded, mesh, tuple(bucket.name for bucket in sharded.tree.buckets))
 
 
-def check_complete(sharded: ShardedParams) -> None:
-    """Raise UsageError unless all buckets are there, those that are frozen too."""
-    if lacking := [bucket.name for bucket in sharded.tree.buckets if bucket.name not in sharded.buckets]:
+def check_there(sharded: ShardedParams, buckets: Iterable[Bucket]) -> None:
+    """Raise UsageError unless the arrays of these buckets are there, of frozen ones too."""
+    if lacking := [bucket.name for bucket in buckets if bucket.name not in sharded.buckets]:
         raise UsageError(
             f"the shards lack what is frozen, {lacking}: pass all parameters, params.with_trainable(trained)"
         )

@@ -7,6 +7,7 @@ import pytest
 
 from crossframe import MeshSpec
 from crossframe.errors import ReplacedError, UnsupportedError, UsageError
+from crossframe.names import MapEntry, ParamMap
 from crossframe.precision import PrecisionPolicy
 from jax_backend import make_mesh, shard, summon_full_params, unshard, writeback
 
@@ -106,6 +107,8 @@ def test_R20_frozen_parameters_are_shown_and_persist_and_trained_ones_alone_do_n
     np.testing.assert_array_equal(unshard(summoned.sharded)["head"]["bias"], np.zeros(3))
     with pytest.raises(UsageError, match=r"lack what is frozen.*with_trainable"), summon_full_params(sharded.trainable):
         pass
+    with pytest.raises(UsageError, match=r"lack what is frozen.*with_trainable"):
+        unshard(sharded.trainable)
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -117,6 +120,16 @@ def test_R20_stacked_units_are_shown_with_all_layers(offload):
             same(summoned.params, full)
             summoned.params["blocks"]["w"] = summoned.params["blocks"]["w"] * 2
         same(unshard(summoned.sharded), {"blocks": {"w": full["blocks"]["w"] * 2}, "out": np.ones(2)})
+
+
+def test_R20_one_of_several_leaves_that_are_one_parameter_is_edited_alone():
+    full = {name: np.arange(6.0).reshape(2, 3) + i for i, name in enumerate("qkv")}
+    joined = ParamMap((MapEntry("qkv", ("q", "k", "v"), (1, 0)),))
+    sharded = shard(full, make_mesh(MESH), param_map=joined)
+    with summon_full_params(sharded) as summoned:
+        same(summoned.params, full)
+        summoned.params["k"] = summoned.params["k"] * 2
+    same(unshard(summoned.sharded), full | {"k": full["k"] * 2})
 
 
 def test_R20_writeback_of_replicas_that_differ_leaves_each_its_own():
