@@ -70,3 +70,20 @@ def test_a_linen_model_without_state_has_an_empty_one():
     out, after = apply(net, params, state, x)
     assert state == after == {}
     np.testing.assert_array_equal(out, net.apply({"params": params}, x))
+
+
+class Counts(linen.Module):
+    """Counts its uses, in a collection of its own."""
+
+    @linen.compact
+    def __call__(self, x):
+        count = self.variable("counts", "uses", lambda: jnp.asarray(0))
+        kept = self.variable("kept", "one", lambda: jnp.asarray(1))
+        count.value += kept.value
+        return x
+
+
+def test_every_collection_of_a_linen_model_may_change():
+    state = {"counts": {"uses": jnp.asarray(4)}, "kept": {"one": jnp.asarray(1)}}
+    out, after = apply(Counts(), {}, state, 2.0)
+    assert out == 2.0 and after == {"counts": {"uses": 5}, "kept": {"one": 1}}
