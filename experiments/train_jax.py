@@ -149,18 +149,18 @@ class _Lines:
     """A line of JSON for each step, written by the first process; lines behind `step` are dropped."""
 
     def __init__(self, path: Path, step: int) -> None:
-        self.file = None
+        self.path = path
         if jax.process_index() == 0:
             before = path.read_text().splitlines(keepends=True) if path.exists() else []
             kept = [line for line in before if line.endswith("\n") and json.loads(line)["step"] <= step]
             path.with_suffix(".part").write_text("".join(kept))
             path.with_suffix(".part").replace(path)
-            self.file = path.open("a", buffering=1)
 
     def write(self, line: dict[str, Any]) -> None:
         """Add the line of a step."""
-        if self.file is not None:
-            self.file.write(json.dumps(line) + "\n")
+        if jax.process_index() == 0:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def _say(text: str) -> None:

@@ -13,8 +13,8 @@ from experiments.models.vit import ViTConfig
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
     """Attention over (batch, time, head, width of a head).
 
-    jax.nn.dot_product_attention, which flax takes by default, computes its softmax in float32 whatever comes in: two frameworks then
-    part by 1e-8 in float64.
+    jax.nn.dot_product_attention, which flax takes by default, computes its softmax in float32 whatever comes in: two frameworks
+    then part by 1e-8 in float64.
     """
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(query.shape[-1])
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value)

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
+from crossframe.mesh import MeshSpec
 from crossframe.recording import Manifest, RecordingWriter, create_recording
 from crossframe.strategy import Strategy
 from crossframe.trace import Event
@@ -200,7 +201,7 @@ def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWri
             if step == 0:
                 _record_pieces(writer.parameters, step, sharded, rank)
             writer.loss(step, float(losses[rank]))
-            writer.collectives(step, events)
+            writer.collectives(step, _of_rank(events, settings.spec, rank))
             if dense:
                 _record_local_grads(writer, step, sharded, result.local_grads, rank)
             if writer.records(step):
@@ -208,6 +209,12 @@ def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWri
                 _record_pieces(writer.updated, step, updated, rank)
             writer.end_step(step)
         sharded = updated
+
+
+def _of_rank(events: list[Event], spec: MeshSpec, rank: int) -> list[Event]:
+    """The events of rank 0 as another rank has them: it does the same in groups of its own."""
+    groups = {tuple(of(0)): tuple(of(rank)) for of in (spec.replicate_group, spec.shard_group)}
+    return [replace(event, group=groups[tuple(event.group)]) for event in events]
 
 
 def _record_local_grads(writer: RecordingWriter, step: int, sharded: ShardedParams, grads: Any, rank: int) -> None:

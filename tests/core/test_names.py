@@ -228,9 +228,13 @@ def test_attention_with_heads_apart_computes_what_torchs_does():
 def test_query_key_and_value_are_torchs_rows_in_that_order():
     entry = attention("a", "b", head_width=2)[0]
     assert entry.paths == ("b.query.kernel", "b.key.kernel", "b.value.kernel")
-    parts = [np.full((6, 3, 2), i) for i in range(3)]
+    parts = [np.random.default_rng(i).normal(size=(6, 3, 2)) for i in range(3)]
     weight = entry.to_canonical(*parts)
-    assert weight.shape == (18, 6) and [set(weight[rows : rows + 6].flat) for rows in (0, 6, 12)] == [{0}, {1}, {2}]
+    assert weight.shape == (18, 6)
+    for i, part in enumerate(parts):
+        assert np.array_equal(weight[6 * i : 6 * i + 6], to_heads("q", "q", 2)[0].to_canonical(part))
+    bias = attention("a", "b", head_width=2)[1].to_canonical(*(part[0] for part in parts))
+    assert np.array_equal(bias, np.concatenate([part[0].reshape(-1) for part in parts]))
 
 
 def test_the_tables_of_modules():
