@@ -235,19 +235,30 @@ def _placed(made: Any, tree: ParamTree, mesh: Mesh | None) -> Any:
     return jax.tree_util.tree_map_with_path(placed, made, is_leaf=lambda node: isinstance(node, ShardedParams))
 
 
+def true_shape(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[int, ...] | None:
+    """Of a leaf of the state as it is stored: its shape without padding, if it is stored as a parameter is; else None."""
+    found = _stored(path, leaf, tree)
+    return None if found is None else found[0]
+
+
 def _stored_partition(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> P:
-    """Of a leaf of the state as it is stored, padded."""
+    found = _stored(path, leaf, tree)
+    return P() if found is None else P(*(None,) * found[1], SHARD_AXIS)
+
+
+def _stored(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:
+    """(shape without padding, the dim that is cut) of a leaf that is stored as a parameter is."""
     key = _key(path)
-    found = named_leaves(tree).get(key)
+    found = named_leaves(tree).get(key) if _is_per_param(tree) else None
     if found is None:
-        return P()
+        return None
     bucket, name = found
     entry = tree.param_map.by_name[name]
     spec = next(spec for spec in bucket.layout.params if spec.name == name)
     stack = () if bucket.num_layers is None else (bucket.num_layers,)
     true = jax.ShapeDtypeStruct((*stack, *entry.leaf_shape(spec.shape, key)), leaf.dtype)
-    shape, dim = mirrored_leaf(path, true, tree) or ((), 0)
-    return P(*(None,) * dim, SHARD_AXIS) if shape == leaf.shape else P()
+    padded = mirrored_leaf(path, true, tree)
+    return (true.shape, padded[1]) if padded is not None and padded[0] == leaf.shape else None
 
 
 def _placed_shards(shards: ShardedParams, mesh: Mesh) -> ShardedParams:

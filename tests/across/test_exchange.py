@@ -8,7 +8,7 @@ import pytest
 
 from crossframe.mesh import MeshSpec
 from crossframe.names import MapEntry, ParamMap
-from jax_backend import from_torch, make_mesh, shard, to_torch, unshard
+from jax_backend import from_torch, load, make_mesh, save, shard, to_torch, unshard
 
 FACES = ("FSDP1", "per_param", "flat", "ragged")
 UNITS = ("0", "2")
@@ -67,6 +67,12 @@ def receive(rank, world_size, face, lines):
     return different and all(torch.equal(wanted[name].buffer, store.buffer) for name, store in stores.items())
 
 
+def zeros_like(tree: Any, world_size: int, layout: str) -> Any:
+    entries = [MapEntry(f"{name}.{key}", f"{name}.{key}") for name in SIZES for key in ("weight", "bias")]
+    zeros, param_map = jax.tree.map(np.zeros_like, tree), ParamMap(tuple(entries))
+    return shard(zeros, make_mesh(MeshSpec(world_size)), units=UNITS, param_map=param_map, layout=layout)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("face", FACES)
 def test_R04_R07_R09_shards_of_torch_become_those_of_jax_and_go_back(ranks, world_size, face):
@@ -75,15 +81,7 @@ def test_R04_R07_R09_shards_of_torch_become_those_of_jax_and_go_back(ranks, worl
     sent = ranks.run(world_size, send, face)
     layouts, full = sent[0][1], sent[0][2]
     tree = {name: {key: full[f"{name}.{key}"] for key in ("weight", "bias")} for name in SIZES}
-    entries = [MapEntry(f"{name}.{key}", f"{name}.{key}") for name in SIZES for key in ("weight", "bias")]
-    zeros = jax.tree.map(np.zeros_like, tree)
-    like = shard(
-        zeros,
-        make_mesh(MeshSpec(world_size)),
-        units=UNITS,
-        param_map=ParamMap(tuple(entries)),
-        layout="flat" if face == "FSDP1" else face,
-    )
+    like = zeros_like(tree, world_size, "flat" if face == "FSDP1" else face)
     lines = {
         rank: {name: torch.from_numpy(line) for name, line in own.items()} for rank, (own, _, _) in enumerate(sent)
     }
@@ -94,3 +92,47 @@ def test_R04_R07_R09_shards_of_torch_become_those_of_jax_and_go_back(ranks, worl
         for rank in range(world_size)
     }
     assert all(ranks.run(world_size, receive, face, back))
+
+
+def save_from_torch(rank, world_size, face, path):
+    from torch_backend.checkpoint import save_checkpoint
+
+    net, full = model_of(face, seed=1)
+    save_checkpoint(path, net)
+    return full
+
+
+def load_into_torch(rank, world_size, face, path):
+    """Whether a model of other values is the first one once it has loaded; what damaged checkpoints say, and change."""
+    import torch
+
+    from crossframe.errors import CrossframeError
+    from torch_backend.checkpoint import load_checkpoint
+
+    (first, _), (other, _) = model_of(face, seed=1), model_of(face, seed=2)
+    before = {name: store.buffer.clone() for name, store in lines_of(other).items()}
+    try:
+        load_checkpoint(f"{path}-damaged", other)
+        said = ""
+    except CrossframeError as error:
+        said = str(error)
+    unchanged = all(torch.equal(store.buffer, before[name]) for name, store in lines_of(other).items())
+    load_checkpoint(path, other)
+    wanted = lines_of(first)
+    same = all(torch.equal(wanted[name].buffer, store.buffer) for name, store in lines_of(other).items())
+    # The root is still full from its first forward, and must not go on with that.
+    x = torch.ones(1, 3)
+    return same and torch.equal(first(x), other(x)), unchanged, said
+
+
+def test_R36_a_checkpoint_goes_from_torch_to_jax_and_back_at_other_world_sizes_and_layouts(ranks, tmp_path):
+    full = ranks.run(2, save_from_torch, "FSDP1", tmp_path / "torch")[0]
+    tree = {name: {key: full[f"{name}.{key}"] for key in ("weight", "bias")} for name in SIZES}
+    sharded = load(tmp_path / "torch", zeros_like(tree, 3, "per_param"))
+    jax.tree.map(np.testing.assert_array_equal, unshard(sharded), tree)
+    for path in (tmp_path / "jax", tmp_path / "jax-damaged"):
+        save(path, sharded)
+    file = tmp_path / "jax-damaged" / "rank00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    for same, unchanged, said in ranks.run(2, load_into_torch, "ragged", tmp_path / "jax"):
+        assert same and unchanged and "rank00000.safetensors has other content" in said

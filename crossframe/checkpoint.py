@@ -1,0 +1,260 @@
+"""Checkpoints of sharded models, which any backend reads at any world size and layout.
+
+    PATH/index.json               sections, of each its layouts; size and checksum of each file; a checksum of all this
+    PATH/rank00000.safetensors    what rank 0 of a shard group holds: of each bucket one line, padding 0
+    PATH/rank00001.safetensors    ...
+
+The section "model" has the parameters by canonical name; "state" has what an optimizer keeps of them. Values that belong to no
+parameter (a step count) are in the file of rank 0. A reader asks for the lines of its own layout, and is given them by copies of
+ranges (`crossframe.layout.overlay`): no full parameter is made. Of each file that it needs it checks the whole content first.
+A checkpoint is written in a folder of another name, which at last is renamed: under its name it is whole.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from crossframe.dtypes import FLOATING, numpy_dtype
+from crossframe.errors import CrossframeError
+from crossframe.layout import Sharding, layout_from_json, overlay
+from crossframe.mesh import MeshSpec
+from crossframe.params import ParamSpec
+from crossframe.recording.tensors import carrier
+
+FORMAT = "crossframe checkpoint 1"
+INDEX = "index.json"
+MODEL, STATE = "model", "state"
+
+
+class CheckpointError(CrossframeError):
+    """A checkpoint that is missing, damaged, or of another model; or one that cannot be written."""
+
+
+# Writing
+
+
+def begin(path: Path) -> Path:
+    """Make the folder in which a checkpoint is written; one rank calls it.
+
+    Raises:
+        CheckpointError: there is something at `path`, which is not written over.
+    """
+    path = Path(path)
+    if path.exists():
+        raise CheckpointError(f"{path}: expected nothing there, got a file or folder; pass another path, or remove it")
+    writing = _writing(path)
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    return writing
+
+
+def write_rank(
+    path: Path,
+    place: int,
+    sections: Mapping[str, Sharding],
+    lines: Mapping[str, Sequence[np.ndarray]],
+    values: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Write what one rank of a shard group holds, between `begin` and `finish`.
+
+    Args:
+        place: the rank's place in its group. One replica writes.
+        sections: by name, how the ranks of one replica hold it.
+        lines: by section and bucket the rank's buffer, of shape (padded_shard_numel,). What its padding holds is not written.
+        values: of place 0: arrays that belong to no parameter.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for section, sharding in sections.items():
+        for bucket, ((_, layout), line) in enumerate(zip(sharding.units, lines[section], strict=True)):
+            clean = np.array(line)
+            for run in layout.padding(place):
+                clean[run.start : run.stop] = 0
+            arrays[f"{section}:{bucket}"] = clean.view(carrier(clean.dtype))
+    for key, value in (values or {}).items():
+        arrays[f"value:{key}"] = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+    file = _writing(Path(path)) / _file_of(place)
+    save_file(arrays, file)
+    _flush(file)
+
+
+def finish(path: Path, sections: Mapping[str, Sharding], values: Mapping[str, np.ndarray] | None = None) -> None:
+    """Write the index and give the checkpoint its name; one rank calls it, once all have written.
+
+    Raises:
+        CheckpointError: a rank's file is not there.
+    """
+    path, writing = Path(path), _writing(Path(path))
+    world_size = next(iter(sections.values())).mesh.shard
+    names = [_file_of(place) for place in range(world_size)]
+    if missing := [name for name in names if not (writing / name).exists()]:
+        raise CheckpointError(
+            f"{writing}: expected the files of {world_size} ranks, got none of {missing}; all ranks must see one folder"
+        )
+    content = {
+        "format": FORMAT,
+        "world_size": world_size,
+        "sections": {name: [_unit_json(*unit) for unit in each.units] for name, each in sections.items()},
+        "values": {key: [value.dtype.name, list(value.shape)] for key, value in (values or {}).items()},
+        "files": {name: _described(writing / name) for name in names},
+    }
+    (writing / INDEX).write_text(json.dumps({"content": content, "sha256": _digest(content)}, indent=1))
+    _flush(writing / INDEX)
+    _flush(writing)
+    writing.rename(path)
+    _flush(path.parent)
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk, its index read and checked, and nothing else of it yet.
+
+    Attributes:
+        path: its folder.
+        sections: by name, how its ranks hold it.
+        values: (dtype, shape) of what belongs to no parameter.
+    """
+
+    path: Path
+    sections: Mapping[str, Sharding]
+    values: Mapping[str, tuple[str, tuple[int, ...]]]
+    _files: Mapping[str, Any]
+    _checked: set[str] = field(default_factory=set)
+
+    def lines(self, section: str, target: Sharding, rank: int) -> list[np.ndarray]:
+        """A rank's lines of all buckets in the target's layouts, padding 0, from the ranges of the files that hold them.
+
+        Raises:
+            CheckpointError: no such section, other parameters, shapes or dtypes, which are listed by name; or a damaged file.
+        """
+        if section not in self.sections:
+            raise CheckpointError(
+                f"{self.path}: expected a section {section!r}, got {sorted(self.sections)}; it was saved without"
+            )
+        try:
+            transfers = list(overlay(self.sections[section], target, rank))
+        except CrossframeError as error:
+            raise CheckpointError(f"{self.path}, of which nothing was loaded: {error}") from error
+        found = [np.zeros(layout.padded_shard_numel, numpy_dtype(layout.dtype)) for _, layout in target.units]
+        for place in sorted({each.source_rank for each in transfers}):
+            with self._opened(place) as file:
+                for each in transfers:
+                    if each.source_rank == place:
+                        line = found[each.target_bucket]
+                        run = file.get_slice(f"{section}:{each.source_bucket}")[
+                            each.source_start : each.source_start + each.numel
+                        ]
+                        line[each.target_start : each.target_start + each.numel] = run.view(line.dtype)
+        return found
+
+    def value(self, key: str) -> np.ndarray:
+        """What belongs to no parameter; CheckpointError if there is none of that key."""
+        if key not in self.values:
+            raise CheckpointError(f"{self.path}: expected a value {key!r}, got {sorted(self.values)}")
+        dtype, shape = self.values[key]
+        with self._opened(0) as file:
+            data = file.get_tensor(f"value:{key}")
+        return np.frombuffer(data.tobytes(), numpy_dtype(dtype) if dtype in FLOATING else np.dtype(dtype)).reshape(
+            shape
+        )
+
+    def _opened(self, place: int) -> Any:
+        name = _file_of(place)
+        if name not in self._checked:
+            if complaint := _complaint(self.path / name, self._files[name]):
+                raise CheckpointError(f"{self.path}, of which nothing was loaded: {name} {complaint}")
+            self._checked.add(name)
+        try:
+            return safe_open(self.path / name, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path / name}: cannot be read ({error})") from error
+
+
+def read(path: Path) -> Saved:
+    """Read the index of a checkpoint.
+
+    Raises:
+        CheckpointError: no checkpoint, or an index that was changed.
+    """
+    path = Path(path)
+    try:
+        wrapped = json.loads((path / INDEX).read_bytes())
+        content, digest = wrapped["content"], wrapped["sha256"]
+    except OSError:
+        raise CheckpointError(
+            f"{path}: expected a checkpoint, got no {INDEX} there; pass the folder that was saved"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path / INDEX}: is no index of a checkpoint; restore it from a copy") from None
+    if digest != _digest(content) or content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path / INDEX}: has other content than was written (its checksum or format differs from {FORMAT!r}); restore it "
+            "from a copy"
+        )
+    mesh = MeshSpec(content["world_size"])
+    sections = {
+        name: Sharding(tuple(_unit_from_json(unit) for unit in units), mesh)
+        for name, units in content["sections"].items()
+    }
+    values = {key: (dtype, tuple(shape)) for key, (dtype, shape) in content["values"].items()}
+    return Saved(path, sections, values, content["files"])
+
+
+def _unit_json(name: str, layout: Any) -> dict:
+    params = [
+        [spec.name, list(spec.shape), spec.dtype, list(spec.aliases), spec.requires_grad] for spec in layout.params
+    ]
+    return {"unit": name, "params": params, "layout": layout.to_json()}
+
+
+def _unit_from_json(unit: dict) -> tuple[str, Any]:
+    params = tuple(
+        ParamSpec(name, tuple(shape), dtype, tuple(aliases), trained)
+        for name, shape, dtype, aliases, trained in unit["params"]
+    )
+    return unit["unit"], layout_from_json(unit["layout"], params)
+
+
+def _writing(path: Path) -> Path:
+    return path.with_name(f"writing-{path.name}")
+
+
+def _file_of(place: int) -> str:
+    return f"rank{place:05d}.safetensors"
+
+
+def _described(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def _complaint(file: Path, expected: Mapping[str, Any]) -> str:
+    if not file.exists():
+        return "is missing"
+    if (size := file.stat().st_size) != expected["bytes"]:
+        return f"has {size} bytes, not {expected['bytes']}: it was cut off or replaced"
+    return "" if _described(file) == expected else "has other content than was written (its checksum differs)"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold it, and not the machine's memory alone."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,113 @@
+"""Checkpoints on disk: any layout into any other, and every damage found before anything is given out."""
+
+import shutil
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from crossframe.checkpoint import MODEL, CheckpointError, begin, finish, read, write_rank
+from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
+from crossframe.mesh import MeshSpec
+from crossframe.params import ParamSpec
+
+PARAMS = (ParamSpec("w", (5, 3), "bfloat16"), ParamSpec("b", (7,), "bfloat16", aliases=("tied",)))
+
+
+def made(kind, world_size):
+    layout = FlatLayout(PARAMS, world_size, True, None) if kind == "flat" else kind(PARAMS, world_size)
+    return Sharding((("", layout),), MeshSpec(world_size))
+
+
+def line_of(sharding, rank, padding):
+    """Element k of parameter i is 20 * i + k, which bfloat16 holds."""
+    ((_, layout),) = sharding.units
+    line = np.full(layout.padded_shard_numel, padding, np.float32)
+    for piece in layout.pieces(rank):
+        i = [spec.name for spec in PARAMS].index(piece.name)
+        line[piece.shard_start : piece.shard_stop] = 20 * i + np.arange(piece.param_start, piece.param_stop)
+    return line.astype("bfloat16")
+
+
+def saved(path, sharding, values=None):
+    begin(path)
+    for rank in range(sharding.mesh.shard):
+        lines = {MODEL: [line_of(sharding, rank, padding=42)]}
+        write_rank(path, rank, {MODEL: sharding}, lines, values if rank == 0 else None)
+    finish(path, {MODEL: sharding}, values)
+    return path
+
+
+@pytest.mark.parametrize("source", ["flat", PerParamLayout, RaggedLayout])
+def test_R05_R36_any_layout_is_read_into_any_other_and_padding_is_0(source, tmp_path):
+    values = {"count": np.array(3, np.int32), "scale": np.array([0.5, 2], "bfloat16"), "none": np.zeros((0, 2), bool)}
+    path = saved(tmp_path / "c", made(source, 3), values)
+    for kind in ("flat", PerParamLayout, RaggedLayout):
+        target = made(kind, 4)
+        for rank in range(4):
+            (line,) = read(path).lines(MODEL, target, rank)
+            np.testing.assert_array_equal(line, line_of(target, rank, padding=0))
+    for key, value in values.items():
+        found = read(path).value(key)
+        assert found.dtype == value.dtype and found.shape == value.shape and np.array_equal(found, value)
+    for rank in range(3):
+        with safe_open(path / f"rank{rank:05d}.safetensors", framework="numpy") as file:
+            stored = file.get_tensor("model:0").view("bfloat16")
+        np.testing.assert_array_equal(stored, line_of(made(source, 3), rank, padding=0))
+
+
+def test_only_the_files_that_a_rank_needs_are_read(tmp_path):
+    path = saved(tmp_path / "c", made("flat", 2))
+    (path / "rank00001.safetensors").unlink()
+    read(path).lines(MODEL, made("flat", 2), 0)
+    with pytest.raises(CheckpointError, match=r"nothing was loaded: rank00001.safetensors is missing"):
+        read(path).lines(MODEL, made("flat", 2), 1)
+
+
+def test_what_was_damaged_is_refused_by_name(tmp_path):
+    whole, target = saved(tmp_path / "c", made("flat", 2)), made("flat", 1)
+
+    def damaged(name, change):
+        path = tmp_path / name
+        shutil.copytree(whole, path)
+        change(path)
+        with pytest.raises(CheckpointError) as caught:
+            read(path).lines(MODEL, target, 0)
+        return str(caught.value)
+
+    file = "rank00001.safetensors"
+    edit = lambda path, name: (path / name).write_bytes((path / name).read_bytes()[:-1] + b"?")  # noqa: E731
+    cut = lambda path: (path / file).write_bytes((path / file).read_bytes()[:-1])  # noqa: E731
+    assert f"{file} has other content" in damaged("edited", lambda path: edit(path, file))
+    assert f"{file} has" in (said := damaged("cut", cut)) and "cut off" in said
+    assert "no index" in damaged("no json", lambda path: edit(path, "index.json"))
+    text = lambda path: (path / "index.json").read_text()  # noqa: E731
+    change = lambda path: (path / "index.json").write_text(text(path).replace('"w"', '"v"'))  # noqa: E731
+    assert "index.json: has other content" in damaged("renamed", change)
+    with pytest.raises(CheckpointError, match="expected a checkpoint"):
+        read(tmp_path / "nowhere")
+
+
+def test_another_model_is_refused_with_all_names(tmp_path):
+    path = saved(tmp_path / "c", made("flat", 2))
+    params = (ParamSpec("w", (3, 5), "bfloat16"), ParamSpec("extra", (2,), "bfloat16"))
+    other = Sharding((("", PerParamLayout(params, 2)),), MeshSpec(2))
+    with pytest.raises(CheckpointError, match=r"nothing was loaded: .*'extra'.*'b'.*'w' is bfloat16 \(5, 3\)"):
+        read(path).lines(MODEL, other, 0)
+    with pytest.raises(CheckpointError, match="expected a section 'state'"):
+        read(path).lines("state", other, 0)
+    with pytest.raises(CheckpointError, match="expected a value 'count'"):
+        read(path).value("count")
+
+
+def test_a_checkpoint_is_whole_or_not_there_and_none_is_written_over(tmp_path):
+    sharding, path = made("flat", 2), tmp_path / "c"
+    begin(path)
+    write_rank(path, 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
+    with pytest.raises(CheckpointError, match="rank00001"):
+        finish(path, {MODEL: sharding})
+    assert not path.exists()
+    saved(path, sharding)  # what was left half-written is not in the way
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["c"]
+    with pytest.raises(CheckpointError, match="expected nothing there"):
+        begin(path)

@@ -1,0 +1,89 @@
+"""Checkpoints of JAX: crossframe's own format, and orbax's."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from crossframe import MeshSpec
+from crossframe.checkpoint import CheckpointError
+from jax_backend import load, make_mesh, save, shard, sharded_optimizer, unshard
+
+from .small import UNITS, small_map, small_params
+
+
+def sharded_as(params, spec, layout, **more):
+    return shard(params, make_mesh(spec), units=UNITS, param_map=small_map(), layout=layout, **more)
+
+
+def trained(sharded, tx):
+    """A state whose moments are no zeros."""
+    state = tx.init(sharded)
+    return jax.jit(tx.update)(sharded.trainable, state, sharded)[1]
+
+
+def same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_R36_R37_parameters_and_state_load_on_any_mesh_and_layout(tmp_path):
+    params: Any = small_params()
+    tx = sharded_optimizer(optax.adam(1e-2, mu_dtype=jnp.float32))
+    cases = [("flat", MeshSpec(3)), ("ragged", MeshSpec(2)), ("per_param", MeshSpec(shard=2, replicate=2))]
+    made = []
+    for layout, spec in cases:
+        sharded = sharded_as(params, spec, layout, frozen=("inp.bias",))
+        made.append((sharded, trained(sharded, tx), tx.init(sharded)))
+    for i, (sharded, state, _) in enumerate(made):
+        save(tmp_path / str(i), sharded, state)
+    for i in range(3):
+        for sharded, state, empty in made:
+            zeros = jax.tree.map(lambda leaf: leaf * 0, sharded)
+            found, found_state = load(tmp_path / str(i), zeros, empty)
+            same(found, sharded)
+            same(found_state, state)
+
+
+def test_stacked_layers_have_the_names_of_a_list_of_blocks(tmp_path):
+    weights = np.random.default_rng(0).normal(size=(2, 5, 3))
+    stacked = shard({"blocks": {"w": weights}}, make_mesh(MeshSpec(2)), stacked=("blocks",))
+    save(tmp_path / "c", stacked)
+    lists = shard({"blocks": [{"w": np.zeros((5, 3))}, {"w": np.zeros((5, 3))}]}, make_mesh(MeshSpec(3)))
+    found: Any = unshard(load(tmp_path / "c", lists))
+    np.testing.assert_array_equal(np.stack([block["w"] for block in found["blocks"]]), weights)
+    same(load(tmp_path / "c", jax.tree.map(lambda leaf: leaf * 0, stacked)), stacked)
+
+
+def test_another_model_or_optimizer_is_refused_by_name(tmp_path):
+    sharded = sharded_as(small_params(), MeshSpec(2), "flat")
+    adam, sgd = (sharded_optimizer(tx) for tx in (optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9)))
+    save(tmp_path / "c", sharded, sgd.init(sharded))
+    other = shard({"w": np.ones(3)}, make_mesh(MeshSpec(2)))
+    with pytest.raises(CheckpointError, match=r"nothing was loaded.*'w'.*'inp.weight'"):
+        load(tmp_path / "c", other)
+    with pytest.raises(CheckpointError, match=r"expected the state of an optimizer with the values.*count"):
+        load(tmp_path / "c", sharded, adam.init(sharded))
+    with pytest.raises(CheckpointError, match="expected nothing there"):
+        save(tmp_path / "c", sharded)
+
+
+def test_orbax_saves_and_restores_sharded_parameters(tmp_path):
+    params: Any = small_params()
+    for layout in ("per_param", "flat"):
+        sharded = sharded_as(params, MeshSpec(2), layout)
+        hybrid = sharded_as(jax.tree.map(np.zeros_like, params), MeshSpec(shard=2, replicate=2), layout)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / layout, sharded)
+            checkpointer.wait_until_finished()
+            for other in (sharded, hybrid):
+                like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), other)
+                found = checkpointer.restore(tmp_path / layout, like)
+                assert jax.tree.map(lambda a: a.sharding, found) == jax.tree.map(lambda a: a.sharding, other)
+                jax.tree.map(np.testing.assert_array_equal, unshard(found), params)
