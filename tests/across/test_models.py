@@ -1,4 +1,4 @@
-"""Each model in both frameworks, unsharded and in float64: the map fits, the logits and gradients are the same."""
+"""Each model in both frameworks, in float64: the map fits, logits and gradients are the same, shards are torch's."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch.nn import functional
 
+from crossframe.errors import MappingError, UnitError
+from crossframe.mesh import MeshSpec
+from crossframe.names import MapEntry, ParamMap, attention
 from experiments.data import digits
 from experiments.models import MODELS
 from experiments.parity.record_jax import nnx_params, split_model
 from experiments.parity.record_torch import load_initial
+from jax_backend import make_mesh, pieces_of, shard, unshard, value_and_grad, writeback
 from jax_backend.nnx import with_params
 from jax_backend.tree import leaves_by_path
 
@@ -37,7 +41,7 @@ def varied(definition):
     }
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt"])
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gpt")])  # whose training is compared
 def test_both_frameworks_compute_the_same_logits_and_gradients(name):
     definition = MODELS[name]
     values, batch = varied(definition), definition.batch(0, 0, 0, 1, 3, "float64")
@@ -81,3 +85,56 @@ def test_digits_are_real_images_and_dealt_like_text():
         and whole.inputs.dtype == np.float32
     )
     assert np.array_equal(whole.targets, shown[list(whole.sample_ids)])
+
+
+@pytest.mark.parametrize("layout", ["flat", "per_param"])
+def test_joined_and_split_parameters_are_shards_of_torchs(layout):
+    definition = MODELS["vit"]
+    values, mesh = varied(definition), make_mesh(MeshSpec(3), jax.devices("cpu"))
+    params = nnx_params(definition, split_model(definition, "float64")[1], values)
+    sharded = shard(params, mesh, units=definition.units, param_map=definition.param_map, layout=layout)
+    for name, value in values.items():
+        pieces = [pieces_of(sharded, rank).get(name, np.zeros(0)) for rank in range(3)]
+        assert np.array_equal(np.concatenate(pieces), value.reshape(-1)), name
+    jax.tree.map(np.testing.assert_array_equal, unshard(sharded), params)
+    moved = jax.tree.map(lambda leaf: leaf + 1, params)
+    jax.tree.map(np.testing.assert_array_equal, unshard(writeback(sharded, moved)), moved)
+
+
+def test_gradients_of_joined_and_split_parameters_and_of_one_shared_part():
+    rng, mesh = np.random.default_rng(0), make_mesh(MeshSpec(2), jax.devices("cpu"))
+    params = {"a": {part: {"kernel": rng.normal(size=(3, 2, 2))} for part in ("query", "key", "value")}}
+    params["a"]["out"] = {"kernel": rng.normal(size=(2, 2, 3))}
+    params["b"] = {"key": params["a"]["key"]["kernel"]}
+    x = rng.normal(size=(2, 3))
+
+    def loss_fn(params, x):
+        a = params["a"]
+        mixed = sum(
+            jnp.einsum("bi,ihd->bhd", x, a[part]["kernel"]) ** i for i, part in enumerate(("query", "key", "value"), 1)
+        )
+        return jnp.einsum("bhd,hdo->bo", mixed, a["out"]["kernel"]).sum() + (params["b"]["key"] ** 3).sum()
+
+    param_map = ParamMap(attention("a", "a", head_width=2, bias=False))
+    sharded = shard(params, mesh, param_map=param_map, shared={"b.key": "a.key.kernel"})
+    assert sharded.tree.units[0][1].params[0].aliases == ("b.key",)
+    found = unshard(value_and_grad(loss_fn, mesh)(sharded, x).grads)
+    expected = jax.tree.map(lambda *grads: sum(grads) / 2, *(jax.grad(loss_fn)(params, x[i : i + 1]) for i in range(2)))
+    both = expected["a"]["key"]["kernel"] + expected["b"]["key"]
+    expected["a"]["key"]["kernel"] = expected["b"]["key"] = both
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=ATOL), found, expected)
+
+
+def test_a_joined_parameter_that_does_not_fit_is_refused_by_name():
+    mesh, entry = make_mesh(MeshSpec(1), jax.devices("cpu")), MapEntry("w", ("a", "b"))
+    with pytest.raises(
+        MappingError, match=r"'w': expected one dtype at all of \('a', 'b'\), got \['float32', 'float64'\]"
+    ):
+        shard({"a": np.ones(2), "b": np.ones(2, np.float32)}, mesh, param_map=ParamMap((entry,)))
+    with pytest.raises(MappingError, match=r"'w': expected as many rows"):
+        shard({"a": np.ones(2), "b": np.ones(3)}, mesh, param_map=ParamMap((entry,)))
+    with pytest.raises(MappingError, match=r"not in the map, by path: \['c'\]"):
+        shard({"a": np.ones(2), "b": np.ones(2), "c": np.ones(2)}, mesh, param_map=ParamMap((entry,)))
+    stacked = ParamMap((MapEntry("s.w", ("s.a", "s.b")),))
+    with pytest.raises(UnitError, match=r"one leaf each, but several are joined in \['s.w'\]"):
+        shard({"s": {"a": np.ones((4, 2)), "b": np.ones((4, 2))}}, mesh, param_map=stacked, stacked=("s",))
