@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
 
 from crossframe.errors import AgreementError, StateDictError
+from crossframe.state import StateKind
 from torch_backend.exposure.flat import FLAT_PARAM
 from torch_backend.exposure.registration import ShardedParams
 from torch_backend.piece_moves import is_over
@@ -60,8 +61,9 @@ def check_load(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None
         return
     mesh = unit_of(module).mesh
     groups = [some.group for some in (mesh.shards, mesh.replicas) if some.size > 1]
-    own = {key: state[key] for key in sorted(state) if key.startswith(prefix)}
     expected = _Expected(module, prefix)
+    shards = tuple(expected.local)
+    own = {key: state[key] for key in sorted(state) if key.startswith(prefix) and not key.startswith(shards)}
     if wrong := list(_wrong(expected, own, strict=bool(_strict and _strict[-1]))):
         error = StateDictError(f"the state dict does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
         withdraw(groups, TITLE, error)
@@ -141,6 +143,7 @@ class _Expected:
         entries: by key their shapes, and the DTensors or PieceTensors that they are copied into, if they are.
         optional: which of them may lack.
         opaque: below which prefixes modules have their own way of loading, of which nothing is known.
+        local: below which prefixes units load shards of this rank's own, which they look at themselves.
         sharded: the sharded modules below the module.
     """
 
@@ -148,6 +151,7 @@ class _Expected:
         self.entries: dict[str, tuple[Sequence[int], Any]] = {}
         self.optional: set[str] = set()
         self.opaque: set[str] = set()
+        self.local: set[str] = set()
         self.sharded: list[nn.Module] = []
         # Of the parameters of FSDP1's units: what is registered for them has other names or shapes.
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -155,7 +159,7 @@ class _Expected:
         self._visit(module, prefix, known=True)
         del self.sharded[0]
         for key, shape in self._shapes.items():
-            if not key.startswith(tuple(self.opaque)):
+            if not key.startswith((*self.opaque, *self.local)):
                 self.entries.setdefault(key, (shape, None))
 
     def _visit(self, module: nn.Module, at: str, *, known: bool) -> None:
@@ -167,7 +171,11 @@ class _Expected:
         """
         if UNIT in module.__dict__:
             self.sharded.append(module)
-            self._take_shapes(unit_of(module), at)
+            if _loads_own_shards(module):
+                self.local.add(at)
+                known = False
+            else:
+                self._take_shapes(unit_of(module), at)
         if known and _has_its_own_way(module):
             self.opaque.add(at)
             known = False
@@ -194,6 +202,13 @@ class _Expected:
                 self.entries[at + attribute] = (buffer.shape, buffer if isinstance(buffer, DTensor) else None)
         if isinstance(module, _NormBase):  # which takes state dicts from before it counted batches
             self.optional.add(f"{at}num_batches_tracked")
+
+
+def _loads_own_shards(module: nn.Module) -> bool:
+    """Whether a sharded module loads local state dicts, of this rank's own shards (R36)."""
+    settings = module.__dict__.get("_state_dict_settings")
+    is_local = settings is not None and settings.state_dict_type.kind is StateKind.LOCAL
+    return is_local and unit_of(module).mesh.spec.shard > 1
 
 
 def _has_its_own_way(module: nn.Module) -> bool:

@@ -20,26 +20,13 @@ def _has_managed(case: Case) -> bool:
     return any(node.kind not in ("group", "plain") and not node.ignored for node in case.nodes)
 
 
-BUGS: tuple[Departure, ...] = (
-    Departure(
-        "a local state dict loaded where units are sharded and the root is not",
-        "the root's state dict is a full one, and the root refuses the shards of the units inside it, which torch loads",
-        _one(
-            Node("vector", unit=True),
-            kind="LOCAL",
-            sharding_strategy="NO_SHARD",
-            inner="FULL_SHARD",
-            steps=0,
-        ),
-        "does not fit the model",
-        lambda case: (
-            case.options.kind == "LOCAL"
-            and case.options.sharding_strategy == "NO_SHARD"
-            and case.options.inner not in ("", "NO_SHARD")
-        ),
-        with_options(kind="SHARDED"),
+BUGS: tuple[Departure, ...] = ()
+# What once differed, and is the same now.
+MENDED = {
+    "a local state dict loaded where units are sharded and the root is not": _one(
+        Node("vector", unit=True), kind="LOCAL", sharding_strategy="NO_SHARD", inner="FULL_SHARD", steps=0
     ),
-)
+}
 DEPARTURES = (
     Departure(
         "activations checkpointed after a policy has wrapped modules that mixed precision leaves out",

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from crossframe.errors import AgreementError, CrossframeError, StateDictError
 from tests.on_torch.differential import around_departures, check, failure_of
 from tests.on_torch.differential_state import OPTIMIZERS, TYPES, StateOptions, described, draw_case
-from tests.on_torch.exceptions_state import BUGS, DEPARTURES
+from tests.on_torch.exceptions_state import BUGS, DEPARTURES, MENDED
 from tests.on_torch.histories import Case
 
 SEED = 3
@@ -50,6 +50,11 @@ def departure_seconds(shows: str) -> float:
 )
 def test_R36_known_fault(ranks, bug):
     assert failure_of(ranks, bug.smallest)[0] == ""
+
+
+@pytest.mark.parametrize("case", MENDED)
+def test_R36_what_differed_once_is_the_same(ranks, case):
+    assert failure_of(ranks, MENDED[case])[0] == ""
 
 
 @cache
