@@ -426,6 +426,9 @@ def check_phase(kind, attempts_in):
     batch = np.ones((4, 3), np.float32)
     events = trace_of(step, sharded, batch, mesh=mesh)
     assert said and events == trace_of(value_and_grad(loss_of, mesh), sharded, batch, mesh=mesh)
+    said.clear()
+    jax.eval_shape(value_and_grad(attempts_in(sharded, said), mesh, mode="jit"), sharded, batch)
+    assert said
     with summon_full_params(sharded) as summoned:
         same(summoned.params, plain())
 
