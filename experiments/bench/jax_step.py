@@ -44,7 +44,7 @@ class JaxSizes:
 FULL = JaxSizes(
     gpt=GPTConfig(vocabulary=1024, context=128, width=512, num_heads=8, num_blocks=6),
     batch=2,
-    rounds=15,
+    rounds=9,
     worlds=(2, 4),
     depth_gpt=GPTConfig(vocabulary=256, context=32, width=64, num_heads=4),
     depths=(6, 48),
