@@ -14,6 +14,7 @@ from jax_backend.checkpoint import load, save
 from jax_backend.clip import clip_grad_norm
 from jax_backend.compiled import compiled_trace
 from jax_backend.exchange import from_torch, to_torch
+from jax_backend.init import init
 from jax_backend.local_grads import LocalGrads
 from jax_backend.mesh import make_mesh, per_rank
 from jax_backend.optim import apply_updates, sharded_optimizer
@@ -39,6 +40,7 @@ __all__ = [
     "clip_grad_norm",
     "compiled_trace",
     "from_torch",
+    "init",
     "load",
     "make_mesh",
     "per_rank",
