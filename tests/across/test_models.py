@@ -87,12 +87,11 @@ def test_digits_are_real_images_and_dealt_like_text():
     assert np.array_equal(whole.targets, shown[list(whole.sample_ids)])
 
 
-@pytest.mark.parametrize("layout", ["flat", "per_param"])
-def test_joined_and_split_parameters_are_shards_of_torchs(layout):
+def test_joined_and_split_parameters_are_shards_of_torchs():
     definition = MODELS["vit"]
     values, mesh = varied(definition), make_mesh(MeshSpec(3), jax.devices("cpu"))
     params = nnx_params(definition, split_model(definition, "float64")[1], values)
-    sharded = shard(params, mesh, units=definition.units, param_map=definition.param_map, layout=layout)
+    sharded = shard(params, mesh, units=definition.units, param_map=definition.param_map)
     for name, value in values.items():
         pieces = [pieces_of(sharded, rank).get(name, np.zeros(0)) for rank in range(3)]
         assert np.array_equal(np.concatenate(pieces), value.reshape(-1)), name
@@ -116,7 +115,7 @@ def test_gradients_of_joined_and_split_parameters_and_of_one_shared_part():
         return jnp.einsum("bhd,hdo->bo", mixed, a["out"]["kernel"]).sum() + (params["b"]["key"] ** 3).sum()
 
     param_map = ParamMap(attention("a", "a", head_width=2, bias=False))
-    sharded = shard(params, mesh, param_map=param_map, shared={"b.key": "a.key.kernel"})
+    sharded = shard(params, mesh, param_map=param_map, shared={"b.key": "a.key.kernel"}, layout="per_param")
     assert sharded.tree.units[0][1].params[0].aliases == ("b.key",)
     found = unshard(value_and_grad(loss_fn, mesh)(sharded, x).grads)
     expected = jax.tree.map(lambda *grads: sum(grads) / 2, *(jax.grad(loss_fn)(params, x[i : i + 1]) for i in range(2)))
