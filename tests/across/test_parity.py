@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
@@ -13,6 +14,7 @@ from crossframe.recording.lines import PARAMETERS, REDUCE, UPDATE
 from crossframe.strategy import Sync
 from crossframe.trace import difference
 from crossframe.verdict import Verdict, compare
+from experiments.cli import app
 from experiments.parity.grid import cells
 from experiments.parity.settings import RunSettings
 from tests.across.recorded import record_with_jax, record_with_torch
@@ -118,6 +120,37 @@ def test_the_grid_has_each_combination_once():
         cells((), ("5",), (), (), 1)
     with pytest.raises(UsageError, match="no cell is left"):
         cells((), ("2",), ("hybrid_shard",), (), 1)
+
+
+def test_the_grids_command_refuses_what_it_has_not():
+    result = CliRunner().invoke(app, ["grid", "--ranks", "5"])
+    assert result.exit_code == 2 and "ranks: expected among 1, 2, 3, 4, 2x2, got 5" in " ".join(result.output.split())
+
+
+@pytest.mark.skipif(not os.environ.get(EXHAUSTIVE), reason="starts processes of its own, 10 s; see tests/conftest.py")
+def test_the_grids_command_prints_a_line_a_cell_and_writes_it(tmp_path):
+    output = tmp_path / "new" / "grid.md"
+    arguments = [
+        "grid",
+        "--model",
+        "mlp",
+        "--ranks",
+        "2",
+        "--optimizer",
+        "sgd",
+        "--steps",
+        "3",
+        "--output",
+        str(output),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    said, written = result.output.splitlines(), output.read_text().splitlines()
+    assert written[0] == "2 of 2 cells, 3 steps each, in float64; the limit is 1e-11." and said[:4] == written[2:]
+    assert written[4].startswith("| mlp | 2 | full_shard | sgd |  | 1 | ") and "over" not in result.output.replace(
+        "over 1e-11", ""
+    )
+    assert written[5].startswith("| mlp | 2 | shard_grad_op | sgd | 0.5 | 2 | ")
 
 
 def test_float32_training_differs_by_rounding(recorded):
