@@ -44,11 +44,10 @@ def test_R36_R37_parameters_and_state_load_on_any_mesh_and_layout(tmp_path):
     for i, (sharded, state, _) in enumerate(made):
         save(tmp_path / str(i), sharded, state)
     for i in range(3):
-        for sharded, state, empty in made:
-            zeros = jax.tree.map(lambda leaf: leaf * 0, sharded)
-            found, found_state = load(tmp_path / str(i), zeros, empty)
-            same(found, sharded)
-            same(found_state, state)
+        sharded, state, empty = made[(i + 1) % 3]
+        found, found_state = load(tmp_path / str(i), jax.tree.map(lambda leaf: leaf * 0, sharded), empty)
+        same(found, sharded)
+        same(found_state, state)
 
 
 def test_stacked_layers_have_the_names_of_a_list_of_blocks(tmp_path):

@@ -15,7 +15,7 @@ from jax_backend.padding import padding_of
 
 from .small import UNITS, small_map, small_params
 
-ORDERS: Any = (2.0, 1, 3.5, "inf")
+ORDERS: Any = (2.0, 3.5, "inf")
 
 
 def whole_numbers(seed=0, dtype="float32"):
