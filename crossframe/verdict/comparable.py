@@ -6,7 +6,7 @@ from crossframe.recording import Recording
 
 _SAME = ("model", "dtype", "steps", "learning_rate", "seed")
 # Of the free settings those that make another training, where both recordings name them.
-_SAME_SETTINGS = ("optimizer", "weight_decay")
+_SAME_SETTINGS = ("optimizer", "weight_decay", "momentum", "clip", "accumulate")
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:

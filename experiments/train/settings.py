@@ -84,7 +84,8 @@ class TrainSettings:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        model_named(self.model)
+        if model_named(self.model).context is None:
+            raise UsageError(f"model: expected one of text, got {self.model!r}, which sees images; 'gpt' is one")
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed and (name, value) != ("layout", None):

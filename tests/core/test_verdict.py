@@ -439,6 +439,12 @@ def test_another_optimizer_is_another_run(tmp_path):
     assert "weight decay differs: 0.01 in torch, 0.1 in jax" in found.reason
 
 
+@pytest.mark.parametrize("setting", ["momentum", "clip", "accumulate"])
+def test_other_settings_of_a_step_are_another_run(tmp_path, setting):
+    a, b = (synthetic.manifest(framework=name, settings={setting: value}) for name, value in (("torch", 1), ("jax", 2)))
+    assert f"{setting} differs: 1 in torch, 2 in jax" in versus(tmp_path, a=a, b=b).reason
+
+
 @pytest.mark.parametrize("rate", [1e-3, 50.0])
 def test_a_parameter_is_measured_by_the_first_recording(tmp_path, rate):
     manifests = {

@@ -330,6 +330,7 @@ def test_a_failed_save_leaves_no_trace_and_training_goes_on(ranks, tmp_path, nam
         ({"learning_rate": float("nan")}, "--learning-rate: expected a number"),
         ({"dropout": 1.0}, "--dropout: expected a number from 0 to below 1"),
         ({"precision": 32}, "--precision: expected one of float32"),
+        ({"model": "mlp"}, "model: expected one of text, got 'mlp'"),
     ],
 )
 def test_settings_out_of_range_are_named(wrong, named):
