@@ -1,5 +1,8 @@
 """Layouts, meshes, precision, frozen, shared and stacked parameters, microbatches: each beside plain autodiff in float64."""
 
+import os
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +16,21 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy, Sync
 from crossframe.trace import difference
 from jax_backend import LocalGrads, make_mesh, pieces_of, scan, shard, trace_of, unshard, value_and_grad, writeback
+from tests.conftest import EXHAUSTIVE
 
 from .small import UNITS, small_batch, small_loss, small_map, small_params
 
 MODES = ("shard_map", "jit")
 LAYOUTS = ("flat", "per_param", "ragged")
-MESHES = [MeshSpec(1), MeshSpec(3), MeshSpec(shard=2, replicate=2), MeshSpec(shard=1, replicate=3)]
+HYBRID = MeshSpec(shard=2, replicate=2)
+MESHES = [MeshSpec(1), MeshSpec(3), HYBRID, MeshSpec(shard=1, replicate=3)]
 # float64: some hundred roundings of 1e-16 on values of order 1 stay below this, a wrong factor does not.
 ATOL = 1e-12
+
+
+def some(every, few):
+    """All combinations, or in the short form those that differ: each takes seconds to compile."""
+    return list(every) if os.environ.get(EXHAUSTIVE) else few
 
 
 def ids(value):
@@ -48,9 +58,22 @@ def same(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("spec", MESHES, ids=ids)
+@pytest.mark.parametrize(
+    ("spec", "layout", "mode"),
+    some(
+        product(MESHES, LAYOUTS, MODES),
+        [
+            *((HYBRID, layout, "shard_map") for layout in LAYOUTS),
+            *((spec, "flat", "shard_map") for spec in (MeshSpec(1), MeshSpec(shard=1, replicate=3))),
+            *(
+                (HYBRID, "flat", "jit"),
+                (MeshSpec(3), "per_param", "jit"),
+                (MeshSpec(shard=1, replicate=3), "ragged", "jit"),
+            ),
+        ],
+    ),
+    ids=ids,
+)
 def test_R10_R28_any_layout_on_any_mesh_trains_on_the_mean_over_all_ranks(spec, layout, mode):
     mesh, params, batch = make_mesh(spec), small_params(), small_batch()
     sharded = shard(params, mesh, units=UNITS, param_map=small_map(), layout=layout)
@@ -147,8 +170,10 @@ def test_R27_a_custom_divide_factor_takes_the_place_of_the_number_of_ranks(mode)
     close(unshard(result.grads), jax.tree.map(lambda grad: grad * 4 / 3, grads))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    some(product(LAYOUTS, MODES), [("flat", "shard_map"), ("per_param", "shard_map"), ("ragged", "jit")]),
+)
 def test_frozen_parameters_are_gathered_and_get_no_gradient(layout, mode):
     mesh, params, batch = make_mesh(MeshSpec(3)), small_params(), small_batch()
     sharded = shard(params, mesh, units=UNITS, layout=layout, frozen=("blocks.0", "inp.bias"))
