@@ -94,8 +94,10 @@ class Pending:
                 return self._work.wait(_LOOK_EVERY)
             except RuntimeError as error:
                 # Raised sooner it is no end of patience but a failure, which gloo's reduce_scatter never calls completed.
-                if time.monotonic() - start < 0.9 * _LOOK_EVERY.total_seconds() or self._work.is_completed():
+                if time.monotonic() - start < 0.9 * _LOOK_EVERY.total_seconds():
                     _fail(error, self._group, self._kind, self._unit, self._phase)
+                if self._work.is_completed():  # since, well or badly: the next wait says at once
+                    continue
                 reason = _who_left(self._group)
                 if reason:
                     _break(self._group, _sentence(self._group, self._kind, self._unit, self._phase, reason), error)

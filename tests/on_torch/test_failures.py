@@ -19,7 +19,7 @@ from tests.on_torch.failing import Bomb, Boom, Trial, run_trial
 from tests.on_torch.models import Block, Net, batch, loss_of
 from tests.on_torch.ranks import started_ranks
 from torch_backend import rounds
-from torch_backend.failure import abandon, issue, rejoin
+from torch_backend.failure import Pending, abandon, issue, rejoin
 from torch_backend.observe import Observer, observe
 from torch_backend.rounds import agree, first_difference, withdraw
 
@@ -473,6 +473,29 @@ def test_R17_ranks_that_leave_a_step_together_go_on_and_what_was_said_is_forgott
 
 def _boom(*_):
     raise Boom
+
+
+class _DoneTooLate:
+    """A collective that ends when its waiter has just lost patience."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def wait(self, patience):
+        self.waits += 1
+        if self.waits == 1:
+            time.sleep(patience.total_seconds())
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self):
+        return True
+
+
+def test_a_collective_that_ends_between_two_looks_has_not_failed():
+    work = _DoneTooLate()
+    assert Pending(work, None, "all_gather", "u", "forward", True).wait()
+    assert work.waits == 2
 
 
 def _looks_after_an_exception(rank, world_size, how):
