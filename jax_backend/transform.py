@@ -1,6 +1,5 @@
 """value_and_grad over sharded parameters: every rank runs the same function on its own batch."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -113,7 +112,6 @@ def value_and_grad(
         loss = losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
         return Result(loss, losses, grads, new_state, aux, own)
 
-    @functools.wraps(loss_fn, assigned=("__doc__",), updated=())
     def step(
         sharded: ShardedParams, batch: Any, state: Any = None, rng: Any = None, *, accumulated: LocalGrads | None = None
     ) -> Result:
