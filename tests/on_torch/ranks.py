@@ -10,6 +10,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -120,6 +121,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int, backen
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _share_gloos_thread()
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -134,3 +136,29 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int, backen
             connection.send((True, fn(rank, world_size, *args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+
+
+def _share_gloos_thread() -> None:
+    """One thread for all groups of this process.
+
+    Each gloo group has a thread of its own that wakes up every 10 ms. Tests leave groups behind: some hundred in each of a few
+    ranks take more of two cores than the tests themselves.
+    """
+    from torch.distributed import distributed_c10d
+
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    device = gloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
+
+    class Shared(type):
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+            return gloo(store, rank, size, options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, gloo)
+
+    class SharedGloo(metaclass=Shared):
+        pass
+
+    distributed_c10d.ProcessGroupGloo = SharedGloo  # type: ignore[misc, assignment]
