@@ -1,21 +1,22 @@
 """Checkpoints of sharded models, which any backend reads at any world size and layout.
 
-    PATH/index.json               sections, of each its layouts; size and checksum of each file; a checksum of all this
+    PATH/index.json               what it is of; sections, of each its layouts; size and checksum of each file; its own checksum
     PATH/rank00000.safetensors    what rank 0 of a shard group holds: of each bucket one line, padding 0
     PATH/rank00001.safetensors    ...
 
-The section "model" has the parameters by canonical name; "state" has what an optimizer keeps of them. Values that belong to no
-parameter (a step count) are in the file of rank 0. A reader asks for the lines of its own layout, and is given them by copies of
-ranges (`crossframe.layout.overlay`): no full parameter is made. Of each file that it needs it checks the whole content first.
-A checkpoint is written in a folder of another name, which at last is renamed: under its name it is whole.
+The section "model" has the parameters by canonical name; "state" has what an optimizer keeps of them, by torch's name of it and
+the parameter's: "exp_avg:head.weight". Values that belong to no parameter (Adam's "step") are in the file of rank 0. A reader
+asks for the lines of its own layout, and is given them by copies of ranges (`crossframe.layout.overlay`): no full parameter is
+made. Of each file that it needs it checks the whole content first. A checkpoint is written in a folder of another name, which at
+last is renamed: whoever is killed when, under its name it is whole.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,57 @@ from safetensors.numpy import save_file
 
 from crossframe.dtypes import FLOATING, numpy_dtype
 from crossframe.errors import CrossframeError
-from crossframe.layout import Sharding, layout_from_json, overlay
+from crossframe.layout import FlatLayout, Layout, Sharding, layout_from_json, overlay
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.recording.tensors import carrier
+from crossframe.shown import shown
 
 FORMAT = "crossframe checkpoint 1"
 INDEX = "index.json"
+# What a rank tells of its file until the index does.
+DESCRIBED = ".json"
 MODEL, STATE = "model", "state"
 
 
-class CheckpointError(CrossframeError):
+# What Adam counts its steps in, in both frameworks, and under which name it is kept.
+STEP, STEP_DTYPE = "step", np.dtype(np.int32)
+# How many names an error lists.
+LISTED = 5
+
+
+class CheckpointError(CrossframeError, RuntimeError):
     """A checkpoint that is missing, damaged, or of another model; or one that cannot be written."""
 
 
 # Writing
+
+
+def state_layout(layout: Any, entry: str, dtype: str, rename: Callable[[str], str] = str) -> Layout:
+    """The layout of what an optimizer keeps of a bucket's parameters, which lies as they do.
+
+    Args:
+        entry: what it is, by torch's name; "" for the parameters themselves.
+        dtype: of its values.
+        rename: a parameter's name to that under which it is saved.
+
+    >>> from crossframe.layout import RaggedLayout
+    >>> state_layout(RaggedLayout((ParamSpec("w", (3,), "bfloat16"),), 2), "exp_avg", "float32").params[0].name
+    'exp_avg:w'
+    """
+    prefix = f"{entry}:" if entry else ""
+    params = tuple(
+        replace(
+            spec,
+            name=prefix + rename(spec.name),
+            aliases=tuple(prefix + rename(alias) for alias in spec.aliases),
+            dtype=dtype,
+        )
+        for spec in layout.params
+    )
+    if isinstance(layout, FlatLayout):  # whose alignment goes by the dtype of the parameters, not by that of moments
+        return replace(layout, params=params, compute_dtype=layout.compute_dtype or layout.dtype)
+    return replace(layout, params=params)
 
 
 def begin(path: Path) -> Path:
@@ -83,34 +120,60 @@ def write_rank(
         arrays[f"value:{key}"] = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
     file = _writing(Path(path)) / _file_of(place)
     save_file(arrays, file)
-    _flush(file)
+    flush(file)
+    # Each rank reads back its own: by one rank alone a large checkpoint would take long.
+    file.with_suffix(DESCRIBED).write_text(json.dumps(_described(file)))
 
 
-def finish(path: Path, sections: Mapping[str, Sharding], values: Mapping[str, np.ndarray] | None = None) -> None:
+def finish(
+    path: Path,
+    sections: Mapping[str, Sharding],
+    values: Mapping[str, np.ndarray] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
     """Write the index and give the checkpoint its name; one rank calls it, once all have written.
 
+    Args:
+        about: what else a reader wants to know of it, such as the step: JSON.
+
     Raises:
-        CheckpointError: a rank's file is not there.
+        CheckpointError: a rank's file is not there, or not as it was written.
     """
     path, writing = Path(path), _writing(Path(path))
     world_size = next(iter(sections.values())).mesh.shard
     names = [_file_of(place) for place in range(world_size)]
-    if missing := [name for name in names if not (writing / name).exists()]:
-        raise CheckpointError(
-            f"{writing}: expected the files of {world_size} ranks, got none of {missing}; all ranks must see one folder"
-        )
     content = {
         "format": FORMAT,
+        "about": dict(about or {}),
         "world_size": world_size,
         "sections": {name: [_unit_json(*unit) for unit in each.units] for name, each in sections.items()},
         "values": {key: [value.dtype.name, list(value.shape)] for key, value in (values or {}).items()},
-        "files": {name: _described(writing / name) for name in names},
+        "files": {name: _told(writing / name, world_size) for name in names},
     }
+    for name in names:
+        (writing / name).with_suffix(DESCRIBED).unlink()
     (writing / INDEX).write_text(json.dumps({"content": content, "sha256": _digest(content)}, indent=1))
-    _flush(writing / INDEX)
-    _flush(writing)
+    flush(writing / INDEX)
+    flush(writing)
     writing.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
+
+
+def abandon(path: Path) -> None:
+    """Remove what was begun and cannot be finished; one rank calls it."""
+    shutil.rmtree(_writing(Path(path)), ignore_errors=True)
+
+
+def check_about(about: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError unless it is a mapping that JSON gives back as it is."""
+    try:
+        same = about is None or json.loads(json.dumps(about)) == about
+    except (TypeError, ValueError):
+        same = False
+    if not same or not isinstance(about, Mapping | None):
+        raise CheckpointError(
+            f"about: expected a dict of what JSON has, its keys strings and no tuples, got {shown(about)}"
+        )
 
 
 # Reading
@@ -122,15 +185,26 @@ class Saved:
 
     Attributes:
         path: its folder.
+        about: what its writer told of it.
         sections: by name, how its ranks hold it.
         values: (dtype, shape) of what belongs to no parameter.
     """
 
     path: Path
+    about: Mapping[str, Any]
     sections: Mapping[str, Sharding]
     values: Mapping[str, tuple[str, tuple[int, ...]]]
     _files: Mapping[str, Any]
     _checked: set[str] = field(default_factory=set)
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files that it is made of, besides its index."""
+        return sorted(self._files)
+
+    def complaint(self, name: str) -> str:
+        """What is wrong with one of its files, in words that follow its name; "" if it is as it was written."""
+        return _complaint(self.path / name, self._files[name])
 
     def lines(self, section: str, target: Sharding, rank: int) -> list[np.ndarray]:
         """A rank's lines of all buckets in the target's layouts, padding 0, from the ranges of the files that hold them.
@@ -148,14 +222,12 @@ class Saved:
             raise CheckpointError(f"{self.path}, of which nothing was loaded: {error}") from error
         found = [np.zeros(layout.padded_shard_numel, numpy_dtype(layout.dtype)) for _, layout in target.units]
         for place in sorted({each.source_rank for each in transfers}):
-            with self._opened(place) as file:
-                for each in transfers:
-                    if each.source_rank == place:
-                        line = found[each.target_bucket]
-                        run = file.get_slice(f"{section}:{each.source_bucket}")[
-                            each.source_start : each.source_start + each.numel
-                        ]
-                        line[each.target_start : each.target_start + each.numel] = run.view(line.dtype)
+            wanted = [each for each in transfers if each.source_rank == place]
+            with self._opened(place, [each.name for each in wanted]) as file:
+                for each in wanted:
+                    line, stop = found[each.target_bucket], each.source_start + each.numel
+                    run = file.get_slice(f"{section}:{each.source_bucket}")[each.source_start : stop]
+                    line[each.target_start : each.target_start + each.numel] = run.view(line.dtype)
         return found
 
     def value(self, key: str) -> np.ndarray:
@@ -163,17 +235,20 @@ class Saved:
         if key not in self.values:
             raise CheckpointError(f"{self.path}: expected a value {key!r}, got {sorted(self.values)}")
         dtype, shape = self.values[key]
-        with self._opened(0) as file:
+        with self._opened(0, [key]) as file:
             data = file.get_tensor(f"value:{key}")
         return np.frombuffer(data.tobytes(), numpy_dtype(dtype) if dtype in FLOATING else np.dtype(dtype)).reshape(
             shape
         )
 
-    def _opened(self, place: int) -> Any:
+    def _opened(self, place: int, wanted: Sequence[str]) -> Any:
         name = _file_of(place)
         if name not in self._checked:
-            if complaint := _complaint(self.path / name, self._files[name]):
-                raise CheckpointError(f"{self.path}, of which nothing was loaded: {name} {complaint}")
+            if complaint := self.complaint(name):
+                raise CheckpointError(
+                    f"{self.path}, of which nothing was loaded: {name} {complaint}; with it is lost what rank {place} held of "
+                    f"{_listed(wanted)}. Restore the file from a copy, or load another checkpoint"
+                )
             self._checked.add(name)
         try:
             return safe_open(self.path / name, framework="numpy")
@@ -208,7 +283,7 @@ def read(path: Path) -> Saved:
         for name, units in content["sections"].items()
     }
     values = {key: (dtype, tuple(shape)) for key, (dtype, shape) in content["values"].items()}
-    return Saved(path, sections, values, content["files"])
+    return Saved(path, content["about"], sections, values, content["files"])
 
 
 def _unit_json(name: str, layout: Any) -> dict:
@@ -234,6 +309,28 @@ def _file_of(place: int) -> str:
     return f"rank{place:05d}.safetensors"
 
 
+def _told(file: Path, world_size: int) -> dict[str, Any]:
+    """What the rank that wrote a file told of it, if the file is there as this rank sees it."""
+    try:
+        told, size = json.loads(file.with_suffix(DESCRIBED).read_text()), file.stat().st_size
+    except OSError:
+        raise CheckpointError(
+            f"{file.parent}: expected the files of {world_size} ranks, got none of {file.name}; all ranks must see one "
+            "folder, and have written to it before one of them finishes"
+        ) from None
+    if told["bytes"] != size:
+        raise CheckpointError(
+            f"{file}: its rank wrote {told['bytes']} bytes, and here it has {size}; is the disk full?"
+        )
+    return told
+
+
+def _listed(names: Sequence[str]) -> str:
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(map(repr, names[:LISTED])) + more
+
+
 def _described(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
@@ -251,8 +348,8 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _flush(path: Path) -> None:
-    """Have the disk hold it, and not the machine's memory alone."""
+def flush(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, and not the machine's memory alone."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

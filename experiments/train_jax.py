@@ -4,13 +4,12 @@
 
 One process takes all GPUs that it sees; `--cpu-devices 2` makes it two ranks on a CPU. On several machines, or with a process for
 each GPU, start one command a process: `--coordinator auto` under SLURM, else `--coordinator HOST:PORT --num-processes N
---process-id I`. The same command goes on from the newest whole checkpoint, on as many devices, however they are shared out among
-processes. A step follows from the seed and its number alone, so that a run is the same however often it was interrupted.
+--process-id I`. The same command goes on from the newest whole checkpoint: on any number of devices and processes, with any
+strategy and layout, also where `experiments.train_torch` wrote it. A step follows from the seed and its number alone: the ranks
+share out one batch. So a run is the same however often it was interrupted: bit for bit on as many ranks, to rounding on others.
 """
 
-import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,76 +27,103 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
 from experiments.data import text_batch
 from experiments.parity.record_jax import nnx_params
-from experiments.train.jax_checkpoints import JaxCheckpoints
+from experiments.train import loop
 from experiments.train.settings import TrainSettings
 from jax_backend import (
     ShardedParams,
     apply_updates,
     clip_grad_norm,
+    load_checkpoint,
     make_mesh,
+    save_checkpoint,
     shard,
     sharded_optimizer,
     value_and_grad,
 )
 from jax_backend.mesh import rank_partition
 from jax_backend.nnx import split, with_params
+from jax_backend.processes import everyones
 
 DEFAULTS = TrainSettings(Path("runs/gpt-jax"), layout="flat")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def train(settings: TrainSettings, devices: list[Any] | None = None) -> None:
-    """Train to the end. All processes call it.
+def train(settings: TrainSettings, devices: list[Any] | None = None) -> bool:
+    """Train to the end, or until SIGTERM asks to stop. All processes call it.
 
     Args:
         devices: the ranks; None: all devices of all processes.
 
+    Returns:
+        Whether the last step that was taken is in a checkpoint.
+
     Raises:
-        CrossframeError: settings or a checkpoint that cannot be used.
+        CrossframeError: settings, a folder or a checkpoint that cannot be used.
     """
     mesh = make_mesh(_spec(settings, len(devices or jax.devices())), devices)
     settings.num_microbatches(mesh.size)  # before anything is made
-    params, loss_fn = build(settings, mesh)
-    optimizer = sharded_optimizer(
-        optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(settings.weight_decay)), mesh
-    )
-    opt_state = optimizer.init(params)  # type: ignore[arg-type]
-    steps = [
-        value_and_grad(loss_fn, mesh, strategy=Strategy(settings.strategy), reduces=reduces)
-        for reduces in (False, True)
-    ]
+    return loop.run(settings, JaxProcesses(), lambda: JaxTrainer(settings, mesh))
 
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def update(params: ShardedParams, opt_state: Any, grads: ShardedParams, rate: Any) -> Any:
-        grads, norm = clip_grad_norm(grads, settings.clip)
-        updates, opt_state = optimizer.update(grads, opt_state, params)  # type: ignore[arg-type]
-        updates = jax.tree.map(lambda update: (-rate * update).astype(update.dtype), updates)
-        return apply_updates(params, updates), opt_state, norm  # type: ignore[arg-type]
 
-    checkpoints, step = JaxCheckpoints(settings.output / "checkpoints", mesh, settings.keep), 0
-    if found := checkpoints.newest():
-        for change in settings.changes_from(found["settings"]):
-            _say(f"CHANGED: {change}")
-        step = found["step"]
-        params, opt_state = checkpoints.load(step, (params, opt_state))
-        _say(f"going on from step {step}")
-    lines = _Lines(settings.output / "metrics.jsonl", step)
-    while step < settings.steps:
-        began, waiting, loss = time.perf_counter(), None, 0.0
-        *earlier, last = _microbatches(settings, mesh, step)
+class JaxProcesses:
+    """The processes of jax.distributed, or this one; see `experiments.train.together.Ranks`."""
+
+    noun = "process"
+
+    def __init__(self) -> None:
+        self.rank, self.size = jax.process_index(), jax.process_count()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process passes."""
+        return everyones(value)
+
+
+class JaxTrainer:
+    """The model and AdamW; see `experiments.train.loop.Trainer`."""
+
+    def __init__(self, settings: TrainSettings, mesh: Mesh) -> None:
+        self.settings, self.mesh = settings, mesh
+        self.params, loss_fn = build(settings, mesh)
+        optimizer: Any = sharded_optimizer(
+            optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(settings.weight_decay)), mesh
+        )
+        self.opt_state = optimizer.init(self.params)
+        self._waits, self._reduces = (
+            value_and_grad(loss_fn, mesh, strategy=Strategy(settings.strategy), reduces=reduces)
+            for reduces in (False, True)
+        )
+
+        @partial(jax.jit, donate_argnums=(0, 1))
+        def update(params: ShardedParams, opt_state: Any, grads: ShardedParams, rate: Any, asked: jax.Array) -> Any:
+            grads, norm = clip_grad_norm(grads, settings.clip)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            updates = jax.tree.map(lambda update: (-rate * update).astype(update.dtype), updates)
+            return apply_updates(params, updates), opt_state, norm, asked.any()
+
+        self._update = update
+
+    def save(self, path: Path, about: dict[str, Any]) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(path, self.params, self.opt_state, about=about)
+
+    def load(self, path: Path) -> None:
+        """Take over the state of one."""
+        self.params, self.opt_state = load_checkpoint(path, self.params, self.opt_state)
+
+    def step(self, step: int, asked: Callable[[], bool]) -> tuple[float, float, bool]:
+        """Take a step."""
+        waiting, loss = None, 0.0
+        *earlier, last = _microbatches(self.settings, self.mesh, step)
         for batch in earlier:
-            result = steps[False](params, batch)
-            waiting = result.grads if waiting is None else waiting + result.grads
-            loss += float(result.loss)
-        result = steps[True](params, last, accumulated=waiting)
-        params, opt_state, norm = update(params, opt_state, result.grads, settings.learning_rate_at(step))
-        loss, step = loss + float(result.loss), step + 1
-        speed = settings.batch_size * settings.definition.terms / (time.perf_counter() - began)
-        lines.write({"step": step, "loss": loss, "grad_norm": float(norm), "tokens_per_second": round(speed, 1)})
-        if step % max(1, settings.steps // 20) == 0:
-            _say(f"step {step} of {settings.steps}  loss {loss:.4f}  {speed:,.0f} tokens/s")
-        if step % settings.checkpoint_every == 0 or step == settings.steps:
-            checkpoints.save(step, (params, opt_state), settings.what())
+            result = self._waits(self.params, batch)
+            waiting, loss = result.grads if waiting is None else waiting + result.grads, loss + result.loss
+        result = self._reduces(self.params, last, accumulated=waiting)
+        rate = self.settings.learning_rate_at(step)
+        everywhere = _spread(np.full(len(_own_ranks(self.mesh)), asked()), self.mesh)
+        self.params, self.opt_state, norm, stopping = self._update(
+            self.params, self.opt_state, result.grads, rate, everywhere
+        )
+        return float(loss + result.loss), float(norm), bool(stopping)
 
 
 def build(settings: TrainSettings, mesh: Mesh) -> tuple[ShardedParams, Callable[..., jax.Array]]:
@@ -134,38 +160,23 @@ def _spec(settings: TrainSettings, num_devices: int) -> MeshSpec:
 def _microbatches(settings: TrainSettings, mesh: Mesh, step: int) -> list[Any]:
     """The microbatches of a step, each an array over all ranks of which this process has made its ranks' parts."""
     samples, num = settings.rank_batch_size(mesh.size), settings.num_microbatches(mesh.size)
-    context, sharding = settings.definition.context, NamedSharding(mesh, rank_partition(mesh))
-    own = [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
-    batches = [text_batch(settings.seed, step, rank, mesh.size, samples, context or 0) for rank in own]
+    context = settings.definition.context or 0
+    batches = [text_batch(settings.seed, step, rank, mesh.size, samples, context) for rank in _own_ranks(mesh)]
 
     def array(name: str, i: int) -> jax.Array:
-        parts = [np.split(getattr(batch, name), num)[i] for batch in batches]
-        return jax.make_array_from_process_local_data(sharding, np.concatenate(parts))
+        return _spread(np.concatenate([np.split(getattr(batch, name), num)[i] for batch in batches]), mesh)
 
     return [(array("inputs", i), array("targets", i)) for i in range(num)]
 
 
-class _Lines:
-    """A line of JSON for each step, written by the first process; lines behind `step` are dropped."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
-        if jax.process_index() == 0:
-            before = path.read_text().splitlines(keepends=True) if path.exists() else []
-            kept = [line for line in before if line.endswith("\n") and json.loads(line)["step"] <= step]
-            path.with_suffix(".part").write_text("".join(kept))
-            path.with_suffix(".part").replace(path)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Add the line of a step."""
-        if jax.process_index() == 0:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+def _own_ranks(mesh: Mesh) -> list[int]:
+    """The ranks whose devices this process has."""
+    return [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
 
 
-def _say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, file=sys.stderr, flush=True)
+def _spread(own: np.ndarray, mesh: Mesh) -> jax.Array:
+    """An array over all ranks, of whose leading dim this is the part of the ranks of this process."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, rank_partition(mesh)), own)
 
 
 def _start(cpu_devices: int | None, coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -210,6 +221,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Where values and batches come from.")] = DEFAULTS.seed,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = DEFAULTS.checkpoint_every,
     keep: Annotated[int, typer.Option(help="How many of the newest checkpoints stay.")] = DEFAULTS.keep,
+    resume: Annotated[str, typer.Option(help="auto, none, or the folder of a checkpoint.")] = DEFAULTS.resume,
     cpu_devices: Annotated[int | None, typer.Option(help="Ranks of this process, on a CPU. Default: its GPUs")] = None,
     coordinator: Annotated[
         str | None, typer.Option(help="HOST:PORT of the first process, or auto under SLURM. Default: one process")
@@ -219,7 +231,7 @@ def main(
 ) -> None:
     """Train a GPT on text, sharded; started again, go on from the newest whole checkpoint.
 
-    Exit status: 0 trained; 2 wrong use, or a checkpoint that cannot be used.
+    Exit status: 0 trained or stopped, and saved; 1 not saved at the end; 2 wrong use, or no checkpoint that can be used.
     """
     given = dict(locals())
     where = [given.pop(name) for name in ("cpu_devices", "coordinator", "num_processes", "process_id")]
@@ -229,11 +241,12 @@ def main(
             raise UsageError(f"--model: expected a model of text, got {settings.model}")
         jax.config.update("jax_enable_x64", settings.precision == "float64")
         _start(*where)
-        train(settings)
+        saved = train(settings)
     except CrossframeError as error:
         if jax.process_index() == 0:
             print(f"train_jax: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    raise typer.Exit(not saved)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
     torchrun --standalone --nproc-per-node 2 -m experiments.train_torch --output runs/gpt
 
 The same command goes on from the newest whole checkpoint: on any number of ranks, through either interface, with any strategy
-and layout. A step follows from the seed and its number alone: the ranks share out one batch, and what dropout draws follows from
-seed, step and rank. So a run is the same however often it was interrupted: bit for bit on as many ranks, to rounding on others.
+and layout, also where `experiments.train_jax` wrote it. A step follows from the seed and its number alone: the ranks share out
+one batch, and what dropout draws follows from seed, step and rank. So a run is the same however often it was interrupted: bit for
+bit on as many ranks, to rounding on others.
 """
 
 import os
-import signal
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +20,13 @@ import torch.distributed as dist
 import typer
 from torch.nn import functional
 
+from crossframe.checkpoint import CheckpointError
 from crossframe.errors import UsageError
 from experiments.data import text_batch
-from experiments.train.checkpoints import Checkpoint, Checkpoints
-from experiments.train.journal import Journal
+from experiments.train import loop
 from experiments.train.settings import TrainSettings
-from experiments.train.sharded import Sharded, build, prime
-from experiments.train.together import CheckpointError
+from experiments.train.sharded import Sharded, build
+from torch_backend import load_checkpoint, save_checkpoint
 
 DEFAULTS = TrainSettings(Path("runs/gpt"))
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -42,109 +42,67 @@ def train(settings: TrainSettings, device: torch.device) -> bool:
         CrossframeError: settings, a folder or a checkpoint that cannot be used.
     """
     settings.num_microbatches(dist.get_world_size())  # before anything is made
-    stop = _StopAsked()
-    with Journal(settings.output) as journal:
-        checkpoints = Checkpoints(settings.output / "checkpoints", settings.keep, journal.say)
-        found = checkpoints.find(settings.resume)
-        changes = settings.changes_from(found.settings) if found else []
-        sharded = build(settings, device)
-        optimizer = torch.optim.AdamW(sharded.model.parameters(), weight_decay=settings.weight_decay)
-        step, saved, stopping = 0, True, False
-        if found:
-            _load(found, sharded, optimizer)
-            step = found.step
-            journal.say(f"going on from {found.path}, step {step}")
-            for change in changes:
-                journal.say(f"CHANGED: {change}")
-        journal.open(step)
-
-        with journal.progress(step, settings.steps) as shown:
-            while step < settings.steps and not stopping:
-                began = time.perf_counter()
-                loss, norm, stopping = _step(settings, sharded, optimizer, step, stop, device)
-                step += 1
-                speed = settings.batch_size * settings.definition.config.context / (time.perf_counter() - began)
-                journal.write({"step": step, "loss": loss, "grad_norm": norm, "tokens_per_second": round(speed, 1)})
-                shown.update(step, loss, speed)
-                if step % settings.checkpoint_every == 0 or step == settings.steps or stopping:
-                    saved = _save(settings, sharded, optimizer, step, checkpoints, journal)
-        if stopping:
-            journal.say(f"asked to stop: stopped at step {step} of {settings.steps}")
-        return saved
+    return loop.run(settings, TorchRanks(), lambda: TorchTrainer(settings, device))
 
 
-def _load(found: Checkpoint, sharded: Sharded, optimizer: torch.optim.Optimizer) -> None:
-    """Take over the state of a checkpoint."""
-    prime(optimizer)
-    state = sharded.state(optimizer)
-    found.load(state)
-    sharded.load(optimizer, state)
+class TorchRanks:
+    """The ranks of the default process group; see `experiments.train.together.Ranks`."""
 
-
-def _step(
-    settings: TrainSettings,
-    sharded: Sharded,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    stop: "_StopAsked",
-    device: torch.device,
-) -> tuple[float, float, bool]:
-    """Take a step. Returns the loss and the norm of its gradient, of the whole batch, and whether a rank was asked to stop."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(int(np.random.SeedSequence((settings.seed, step, rank)).generate_state(1)[0]))
-    for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate_at(step)
-
-    samples = settings.rank_batch_size(world_size)
-    batch = text_batch(settings.seed, step, rank, world_size, samples, settings.definition.config.context)
-    tokens, targets = (torch.from_numpy(part).long().to(device) for part in (batch.tokens, batch.targets))
-    num_microbatches = settings.num_microbatches(world_size)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    parts = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
-    for i, (inputs, expected) in enumerate(parts):
-        with sharded.microbatch(last=i == num_microbatches - 1):
-            logits = sharded.model(inputs).to(getattr(torch, settings.stored_dtype))
-            loss = functional.cross_entropy(logits.flatten(0, 1), expected.flatten()) / num_microbatches
-            loss.backward()
-        total += loss.detach()
-    norm = sharded.clip_grad_norm(settings.clip)
-    optimizer.step()
-    optimizer.zero_grad()
-
-    facts = torch.stack([total / world_size, torch.full_like(total, float(stop.asked))])
-    dist.all_reduce(facts)
-    return float(facts[0]), float(norm), bool(facts[1])
-
-
-def _save(
-    settings: TrainSettings,
-    sharded: Sharded,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    checkpoints: Checkpoints,
-    journal: Journal,
-) -> bool:
-    """Write a checkpoint. If that fails, as on a full disk, the run goes on: older checkpoints are as they were, and there may
-    be space for the next."""
-    state = sharded.state(optimizer)
-    try:
-        journal.flush()
-        checkpoints.save(step, state, settings.what())
-    except CheckpointError as error:
-        journal.say(f"NOT SAVED at step {step}: {error}. Older checkpoints are as they were; the run goes on")
-        return False
-    return True
-
-
-class _StopAsked:
-    """Whether SIGTERM came, as torchrun and SLURM send it to end a job that may still save."""
+    noun = "rank"
 
     def __init__(self) -> None:
-        self.asked = False
-        signal.signal(signal.SIGTERM, self._ask)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def _ask(self, *_: Any) -> None:
-        self.asked = True
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank passes."""
+        found = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+
+class TorchTrainer:
+    """The model and AdamW; see `experiments.train.loop.Trainer`."""
+
+    def __init__(self, settings: TrainSettings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.sharded: Sharded = build(settings, device)
+        self.optimizer = torch.optim.AdamW(self.sharded.model.parameters(), weight_decay=settings.weight_decay)
+
+    def save(self, path: Path, about: dict[str, Any]) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(path, self.sharded.model, self.optimizer, about=about)
+
+    def load(self, path: Path) -> None:
+        """Take over the state of one."""
+        load_checkpoint(path, self.sharded.model, self.optimizer)
+
+    def step(self, step: int, asked: Callable[[], bool]) -> tuple[float, float, bool]:
+        """Take a step."""
+        settings, device = self.settings, self.device
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(int(np.random.SeedSequence((settings.seed, step, rank)).generate_state(1)[0]))
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate_at(step)
+
+        samples = settings.rank_batch_size(world_size)
+        batch = text_batch(settings.seed, step, rank, world_size, samples, settings.definition.config.context)
+        tokens, targets = (torch.from_numpy(part).long().to(device) for part in (batch.tokens, batch.targets))
+        num_microbatches = settings.num_microbatches(world_size)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        parts = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
+        for i, (inputs, expected) in enumerate(parts):
+            with self.sharded.microbatch(last=i == num_microbatches - 1):
+                logits = self.sharded.model(inputs).to(getattr(torch, settings.stored_dtype))
+                loss = functional.cross_entropy(logits.flatten(0, 1), expected.flatten()) / num_microbatches
+                loss.backward()
+            total += loss.detach()
+        norm = self.sharded.clip_grad_norm(settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+        facts = torch.stack([total / world_size, torch.full_like(total, float(asked()))])
+        dist.all_reduce(facts)
+        return float(facts[0]), float(norm), bool(facts[1])
 
 
 def _device(wanted: str) -> torch.device:

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("jax_backend needs JAX: pip install 'crossframe[jax]'") from None
 
-from jax_backend.checkpoint import load, save
+from jax_backend.checkpoint import load_checkpoint, save_checkpoint
 from jax_backend.clip import clip_grad_norm
 from jax_backend.compiled import compiled_trace
 from jax_backend.exchange import from_torch, to_torch
@@ -41,11 +41,11 @@ __all__ = [
     "compiled_trace",
     "from_torch",
     "init",
-    "load",
+    "load_checkpoint",
     "make_mesh",
     "per_rank",
     "pieces_of",
-    "save",
+    "save_checkpoint",
     "scan",
     "shard",
     "sharded_optimizer",

@@ -5,6 +5,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("torch_backend needs torch: pip install 'crossframe[torch]'") from error
 
+from torch_backend.checkpoint import load_checkpoint, save_checkpoint
 from torch_backend.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from torch_backend.fully_shard import fully_shard
 from torch_backend.fully_shard_api import (
@@ -71,7 +72,9 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "initialise_sharded",
+    "load_checkpoint",
     "register_fsdp_forward_method",
+    "save_checkpoint",
     "share_comm_ctx",
     "stand_in",
 ]

@@ -1,99 +1,174 @@
-"""Checkpoints in crossframe's format, which JAX reads too: the parameters of a sharded model, without its optimizer.
+"""Checkpoints in crossframe's format, which JAX reads too: the parameters of a sharded model, and its optimizer's state.
 
-For the optimizer's state, and for checkpoints of torch alone, there are `state_dict` and torch.distributed.checkpoint.
+For buffers, and for checkpoints that tools of torch read, there are `state_dict` and torch.distributed.checkpoint.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from crossframe.checkpoint import MODEL, begin, finish, read, write_rank
-from crossframe.dtypes import numpy_dtype
+from crossframe.checkpoint import MODEL, STATE, begin, check_about, finish, read, write_rank
 from crossframe.errors import UsageError
-from crossframe.layout import Sharding
+from crossframe.layout import Layout, Sharding
 from crossframe.mesh import MeshSpec
 from torch_backend.bucket import Bucket
+from torch_backend.checkpoint_state import OptimizerState
+from torch_backend.dtypes import to_numpy
 from torch_backend.rounds import agree, withdraw
-from torch_backend.shards import sharded_units
+from torch_backend.slots import canonical_name
 from torch_backend.unit import UNIT, unit_of
 
+T = TypeVar("T")
 
-def save_checkpoint(path: Path | str, model: nn.Module) -> None:
-    """Write the sharded parameters of a model to a new folder that all ranks see. All ranks call it, between steps.
+
+def save_checkpoint(
+    path: Path | str,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a sharded model to a new folder that all ranks see. All ranks call it, between steps.
+
+    `jax_backend.load_checkpoint` reads it, and `load_checkpoint` here, at any world size, under any interface and layout. No full
+    parameter is made. A rank that is killed meanwhile leaves nothing under the name `path`.
 
     Args:
-        model: the root, under FSDP1 or FSDP2, once it has run. What lies outside of units, and buffers, are not in the
-            checkpoint.
+        model: the root, under FSDP1 or FSDP2. What lies outside of units, and buffers, are not in the checkpoint.
+        optimizer: whose state is saved too; what was set when it was built, such as learning rates, is not. It has stepped.
+        about: JSON that belongs to it, such as the step; `crossframe.checkpoint.read(path).about` gives it back.
 
     Raises:
         CheckpointError: there is something at `path`, or a rank's file is not seen by the first; AgreementError on other ranks.
-        UsageError: no sharded root.
+        UsageError: no sharded root, or an optimizer that has no state of a parameter, or not of this model.
+        UnsupportedError: state that is neither one value an element nor one a parameter, or a flat unit that is trained in part.
     """
     path, held = Path(path), _Held(model)
-    held.together("beginning of a checkpoint", lambda: begin(path) if held.rank == 0 else None)
-    held.together("writing of a checkpoint", lambda: held.write(path))
-    held.together("end of a checkpoint", lambda: finish(path, held.sections) if held.rank == 0 else None)
+
+    state = held.state(optimizer, fill=False)
+
+    def begun() -> Any:
+        check_about(about)
+        sections, lines, values = {MODEL: held.sharding}, {MODEL: held.lines()}, {}
+        if state is not None:
+            sections[STATE], values = Sharding(state.units, held.sharding.mesh), state.values()
+            lines[STATE] = [] if held.replica else state.lines()
+        if held.rank == 0:
+            begin(path)
+        return sections, lines, values
+
+    sections, lines, values = held.together("beginning of a checkpoint", begun)
+
+    def written() -> None:
+        if held.replica == 0:
+            write_rank(path, held.place, sections, lines, values if held.place == 0 else None)
+
+    held.together("writing of a checkpoint", written)
+    held.together("end of a checkpoint", lambda: finish(path, sections, values, about) if held.rank == 0 else None)
 
 
-def load_checkpoint(path: Path | str, model: nn.Module) -> None:
-    """Read the sharded parameters of a model, whatever world size, layout and backend wrote them. All ranks call it.
+def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Read a sharded model, whatever world size, layout and backend wrote it. All ranks call it.
+
+    Args:
+        model: the root; it is told that its parameters are new.
+        optimizer: to be given the state that was saved, if it is; it may have stepped or not.
 
     Raises:
-        CheckpointError: missing, damaged, or of other names, shapes or dtypes, which are listed; AgreementError on ranks that met
-            nothing of that. No rank has changed its model then.
-        UsageError: no sharded root.
+        CheckpointError: missing, damaged, or of other names, shapes or dtypes, which are listed, or without the state of such an
+            optimizer; AgreementError on ranks that met nothing of that. No rank has changed its model or optimizer then.
+        UsageError: no sharded root, or an optimizer of something else.
     """
     held = _Held(model)
-    target = held.sections[MODEL]
-    lines = held.together("reading of a checkpoint", lambda: read(Path(path)).lines(MODEL, target, held.place))
+
+    state = held.state(optimizer, fill=True)
+
+    def found() -> list[np.ndarray]:
+        saved = read(Path(path))
+        lines = saved.lines(MODEL, held.sharding, held.place)
+        if state is not None:
+            state.read(saved, held.sharding.mesh, held.place)
+        return lines
+
+    try:
+        lines = held.together("reading of a checkpoint", found)
+    except BaseException:
+        if state is not None:
+            state.forget()
+        raise
     for unit in held.units:
         unit.free_before_edit()
     with torch.no_grad():
-        for bucket, line in zip(held.buckets, lines, strict=True):
+        for (_, bucket, _), line in zip(held.named, lines, strict=True):
             tensor = torch.from_numpy(line.view(np.uint8)).view(bucket.store.buffer.dtype)
             for own, value in zip(bucket.store.pieces, bucket.store.split(tensor), strict=True):
                 own.copy_(value)
+    if state is not None:
+        state.fill()
 
 
 class _Held:
-    """What this rank holds, and how it meets the others."""
+    """What this rank holds, and how it meets the others.
+
+    Attributes:
+        named: (unit, bucket, its layout under the names of the whole model) of each bucket.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        units = sharded_units(model)
-        if not units or units[0][0]:
+        modules = [(name, module) for name, module in model.named_modules() if UNIT in module.__dict__]
+        if not modules or modules[0][0]:
             raise UsageError(
                 f"expected the root of a sharded model, got {type(model).__name__}; pass what FullyShardedDataParallel or "
                 "fully_shard was called on last"
             )
         mesh = unit_of(model).mesh
-        named = [(name, bucket) for name, buckets in units for bucket in buckets]
-        self.buckets: list[Bucket] = [bucket for _, bucket in named]
-        self.units = [unit_of(module) for module in model.modules() if UNIT in module.__dict__]
+        self.units = [unit_of(module) for _, module in modules]
         for unit in self.units:
             unit.check_summon()
             unit.show_shards()
             for bucket in unit.buckets:
                 bucket.exposure.adopt()
-        sharding = Sharding(tuple((name, bucket.layout) for name, bucket in named), MeshSpec(mesh.spec.shard))
-        self.sections = {MODEL: sharding}
-        self.place = mesh.shards.rank
-        self.replica = mesh.replicas.rank
+        self.named: list[tuple[str, Bucket, Layout]] = []
+        for name, module in modules:
+            unit = unit_of(module)
+            for bucket in unit.buckets:
+                layout: Any = bucket.layout
+                if unit.num_modules == 1:  # before the root has run a unit knows its own names alone
+                    layout = replace(layout, params=unit.params_at(bucket, canonical_name(name)))
+                self.named.append((canonical_name(name), bucket, layout))
+        units = tuple((name, layout) for name, _, layout in self.named)
+        self.sharding = Sharding(units, MeshSpec(mesh.spec.shard))
+        self.shards = mesh.shards
+        self.place, self.replica = mesh.shards.rank, mesh.replicas.rank
         self.rank = self.place + self.replica * mesh.spec.shard
         self.groups = [some.group for some in (mesh.shards, mesh.replicas) if some.size > 1]
 
-    def write(self, path: Path) -> None:
-        if self.replica == 0:
-            # numpy has no bfloat16 of torch's: the bits are taken as they are.
-            lines = [
-                bucket.store.buffer.detach().cpu().view(torch.uint8).numpy().view(numpy_dtype(bucket.layout.dtype))
-                for bucket in self.buckets
-            ]
-            write_rank(path, self.place, self.sections, {MODEL: lines})
+    def lines(self) -> list[np.ndarray]:
+        """This rank's shards, of which only the first replica needs any."""
+        return [] if self.replica else [to_numpy(bucket.store.buffer) for _, bucket, _ in self.named]
 
-    def together(self, title: str, act: Any) -> Any:
+    def state(self, optimizer: Optimizer | None, *, fill: bool) -> OptimizerState | None:
+        """What an optimizer keeps, as all ranks know it."""
+        if optimizer is None:
+            return None
+        title, made = "look at an optimizer's state", []
+        try:
+            self.together(title, lambda: made.append(OptimizerState(optimizer, self.named, fill=fill)))
+            everyone = self.shards.gather_objects(made[0].told)
+            self.together(title, lambda: made[0].settle(everyone))
+        except BaseException:
+            for state in made:
+                state.forget()
+            raise
+        return made[0]
+
+    def together(self, title: str, act: Callable[[], T]) -> T:
         """Do something on every rank, and go on once all have; what one raises is raised on all."""
         try:
             done = act()

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from crossframe.checkpoint import flush
 from crossframe.errors import UsageError
-from experiments.train.checkpoints import flush_folder
-from experiments.train.together import on_first
+from experiments.train.together import Ranks, on_first
 
 LINES = "metrics.jsonl"
 NUM_SHOWN = 20  # steps that a run prints where no terminal shows its bar
@@ -29,20 +28,21 @@ class Journal:
 
     Args:
         folder: of the run. It is made, and locked until rank 0 leaves it or dies: one run at a time writes there.
+        ranks: of the run.
 
     Raises:
         CheckpointError: the folder cannot be used, or another run writes there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self.folder, self.ranks = folder, ranks
         self.console = Console(stderr=True, soft_wrap=True, highlight=False)
-        self._first = dist.get_rank() == 0
+        self._first = ranks.rank == 0
         self._waiting = b""
         self._lines: Any = None
         self._lock: IO[str] | None = None
         self._told = ""
-        on_first(f"locking {folder}", self._take_lock)
+        on_first(self.ranks, f"locking {folder}", self._take_lock)
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +74,7 @@ class Journal:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        on_first(f"opening {self.folder / LINES}", lambda: self._open(step))
+        on_first(self.ranks, f"opening {self.folder / LINES}", lambda: self._open(step))
 
     def _open(self, step: int) -> None:
         path = self.folder / LINES
@@ -82,7 +82,7 @@ class Journal:
         rewritten = path.with_name(f"{LINES}.rewritten")
         rewritten.write_bytes(b"".join(line for line in before if 0 < _step_of(line) <= step))
         rewritten.replace(path)
-        flush_folder(self.folder)
+        flush(self.folder)
         self._lines = path.open("ab", buffering=0)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Journal:
         Raises:
             CheckpointError: that cannot be.
         """
-        on_first(f"writing {self.folder / LINES}", self._flush)
+        on_first(self.ranks, f"writing {self.folder / LINES}", self._flush)
 
     def _flush(self) -> None:
         self._write_out()

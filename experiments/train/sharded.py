@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.optim import Optimizer
 
 from crossframe.strategy import Strategy
 from experiments.train.settings import TrainSettings
@@ -23,7 +21,6 @@ from torch_backend import (
     MixedPrecisionPolicy,
     ModuleWrapPolicy,
     ShardingStrategy,
-    StateDictType,
     fully_shard,
     initialise_sharded,
 )
@@ -46,15 +43,6 @@ class Sharded(ABC):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale gradients down to this norm; returns the norm that they had, the same on all ranks."""
 
-    @abstractmethod
-    def state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of model and optimizer under the names of the plain model, as `torch.distributed.checkpoint` saves and
-        loads it: of each tensor this rank's part. All ranks call it. The optimizer has stepped."""
-
-    @abstractmethod
-    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take over a state that `state` returned and that was loaded into."""
-
 
 class Fsdp1(Sharded):
     """Through `FullyShardedDataParallel`."""
@@ -71,9 +59,8 @@ class Fsdp1(Sharded):
             if mesh.device_type == "cuda"
             else None,
             use_orig_params=True,
-            device_mesh=mesh,  # with which sharded state dicts hold DTensors, as fully_shard's do
+            device_mesh=mesh,
         )
-        FullyShardedDataParallel.set_state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT)
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """See Sharded."""
@@ -82,17 +69,6 @@ class Fsdp1(Sharded):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """See Sharded."""
         return self.model.clip_grad_norm_(max_norm)
-
-    def state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See Sharded."""
-        state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
-        return {"model": self.model.state_dict(), "optimizer": state}
-
-    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """See Sharded."""
-        self.model.load_state_dict(state["model"])
-        own = FullyShardedDataParallel.optim_state_dict_to_load(self.model, optimizer, state["optimizer"])
-        optimizer.load_state_dict(own)
 
 
 class Fsdp2(Sharded):
@@ -122,15 +98,6 @@ class Fsdp2(Sharded):
         """See Sharded."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See Sharded."""
-        model, state = get_state_dict(self.model, optimizer)
-        return {"model": model, "optimizer": state}
-
-    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """See Sharded."""
-        set_state_dict(self.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def build(settings: TrainSettings, device: torch.device) -> Sharded:
@@ -172,16 +139,3 @@ def _mesh(settings: TrainSettings, device: torch.device) -> DeviceMesh:
     if strategy.is_hybrid or (strategy is Strategy.NO_SHARD and settings.face == "fsdp2"):
         return init_device_mesh(device.type, (spec.replicate, spec.shard), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-
-
-def prime(optimizer: Optimizer) -> None:
-    """Give an optimizer that has not stepped the state that a checkpoint is loaded into: a step that changes nothing."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for param in group["params"]:
-            param.grad = torch.zeros_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate

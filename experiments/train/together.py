@@ -1,22 +1,34 @@
 """Acts in which one rank may fail, and all must know."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-
-from crossframe.errors import CrossframeError
+from crossframe.checkpoint import CheckpointError
+from crossframe.errors import AgreementError, CrossframeError
 
 T = TypeVar("T")
 
 
-class CheckpointError(CrossframeError, RuntimeError):
-    """A checkpoint that could not be written or read; all ranks raise it, with the same words."""
+class Ranks(Protocol):
+    """The processes of a run, as they talk about files: ranks of torch, or processes of JAX.
+
+    Attributes:
+        noun: what one of them is called.
+        rank: this one.
+        size: how many there are.
+    """
+
+    noun: str
+    rank: int
+    size: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each of them passes, of what JSON has. All call it."""
+        ...
 
 
-def together(what: str, act: Callable[[], T]) -> list[T]:
-    """What `act` returns on each rank of the default process group.
+def together(ranks: Ranks, what: str, act: Callable[[], T]) -> list[T]:
+    """What `act` returns on each rank, of what JSON has.
 
     Args:
         what: is being done, in words, for the message.
@@ -24,33 +36,37 @@ def together(what: str, act: Callable[[], T]) -> list[T]:
     Raises:
         CheckpointError: it raised on some rank. All ranks raise this then, so that none waits for another.
     """
-    mine: tuple[T | None, str | None]
+    mine: tuple[T | None, str, bool]
     try:
-        mine = act(), None
-    except (Exception, CheckpointException) as error:
-        mine = None, in_words(error)
-    everyone: list[tuple[T, str | None]] = [None] * dist.get_world_size()  # type: ignore[list-item]
-    dist.all_gather_object(everyone, mine)
-    failed = {rank: said for rank, (_, said) in enumerate(everyone) if said is not None}
+        mine = act(), "", False
+    except Exception as error:
+        # What a rank was told by another says nothing new.
+        mine = None, _in_words(error), isinstance(error, AgreementError)
+    everyone = ranks.gather(mine)
+    failed = {rank: (said, told) for rank, (_, said, told) in enumerate(everyone) if said}
     if failed:
+        first = {rank: said for rank, (said, told) in failed.items() if not told}
+        named = first or {rank: said for rank, (said, _) in failed.items()}
         said = "; ".join(
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {words}"
-            for words in dict.fromkeys(failed.values())
-            for ranks in [[rank for rank in failed if failed[rank] == words]]
+            f"{_called(ranks.noun, [rank for rank in named if named[rank] == words])}: {words}"
+            for words in dict.fromkeys(named.values())
         )
         raise CheckpointError(f"{what}: {said}")
-    return [value for value, _ in everyone]
+    return [value for value, *_ in everyone]
 
 
-def on_first(what: str, act: Callable[[], T]) -> T:
+def on_first(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
     """What `act` returns on rank 0, which alone runs it; CheckpointError on all ranks if it raises."""
-    return together(what, lambda: act() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
+    return together(ranks, what, lambda: act() if ranks.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def in_words(error: BaseException) -> str:
-    """An error in one line. Of what `torch.distributed.checkpoint` gathered from ranks, each error once."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(dict.fromkeys(in_words(cause) for cause, _ in error.failures.values()))
+def _called(noun: str, numbers: list[int]) -> str:
+    plural = noun if len(numbers) == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{plural} {', '.join(map(str, numbers))}"
+
+
+def _in_words(error: BaseException) -> str:
+    """An error in one line."""
     if isinstance(error, CrossframeError):
         return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

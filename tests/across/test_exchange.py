@@ -8,7 +8,7 @@ import pytest
 
 from crossframe.mesh import MeshSpec
 from crossframe.names import MapEntry, ParamMap
-from jax_backend import from_torch, load, make_mesh, save, shard, to_torch, unshard
+from jax_backend import from_torch, load_checkpoint, make_mesh, save_checkpoint, shard, to_torch, unshard
 
 FACES = ("FSDP1", "per_param", "flat", "ragged")
 UNITS = ("0", "2")
@@ -129,10 +129,10 @@ def load_into_torch(rank, world_size, face, path):
 def test_R36_a_checkpoint_goes_from_torch_to_jax_and_back_at_other_world_sizes_and_layouts(ranks, tmp_path):
     full = ranks.run(2, save_from_torch, "FSDP1", tmp_path / "torch")[0]
     tree = {name: {key: full[f"{name}.{key}"] for key in ("weight", "bias")} for name in SIZES}
-    sharded = load(tmp_path / "torch", zeros_like(tree, 3, "per_param"))
+    sharded = load_checkpoint(tmp_path / "torch", zeros_like(tree, 3, "per_param"))
     jax.tree.map(np.testing.assert_array_equal, unshard(sharded), tree)
     for path in (tmp_path / "jax", tmp_path / "jax-damaged"):
-        save(path, sharded)
+        save_checkpoint(path, sharded)
     file = tmp_path / "jax-damaged" / "rank00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     for same, unchanged, said in ranks.run(2, load_into_torch, "ragged", tmp_path / "jax"):

@@ -32,11 +32,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from crossframe.checkpoint import read
+from crossframe.layout import Sharding
+from crossframe.mesh import MeshSpec
 from crossframe.verdict.bounds import bounds_for
 from experiments.train.settings import TrainSettings
 from experiments.train_torch import run
@@ -250,9 +251,9 @@ class Bomb:
 
 
 def whole(path: Path) -> bool:
-    """Whether a checkpoint is what its manifest says, by a way of its own."""
+    """Whether a checkpoint is what its index says, by a way of its own."""
     try:
-        files = json.loads((path / "manifest.json").read_text())["content"]["files"]
+        files = json.loads((path / "index.json").read_text())["content"]["files"]
         return all(hashlib.sha256((path / name).read_bytes()).hexdigest() == of["sha256"] for name, of in files.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -269,15 +270,15 @@ def _step_of(path: Path) -> int:
 
 def content(path: Path) -> dict[str, Any]:
     """All that a checkpoint holds, in full, by name."""
-    described = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {
-        name: torch.empty(of.size, dtype=of.properties.dtype) if isinstance(of, TensorStorageMetadata) else ""
-        for name, of in described.items()
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=path, no_dist=True)
-    return state
+    saved, found = read(path), {}
+    for section, sharding in saved.sections.items():
+        alone = Sharding(tuple((unit, layout.over(1)) for unit, layout in sharding.units), MeshSpec(1))
+        for (_, layout), line in zip(alone.units, saved.lines(section, alone, 0), strict=True):
+            for spec, piece in zip(layout.params, layout.pieces(0), strict=True):
+                entry, _, name = spec.name.rpartition(":")
+                whole = torch.from_numpy(line[piece.shard_start : piece.shard_stop].copy()).view(spec.shape)
+                found[f"optimizer.{name}.{entry}" if entry else f"model.{name}"] = whole
+    return found | {f"optimizer.{key}": saved.value(key).item() for key in saved.values}
 
 
 def metrics(output: Path) -> list[tuple[int, float, float]]:

@@ -16,17 +16,18 @@ import torch.distributed as dist
 from torch.nn import functional
 from typer.testing import CliRunner
 
+from crossframe import checkpoint
+from crossframe.checkpoint import CheckpointError
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER
 from crossframe.verdict.bounds import bounds_for
 from experiments import train_torch
 from experiments.data import text_batch
 from experiments.models import model_named
-from experiments.train import checkpoints
 from experiments.train.journal import Journal
 from experiments.train.settings import TrainSettings
 from experiments.train.sharded import build
-from experiments.train.together import CheckpointError, together
+from experiments.train.together import together
 from tests.on_torch.campaign import Trials, content, finals, metrics
 from torch_backend.observe import record_trace
 
@@ -134,7 +135,7 @@ def test_R36_a_damaged_checkpoint_is_named_and_set_aside_and_two_are_refused(ran
     ranks.run(2, _trained, settings)
     older, newer = finals(tmp_path)
     whole = content(newer)
-    shard = newer / "__1_0.distcp"
+    shard = newer / "rank00001.safetensors"
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
@@ -146,17 +147,18 @@ def test_R36_a_damaged_checkpoint_is_named_and_set_aside_and_two_are_refused(ran
         for name in whole
     )
 
-    (older / ".metadata").unlink()
-    shard = older / "__0_0.distcp"
+    (older / "rank00001.safetensors").unlink()
+    shard = older / "rank00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    manifest = newer / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 3'))
+    index = newer / "index.json"
+    index.write_text(index.read_text().replace('"step": 4', '"step": 3'))
     before = sorted(tmp_path.rglob("*"))
     for kind, message in ranks.run(2, _refused, settings):
         assert kind == "CheckpointError"
         assert "no checkpoint is whole" in message
-        assert "step-00000004: manifest.json has other content" in message
-        assert f"step-00000002: .metadata is missing, __0_0.distcp has {shard.stat().st_size} bytes, not " in message
+        assert f"step-00000004: {newer / 'index.json'}: has other content" in message
+        assert f"rank00000.safetensors has {shard.stat().st_size} bytes, not " in message
+        assert "rank00001.safetensors is missing" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -178,7 +180,7 @@ def test_the_run_goes_on_where_asked_and_writes_over_nothing(ranks, tmp_path):
     for kind, message in ranks.run(2, _refused, replace(settings, precision="float64")):
         assert kind == "UsageError" and "'gpt-tiny' in float32, and this run of 'gpt-tiny' in float64" in message
     for kind, message in ranks.run(2, _refused, replace(settings, resume=str(tmp_path))):
-        assert kind == "CheckpointError" and "manifest.json is missing" in message
+        assert kind == "CheckpointError" and "got no index.json there" in message
     for kind, message in ranks.run(2, _refused, replace(settings, batch_size=5)):
         assert kind == "UsageError" and "--batch-size: expected a multiple of the 2 ranks, got 5" in message
     assert sorted(output.rglob("*")) == before
@@ -216,7 +218,7 @@ class _FullDisk:
 
 def _on_a_full_disk(rank, world_size, folder):
     said = []
-    with Journal(folder) as journal:
+    with Journal(folder, train_torch.TorchRanks()) as journal:
         journal.say = lambda text: said.append(text)
         journal.open(0)
         journal._lines = _FullDisk(journal._lines)
@@ -279,10 +281,10 @@ def _one_fails(rank, world_size):
         return rank
 
     try:
-        together("writing a", act)
+        together(train_torch.TorchRanks(), "writing a", act)
     except CheckpointError as error:
         return str(error)
-    return together("asking", lambda: 10 * rank)
+    return together(train_torch.TorchRanks(), "asking", lambda: 10 * rank)
 
 
 def test_what_fails_on_one_rank_fails_on_all_in_the_same_words(ranks):
@@ -292,7 +294,7 @@ def test_what_fails_on_one_rank_fails_on_all_in_the_same_words(ranks):
 
 def _breaks(rank, world_size, settings, name, broken_rank):
     """A save in which one act of one rank fails, the first time."""
-    owner = Journal if name == "_flush" else checkpoints
+    owner = Journal if name == "_flush" else checkpoint
     original, failed = getattr(owner, name), []
 
     def fails(*arguments):
@@ -308,7 +310,7 @@ def _breaks(rank, world_size, settings, name, broken_rank):
         setattr(owner, name, original)
 
 
-@pytest.mark.parametrize(("name", "broken_rank"), [("_make", 0), ("_describe", 1), ("_finish", 0), ("_flush", 0)])
+@pytest.mark.parametrize(("name", "broken_rank"), [("save_file", 1), ("_described", 1), ("_digest", 0), ("_flush", 0)])
 def test_a_failed_save_leaves_no_trace_and_training_goes_on(ranks, tmp_path, name, broken_rank):
     settings = replace(SMALL, output=tmp_path)
     assert ranks.run(2, _breaks, settings, name, broken_rank) == [True, True]
