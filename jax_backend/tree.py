@@ -11,11 +11,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
-from crossframe.layout import Layout, PerParamLayout, views
+from crossframe.layout import Layout, PerParamLayout
 from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from jax_backend.mesh import SHARD_AXIS
+from jax_backend.views import views
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""The parameters in a gathered buffer, cut so that backward puts their gradients together by one concatenation.
+
+[Note: split, not slices] The transpose of a slice is a pad to the full buffer, and those of n slices are n pads and as many
+sums: n buffers where one will do, and a program that grows with n squared. The transpose of one split is one concatenation.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from crossframe.layout import Layout, PerParamLayout
+from crossframe.layout import views as slices
+
+
+def views(layout: Layout, gathered: Any) -> dict[str, Any]:
+    """The parameters in a bucket's gathered buffer, or in a buffer of gradients laid out like one.
+
+    Args:
+        gathered: numpy or JAX array of shape (gathered_numel,).
+
+    Returns:
+        Arrays by canonical name, of canonical shape; padding is in none of them.
+    """
+    if isinstance(gathered, np.ndarray):
+        return slices(layout, gathered)
+    if isinstance(layout, PerParamLayout):
+        return _of_columns(layout, gathered)
+    bounds = [0]
+    for start, spec in zip(layout.offsets, layout.params, strict=True):
+        bounds += [start, start + spec.numel]
+    runs = _split([*bounds, layout.gathered_numel], gathered, 0)[1::2]
+    return {spec.name: run.reshape(spec.shape) for spec, run in zip(layout.params, runs, strict=True)}
+
+
+def _of_columns(layout: PerParamLayout, gathered: jax.Array) -> dict[str, jax.Array]:
+    """Each parameter is a column of the table whose rows are ranks."""
+    ranks, found = layout.world_size, {}
+    bounds = [0, *(column.start + column.width for column in layout.columns)]
+    parts = _split(bounds, gathered.reshape(ranks, layout.padded_shard_numel), 1)
+    for i, (spec, column, chunks) in enumerate(zip(layout.params, layout.columns, parts, strict=True)):
+        if column.dim:
+            chunk = list(spec.shape)
+            chunk[column.dim] = layout.chunk_rows(i)
+            order = (*range(1, column.dim + 1), 0, *range(column.dim + 1, len(chunk) + 1))
+            found[spec.name] = chunks.reshape(ranks, *chunk).transpose(order).reshape(spec.shape)
+        else:
+            found[spec.name] = chunks.reshape(-1)[: column.numel].reshape(spec.shape)
+    return found
+
+
+def _split(bounds: list[int], array: jax.Array, axis: int) -> list[jax.Array]:
+    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return jax.lax.split(array, sizes, axis)
