@@ -1,59 +1,91 @@
-"""The JAX training script: the same run in one process and in two, interrupted or not, is plain training, and what it refuses."""
+"""The JAX training script: the same run in one process and in two, on any mesh, interrupted or not, is plain training. It goes on
+where torch's stopped, and torch's where it did. What several processes do together besides is asked of the same two processes.
+"""
 
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
+from crossframe.checkpoint import MODEL, STATE, CheckpointError, read
 from crossframe.errors import UsageError
+from crossframe.layout import Sharding
+from crossframe.mesh import MeshSpec
+from crossframe.verdict.bounds import bounds_for
+from experiments import train_jax
 from experiments.data import text_batch
 from experiments.parity.record_jax import nnx_params
 from experiments.train.settings import TrainSettings
 from experiments.train_jax import train
 from jax_backend.nnx import split, with_params
+from tests.conftest import EXHAUSTIVE
 
 WHAT = {
     "model": "gpt-tiny",
     "steps": 4,
-    "batch_size": 8,
+    "batch_size": 12,
     "warmup_steps": 2,
     "clip": 0.5,
     "seed": 3,
     "checkpoint_every": 2,
 }
-HOW = {"precision": "float64", "layout": "flat", "micro_batch_size": 2}
+HOW = {"precision": "float64", "layout": "flat", "micro_batch_size": 3}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run on two devices of this process, from its beginning to its end."""
     settings = TrainSettings(tmp_path_factory.mktemp("whole"), **WHAT, **HOW)
-    train(settings, jax.devices("cpu")[:2])
+    assert train(settings, jax.devices("cpu")[:2])
     return settings
 
 
-def start(folder, *more):
-    """The script in a process of its own."""
+@pytest.fixture(scope="module")
+def processes(whole, tmp_path_factory):
+    """What two processes found, each; see tests.across.two_processes."""
+    folder = tmp_path_factory.mktemp("processes")
+    # What a run leaves that is killed while it writes its second checkpoint, and a third one that rotted on its disk.
+    shutil.copytree(whole.output, folder / "run")
+    checkpoints = folder / "run" / "checkpoints"
+    rotten = checkpoints / "step-00000004" / "rank00001.safetensors"
+    rotten.write_bytes(rotten.read_bytes()[:-1] + bytes([rotten.read_bytes()[-1] ^ 1]))
+    (checkpoints / "writing-step-00000003").mkdir()
+    with (folder / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    (folder / "settings.json").write_text(json.dumps(asdict(whole), default=str))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     # A test of arithmetic: that XLA optimises its machine code would cost more than all the rest.
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "experiments.train_jax", "--output", str(folder), *more]
-    command += [word for name, value in (WHAT | HOW).items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def ended(*processes):
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
-    return said
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.across.two_processes", str(rank), port, str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    return folder, [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)], said
 
 
 def lines(folder):
@@ -61,39 +93,120 @@ def lines(folder):
     return [(line["step"], line["loss"], line["grad_norm"]) for line in found]
 
 
-def test_two_processes_go_on_where_one_was_killed_and_end_as_if_it_had_not_been(whole, tmp_path):
-    resumed = tmp_path / "resumed"
-    # What a run leaves that is killed while it writes its second checkpoint, and a third one that rotted on its disk.
-    shutil.copytree(whole.output, resumed)
-    checkpoints = resumed / "checkpoints"
-    rotten = checkpoints / "step-00000004" / "rank-00001.safetensors"
-    rotten.write_bytes(rotten.read_bytes()[:-1] + bytes([rotten.read_bytes()[-1] ^ 1]))
-    (checkpoints / "writing-step-00000003").mkdir()
-    with (resumed / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')
+def content(path):
+    """All parameters and moments of a checkpoint, in full, and its values."""
+    saved, found = read(path), {}
+    for section, sharding in saved.sections.items():
+        alone = Sharding(tuple((unit, layout.over(1)) for unit, layout in sharding.units), MeshSpec(1))
+        for (_, layout), line in zip(alone.units, saved.lines(section, alone, 0), strict=True):
+            found |= {piece.name: line[piece.shard_start : piece.shard_stop] for piece in layout.pieces(0)}
+    return found | {key: saved.value(key) for key in saved.values}
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    more = ["--cpu-devices", "1", "--coordinator", address, "--num-processes", "2", "--process-id"]
-    said = ended(*(start(resumed, *more, str(i)) for i in range(2)))
-    assert "going on from step 2" in said[0] + said[1]
 
+def near(got, expected, first):
+    """The steps behind `first` are those of the other run, to what rounding of float64 may do."""
+    bounds = bounds_for("float64")
+    assert [step for step, *_ in got] == [step for step, *_ in expected if step > first]
+    for (step, loss, norm), (_, other_loss, other_norm) in zip(got, expected[first:], strict=True):
+        assert abs(loss - other_loss) <= bounds.loss * other_loss, step
+        assert abs(norm - other_norm) <= bounds.parameter * other_norm, step
+
+
+def test_two_processes_go_on_where_one_was_killed_stop_when_asked_and_end_as_if_nothing_had_been(whole, processes):
+    folder, found, said = processes
+    # The second process was asked to stop in the third step; the first one, which was not, stopped behind it too.
+    names = ["damaged-step-00000004", "step-00000002", "step-00000003"]
+    assert [each["training"] for each in found] == [[True, names, True]] * 2
+    assert "DAMAGED" in said[0] and "rank00001.safetensors has other content" in said[0]
+    assert "asked to stop: stopped at step 3 of 4" in said[0] and "step-00000003, step 3" in said[0]
+    assert "step 3" not in said[1]  # the first process alone speaks
     # Two ranks: a sum of two terms has one order (R32), in one process or over gloo.
-    assert lines(resumed) == lines(whole.output)
-    assert sorted(path.name for path in checkpoints.iterdir()) == [
-        "damaged-step-00000004",
-        "step-00000002",
-        "step-00000004",
-    ]
-    for rank in range(2):
-        a, b = (
-            load_file(f / "checkpoints" / "step-00000004" / f"rank-0000{rank}.safetensors")
-            for f in (whole.output, resumed)
-        )
-        assert a.keys() == b.keys() and len(a) >= 3 * 3
-        for name in a:
-            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    assert lines(folder / "run") == lines(whole.output)
+    a, b = (content(each / "checkpoints" / "step-00000004") for each in (whole.output, folder / "run"))
+    assert a.keys() == b.keys() and len(a) == 3 * 37 + 1 and a["step"] == 4
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_R36_R37_checkpoints_of_two_processes_load_on_another_mesh_and_what_is_damaged_is_told_to_both(processes):
+    found = [each["checkpoints"] for each in processes[1]]
+    assert [same for same, _ in found] == [[True, True]] * 2
+    lost, there = zip(*(errors for _, errors in found), strict=True)
+    words = "rank00002.safetensors is missing; with it is lost what rank 2 held of"
+    assert lost[1].startswith("CheckpointError") and words in lost[1] and "'inp.weight'" in lost[1]
+    assert lost[0].startswith("AgreementError: process 1 failed in the reading of a checkpoint") and words in lost[0]
+    assert there[0].startswith("CheckpointError") and "expected nothing there" in there[0]
+    assert there[1].startswith("AgreementError: process 0 failed in the beginning of a checkpoint")
+
+
+def test_R18_R20_full_parameters_are_shown_to_and_edited_by_two_processes(processes):
+    for each in processes[1]:
+        assert each["summons"] == [True] * 10
+
+
+def test_orbax_saves_and_restores_in_two_processes(processes):
+    assert [each["orbax"] for each in processes[1]] == [[True]] * 2
+
+
+ELSEWHERE = [
+    (3, {"layout": "ragged", "strategy": "shard_grad_op"}),
+    (4, {"layout": "per_param", "strategy": "hybrid_shard", "shard": 2}),
+    (1, {"layout": "flat"}),
+    (4, {"layout": "ragged"}),
+]
+
+
+@pytest.mark.parametrize(("num_devices", "how"), ELSEWHERE if os.environ.get(EXHAUSTIVE) else ELSEWHERE[:2])
+def test_R36_R37_a_run_goes_on_on_other_devices_with_the_losses_that_it_would_have_had(
+    whole, tmp_path, num_devices, how
+):
+    resume = whole.output / "checkpoints" / "step-00000002"
+    there = replace(whole, output=tmp_path, resume=str(resume), micro_batch_size=None, **how)
+    assert train(there, jax.devices("cpu")[:num_devices])
+    near(lines(tmp_path), lines(whole.output), 2)
+
+
+def train_in_torch(rank, world_size, settings):
+    import torch
+
+    from experiments import train_torch
+
+    return train_torch.train(settings, torch.device("cpu"))
+
+
+def test_R36_R37_torch_goes_on_where_jax_stopped_and_jax_where_torch_did(ranks, whole, tmp_path):
+    common = {**WHAT, "precision": "float64", "device": "cpu"}
+    at_2 = whole.output / "checkpoints" / "step-00000002"
+    for i, (world_size, how) in enumerate([(3, {"face": "fsdp1"}), (2, {"layout": "ragged"})]):
+        settings = TrainSettings(tmp_path / str(i), **common, resume=str(at_2), keep=9, **how)
+        assert all(ranks.run(world_size, train_in_torch, settings))
+        near(lines(settings.output), lines(whole.output), 2)
+    # What one has written the other writes again, bit for bit: nothing is lost or rounded on the way.
+    last = tmp_path / "0" / "checkpoints" / "step-00000004"
+    settings = replace(whole, output=tmp_path / "jax", resume=str(last), steps=4, layout="per_param")
+    settings = replace(settings, micro_batch_size=None)
+    trainer = train_jax.JaxTrainer(settings, train_jax.make_mesh(MeshSpec(2), jax.devices("cpu")[:2]))
+    trainer.load(last)
+    trainer.save(tmp_path / "again", {})
+    a, b = content(last), content(tmp_path / "again")
+    assert a.keys() == b.keys() and len(a) == 3 * 37 + 1
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_asked_to_stop_a_run_saves_its_step_and_a_second_one_goes_on(whole, tmp_path, monkeypatch):
+    def batch_and_signal(seed, step, *rest):
+        if step == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return text_batch(seed, step, *rest)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(train_jax, "text_batch", batch_and_signal)
+    settings = replace(whole, output=tmp_path, layout="per_param", checkpoint_every=100)
+    assert train(settings, jax.devices("cpu")[:2])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    near(lines(tmp_path), lines(whole.output)[:1], 0)
 
 
 def plainly(settings):
@@ -137,9 +250,37 @@ def test_a_run_is_plain_training_and_bfloat16_computes_near_it(whole, tmp_path):
     difference = np.abs(np.subtract(lines(low.output), expected[:2]))[:, 1]
     assert 1e-6 < difference.max() < 0.02
     for settings, dtype in ((whole, "float64"), (low, "float32")):
-        stored = load_file(settings.output / "checkpoints" / "step-00000002" / "rank-00000.safetensors")
-        assert {str(array.dtype) for array in stored.values()} == {dtype, "int32"}
+        saved = read(settings.output / "checkpoints" / "step-00000002")
+        stored = {spec.dtype for section in (MODEL, STATE) for spec in saved.sections[section].params}
+        assert stored == {dtype} and saved.about["step"] == 2
 
-    other = TrainSettings(tmp_path, **WHAT | {"batch_size": 3}, precision="bfloat16", layout="flat")
-    with pytest.raises(UsageError, match=r"checkpoints are of a mesh of \{'shard': 2\}.*this run has \{'shard': 3\}"):
-        train(other, jax.devices("cpu")[:3])
+
+def test_the_command_passes_on_every_option_and_says_wrong_use_in_one_line(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(train_jax, "train", lambda settings: seen.append(settings) or True)
+    monkeypatch.setattr(train_jax, "_start", lambda *where: seen.append(where))
+    options = asdict(
+        TrainSettings(tmp_path, **WHAT, layout="flat", precision="float64", micro_batch_size=3, shard=None)
+    )
+    mine = {name: value for name, value in options.items() if name not in ("face", "dropout", "device")}
+    words = [
+        w for name, value in mine.items() if value is not None for w in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    runner = CliRunner()
+    assert runner.invoke(train_jax.app, [*words, "--cpu-devices", "3"]).exit_code == 0
+    assert seen[0] == (3, None, None, None) and asdict(seen[1]) == options
+    monkeypatch.setattr(train_jax, "train", lambda settings: False)
+    assert runner.invoke(train_jax.app, words).exit_code == 1
+    result = runner.invoke(train_jax.app, [*words, "--steps", "0"])
+    assert result.exit_code == 2 and result.output.startswith("train_jax: --steps: expected an integer of at least 1")
+
+
+def test_another_model_and_a_folder_without_a_checkpoint_are_refused(whole, tmp_path):
+    with pytest.raises(UsageError, match="'gpt-tiny' in float64, and this run of 'gpt-tiny' in float32"):
+        train(replace(whole, precision="float32"), jax.devices("cpu")[:2])
+    with pytest.raises(CheckpointError, match=r"--resume .*: expected a checkpoint, got no index.json there"):
+        train(replace(whole, output=tmp_path, resume=str(tmp_path)), jax.devices("cpu")[:2])
+    with pytest.raises(UsageError, match="over which a run from step 0 would write"):
+        train(replace(whole, resume="none"), jax.devices("cpu")[:2])
+    with pytest.raises(UsageError, match="--batch-size: expected a multiple of the 4 ranks, got 6"):
+        train(replace(whole, batch_size=6), jax.devices("cpu")[:4])
