@@ -4,17 +4,16 @@ Exit status: 0 equal or rounding, 1 a bug, 2 wrong use or no answer.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from crossframe.errors import CrossframeError, UsageError
+from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict
+from experiments.bench.cli import bench
+from experiments.console import console, errors, exit_on_error
 from experiments.parity.settings import RunSettings, mesh_of
 from experiments.report import print_report, report_of, write_report
 
@@ -24,11 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Sharded training in torch and in JAX: is a difference rounding, or a bug, and where?",
 )
-bench = typer.Typer(no_args_is_help=True, help="Measure, side by side in one run.")
 app.add_typer(bench, name="bench")
-console = Console(soft_wrap=True)
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
-
 Model = Annotated[str, typer.Argument(help="Name of a model, for instance gpt.", show_default=False)]
 WorldSize = Annotated[
     int | None, typer.Option(help="Number of ranks (torch) and of devices (JAX). Default: 2, or the mesh's")
@@ -45,6 +40,7 @@ Optimizer = Annotated[str, typer.Option(help="adamw, or sgd with momentum.")]
 Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient. Default: any")]
 Accumulate = Annotated[int, typer.Option(help="Microbatches of a step.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there are enough.")]
+Twins = Annotated[int, typer.Option(help="Runs beside it that only round otherwise: they measure what rounding does.")]
 Fault = Annotated[str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients.")]
 ShapesOf = Annotated[
     str, typer.Argument(help="gpt, gpt-tiny, llama-3-8b, llama-3-405b, or a .json of shapes.", show_default=False)
@@ -53,32 +49,6 @@ RanksOf = Annotated[int, typer.Option(help="Number of ranks.", show_default=Fals
 Dtype = Annotated[str, typer.Option(help="Dtype in which parameters are stored.")]
 Svg = Annotated[Path | None, typer.Option(help="File for a drawing. Default: none")]
 DEFAULTS = RunSettings("gpt")
-# Which extra brings a module that may be missing.
-EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
-
-
-@contextmanager
-def _exit_on_error() -> Iterator[None]:
-    """One clear line and exit status 2 instead of a traceback, for what is the user's to mend."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        extra = EXTRAS.get(name, "all")
-        errors.print(f"crossframe: needs {name}: pip install 'crossframe[{extra}]'", markup=False)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        errors.print(
-            f"crossframe: cannot use{where}: {error.strerror or error}; check the path, or the space left", markup=False
-        )
-        raise typer.Exit(2) from None
-    except (CrossframeError, ImportError) as error:
-        errors.print(f"crossframe: {error}", markup=False)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        errors.print("crossframe: interrupted")
-        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -95,14 +65,18 @@ def parity(
     clip: Clip = None,
     accumulate: Accumulate = DEFAULTS.accumulate,
     device: Device = DEFAULTS.device,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float64, float32 or bfloat16; may be repeated. Default: the first two")
+    ] = None,
+    twins: Twins = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for recordings and report. Default: runs/...")] = None,
     fault: Fault = "",
     fault_in: Annotated[str, typer.Option(help="Which side gets the fault: torch or jax.")] = "jax",
 ) -> None:
-    """Train one model in torch and in JAX, in float64 and in float32, and say whether they agree."""
+    """Train one model in torch and in JAX, and say whether they agree."""
     from experiments.parity.run import run_parity
 
-    with _exit_on_error():
+    with exit_on_error():
         common: dict[str, Any] = {
             "world_size": _world_size(world_size, mesh),
             "steps": steps,
@@ -120,7 +94,10 @@ def parity(
             raise UsageError(f"fault-in: expected torch or jax, got {fault_in!r}")
         ranks = mesh or common["world_size"]
         folder = output or Path("runs", f"parity-{model}-{ranks}-ranks{'-faulty' if fault else ''}")
-        pairs = run_parity(model, common, folder, fault=fault, fault_in=fault_in, console=console)
+        dtypes = tuple(dtype or ("float64", "float32"))
+        pairs = run_parity(
+            model, common, folder, dtypes=dtypes, twins=twins, fault=fault, fault_in=fault_in, console=console
+        )
         _answer(pairs, folder)
 
 
@@ -142,7 +119,7 @@ def grid(
     """Train models in torch and in JAX over all sizes, strategies and optimizers, in float64, and print how far they part."""
     from experiments.parity.grid import run_grid
 
-    with _exit_on_error():
+    with exit_on_error():
         asked = (model or (), ranks or (), strategy or (), optimizer or ())
         raise typer.Exit(run_grid(*asked, steps, output=output, console=console))
 
@@ -152,7 +129,7 @@ def record(
     framework: Annotated[str, typer.Argument(help="torch or jax.", show_default=False)],
     model: Model,
     output: Annotated[Path, typer.Option(help="Folder of the recording.", show_default=False)],
-    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = DEFAULTS.dtype,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = DEFAULTS.dtype,
     world_size: WorldSize = None,
     steps: Steps = DEFAULTS.steps,
     seed: Seed = DEFAULTS.seed,
@@ -164,11 +141,12 @@ def record(
     clip: Clip = None,
     accumulate: Accumulate = DEFAULTS.accumulate,
     device: Device = DEFAULTS.device,
+    twins: Twins = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
     fault: Fault = "",
 ) -> None:
     """Train one model in one framework and record the run."""
-    with _exit_on_error():
+    with exit_on_error():
         settings = RunSettings(
             model,
             dtype,
@@ -188,21 +166,21 @@ def record(
         )
         if framework not in ("torch", "jax"):
             raise UsageError(f"framework: expected torch or jax, got {framework!r}")
-        from experiments.parity.progress import watch
+        from experiments.parity.progress import bars, watch
 
-        with watch(console, [(f"{framework} {dtype}", output)], settings):
-            _record(framework, settings, output, overwrite)
+        with watch(console, bars(f"{framework} {dtype}", settings, output, twins), settings):
+            _record(framework, settings, output, twins, overwrite)
         console.print(f"recorded {steps} steps in {output}", highlight=False)
 
 
-def _record(framework: str, settings: RunSettings, output: Path, overwrite: bool) -> None:
+def _record(framework: str, settings: RunSettings, output: Path, twins: int, overwrite: bool) -> None:
     if framework == "torch":
         from torch.multiprocessing.spawn import ProcessException
 
         from experiments.parity.record_torch import record_torch
 
         try:
-            record_torch(settings, output, overwrite=overwrite)
+            record_torch(settings, output, twins=twins, overwrite=overwrite)
         except ProcessException as error:
             lines = str(error).strip().splitlines()
             if len(lines) > 1:
@@ -216,7 +194,7 @@ def _record(framework: str, settings: RunSettings, output: Path, overwrite: bool
     else:
         from experiments.parity.record_jax import record_jax
 
-        record_jax(settings, output, overwrite=overwrite)
+        record_jax(settings, output, twins=twins, overwrite=overwrite)
 
 
 @app.command()
@@ -226,7 +204,7 @@ def compare(
     output: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html. Default: none")] = None,
 ) -> None:
     """Compare two recordings, and say whether their difference is rounding or a bug."""
-    with _exit_on_error():
+    with exit_on_error():
         _answer([(Recording.open(a), Recording.open(b))], output)
 
 
@@ -250,7 +228,7 @@ def layout(
     """Show which rank holds what of a model, and where padding lies."""
     from experiments.show.layout import LayoutOptions, show_layout
 
-    with _exit_on_error():
+    with exit_on_error():
         options = LayoutOptions(world_size, layout, keep_original, compute_dtype, replicate, dim or ())
         show_layout(model, dtype, options, unit=unit, rank=rank, where=where or (), svg=svg, console=console)
 
@@ -289,7 +267,7 @@ def plan(
     """Show what a training step does when on one rank: what travels, how long it takes, and what memory holds."""
     from experiments.show.plan import PlanOptions, hardware, show_plan
 
-    with _exit_on_error():
+    with exit_on_error():
         options = PlanOptions(
             world_size,
             strategy,
@@ -318,54 +296,8 @@ def spec(
     """Hold every rule of sharding against what torch builds, the reference and closed forms, case by case."""
     from experiments.spec.command import run_spec
 
-    with _exit_on_error():
+    with exit_on_error():
         raise typer.Exit(run_spec(quick=quick, rules=tuple(rule or ()), console=console))
-
-
-@bench.command("core")
-def bench_core(
-    output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
-) -> None:
-    """Time layouts, plans and their cost for a model of 405 billion parameters, and the import of the core."""
-    from experiments.bench.command import run_core_bench
-
-    with _exit_on_error():
-        raise typer.Exit(run_core_bench(console, output))
-
-
-@bench.command("torch")
-def bench_torch(
-    json: Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")] = None,
-    output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
-    section: Annotated[
-        list[str] | None, typer.Option(help="Only step, host, memory, wrap, copies or gpu. May be repeated.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, to see that it works.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a figure is over its limit.")] = False,
-) -> None:
-    """Measure torch_backend beside torch's FSDP1, FSDP2 and DDP: time of a step, bookkeeping, memory, and GPUs if there are."""
-    from experiments.bench.command import run_torch_bench
-
-    with _exit_on_error():
-        raise typer.Exit(
-            run_torch_bench(
-                console, output=output, json_output=json, sections=section or (), quick=quick, strict=strict
-            )
-        )
-
-
-@bench.command("state")
-def bench_state(
-    json: Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")] = None,
-    output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, to see that it works.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a figure is over its limit.")] = False,
-) -> None:
-    """Measure state dicts and checkpoints of torch_backend beside those of torch's FSDP1 and FSDP2: time and memory."""
-    from experiments.bench.command import run_state_bench
-
-    with _exit_on_error():
-        raise typer.Exit(run_state_bench(console, output=output, json_output=json, quick=quick, strict=strict))
 
 
 def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> None:
@@ -375,17 +307,3 @@ def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> No
     if output is not None:
         console.print(f"report: {write_report(output, report, series)}", highlight=False)
     raise typer.Exit(Verdict(report["verdict"]).exit_status)
-
-
-@bench.command("jax")
-def bench_jax(
-    json: Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")] = None,
-    output: Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, to see that it works.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a figure is over its limit.")] = False,
-) -> None:
-    """Measure jax_backend beside FSDP as JAX users write it, and beside a replicated model: time, compilation, memory."""
-    from experiments.bench.command import run_jax_bench
-
-    with _exit_on_error():
-        raise typer.Exit(run_jax_bench(console, output=output, json_output=json, quick=quick, strict=strict))

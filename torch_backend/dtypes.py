@@ -2,7 +2,10 @@
 
 import functools
 
+import numpy as np
 import torch
+
+from crossframe.dtypes import numpy_dtype
 
 
 @functools.cache
@@ -27,3 +30,15 @@ def torch_dtype(name: str) -> torch.dtype:
 def name_or_none(dtype: torch.dtype | None) -> str | None:
     """The core's name of a dtype that a user may leave out. What is no dtype stays, for the core to refuse."""
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as an array of the same dtype, bfloat16 too; on the CPU without a copy where it is contiguous.
+
+    >>> to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype.name
+    'bfloat16'
+    """
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:  # numpy has none of its own: the bits are taken as they are
+        return tensor.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+    return tensor.numpy()

@@ -49,6 +49,11 @@ def rank_folder(rank: int) -> str:
     return f"rank{rank:05d}"
 
 
+def twin_folder(twin: int) -> str:
+    """The folder of a twin, a recording of its own, inside the recording. Twins count from 1."""
+    return f"twin{twin:05d}"
+
+
 def step_file(step: int) -> str:
     """The file that holds a rank's tensors of a step, inside the rank's folder."""
     return f"step{step:05d}.safetensors"

@@ -77,6 +77,13 @@ class Recording:
             )
         return cls(path, manifest, indexes, num_steps)
 
+    def twins(self) -> tuple["Recording", ...]:
+        """The twins that were recorded with this run, in order (`crossframe.recording.twins`)."""
+        found = []
+        while (folder := self.directory / lines.twin_folder(len(found) + 1)).is_dir():
+            found.append(Recording.open(folder))
+        return tuple(found)
+
     def losses(self) -> np.ndarray:
         """Every rank's loss at every step: float64 of shape (num_steps, world_size)."""
         rows = [[index.losses[step] for index in self._indexes] for step in range(self.num_steps)]

@@ -16,6 +16,9 @@ from crossframe.recording.manifest import MANIFEST_NAME, Manifest
 from crossframe.recording.tensors import dtype_name, write_tensors
 from crossframe.trace import Event
 
+_FOLDERS = ("rank[0-9]*", "twin[0-9]*")
+_MANIFESTS = (MANIFEST_NAME, MANIFEST_NAME + ".part")
+
 Pieces = Mapping[str, tuple[int, int, np.ndarray]]
 """Parameter name to (start, stop, array): elements `start:stop` of the parameter taken as one row-major line."""
 
@@ -49,8 +52,8 @@ def _clear(path: Path, overwrite: bool) -> None:
     try:
         Manifest.read(path)
     except RecordingError as error:
-        begun = {MANIFEST_NAME + ".part"}
-        if not all(entry.name in begun or entry.match("rank[0-9]*") for entry in path.iterdir()):
+        begun = _MANIFESTS[1:]
+        if not all(entry.name in begun or any(map(entry.match, _FOLDERS)) for entry in path.iterdir()):
             raise RecordingError(
                 f"{path}: not empty and not a recording that can be read, so nothing in it is deleted; choose another "
                 f"directory ({error})"
@@ -59,11 +62,16 @@ def _clear(path: Path, overwrite: bool) -> None:
         raise RecordingError(
             f"{path}: holds a recording already; choose another directory, or overwrite it (--overwrite, overwrite=True)"
         )
-    folders = [entry for entry in path.glob("rank[0-9]*") if entry.is_dir() and not entry.is_symlink()]
+    twins = [entry for entry in path.glob(_FOLDERS[1]) if entry.is_dir() and not entry.is_symlink()]
+    inside = [entry for folder in (path, *twins) for entry in folder.glob(_FOLDERS[0])]
+    folders = [entry for entry in inside if entry.is_dir() and not entry.is_symlink()]
     foreign = [file for folder in folders for file in folder.iterdir() if not _is_ours(file)]
+    foreign += [
+        file for twin in twins for file in twin.iterdir() if file not in folders and file.name not in _MANIFESTS
+    ]
     if foreign:
         raise RecordingError(f"{path}: {foreign[0].name!r} is no part of a recording; move it, nothing was deleted")
-    for folder in folders:
+    for folder in (*folders, *twins):
         shutil.rmtree(folder)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD, PARAMETERS, UPDATE
 from crossframe.verdict.comparable import labels, why_incomparable
+from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.judge import Divergence, Judgement, judge, locate
 from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.quantities import Pair
@@ -72,6 +73,8 @@ def compare(a: Recording, b: Recording) -> PairVerdict:
     that are too coarse for a bound. Initial parameters must be equal bit for bit, and NaN or infinity on one side alone is
     a bug in every dtype.
 
+    Where a recording has twins, all of this is measured instead, in every dtype: see `crossframe.verdict.envelope`.
+
     Raises:
         RecordingError: tensors that are damaged, or that should be there and are not.
     """
@@ -80,13 +83,16 @@ def compare(a: Recording, b: Recording) -> PairVerdict:
     names, dtype, steps = labels(a, b), a.manifest.dtype, min(a.num_steps, b.num_steps)
     if reason := why_incomparable(a, b):
         return PairVerdict(*names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason)
-    pair = Pair(a, b)
+    pair, envelope = Pair(a, b), Envelope.of(a, b)
     findings = _Findings()
     for group in pair.groups():
-        findings.add([judge(quantity) for quantity in group])
+        findings.add(envelope.judge(group) if envelope else [judge(quantity) for quantity in group])
     first = findings.first
     where = locate(first, b.manifest) if first else None
-    verdict, reason = _conclude(pair, findings, where)
+    if envelope:
+        verdict, reason = _conclude_by_envelope(pair, findings, where, envelope)
+    else:
+        verdict, reason = _conclude(pair, findings, where)
     return PairVerdict(
         *names,
         dtype,
@@ -173,6 +179,28 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
     if not bounds.decisive:
         return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_SETTLE}"
     return Verdict.ROUNDING, f"{said}; rounding may reach {bounds.loss:.1e} and {bounds.parameter:.1e}"
+
+
+def _conclude_by_envelope(
+    pair: Pair, findings: _Findings, where: Divergence | None, envelope: Envelope
+) -> tuple[Verdict, str]:
+    """The verdict and its reason, where twins say how far rounding goes."""
+    if findings.first is not None and where is not None:
+        return Verdict.BUG, f"{in_words(findings.first, where, labels(pair.a, pair.b))}, as {envelope.in_words()} say"
+    if findings.equal:
+        return Verdict.EQUAL, "every bit that was compared is equal"
+    if (judgement := findings.not_finite) is not None:
+        q = judgement.quantity
+        said = f"from step {q.step} on ({q.phase} {q.parameter!r}) both sides hold NaN or infinity, where nothing can be compared"
+        return Verdict.INCONCLUSIVE, f"{said}: lower the learning rate"
+    said = (
+        f"everything lies as near as {envelope.in_words()} do to one another: at most {findings.used_before:.2f} of what "
+        "rounding may reach"
+    )
+    if (step := envelope.saturated_from) is not None:
+        chaos = f"but from step {step} on the twins' gradients have nothing in common, and a bug would not show"
+        return Verdict.INCONCLUSIVE, f"{said}, {chaos}: compare fewer steps (--steps {max(step, 1)}), or in float64"
+    return Verdict.ROUNDING, said
 
 
 def _number(value: float | None) -> float | None:

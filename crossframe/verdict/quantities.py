@@ -177,12 +177,12 @@ class Pair:
 
     def _typical_local(self, step: int, rank: int) -> float:
         names = [name for name in self._names(backward=True) if self.a.has(BACKWARD, step, name, rank)]
-        norms = np.array([norm(_finite(self.a.local(step, rank, name))) for name in names])
+        norms = np.array([norm(finite(self.a.local(step, rank, name))) for name in names])
         return root_mean_square(norm(norms), sum(self.a.manifest.params[name].numel for name in names))
 
     def _gradient_scale(self, a: np.ndarray, typical: float) -> float:
         terms = max(self.a.manifest.terms, self.b.manifest.terms)
-        return gradient_scale(_finite(a), self.bounds.noise_scale(terms, typical, a.size))
+        return gradient_scale(finite(a), self.bounds.noise_scale(terms, typical, a.size))
 
     def _reduced_grads(self, step: int) -> Iterator[list[Quantity]]:
         event = REDUCE_SCATTER if self.b.manifest.mesh.shard > 1 else ALL_REDUCE
@@ -208,7 +208,7 @@ class Pair:
             for replicas in self._replicas():
                 arrays = self._full(UPDATE, step, name, replicas)
                 scale = parameter_scale(
-                    _finite(arrays[0]), self._total_update_norm(name), self.a.manifest.learning_rate, self.num_steps
+                    finite(arrays[0]), self._total_update_norm(name), self.a.manifest.learning_rate, self.num_steps
                 )
                 group.append(
                     self._quantity(
@@ -227,11 +227,11 @@ class Pair:
     def _total_update_norm(self, name: str) -> float:
         if name not in self._update_norms:
             final, initial = self.a.full(UPDATE, self.steps[-1], name), self.a.full(PARAMETERS, 0, name)
-            self._update_norms[name] = norm(_finite(_finite(final) - _finite(initial)))
+            self._update_norms[name] = norm(finite(finite(final) - finite(initial)))
         return self._update_norms[name]
 
 
-def _finite(array: np.ndarray) -> np.ndarray:
+def finite(array: np.ndarray) -> np.ndarray:
     """Without what is not finite: that is judged apart, and would make every scale infinite."""
     array = np.asarray(array, np.float64)
     return np.where(np.isfinite(array), array, 0.0)

@@ -168,9 +168,15 @@ class ModelDefinition:
         params = tuple(ParamSpec(name, shape, dtype) for name, shape in self.shapes.items())
         return ModelShapes(self.name, params, self.units)
 
-    def unit_layouts(self, world_size: int, dtype: str) -> tuple[tuple[str, Layout], ...]:
-        """The flat layouts of all units, the root first and the others in the order of forward."""
-        return self.model_shapes(dtype).layouts("flat", world_size)
+    def unit_layouts(
+        self, world_size: int, dtype: str, compute_dtype: str | None = None
+    ) -> tuple[tuple[str, Layout], ...]:
+        """The flat layouts of all units, the root first and the others in the order of forward.
+
+        Args:
+            compute_dtype: what parameters stored in `dtype` are computed with; None: the same.
+        """
+        return self.model_shapes(dtype).layouts("flat", world_size, compute_dtype=compute_dtype)
 
 
 Row = tuple[MapEntry, tuple[int, ...]]

@@ -14,6 +14,11 @@ from experiments.parity.settings import RunSettings
 POLL_SECONDS = 0.2
 
 
+def bars(label: str, settings: RunSettings, output: Path, twins: int) -> list[tuple[str, Path]]:
+    """A bar for a run and one for each of its twins."""
+    return [(label + (f", twin {run.twin}" if run.twin else ""), path) for run, path in settings.runs(output, twins)]
+
+
 @contextmanager
 def watch(console: Console, runs: Sequence[tuple[str, Path]], settings: RunSettings) -> Iterator[None]:
     """Show a bar for each (label, recording) while the context lasts. The steps that count are those on disk."""

@@ -27,6 +27,7 @@ from jax_backend import (
     make_mesh,
     per_rank,
     shard,
+    sharded_optimizer,
     shards_of,
     trace_of,
     value_and_grad,
@@ -37,8 +38,11 @@ from jax_backend.sharded import mesh_of
 from jax_backend.tree import path_name
 
 
-def record_jax(settings: RunSettings, output: Path, *, overwrite: bool = False) -> None:
+def record_jax(settings: RunSettings, output: Path, *, twins: int = 0, overwrite: bool = False) -> None:
     """Train and record. JAX must not have been used before in this process, since its devices are made here.
+
+    Args:
+        twins: how many twins of the run are recorded behind it, inside its folder.
 
     Raises:
         UsageError: fewer devices than ranks.
@@ -47,7 +51,9 @@ def record_jax(settings: RunSettings, output: Path, *, overwrite: bool = False) 
     jax.config.update("jax_enable_x64", settings.dtype == "float64")
     # Accelerators may otherwise round the operands of a float32 product to less.
     jax.config.update("jax_default_matmul_precision", "highest")
-    record_on_devices(settings, output, _devices(settings), overwrite=overwrite)
+    devices = _devices(settings)
+    for run, path in settings.runs(output, twins):
+        record_on_devices(run, path, devices, overwrite=overwrite)
 
 
 def _devices(settings: RunSettings) -> list[Any]:
@@ -77,8 +83,9 @@ def shard_initial(settings: RunSettings, mesh: Mesh) -> tuple[ShardedParams, Any
     """The model's initial values, sharded; its nnx graph and the state that is no parameter."""
     definition = settings.definition
     graphdef, params, state = split_model(definition, settings.dtype)
-    params = nnx_params(definition, params, definition.initial_params(settings.seed, settings.dtype))
-    return shard(params, mesh, units=definition.units, param_map=definition.param_map), graphdef, state
+    params = nnx_params(definition, params, settings.initial_params)
+    sharded = shard(params, mesh, units=definition.units, param_map=definition.param_map, mp_policy=settings.policy)
+    return sharded, graphdef, state
 
 
 def split_model(definition: ModelDefinition, dtype: str) -> tuple[Any, Any, Any]:
@@ -103,11 +110,11 @@ def nnx_params(definition: ModelDefinition, params: Any, values: dict[str, np.nd
 
 
 def optimizer_of(settings: RunSettings) -> optax.GradientTransformation:
-    """The optimizer of a run."""
+    """The optimizer of a run, on shards."""
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "sgd":
-        return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=MOMENTUM))
-    return optax.adamw(rate, weight_decay=decay)
+        return sharded_optimizer(optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=MOMENTUM)))
+    return sharded_optimizer(optax.adamw(rate, weight_decay=decay))
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,20 @@ from crossframe.trace import Event
 from experiments.data import Batch
 from experiments.parity.faults import fault_in_effect
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
-from torch_backend import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
+from torch_backend import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from torch_backend.dtypes import to_numpy
 from torch_backend.observe import Observer, observe
+from torch_backend.other_rounding import OtherRounding
 from torch_backend.shards import layouts_of, local_pieces
 
+PACKAGES = ("torch", "numpy")
 
-def record_torch(settings: RunSettings, output: Path, *, overwrite: bool = False) -> None:
+
+def record_torch(settings: RunSettings, output: Path, *, twins: int = 0, overwrite: bool = False) -> None:
     """Train and record; returns when all ranks have finished.
+
+    Args:
+        twins: how many twins of the run are recorded behind it, inside its folder.
 
     Raises:
         UsageError: fewer devices than ranks.
@@ -36,17 +43,19 @@ def record_torch(settings: RunSettings, output: Path, *, overwrite: bool = False
         multiprocessing.ProcessRaisedException: a rank failed; the others were ended.
     """
     device = choose_device(settings.device, torch.cuda.device_count(), settings.world_size)
-    manifest = settings.manifest("torch", ("torch", "numpy"))
-    create_recording(output, manifest, overwrite=overwrite)
+    runs = [(run, run.manifest("torch", PACKAGES), path) for run, path in settings.runs(output, twins)]
+    for _, manifest, path in runs:
+        create_recording(path, manifest, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (settings, manifest, output, device, str(Path(folder, "store")))
+        arguments = (runs, device, str(Path(folder, "store")))
         multiprocessing.spawn(_rank, args=arguments, nprocs=settings.world_size)  # type: ignore[attr-defined]
 
 
-def _rank(rank: int, settings: RunSettings, manifest: Manifest, output: Path, device: str, store_path: str) -> None:
-    join(rank, settings.world_size, device, store_path)
+def _rank(rank: int, runs: list[tuple[RunSettings, Manifest, Path]], device: str, store_path: str) -> None:
+    join(rank, runs[0][0].world_size, device, store_path)
     try:
-        record_rank(settings, manifest, output, rank, torch.device(device))
+        for settings, manifest, path in runs:
+            record_rank(settings, manifest, path, rank, torch.device(device))
     finally:
         dist.destroy_process_group()
 
@@ -65,7 +74,8 @@ def join(rank: int, world_size: int, device: str, store_path: str) -> None:
 
 def record_rank(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
     """Train and record one rank of the default process group, into a recording that was created."""
-    with fault_in_effect(settings.fault), RecordingWriter(output, manifest, rank) as writer:
+    rounding = OtherRounding(settings.twin) if settings.twin else nullcontext()
+    with fault_in_effect(settings.fault), rounding, RecordingWriter(output, manifest, rank) as writer:
         _train(settings, manifest, writer, rank, device)
 
 
@@ -92,15 +102,15 @@ def optimizer_of(settings: RunSettings, params: Iterable[nn.Parameter]) -> torch
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy().copy()
+    return to_numpy(tensor).copy()
 
 
 def build_model(settings: RunSettings, device: torch.device) -> FullyShardedDataParallel:
     """The model with its initial values, sharded."""
     definition = settings.definition
     module, unit_classes = definition.make_torch()
-    module = module.to(getattr(torch, settings.dtype))
-    load_initial(module, definition.initial_params(settings.seed, settings.dtype))
+    module = module.to(getattr(torch, settings.stored_dtype))
+    load_initial(module, settings.initial_params)
     names, sizes = ("replicate", "shard"), (settings.spec.replicate, settings.spec.shard)
     strategies = {each.strategy: each for each in ShardingStrategy}
     return FullyShardedDataParallel(
@@ -109,8 +119,17 @@ def build_model(settings: RunSettings, device: torch.device) -> FullyShardedData
         sharding_strategy=strategies[Strategy(settings.strategy)],
         auto_wrap_policy=ModuleWrapPolicy(unit_classes),
         device_id=device,
+        mixed_precision=_mixed_precision(settings),
         use_orig_params=True,
     )
+
+
+def _mixed_precision(settings: RunSettings) -> MixedPrecision | None:
+    if settings.dtype == settings.stored_dtype:
+        return None
+    low, full = getattr(torch, settings.dtype), getattr(torch, settings.stored_dtype)
+    # Batch norm too, so that the units are those of the other framework.
+    return MixedPrecision(low, reduce_dtype=full, buffer_dtype=low, _module_classes_to_ignore=())
 
 
 def load_initial(module: nn.Module, params: Mapping[str, np.ndarray]) -> None:

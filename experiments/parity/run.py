@@ -1,7 +1,8 @@
-"""`crossframe parity`: four recordings, made by processes of their own, and the pairs to compare."""
+"""`crossframe parity`: recordings in both frameworks, made by processes of their own, and the pairs to compare."""
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
-from experiments.parity.progress import watch
+from experiments.parity.progress import bars, watch
 from experiments.parity.settings import DTYPES, RunSettings
 
 FRAMEWORKS = ("torch", "jax")
@@ -17,29 +18,41 @@ REPORTS = ("report.json", "report.html")
 
 
 def run_parity(
-    model: str, common: dict[str, Any], folder: Path, *, fault: str, fault_in: str, console: Console
+    model: str,
+    common: dict[str, Any],
+    folder: Path,
+    *,
+    dtypes: Sequence[str],
+    twins: int,
+    fault: str,
+    fault_in: str,
+    console: Console,
 ) -> list[tuple[Recording, Recording]]:
-    """Record the model in both frameworks and both dtypes below `folder`.
+    """Record the model in both frameworks and some dtypes below `folder`.
+
+    Args:
+        twins: how many twins torch records, but in float64, where bounds are known beforehand.
 
     Returns:
-        (torch, JAX) for each dtype, float64 first.
+        (torch, JAX) for each dtype.
 
     Raises:
         UsageError: settings out of range, or a recording that failed, with what it printed.
     """
     runs = {
         (framework, dtype): RunSettings(model, dtype, **common, fault=fault if framework == fault_in else "")
-        for dtype in DTYPES
+        for dtype in dict.fromkeys(dtypes)
         for framework in FRAMEWORKS
     }
     _clear_report(folder)
     recordings = {}
     for (framework, dtype), settings in runs.items():
         path = folder / f"{framework}-{dtype}"
-        with watch(console, [(f"{framework:5} {dtype}", path)], settings):
-            _record(framework, settings, path)
+        beside = twins if framework == "torch" and dtype != "float64" else 0
+        with watch(console, bars(f"{framework:5} {dtype}", settings, path, beside), settings):
+            _record(framework, settings, path, beside)
         recordings[framework, dtype] = path
-    return [tuple(Recording.open(recordings[f, dtype]) for f in FRAMEWORKS) for dtype in DTYPES]  # type: ignore[misc]
+    return [tuple(Recording.open(recordings[f, dtype]) for f in FRAMEWORKS) for dtype in dict.fromkeys(dtypes)]  # type: ignore[misc]
 
 
 def _clear_report(folder: Path) -> None:
@@ -56,8 +69,9 @@ def _clear_report(folder: Path) -> None:
         report.unlink()
 
 
-def _record(framework: str, settings: RunSettings, path: Path) -> None:
-    command = [sys.executable, "-m", "experiments.entry", *settings.arguments(framework, path)]
+def _record(framework: str, settings: RunSettings, path: Path, twins: int) -> None:
+    arguments = [*settings.arguments(framework, path), "--twins", str(twins)]
+    command = [sys.executable, "-m", "experiments.entry", *arguments]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if ended.returncode:
         said = ended.stdout.strip().splitlines()

@@ -1,18 +1,23 @@
 """What a run is: everything that both frameworks must agree on before they start."""
 
 import importlib.metadata
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
+from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Manifest, Schedule
+from crossframe.recording.lines import twin_folder
+from crossframe.recording.twins import moved
 from crossframe.strategy import Strategy
 from experiments.data import Batch
 from experiments.models import ModelDefinition, model_named
 from experiments.parity.faults import check_fault
 
-DTYPES = ("float64", "float32")
+DTYPES = ("float64", "float32", "bfloat16")
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 MOMENTUM = 0.9
 STRATEGIES = tuple(strategy.value for strategy in Strategy if strategy is not Strategy.NO_SHARD)
@@ -34,6 +39,8 @@ class RunSettings:
         accumulate: microbatches of a step, of which the last one reduces what all have accumulated.
         device: "cpu", "cuda", or "auto": GPUs if there are enough, otherwise the CPU.
         fault: name of a fault to put in on purpose (`experiments.parity.faults`), or "".
+        dtype: in which it computes. In bfloat16 parameters are stored, and gradients reduced, in float32 (R33).
+        twin: 0, or which twin of the run this is: the same but for its rounding (`crossframe.recording.twins`).
 
     Raises:
         UsageError: anything out of range; the message names it.
@@ -54,10 +61,18 @@ class RunSettings:
     optimizer: str = "adamw"
     clip: float | None = None
     accumulate: int = 1
+    twin: int = 0
 
     def __post_init__(self) -> None:
         model_named(self.model)
-        for name, least in (("world_size", 1), ("steps", 1), ("batch_size", 1), ("seed", 0), ("accumulate", 1)):
+        for name, least in (
+            ("world_size", 1),
+            ("steps", 1),
+            ("batch_size", 1),
+            ("seed", 0),
+            ("accumulate", 1),
+            ("twin", 0),
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise UsageError(f"{name.replace('_', '-')}: expected an integer of at least {least}, got {value!r}")
@@ -90,10 +105,28 @@ class RunSettings:
         """The grid of ranks."""
         return mesh_of(self.mesh) if self.mesh else MeshSpec(shard=self.world_size)
 
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of parameters."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """What is cast on the way (R33)."""
+        if self.dtype == self.stored_dtype:
+            return PrecisionPolicy()
+        return PrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.stored_dtype, buffer_dtype=self.dtype)
+
+    @property
+    def initial_params(self) -> dict[str, np.ndarray]:
+        """Initial values by canonical name; a twin's are a unit in the last place away."""
+        values = self.definition.initial_params(self.seed, self.stored_dtype)
+        return {name: moved(name, value, self.twin) for name, value in values.items()}
+
     def batch(self, step: int, rank: int) -> Batch:
         """What a rank is fed at a step, all microbatches of it."""
         samples = self.batch_size * self.accumulate
-        return self.definition.batch(self.seed, step, rank, self.world_size, samples, self.dtype)
+        return self.definition.batch(self.seed, step, rank, self.world_size, samples, self.stored_dtype)
 
     def manifest(self, framework: str, packages: tuple[str, ...]) -> Manifest:
         """The manifest of a recording of this run."""
@@ -108,7 +141,7 @@ class RunSettings:
             terms=self.batch_size * self.definition.terms,
             schedule=Schedule(dense=2, every=5),
             param_map=self.definition.param_map,
-            units=self.definition.unit_layouts(self.spec.shard, self.dtype),
+            units=self.definition.unit_layouts(self.spec.shard, self.stored_dtype, self.policy.param_dtype),
             strategy=self.strategy,
             versions={name: importlib.metadata.version(name) for name in packages},
             settings={
@@ -119,14 +152,26 @@ class RunSettings:
             | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
             | ({"clip": self.clip} if self.clip is not None else {})
             | ({"accumulate": self.accumulate} if self.accumulate > 1 else {})
-            | ({"fault": self.fault} if self.fault else {}),
+            | ({"fault": self.fault} if self.fault else {})
+            | ({"twin": self.twin} if self.twin else {}),
         )
+
+    def runs(self, output: Path, twins: int) -> list[tuple["RunSettings", Path]]:
+        """This run and so many twins of it, and where each is recorded.
+
+        Raises:
+            UsageError: a number of twins that says nothing.
+        """
+        if type(twins) is not int or twins < 0 or twins == 1:
+            raise UsageError(f"twins: expected 0, or 2 and more (4 are good), got {twins!r}: one alone shows no spread")
+        others = [(replace(self, twin=i), output / twin_folder(i)) for i in range(1, twins + 1)]
+        return [(self, output), *others]
 
     def arguments(self, framework: str, output: Path) -> list[str]:
         """The command line that records this run."""
         arguments = ["record", framework, self.model, "--output", str(output), "--overwrite"]
         for name, value in asdict(self).items():
-            if name not in ("model", "weight_decay") and value not in ("", None):
+            if name not in ("model", "weight_decay", "twin") and value not in ("", None):
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         return arguments
 

@@ -81,9 +81,16 @@ def pieces_of(layout: Layout, rank: int, arrays: dict[str, np.ndarray]) -> dict[
     }
 
 
-def write_run(directory: Path, made: Manifest, *, tamper: Tamper | None = None, stop_before: int | None = None) -> None:
+def write_run(
+    directory: Path,
+    made: Manifest,
+    *,
+    tamper: Tamper | None = None,
+    stop_before: int | None = None,
+    overwrite: bool = False,
+) -> None:
     """Record a run; `stop_before` kills every rank inside that step."""
-    create_recording(directory, made)
+    create_recording(directory, made, overwrite=overwrite)
     for rank in range(made.world_size):
         try:
             with RecordingWriter(directory, made, rank) as writer:

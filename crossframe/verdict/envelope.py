@@ -1,0 +1,238 @@
+"""How far rounding drove runs like these apart: measured on twins, quantity by quantity.
+
+A twin is the run once more, with other rounding (`crossframe.recording.twins`). At every quantity q the k twins lie at distances
+t_1 ... t_k from the run. Their root mean square s is the spread, and the other recording is held against
+
+    d <= factor * s,     factor = margin * max over q and i of  t_i / rms(t_j, j != i)
+
+The maximum, over all quantities of one kind, is how far the most eccentric twin strays when it is judged by the others. Were
+the other recording one more twin, its chance to stray further than all k of them is at most 1 / (k + 1): of k + 1 like things
+each is the most extreme as often. The margin makes that rare enough. Where a quantity moves in one direction alone, t_i is the
+size of a normal variable, and the ratio has Student's distribution with k degrees of freedom, whose tail falls as x^-k; where
+it moves in many directions it falls faster. So going beyond `margin` times the maximum has a chance of at most
+margin^-k / (k + 1), and
+
+    margin = ((k + 1) * FALSE_ALARMS / kinds)^(-1 / k)
+
+makes that FALSE_ALARMS a comparison of so many kinds of quantities. More twins allow a smaller margin. Nothing here is fitted
+to any fault.
+
+[Note: unsteady elements] An optimizer that divides a gradient by its size turns one that is next to zero into a whole step,
+this way or that. Whether one does is a matter of luck and not of how far the twins lie apart. So an update is judged by its
+steady elements: those whose gradient stood out from what rounding makes of it, in both recordings, at every recorded step so
+far. Of these the few that lie furthest apart are left out too (`trimmed_distance`), for the steps that were not recorded.
+
+A distance is never taken to be smaller than one unit in the last place of one typical element: what all twins agree upon may
+still fall to its neighbour in another implementation.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from crossframe.dtypes import unit_roundoff
+from crossframe.errors import RecordingError
+from crossframe.recording import Recording
+from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
+from crossframe.verdict.judge import Judgement, judge
+from crossframe.verdict.metrics import distance, norm, ratio, trimmed_distance
+from crossframe.verdict.quantities import Pair, Quantity, finite
+
+FALSE_ALARMS = 1e-3
+"""The rate of right pairs that are called a bug, where twins round as the other recording does."""
+LEAST_TWINS = 2
+
+Measure = Callable[[np.ndarray, np.ndarray], float]
+MEASURES: dict[str, Measure] = {FORWARD: distance, BACKWARD: distance, REDUCE: distance, UPDATE: trimmed_distance}
+"""How distances are measured. Quantities of one phase are of one kind: they have a factor of their own."""
+
+Place = tuple[int, str, str]
+"""What is the same thing in all recordings of a run: (step, phase, parameter)."""
+
+
+def margin(num_twins: int) -> float:
+    """How much further than the most eccentric of so many twins another recording may lie.
+
+    >>> [round(margin(k), 1) for k in (2, 3, 4, 8)]
+    [36.5, 9.3, 5.3, 2.1]
+    """
+    return ((num_twins + 1) * FALSE_ALARMS / len(MEASURES)) ** (-1 / num_twins)
+
+
+def eccentricity(distances: np.ndarray) -> float:
+    """The largest distance in units of the root mean square of the others.
+
+    >>> eccentricity(np.array([3.0, 1.0, 1.0]))
+    3.0
+    """
+    squares = np.square(distances)
+    largest = squares.max()
+    others = (squares.sum() - largest) / (squares.size - 1)
+    return math.sqrt(largest / others) if others else 1.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where the twins of one run lie.
+
+    Attributes:
+        run: what the recording is called.
+        num_twins: how many.
+        factors: by phase, how many times the spread is allowed.
+        of: the spread, by place.
+    """
+
+    run: str
+    num_twins: int
+    factors: dict[str, float]
+    of: dict[Place, float]
+
+    def limit(self, place: Place) -> float | None:
+        """How far another recording may lie there; None where the twins were not recorded."""
+        spread = self.of.get(place)
+        return None if spread is None else self.factors[place[1]] * spread
+
+
+def spread_of(recording: Recording, twins: Sequence[Recording]) -> Spread:
+    """Measure the twins of a run.
+
+    Raises:
+        RecordingError: fewer than two.
+    """
+    if len(twins) < LEAST_TWINS:
+        raise RecordingError(
+            f"{recording.directory}: expected at least {LEAST_TWINS} twins, got {len(twins)}; record with --twins 4"
+        )
+    name, pairs = recording.directory.name, [Pair(recording, twin) for twin in twins]
+    before = _measured(name, pairs, (FORWARD, BACKWARD, REDUCE), None)
+    updates = _measured(name, pairs, (UPDATE,), before)
+    return Spread(name, len(twins), before.factors | updates.factors, before.of | updates.of)
+
+
+def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: Spread | None) -> Spread:
+    """The spread in some phases.
+
+    Args:
+        before: of the gradients, where it is known: it says which elements are steady.
+    """
+    found: dict[Place, list[float]] = {}
+    for pair in pairs:
+        steady = Steady(before.limit if before else None)
+        for group in pair.groups():
+            steady.note(group)
+            if group[0].phase in phases:
+                apart = max(_apart(steady.of(quantity)) for quantity in group)
+                least = max(_resolution(quantity, pair.a.manifest.dtype) for quantity in group)
+                found.setdefault(_place(group[0]), []).append(math.hypot(apart, least))
+    whole = {place: np.array(apart) for place, apart in found.items() if len(apart) == len(pairs)}
+    factors = {}
+    for phase in phases:
+        strayed = (eccentricity(apart) for place, apart in whole.items() if place[1] == phase)
+        factors[phase] = margin(len(pairs)) * max(strayed, default=1.0)
+    of = {place: float(np.sqrt(np.mean(np.square(apart)))) for place, apart in whole.items()}
+    return Spread(run, len(pairs), factors, of)
+
+
+class Steady:
+    """Which elements of parameters are steady: see the note above. A walk through one pair of recordings."""
+
+    def __init__(self, limit: Callable[[Place], float | None] | None) -> None:
+        """`limit` is of reduced gradients; None: all elements are steady."""
+        self._limit = limit
+        self._unsteady: dict[str, np.ndarray] = {}
+
+    def note(self, group: list[Quantity]) -> None:
+        """Look at reduced gradients as they come by."""
+        if self._limit is None or group[0].phase != REDUCE:
+            return
+        limit, name = self._limit(_place(group[0])), group[0].parameter
+        if limit is None:
+            return
+        element = limit / math.sqrt(group[0].a.size)
+        for quantity in group:
+            small = (np.abs(finite(quantity.a)) <= element) | (np.abs(finite(quantity.b)) <= element)
+            self._unsteady[name] = small | self._unsteady.get(name, False)
+
+    def of(self, quantity: Quantity) -> Quantity:
+        """An update in which unsteady elements are as in the first recording; other quantities as they are."""
+        unsteady = self._unsteady.get(quantity.parameter)
+        if quantity.phase != UPDATE or unsteady is None:
+            return quantity
+        hides = unsteady & np.isfinite(quantity.b.astype(np.float64))
+        return replace(quantity, b=np.where(hides, quantity.a, quantity.b))
+
+
+class Envelope:
+    """What two recordings are held against: the spread of the twins of either, or of both. Walks one pair once."""
+
+    def __init__(self, spreads: Sequence[Spread]) -> None:
+        self.spreads = tuple(spreads)
+        self._steady = Steady(self._limit)
+        self._chaos: dict[int, list[float]] = {}
+
+    @classmethod
+    def of(cls, a: Recording, b: Recording) -> "Envelope | None":
+        """The envelope of a pair; None if neither recording has twins."""
+        spreads = [spread_of(recording, twins) for recording in (a, b) if (twins := recording.twins())]
+        return cls(spreads) if spreads else None
+
+    def judge(self, group: list[Quantity]) -> list[Judgement]:
+        """Hold both sides of each quantity against what the twins reach there."""
+        if group[0].bound is None:
+            return [judge(quantity) for quantity in group]
+        self._steady.note(group)
+        self._note_chaos(group)
+        limit = self._limit(_place(group[0]))
+        return [self._held(quantity, math.inf if limit is None else limit) for quantity in group]
+
+    def _limit(self, place: Place) -> float | None:
+        # The wider of both sides: what one framework rounds more often may lie outside the other's twins.
+        limits = [limit for spread in self.spreads if (limit := spread.limit(place)) is not None]
+        return max(limits, default=None)
+
+    def _held(self, quantity: Quantity, limit: float) -> Judgement:
+        """One quantity against its limit, in the quantity's own scale."""
+        steady = self._steady.of(quantity)
+        bound = ratio(limit, steady.scale)
+        judged = judge(replace(steady, bound=bound))
+        if judged.one_sided:
+            return judged
+        difference = ratio(_apart(steady), steady.scale)
+        return replace(judged, equal=judge(quantity).equal, difference=difference, beyond=difference > bound)
+
+    def _note_chaos(self, group: list[Quantity]) -> None:
+        place = _place(group[0])
+        if place[1] == REDUCE:
+            squares = self._chaos.setdefault(place[0], [0.0, 0.0])
+            squares[0] += max(spread.of.get(place, 0.0) for spread in self.spreads) ** 2
+            squares[1] += max(norm(finite(quantity.a)) for quantity in group) ** 2
+
+    @property
+    def saturated_from(self) -> int | None:
+        """The first step, of those judged so far, at which the twins' gradients are as far from the run's as those are from
+        zero: the runs have nothing to do with one another any more. None: not yet."""
+        return min((step for step, (apart, signal) in self._chaos.items() if apart >= signal), default=None)
+
+    def in_words(self) -> str:
+        """What was measured.
+
+        >>> Envelope([Spread("torch", 4, {}, {})]).in_words()
+        '4 twins of torch'
+        """
+        return " and ".join(f"{spread.num_twins} twins of {spread.run}" for spread in self.spreads)
+
+
+def _place(quantity: Quantity) -> Place:
+    return quantity.step, quantity.phase, quantity.parameter
+
+
+def _apart(quantity: Quantity) -> float:
+    return MEASURES[quantity.phase](finite(quantity.a), finite(quantity.b))
+
+
+def _resolution(quantity: Quantity, dtype: str) -> float:
+    # A loss is recorded as float64, in whatever dtype it was computed.
+    stored = dtype if quantity.phase == FORWARD else quantity.a.dtype.name
+    return 2 * unit_roundoff(stored) * norm(finite(quantity.a)) / math.sqrt(max(quantity.a.size, 1))

@@ -1,0 +1,74 @@
+"""The commands `crossframe bench core|torch|state|jax`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.console import console, exit_on_error
+
+bench = typer.Typer(no_args_is_help=True, help="Measure, side by side in one run.")
+Json = Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")]
+Output = Annotated[Path | None, typer.Option(help="Markdown file for the figures. Default: none")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny models, to see that it works.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a figure is over its limit.")]
+
+
+@bench.command("core")
+def bench_core(
+    output: Output = None,
+) -> None:
+    """Time layouts, plans and their cost for a model of 405 billion parameters, and the import of the core."""
+    from experiments.bench.command import run_core_bench
+
+    with exit_on_error():
+        raise typer.Exit(run_core_bench(console, output))
+
+
+@bench.command("torch")
+def bench_torch(
+    json: Json = None,
+    output: Output = None,
+    section: Annotated[
+        list[str] | None, typer.Option(help="Only step, host, memory, wrap, copies or gpu. May be repeated.")
+    ] = None,
+    quick: Quick = False,
+    strict: Strict = False,
+) -> None:
+    """Measure torch_backend beside torch's FSDP1, FSDP2 and DDP: time of a step, bookkeeping, memory, and GPUs if there are."""
+    from experiments.bench.command import run_torch_bench
+
+    with exit_on_error():
+        raise typer.Exit(
+            run_torch_bench(
+                console, output=output, json_output=json, sections=section or (), quick=quick, strict=strict
+            )
+        )
+
+
+@bench.command("state")
+def bench_state(
+    json: Json = None,
+    output: Output = None,
+    quick: Quick = False,
+    strict: Strict = False,
+) -> None:
+    """Measure state dicts and checkpoints of torch_backend beside those of torch's FSDP1 and FSDP2: time and memory."""
+    from experiments.bench.command import run_state_bench
+
+    with exit_on_error():
+        raise typer.Exit(run_state_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+
+
+@bench.command("jax")
+def bench_jax(
+    json: Json = None,
+    output: Output = None,
+    quick: Quick = False,
+    strict: Strict = False,
+) -> None:
+    """Measure jax_backend beside FSDP as JAX users write it, and beside a replicated model: time, compilation, memory."""
+    from experiments.bench.command import run_jax_bench
+
+    with exit_on_error():
+        raise typer.Exit(run_jax_bench(console, output=output, json_output=json, quick=quick, strict=strict))

@@ -1,0 +1,91 @@
+"""A run that rounds otherwise: by how much, where, and where not."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_backend.other_rounding import OtherRounding
+
+
+def rounded(seed, act):
+    with OtherRounding(seed):
+        return act()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_results_fall_to_a_neighbour_or_stay(dtype):
+    x = torch.randn(200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    right, found = torch.tanh(x), rounded(1, lambda: torch.tanh(x))
+    up, down = (torch.nextafter(right, torch.full_like(right, sign * torch.inf)) for sign in (1, -1))
+    for each in (up, right, down):
+        assert 0.2 < (found == each).float().mean() < 0.5
+    assert ((found == right) | (found == up) | (found == down)).all()
+
+
+def test_products_of_matrices_are_summed_in_another_order():
+    """In float64 beside one of 60 terms that cancel, of which each order leaves another rest."""
+    a = torch.randn(1, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e8
+    b = torch.cat([torch.ones(30, 1), -torch.ones(30, 1)]).double()
+    a[:, 30:] = a[:, :30].flip(1)
+    exact = 0.0
+    found = {float(rounded(seed, lambda: a @ b)) for seed in range(1, 9)}
+    assert len(found) > 4
+    # Summing n terms errs by at most (n - 1) u sum |t|.
+    assert all(abs(each - exact) <= 59 * 2**-53 * float(a.abs().sum()) * 1.01 for each in found)
+
+
+def test_what_moves_selects_or_casts_data_is_left_alone():
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    acts = [
+        lambda: x.clone(), lambda: x.t().contiguous(), lambda: torch.cat([x, x]), lambda: x[[2, 0]], lambda: x.relu(),
+        lambda: x.bfloat16(), lambda: torch.where(x > 0, x, 0), lambda: nn.functional.pad(x, (1, 1)), lambda: x.max(0).values,
+        lambda: nn.functional.embedding(torch.tensor([1, 1]), x), lambda: -x, lambda: torch.empty(6, 5).copy_(x),
+    ]  # fmt: skip
+    for act in acts:
+        torch.testing.assert_close(rounded(3, act), act(), rtol=0, atol=0)
+
+
+def test_zeros_what_is_not_finite_and_counts_stay():
+    x = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 2.0])
+    found = rounded(1, lambda: x * 1.0)
+    torch.testing.assert_close(found[:4], x[:4], rtol=0, atol=0, equal_nan=True)
+    count = torch.tensor(3.0)
+    for seed in range(20):
+        assert rounded(seed, lambda: count + 1) == 4.0
+
+
+def test_training_differs_by_rounding_alone_in_forward_backward_and_the_optimizer():
+    def train(seed, steps=3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 2)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=seed % 2 == 0)
+        x = torch.randn(7, 6, dtype=torch.float64)
+
+        def loop():
+            for _ in range(steps):
+                model(x).square().mean().backward()
+                grads = [param.grad.clone() for param in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+            return grads, [param.detach().clone() for param in model.parameters()]
+
+        return loop() if seed == 0 else rounded(seed, loop)
+
+    run, twin, other, again = train(0), train(1), train(2), train(1)
+    for a, b, c, d in zip(*(sum(each, []) for each in (run, twin, other, again)), strict=True):
+        assert not (a == b).all() and not (b == c).all()
+        assert (b == d).all()  # a seed says which way
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_the_optimizer_alone_rounds_otherwise_too():
+    for make in (torch.optim.AdamW, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)):
+        params = [nn.Parameter(torch.linspace(1, 2, 50)) for _ in range(2)]
+        for seed, param in zip((0, 1), params, strict=True):
+            optimizer = make([param])
+            with OtherRounding(seed) if seed else torch.no_grad():
+                for _ in range(2):
+                    param.grad = torch.linspace(-1, 1, 50)
+                    optimizer.step()
+        assert not (params[0] == params[1]).all()
+        torch.testing.assert_close(*params, rtol=1e-5, atol=1e-6)

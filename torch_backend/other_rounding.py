@@ -1,0 +1,103 @@
+"""The same training with other rounding: sums in other orders, and results that fall to a neighbouring number.
+
+[Note: what a twin may do] Two right implementations of one computation differ in the order of their sums, in the last digits of
+their elementary functions, and in where low precision kernels round at all. `OtherRounding` makes a run that differs from
+itself in the same ways and no other: products of matrices are summed in another order, and the result of each operation that
+rounds is moved, element by element, to one of its neighbours or left, at random (D. Parker, Monte Carlo arithmetic, UCLA
+1997). What moves, selects or casts data is left alone: it has one right answer. So are zeros (masks, padding, unused
+parameters), what is not finite, and single whole numbers (an optimizer's count of its steps).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+
+_ROUNDS = """
+    mm bmm addmm baddbmm mv dot convolution convolution_backward add add_ sub sub_ rsub mul mul_ div div_ addcmul addcmul_
+    addcdiv addcdiv_ lerp lerp_ pow pow_ sqrt sqrt_ rsqrt reciprocal exp exp_ expm1 log log1p tanh sigmoid erf sin cos gelu
+    gelu_backward silu silu_backward mish softplus softplus_backward elu elu_backward tanh_backward sigmoid_backward _softmax
+    _softmax_backward_data _log_softmax _log_softmax_backward_data logsumexp sum mean cumsum var var_mean std std_mean prod
+    linalg_vector_norm norm native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+    native_batch_norm native_batch_norm_backward _native_batch_norm_legit cudnn_batch_norm cudnn_batch_norm_backward
+    _fused_rms_norm _fused_rms_norm_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
+    nll_loss_forward mse_loss mse_loss_backward binary_cross_entropy binary_cross_entropy_with_logits embedding_dense_backward
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_cudnn_attention_backward _foreach_add _foreach_add_ _foreach_sub_ _foreach_mul _foreach_mul_
+    _foreach_div _foreach_div_ _foreach_addcmul _foreach_addcmul_ _foreach_addcdiv _foreach_addcdiv_ _foreach_lerp_
+    _foreach_sqrt _foreach_sqrt_ _foreach_pow _foreach_reciprocal_ _foreach_norm _fused_adam_ _fused_adamw_ _fused_sgd_
+"""
+ROUNDING = frozenset(getattr(aten, name) for name in _ROUNDS.split() if hasattr(aten, name))
+"""Operations whose results are rounded."""
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class OtherRounding(TorchDispatchMode):
+    """A context in which torch rounds otherwise, forward, backward and in the optimizer.
+
+    Args:
+        seed: which of many ways. All ranks of a run must be given the same: replicas then stay equal to one another.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        packet = func.overloadpacket
+        if packet not in ROUNDING:
+            return func(*args, **(kwargs or {}))
+        result = func(*self._reordered(packet, args), **(kwargs or {}))
+        if result is None:  # a list of tensors was changed in place: the first argument
+            written = args[0]
+        else:
+            written = result
+        for leaf in tree_leaves(written):
+            if isinstance(leaf, Tensor):
+                self._move(leaf)
+        return result
+
+    def _reordered(self, packet: Any, args: tuple) -> tuple:
+        """The same products with the terms of their sums in another order."""
+        match packet:
+            case aten.mm | aten.bmm:
+                first = 0
+            case aten.addmm | aten.baddbmm:
+                first = 1
+            case _:
+                return args
+        a, b = args[first], args[first + 1]
+        if type(a) is not Tensor or type(b) is not Tensor:
+            return args
+        order = torch.randperm(a.shape[-1], generator=self._generator(a.device), device=a.device)
+        return (
+            *args[:first],
+            a.index_select(-1, order),
+            b.index_select(-2, order),
+            *args[first + 2 :],
+        )
+
+    def _move(self, tensor: Tensor) -> None:
+        local = getattr(tensor, "_local_tensor", tensor)
+        integers = _INTEGERS.get(local.element_size())
+        if not local.is_floating_point() or integers is None or local.numel() == 0:
+            return
+        if local.numel() == 1 and bool(local.detach() == local.detach().round()):
+            return
+        away = torch.randint(-1, 2, local.shape, generator=self._generator(local.device), device=local.device)
+        away = away.to(integers) * ((local != 0) & torch.isfinite(local))
+        # The bits of a float, read as an integer, count its magnitude.
+        local.view(integers).add_(away)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
