@@ -5,7 +5,6 @@ where torch's stopped, and torch's where it did. What several processes do toget
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from crossframe.verdict.bounds import bounds_for
 from experiments import train_jax
 from experiments.data import text_batch
 from experiments.parity.record_jax import nnx_params
+from experiments.train import loop
 from experiments.train.settings import TrainSettings
 from experiments.train_jax import train
 from jax_backend.nnx import split, with_params
@@ -40,7 +40,7 @@ WHAT = {
     "seed": 3,
     "checkpoint_every": 2,
 }
-HOW = {"precision": "float64", "layout": "flat", "micro_batch_size": 3}
+HOW = {"precision": "float64", "layout": "flat"}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_two_processes_go_on_where_one_was_killed_stop_when_asked_and_end_as_if_
     folder, found, said = processes
     # The second process was asked to stop in the third step; the first one, which was not, stopped behind it too.
     names = ["damaged-step-00000004", "step-00000002", "step-00000003"]
-    assert [each["training"] for each in found] == [[True, names, True]] * 2
+    assert [each["training"] for each in found] == [[True, names, True, True]] * 2
     assert "DAMAGED" in said[0] and "rank00001.safetensors has other content" in said[0]
     assert "asked to stop: stopped at step 3 of 4" in said[0] and "step-00000003, step 3" in said[0]
     assert "step 3" not in said[1]  # the first process alone speaks
@@ -149,7 +149,7 @@ def test_orbax_saves_and_restores_in_two_processes(processes):
 
 
 ELSEWHERE = [
-    (3, {"layout": "ragged", "strategy": "shard_grad_op"}),
+    (3, {"layout": "ragged", "strategy": "shard_grad_op", "micro_batch_size": 2}),
     (4, {"layout": "per_param", "strategy": "hybrid_shard", "shard": 2}),
     (1, {"layout": "flat"}),
     (4, {"layout": "ragged"}),
@@ -161,7 +161,7 @@ def test_R36_R37_a_run_goes_on_on_other_devices_with_the_losses_that_it_would_ha
     whole, tmp_path, num_devices, how
 ):
     resume = whole.output / "checkpoints" / "step-00000002"
-    there = replace(whole, output=tmp_path, resume=str(resume), micro_batch_size=None, **how)
+    there = replace(whole, output=tmp_path, resume=str(resume), **how)
     assert train(there, jax.devices("cpu")[:num_devices])
     near(lines(tmp_path), lines(whole.output), 2)
 
@@ -177,36 +177,23 @@ def train_in_torch(rank, world_size, settings):
 def test_R36_R37_torch_goes_on_where_jax_stopped_and_jax_where_torch_did(ranks, whole, tmp_path):
     common = {**WHAT, "precision": "float64", "device": "cpu"}
     at_2 = whole.output / "checkpoints" / "step-00000002"
-    for i, (world_size, how) in enumerate([(3, {"face": "fsdp1"}), (2, {"layout": "ragged"})]):
-        settings = TrainSettings(tmp_path / str(i), **common, resume=str(at_2), keep=9, **how)
+    for i, (world_size, how) in enumerate([(3, {"face": "fsdp1", "checkpoint_every": 1}), (2, {"layout": "ragged"})]):
+        settings = TrainSettings(tmp_path / str(i), **common | how, resume=str(at_2))
         assert all(ranks.run(world_size, train_in_torch, settings))
         near(lines(settings.output), lines(whole.output), 2)
-    # What one has written the other writes again, bit for bit: nothing is lost or rounded on the way.
-    last = tmp_path / "0" / "checkpoints" / "step-00000004"
-    settings = replace(whole, output=tmp_path / "jax", resume=str(last), steps=4, layout="per_param")
-    settings = replace(settings, micro_batch_size=None)
+
+    at_3 = tmp_path / "0" / "checkpoints" / "step-00000003"
+    settings = replace(whole, output=tmp_path / "jax", resume=str(at_3), layout="per_param")
     trainer = train_jax.JaxTrainer(settings, train_jax.make_mesh(MeshSpec(2), jax.devices("cpu")[:2]))
-    trainer.load(last)
+    assert loop.run(settings, train_jax.JaxProcesses(), lambda: trainer)
+    near(lines(settings.output), lines(whole.output), 3)
+    # What one has written the other writes again, bit for bit: nothing is lost or rounded on the way.
+    trainer.load(at_3)
     trainer.save(tmp_path / "again", {})
-    a, b = content(last), content(tmp_path / "again")
-    assert a.keys() == b.keys() and len(a) == 3 * 37 + 1
+    a, b = content(at_3), content(tmp_path / "again")
+    assert a.keys() == b.keys() and len(a) == 3 * 37 + 1 and a["step"] == 3
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-
-
-def test_asked_to_stop_a_run_saves_its_step_and_a_second_one_goes_on(whole, tmp_path, monkeypatch):
-    def batch_and_signal(seed, step, *rest):
-        if step == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return text_batch(seed, step, *rest)
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(train_jax, "text_batch", batch_and_signal)
-    settings = replace(whole, output=tmp_path, layout="per_param", checkpoint_every=100)
-    assert train(settings, jax.devices("cpu")[:2])
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    near(lines(tmp_path), lines(whole.output)[:1], 0)
 
 
 def plainly(settings):

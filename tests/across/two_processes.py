@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from crossframe import MeshSpec
 from crossframe.errors import CrossframeError
 from experiments import train_jax
+from experiments.train import loop
 from experiments.train.settings import TrainSettings
 from jax_backend import (
     ShardedParams,
@@ -107,16 +108,17 @@ def summons(folder: Path, rank: int) -> Any:
 
 
 def orbax(folder: Path, rank: int) -> Any:
-    """Saved and restored by orbax, on the mesh that it was saved on and on another one."""
+    """Saved and restored by orbax."""
     found = []
     sharded = sharded_as(MESHES["shard"], "per_param")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "orbax", sharded)
         checkpointer.wait_until_finished()
-        for mesh, layout in (("shard", "per_param"),):
-            other = sharded_as(MESHES[mesh], layout, seed=1)
-            like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), other)
-            found.append(same(checkpointer.restore(folder / "orbax", like), sharded))
+        like = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+            sharded_as(MESHES["shard"], "per_param", seed=1),
+        )
+        found.append(same(checkpointer.restore(folder / "orbax", like), sharded))
     return found
 
 
@@ -124,7 +126,8 @@ def training(folder: Path, rank: int) -> Any:
     """A run that goes on where another stopped, is asked to stop in one process, and goes on to its end."""
     settings = TrainSettings(**json.loads((folder / "settings.json").read_text()) | {"output": folder / "run"})
     devices = [next(d for d in jax.devices() if d.process_index == i) for i in range(2)]
-    text_batch = train_jax.text_batch
+    trainer = train_jax.JaxTrainer(settings, make_mesh(MeshSpec(2), devices))  # for both runs, which compiles once
+    text_batch, before = train_jax.text_batch, signal.getsignal(signal.SIGTERM)
 
     def batch_and_signal(seed: int, step: int, *rest: Any) -> Any:
         if (rank, step) == (1, STOPPED_IN):
@@ -132,10 +135,11 @@ def training(folder: Path, rank: int) -> Any:
         return text_batch(seed, step, *rest)
 
     train_jax.text_batch = batch_and_signal  # type: ignore[assignment]
-    stopped = train_jax.train(settings, devices)
+    stopped = loop.run(settings, train_jax.JaxProcesses(), lambda: trainer)
     train_jax.text_batch = text_batch
     there = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-    return [stopped, there, train_jax.train(settings, devices)]
+    ended = loop.run(settings, train_jax.JaxProcesses(), lambda: trainer)
+    return [stopped, there, ended, signal.getsignal(signal.SIGTERM) is before]
 
 
 CHECKS = (checkpoints, summons, orbax, training)
