@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from crossframe.checkpoint import MODEL, CheckpointError, begin, finish, read, write_rank
+from crossframe.checkpoint import MODEL, CheckpointError, abandon, begin, check_about, finish, read, write_rank
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -29,12 +29,12 @@ def line_of(sharding, rank, padding):
     return line.astype("bfloat16")
 
 
-def saved(path, sharding, values=None):
+def saved(path, sharding, values=None, about=None):
     begin(path)
     for rank in range(sharding.mesh.shard):
         lines = {MODEL: [line_of(sharding, rank, padding=42)]}
         write_rank(path, rank, {MODEL: sharding}, lines, values if rank == 0 else None)
-    finish(path, {MODEL: sharding}, values)
+    finish(path, {MODEL: sharding}, values, about)
     return path
 
 
@@ -111,3 +111,40 @@ def test_a_checkpoint_is_whole_or_not_there_and_none_is_written_over(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["c"]
     with pytest.raises(CheckpointError, match="expected nothing there"):
         begin(path)
+
+
+def test_what_its_writer_told_of_it_is_given_back_and_what_json_has_not_is_refused(tmp_path):
+    about = {"step": 3, "settings": {"clip": 0.5, "layout": None}}
+    check_about(about)
+    path = saved(tmp_path / "c", made("flat", 2), about=about)
+    assert read(path).about == about and read(saved(tmp_path / "d", made("flat", 2))).about == {}
+    for wrong in ({"at": (1, 2)}, {3: "x"}, {"x": object()}, [1]):
+        with pytest.raises(CheckpointError, match="about: expected a dict of what JSON has"):
+            check_about(wrong)
+
+
+def test_a_file_that_the_finishing_rank_sees_otherwise_is_refused(tmp_path):
+    sharding, path = made("flat", 2), tmp_path / "c"
+    writing = begin(path)
+    for rank in range(2):
+        write_rank(path, rank, {MODEL: sharding}, {MODEL: [line_of(sharding, rank, 0)]})
+    file = writing / "rank00001.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])
+    with pytest.raises(CheckpointError, match=rf"its rank wrote {len(whole)} bytes, and here it has {len(whole) - 3}"):
+        finish(path, {MODEL: sharding})
+    file.write_bytes(whole)
+    finish(path, {MODEL: sharding})
+    assert sorted(each.name for each in path.iterdir()) == ["index.json", *read(path).files]
+    begin(tmp_path / "d")
+    abandon(tmp_path / "d")
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_lost_file_is_told_with_the_parameters_that_were_in_it(tmp_path):
+    path = saved(tmp_path / "c", made("flat", 2))
+    assert [read(path).complaint(name) for name in read(path).files] == ["", ""]
+    (path / "rank00001.safetensors").unlink()
+    assert [read(path).complaint(name) for name in read(path).files] == ["", "is missing"]
+    with pytest.raises(CheckpointError, match=r"what rank 1 held of 'w', 'b'\. Restore the file from a copy"):
+        read(path).lines(MODEL, made("flat", 1), 0)
