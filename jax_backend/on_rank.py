@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.collectives import rank_index, sum_over_ranks
 from jax_backend.gather import gather
 from jax_backend.local_grads import LocalGrads
+from jax_backend.mapped import mapped
 from jax_backend.mesh import rank_partition
 from jax_backend.sharded import ShardedParams
 from jax_backend.step import Source, Step, kept, over_shards, params_of, probes_of, sources_of
@@ -53,13 +54,14 @@ def run_on_ranks(
     by_rank, shards_at = rank_partition(step.mesh), tree.partitions
     # check_vma=False: otherwise JAX sums the cotangent of whatever is equal on all ranks over the ranks by itself,
     # in a dtype and at a place of its own. Here the gather's backward does all reducing, and the plan says how.
-    (losses, weights, new_state, aux, own), grads = jax.shard_map(
+    run = mapped(
         on_rank,
-        mesh=step.mesh,
-        in_specs=(shards_at(sharded.shards), shards_at(sharded.frozen), by_rank, by_rank, P(), by_rank),
-        out_specs=(by_rank, shards_at(sharded.shards) if step.reduction.now else {}),
-        check_vma=False,
-    )(sharded.shards, sharded.frozen, batch, state, rng, accumulated.lines if accumulated is not None else None)
+        step.mesh,
+        (shards_at(sharded.shards), shards_at(sharded.frozen), by_rank, by_rank, P(), by_rank),
+        (by_rank, shards_at(sharded.shards) if step.reduction.now else {}),
+    )
+    waiting = accumulated.lines if accumulated is not None else None
+    (losses, weights, new_state, aux, own), grads = run(sharded.shards, sharded.frozen, batch, state, rng, waiting)
     local = LocalGrads(own, tree) if step.probes else None
     reduced = ShardedParams(grads, tree) if step.reduction.now else local
     return losses, weights, reduced, new_state, aux, local if step.local_grads else None

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
 from jax_backend.collectives import all_gather
+from jax_backend.mapped import mapped
 from jax_backend.mesh import device_of, mesh_spec
 from jax_backend.sharded import ShardedParams, line_of, mesh_of
 from jax_backend.tree import Bucket, ParamTree
@@ -51,7 +52,7 @@ def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> Any:
     buckets = {name: sharded.buckets[name] for name in names}
     # check_vma=False: that every rank holds the same after an all-gather is known here, but not provable to JAX.
     specs = (tree.partitions(buckets),)
-    return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(buckets)
+    return mapped(on_rank, mesh, specs, P())(buckets)
 
 
 def writeback(sharded: ShardedParams, full_params: Any) -> ShardedParams:

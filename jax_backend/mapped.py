@@ -1,0 +1,48 @@
+"""shard_map as the engine uses it."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+
+def mapped(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map`, without checks of what varies over ranks, and with empty arrays made inside.
+
+    XLA's CPU compiler in jaxlib 0.11.2 ends the process where a program over several devices takes an empty array beside others.
+    """
+
+    def call(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        is_spec = lambda node: isinstance(node, P)  # noqa: E731
+        specs = jax.tree.leaves(
+            jax.tree.map(lambda spec, some: jax.tree.map(lambda _: spec, some), in_specs, args, is_leaf=is_spec),
+            is_leaf=is_spec,
+        )
+        empty = {i: jnp.shape(leaf) for i, leaf in enumerate(leaves) if not prod(jnp.shape(leaf))}
+
+        def whole(*given: jax.Array) -> Any:
+            others = iter(given)
+            found = [
+                jnp.zeros(_local(empty[i], specs[i], mesh), leaf.dtype) if i in empty else next(others)
+                for i, leaf in enumerate(leaves)
+            ]
+            return fn(*jax.tree.unflatten(structure, found))
+
+        rest = [i for i in range(len(leaves)) if i not in empty]
+        at = tuple(specs[i] for i in rest)
+        run = jax.shard_map(whole, mesh=mesh, in_specs=at, out_specs=out_specs, check_vma=False)
+        return run(*(leaves[i] for i in rest))
+
+    return call
+
+
+def _local(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one rank's part."""
+    axes = [*spec, *(None,) * (len(shape) - len(spec))]
+    parts = [prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ())) for axis in axes]
+    return tuple(size // part for size, part in zip(shape, parts, strict=True))
