@@ -28,7 +28,10 @@ MAY_NOT = {
 # What compares with torch's own FSDP imports it, and nothing else does.
 MAY_YET = {"torch.distributed.fsdp": ("experiments/spec/", "experiments/bench/")}
 # JAX's libraries stay at its edges.
-EDGES = {"flax": {"jax_backend/nnx.py", "jax_backend/linen.py"}, "optax": {"jax_backend/optim.py"}}
+EDGES = {
+    "flax": {"jax_backend/nnx.py", "jax_backend/linen.py"},
+    "optax": {"jax_backend/optim.py", "jax_backend/checkpoint_state.py"},
+}
 
 
 def imported(path: Path) -> set[str]:

@@ -20,7 +20,13 @@ def imported(path):
             yield node.module
 
 
-EDGES = {"nnx.py": {"flax"}, "linen.py": {"flax"}, "equinox.py": {"equinox"}, "optim.py": {"optax"}}
+EDGES = {
+    "nnx.py": {"flax"},
+    "linen.py": {"flax"},
+    "equinox.py": {"equinox"},
+    "optim.py": {"optax"},
+    "checkpoint_state.py": {"optax"},
+}
 
 
 def test_no_file_imports_torch_or_the_other_backend_and_only_the_edges_import_other_libraries():
