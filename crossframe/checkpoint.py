@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from crossframe.params import ParamSpec
 from crossframe.recording.tensors import carrier
 from crossframe.shown import shown
 
-FORMAT = "crossframe checkpoint 1"
+FORMAT = "crossframe checkpoint 2"
 INDEX = "index.json"
 # What a rank tells of its file until the index does.
 DESCRIBED = ".json"
@@ -79,23 +80,24 @@ def state_layout(layout: Any, entry: str, dtype: str, rename: Callable[[str], st
     return replace(layout, params=params)
 
 
-def begin(path: Path) -> Path:
+def begin(path: Path | str) -> Path:
     """Make the folder in which a checkpoint is written; one rank calls it.
 
     Raises:
-        CheckpointError: there is something at `path`, which is not written over.
+        CheckpointError: there is something at `path`, which is not written over; or no folder can be made there.
     """
-    path = Path(path)
+    path = _path(path)
     if path.exists():
         raise CheckpointError(f"{path}: expected nothing there, got a file or folder; pass another path, or remove it")
     writing = _writing(path)
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
+    with _writes(writing):
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
     return writing
 
 
 def write_rank(
-    path: Path,
+    path: Path | str,
     place: int,
     sections: Mapping[str, Sharding],
     lines: Mapping[str, Sequence[np.ndarray]],
@@ -108,6 +110,9 @@ def write_rank(
         sections: by name, how the ranks of one replica hold it.
         lines: by section and bucket the rank's buffer, of shape (padded_shard_numel,). What its padding holds is not written.
         values: of place 0: arrays that belong to no parameter.
+
+    Raises:
+        CheckpointError: it cannot be written, as on a full disk.
     """
     arrays: dict[str, np.ndarray] = {}
     for section, sharding in sections.items():
@@ -118,15 +123,16 @@ def write_rank(
             arrays[f"{section}:{bucket}"] = clean.view(carrier(clean.dtype))
     for key, value in (values or {}).items():
         arrays[f"value:{key}"] = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
-    file = _writing(Path(path)) / _file_of(place)
-    save_file(arrays, file)
-    flush(file)
-    # Each rank reads back its own: by one rank alone a large checkpoint would take long.
-    file.with_suffix(DESCRIBED).write_text(json.dumps(_described(file)))
+    file = _writing(_path(path)) / _file_of(place)
+    with _writes(file):
+        save_file(arrays, file)
+        flush(file)
+        # Each rank reads back its own: by one rank alone a large checkpoint would take long.
+        file.with_suffix(DESCRIBED).write_text(json.dumps(_described(file)))
 
 
 def finish(
-    path: Path,
+    path: Path | str,
     sections: Mapping[str, Sharding],
     values: Mapping[str, np.ndarray] | None = None,
     about: Mapping[str, Any] | None = None,
@@ -137,9 +143,10 @@ def finish(
         about: what else a reader wants to know of it, such as the step: JSON.
 
     Raises:
-        CheckpointError: a rank's file is not there, or not as it was written.
+        CheckpointError: a rank's file is not there, or not as it was written; or the index cannot be written.
     """
-    path, writing = Path(path), _writing(Path(path))
+    path = _path(path)
+    writing = _writing(path)
     world_size = next(iter(sections.values())).mesh.shard
     names = [_file_of(place) for place in range(world_size)]
     content = {
@@ -150,18 +157,19 @@ def finish(
         "values": {key: [value.dtype.name, list(value.shape)] for key, value in (values or {}).items()},
         "files": {name: _told(writing / name, world_size) for name in names},
     }
-    for name in names:
-        (writing / name).with_suffix(DESCRIBED).unlink()
-    (writing / INDEX).write_text(json.dumps({"content": content, "sha256": _digest(content)}, indent=1))
-    flush(writing / INDEX)
-    flush(writing)
-    writing.rename(path)
-    flush(path.parent)
+    with _writes(writing):
+        for name in names:
+            (writing / name).with_suffix(DESCRIBED).unlink()
+        (writing / INDEX).write_text(json.dumps({"content": content, "sha256": _digest(content)}, indent=1))
+        flush(writing / INDEX)
+        flush(writing)
+        writing.rename(path)
+        flush(path.parent)
 
 
-def abandon(path: Path) -> None:
+def abandon(path: Path | str) -> None:
     """Remove what was begun and cannot be finished; one rank calls it."""
-    shutil.rmtree(_writing(Path(path)), ignore_errors=True)
+    shutil.rmtree(_writing(_path(path)), ignore_errors=True)
 
 
 def check_about(about: Mapping[str, Any] | None) -> None:
@@ -256,13 +264,13 @@ class Saved:
             raise CheckpointError(f"{self.path / name}: cannot be read ({error})") from error
 
 
-def read(path: Path) -> Saved:
+def read(path: Path | str) -> Saved:
     """Read the index of a checkpoint.
 
     Raises:
         CheckpointError: no checkpoint, or an index that was changed.
     """
-    path = Path(path)
+    path = _path(path)
     try:
         wrapped = json.loads((path / INDEX).read_bytes())
         content, digest = wrapped["content"], wrapped["sha256"]
@@ -299,6 +307,23 @@ def _unit_from_json(unit: dict) -> tuple[str, Any]:
         for name, shape, dtype, aliases, trained in unit["params"]
     )
     return unit["unit"], layout_from_json(unit["layout"], params)
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike) or not Path(path).name:
+        raise CheckpointError(f"expected the folder of a checkpoint as a path with a name, got {shown(path)}")
+    return Path(path)
+
+
+@contextmanager
+def _writes(path: Path) -> Iterator[None]:
+    """Around what the disk may refuse."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be written ({' '.join(str(error).split())}); make space there, or pass another path"
+        ) from error
 
 
 def _writing(path: Path) -> Path:

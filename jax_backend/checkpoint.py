@@ -38,7 +38,7 @@ def save_checkpoint(
         CheckpointError: there is something at `path`, or a process wrote to another disk; AgreementError in other processes.
         UsageError: no ShardedParams, or what lies on no mesh.
     """
-    path, mesh = Path(path), mesh_of(sharded)
+    mesh = mesh_of(sharded)
     parts = _model_parts(sharded, mesh)
     leaves = StateLeaves(optimizer_state, sharded, mesh)
     sections = {MODEL: _sharding(parts, mesh)}
@@ -83,7 +83,7 @@ def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: Any 
     parts = _model_parts(like, mesh)
 
     def found() -> tuple[list[Any], list[Any], dict[str, np.ndarray]]:
-        saved = read(Path(path))
+        saved = read(path)
         made = _read(saved, MODEL, parts, mesh)
         if optimizer_state is None:
             return made, [], {}

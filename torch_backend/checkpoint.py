@@ -49,7 +49,7 @@ def save_checkpoint(
         UsageError: no sharded root, or an optimizer that has no state of a parameter, or not of this model.
         UnsupportedError: state that is neither one value an element nor one a parameter, or a flat unit that is trained in part.
     """
-    path, held = Path(path), _Held(model)
+    held = _Held(model)
 
     state = held.state(optimizer, fill=False)
 
@@ -90,7 +90,7 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizer | N
     state = held.state(optimizer, fill=True)
 
     def found() -> list[np.ndarray]:
-        saved = read(Path(path))
+        saved = read(path)
         lines = saved.lines(MODEL, held.sharding, held.place)
         if state is not None:
             state.read(saved, held.sharding.mesh, held.place)

@@ -148,3 +148,19 @@ def test_a_lost_file_is_told_with_the_parameters_that_were_in_it(tmp_path):
     assert [read(path).complaint(name) for name in read(path).files] == ["", "is missing"]
     with pytest.raises(CheckpointError, match=r"what rank 1 held of 'w', 'b'\. Restore the file from a copy"):
         read(path).lines(MODEL, made("flat", 1), 0)
+
+
+def test_what_the_disk_refuses_and_what_is_no_path_are_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, message in [
+        (tmp_path / "file" / "c", r"writing-c: cannot be written \(.*Not a directory.*pass another path"),
+        (3, "expected the folder of a checkpoint as a path with a name, got 3"),
+        ("", "as a path with a name, got ''"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            begin(path)
+    sharding = made("flat", 2)
+    with pytest.raises(CheckpointError, match=r"rank00000.safetensors: cannot be written \(.*No such file"):
+        write_rank(tmp_path / "c", 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
+    with pytest.raises(CheckpointError, match="as a path with a name, got None"):
+        read(None)
