@@ -60,6 +60,8 @@ def train(settings: TrainSettings, devices: list[Any] | None = None) -> bool:
     Raises:
         CrossframeError: settings, a folder or a checkpoint that cannot be used.
     """
+    if settings.dropout:
+        raise UsageError(f"dropout: expected 0, got {settings.dropout}; experiments.train_torch alone has it")
     mesh = make_mesh(_spec(settings, len(devices or jax.devices())), devices)
     settings.num_microbatches(mesh.size)  # before anything is made
     return loop.run(settings, JaxProcesses(), lambda: JaxTrainer(settings, mesh))
