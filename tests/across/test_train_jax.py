@@ -269,7 +269,7 @@ def test_another_model_and_a_folder_without_a_checkpoint_are_refused(whole, tmp_
         train(replace(whole, output=tmp_path, resume=str(tmp_path)), jax.devices("cpu")[:2])
     with pytest.raises(UsageError, match="over which a run from step 0 would write"):
         train(replace(whole, resume="none"), jax.devices("cpu")[:2])
-    with pytest.raises(UsageError, match="dropout: expected 0, got 0.1; experiments.train_torch alone has it"):
+    with pytest.raises(UsageError, match=r"dropout: expected 0, got 0\.1; experiments\.train_torch alone has it"):
         train(replace(whole, dropout=0.1), jax.devices("cpu")[:2])
     with pytest.raises(UsageError, match="--batch-size: expected a multiple of the 4 ranks, got 6"):
         train(replace(whole, batch_size=6), jax.devices("cpu")[:4])

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from crossframe.checkpoint import MODEL, CheckpointError, abandon, begin, check_about, finish, read, write_rank
+from crossframe.checkpoint import (
+    MODEL,
+    CheckpointError,
+    abandon,
+    begin,
+    check_about,
+    finish,
+    read,
+    state_layout,
+    write_rank,
+)
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -164,3 +174,15 @@ def test_what_the_disk_refuses_and_what_is_no_path_are_named(tmp_path):
         write_rank(tmp_path / "c", 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
     with pytest.raises(CheckpointError, match="as a path with a name, got None"):
         read(None)
+
+
+def test_R31_R37_what_is_kept_of_a_shared_parameter_has_all_its_names_and_lies_as_it_does():
+    layout = FlatLayout(PARAMS, 2, True, None)
+    kept = [state_layout(layout, entry, "float32") for entry in ("exp_avg", "exp_avg_sq")]
+    both = Sharding(tuple(("", each) for each in kept), MeshSpec(2))
+    assert both.find("exp_avg_sq:tied") == both.find("exp_avg_sq:b") == (1, 1)
+    # 15 elements of bfloat16 are aligned as such, whatever the dtype of moments.
+    places = [[(piece.shard_start, piece.shard_stop) for piece in each.pieces(0)] for each in (layout, *kept)]
+    assert places[0] == places[1] == places[2] and kept[0].dtype == "float32"
+    renamed = state_layout(layout, "", "float32", "blocks.{}".format)
+    assert [spec.name for spec in renamed.params] == ["blocks.w", "blocks.b"]
