@@ -114,14 +114,17 @@ def grid(
     strategy: Annotated[list[str] | None, typer.Option(help="Only this strategy. May be repeated.")] = None,
     optimizer: Annotated[list[str] | None, typer.Option(help="Only adamw or sgd. May be repeated.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of a cell.")] = 200,
+    dtype: Annotated[
+        str, typer.Option(help="float64; or float32, bfloat16: held against twins of torch's run.")
+    ] = "float64",
     output: Annotated[Path | None, typer.Option(help="Markdown file for the table. Default: none")] = None,
 ) -> None:
-    """Train models in torch and in JAX over all sizes, strategies and optimizers, in float64, and print how far they part."""
+    """Train models in torch and in JAX over all sizes, strategies and optimizers, and print how far they part."""
     from experiments.parity.grid import run_grid
 
     with exit_on_error():
         asked = (model or (), ranks or (), strategy or (), optimizer or ())
-        raise typer.Exit(run_grid(*asked, steps, output=output, console=console))
+        raise typer.Exit(run_grid(*asked, steps, dtype=dtype, output=output, console=console))
 
 
 @app.command()

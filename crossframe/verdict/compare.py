@@ -30,6 +30,7 @@ class PairVerdict:
         reason: the verdict's ground, in a sentence.
         loss_differences: the largest over ranks, a step.
         parameter_differences: (step, the largest over parameters), a recorded step.
+        envelope_used: how much of what twins allow was used up where it was most; more than 1 is outside. None without twins.
     """
 
     a: str
@@ -45,6 +46,7 @@ class PairVerdict:
     first_divergence: Divergence | None = None
     loss_differences: tuple[float, ...] = field(default=(), repr=False)
     parameter_differences: tuple[tuple[int, float], ...] = field(default=(), repr=False)
+    envelope_used: float | None = None
 
     def to_json(self) -> dict:
         """The verdict as a JSON object. A difference that is not finite, or was not taken, is null."""
@@ -106,6 +108,7 @@ def compare(a: Recording, b: Recording) -> PairVerdict:
         first_divergence=where,
         loss_differences=tuple(findings.losses),
         parameter_differences=tuple(findings.parameters.items()),
+        envelope_used=max(findings.used_before, findings.first.used if findings.first else 0.0) if envelope else None,
     )
 
 

@@ -1,8 +1,8 @@
 """`crossframe grid`: many small runs in both frameworks, and how far the two part, as one table.
 
-A cell is a model on a mesh, under a strategy, with an optimizer, in float64. How far two runs are apart is the largest
-difference of a parameter at any recorded step, as `crossframe.verdict` measures it. All cells of one number of ranks share the
-processes of torch, so that a cell costs seconds.
+A cell is a model on a mesh, under a strategy, with an optimizer. In float64, how far two runs are apart is the largest difference
+of a parameter at any recorded step, as `crossframe.verdict` measures it; in lower precision it is how much they use up of what
+twins of torch's run reach. All cells of one number of ranks share the processes of torch, so that a cell costs seconds.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from rich.console import Console
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.strategy import Strategy
-from crossframe.verdict import compare
+from crossframe.verdict import Verdict, compare
 from experiments.parity.settings import OPTIMIZERS, STRATEGIES, RunSettings, mesh_of
 
 MODELS = ("mlp", "conv", "vit", "llama-tiny", "moe")
@@ -25,7 +25,9 @@ LIMIT = 1e-11
 # SGD without Adam's division by the size of the gradient needs larger steps to get anywhere.
 RATES = {"adamw": 3e-4, "sgd": 1e-2}
 CLIP, ACCUMULATE = 0.5, 2
-HEAD = "| model | ranks | strategy | optimizer | clip | microbatches | largest difference | with a gradient of zero |"
+HEAD = "| model | dtype | ranks | strategy | optimizer | clip | microbatches | {} | with a gradient of zero |"
+MEASURED = {False: "largest difference", True: "of the envelope"}
+TWINS = 4
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class Cell:
 
     Attributes:
         settings: of the run in either framework.
-        difference: the largest of any parameter at any recorded step, but for those in `apart`.
+        difference: the largest of any parameter at any recorded step, but for those in `apart`; with twins, what part of their
+            envelope was used up where it was most.
         apart: parameters whose gradient is zero in exact arithmetic (`crossframe.verdict.zero_gradient`).
-        within: whether the verdict is not a bug, and the difference within the limit.
+        within: whether the verdict is rounding or equal, and without twins the difference within the limit.
         why: the verdict's reason.
     """
 
@@ -44,19 +47,36 @@ class Cell:
     difference: float
     apart: tuple[str, ...]
     within: bool
+    verdict: Verdict
     why: str
 
     def line(self) -> str:
         """The cell as a line of a Markdown table."""
         s = self.settings
         apart = f"{len(self.apart)}: {self.apart[0]}{' ...' if len(self.apart) > 1 else ''}" if self.apart else ""
-        said = f"{self.difference:.1e}" + ("" if self.within else " **over**")
-        cells = [s.model, s.mesh or s.world_size, s.strategy, s.optimizer, s.clip or "", s.accumulate, said, apart]
+        said = f"{self.difference:.1e}" if s.dtype == "float64" else f"{self.difference:.2f}"
+        said += "" if self.within else f" **{self.verdict.value}**"
+        cells = [
+            s.model,
+            s.dtype,
+            s.mesh or s.world_size,
+            s.strategy,
+            s.optimizer,
+            s.clip or "",
+            s.accumulate,
+            said,
+            apart,
+        ]
         return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def cells(
-    models: Sequence[str], ranks: Sequence[str], strategies: Sequence[str], optimizers: Sequence[str], steps: int
+    models: Sequence[str],
+    ranks: Sequence[str],
+    strategies: Sequence[str],
+    optimizers: Sequence[str],
+    steps: int,
+    dtype: str = "float64",
 ) -> list[RunSettings]:
     """The runs of the grid: each combination once, clipped and accumulated under one strategy of two.
 
@@ -85,6 +105,7 @@ def cells(
                     found.append(
                         RunSettings(
                             model,
+                            dtype,
                             world_size=world_size,
                             steps=steps,
                             learning_rate=RATES[optimizer],
@@ -108,12 +129,14 @@ def run_grid(
     optimizers: Sequence[str],
     steps: int,
     *,
+    dtype: str,
     output: Path | None,
     console: Console,
 ) -> int:
     """Run the grid and print it; 0 if all cells are within the limit, 1 if one is not.
 
     Args:
+        dtype: of all cells; those below float64 are recorded with twins.
         output: a Markdown file for the table, rewritten as cells end.
 
     Raises:
@@ -121,39 +144,38 @@ def run_grid(
     """
     from experiments.parity.grid_runs import JaxRuns, TorchRuns
 
-    runs, done, began = cells(models, ranks, strategies, optimizers, steps), [], time.monotonic()
-    console.print(f"{HEAD}\n{_rule()}", markup=False)
+    runs, done, began = cells(models, ranks, strategies, optimizers, steps, dtype), [], time.monotonic()
+    twins = 0 if dtype == "float64" else TWINS
+    head = HEAD.format(MEASURED[bool(twins)])
+    rule = "|" + " --- |" * (head.count("|") - 1)
+    console.print(f"{head}\n{rule}", markup=False)
     with tempfile.TemporaryDirectory() as folder, JaxRuns(max(run.world_size for run in runs)) as in_jax:
         for world_size in sorted({run.world_size for run in runs}):
             with TorchRuns(world_size) as in_torch:
                 for settings in (run for run in runs if run.world_size == world_size):
                     paths = [Path(folder, framework, str(len(done))) for framework in ("torch", "jax")]
-                    in_torch.record(settings, paths[0])
+                    in_torch.record(settings, paths[0], twins)
                     in_jax.record(settings, paths[1])
                     done.append(_cell(settings, *paths))
                     console.print(done[-1].line(), markup=False, highlight=False)
                     if not done[-1].within:
                         console.print(f"  {done[-1].why}", markup=False, highlight=False)
                     if output is not None:
-                        _write(output, done, len(runs), steps)
+                        limit = (
+                            f"the envelope is of {twins} twins of torch's run" if twins else f"the limit is {LIMIT:g}"
+                        )
+                        said = f"{len(done)} of {len(runs)} cells, {steps} steps each, in {dtype}; {limit}."
+                        table = [said, "", head, rule, *(cell.line() for cell in done)]
+                        output.parent.mkdir(parents=True, exist_ok=True)
+                        output.write_text("\n".join(table) + "\n")
     over = sum(not cell.within for cell in done)
-    console.print(f"{len(done)} cells in {time.monotonic() - began:.0f} s, {over} over {LIMIT:g}", highlight=False)
+    console.print(f"{len(done)} cells in {time.monotonic() - began:.0f} s, {over} not within", highlight=False)
     return int(over > 0)
 
 
 def _cell(settings: RunSettings, in_torch: Path, in_jax: Path) -> Cell:
     found = compare(Recording.open(in_torch), Recording.open(in_jax))
-    difference = found.max_relative_parameter_difference
+    difference = found.max_relative_parameter_difference if found.envelope_used is None else found.envelope_used
     assert difference is not None, "both recordings have updates"
-    within = found.verdict.exit_status == 0 and difference <= LIMIT
-    return Cell(settings, difference, found.zero_gradient_parameters, within, found.reason)
-
-
-def _write(output: Path, done: list[Cell], num_cells: int, steps: int) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    said = f"{len(done)} of {num_cells} cells, {steps} steps each, in float64; the limit is {LIMIT:g}."
-    output.write_text("\n".join([said, "", HEAD, _rule(), *(cell.line() for cell in done)]) + "\n")
-
-
-def _rule() -> str:
-    return "|" + " --- |" * (HEAD.count("|") - 1)
+    within = found.verdict.exit_status == 0 and (found.envelope_used is not None or difference <= LIMIT)
+    return Cell(settings, difference, found.zero_gradient_parameters, within, found.verdict, found.reason)

@@ -9,6 +9,7 @@ import torch.multiprocessing as multiprocessing
 
 from crossframe.errors import UsageError
 from crossframe.recording import create_recording
+from experiments.parity.record_torch import PACKAGES
 from experiments.parity.settings import RunSettings
 
 Job = tuple[RunSettings, Path]
@@ -74,10 +75,11 @@ class TorchRuns:
         self._workers.close()
         self._folder.cleanup()
 
-    def record(self, settings: RunSettings, path: Path) -> None:
-        """Record a run; UsageError if it fails."""
-        create_recording(path, settings.manifest("torch", ("torch", "numpy")))
-        self._workers.run((settings, path))
+    def record(self, settings: RunSettings, path: Path, twins: int = 0) -> None:
+        """Record a run and so many twins of it; UsageError if it fails."""
+        for run, where in settings.runs(path, twins):
+            create_recording(where, run.manifest("torch", PACKAGES))
+            self._workers.run((run, where))
 
 
 def _torch_rank(rank: int, world_size: int, store_path: str) -> Any:
@@ -88,7 +90,7 @@ def _torch_rank(rank: int, world_size: int, store_path: str) -> Any:
     join(rank, world_size, "cpu", store_path)
 
     def record(settings: RunSettings, path: Path) -> None:
-        manifest = settings.manifest("torch", ("torch", "numpy"))
+        manifest = settings.manifest("torch", PACKAGES)
         record_rank(settings, manifest, path, rank, torch.device("cpu"))
 
     return record

@@ -34,6 +34,7 @@ from jax_backend import (
 )
 from jax_backend.mesh import mesh_spec
 from jax_backend.nnx import split, state_of, with_params
+from jax_backend.other_rounding import other_rounding
 from jax_backend.sharded import mesh_of
 from jax_backend.tree import path_name
 
@@ -160,6 +161,8 @@ def _steps(settings: RunSettings, graphdef: Any, state: Any, mesh: Mesh) -> _Ste
         loss = losses.mean() / settings.accumulate
         return (loss, state_of(model)) if states else loss
 
+    if settings.twin:
+        loss_fn = other_rounding(loss_fn, settings.twin)
     common: dict[str, Any] = {"strategy": Strategy(settings.strategy), "has_state": bool(jax.tree.leaves(state))}
     return _Steps(
         waits=value_and_grad(loss_fn, mesh, reduces=False, **common),

@@ -1,0 +1,79 @@
+"""A loss that rounds otherwise: by how much, where, and where not; in both modes of a step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_backend
+from crossframe.mesh import MeshSpec
+from jax_backend.other_rounding import other_rounding
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_results_fall_to_a_neighbour_or_stay(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=200), dtype)
+    right, found = jnp.tanh(x), other_rounding(jnp.tanh, 1)(x)
+    assert found.dtype == right.dtype
+    up, down = (jnp.nextafter(right, jnp.full_like(right, sign * np.inf)) for sign in (1, -1))
+    # Half of them stay, a quarter goes up and a quarter down.
+    for each, share in ((up, 0.25), (right, 0.5), (down, 0.25)):
+        assert abs((found == each).mean() - share) < 0.15
+    assert ((found == right) | (found == up) | (found == down)).all()
+    assert not (found == other_rounding(jnp.tanh, 2)(x)).all()
+    assert (found == other_rounding(jnp.tanh, 1)(x)).all()  # a seed says which way
+
+
+def test_what_moves_selects_or_casts_data_is_left_alone():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), "float32")
+
+    def fun(x):
+        return (
+            x.T,
+            jnp.concatenate([x, x]),
+            jax.nn.relu(x),
+            x.astype("bfloat16"),
+            x[1],
+            jnp.where(x > 0, x, 0),
+            x.max(0),
+            -x,
+        )
+
+    for found, right in zip(other_rounding(fun, 1)(x), fun(x), strict=True):
+        assert (found == right).all() or found.shape == (
+            4,
+            3,
+        )  # relu's own derivative makes it one that counts as rounding
+        np.testing.assert_allclose(np.asarray(found, "float32"), np.asarray(right, "float32"), rtol=2.0**-23, atol=0)
+
+
+def test_zeros_and_what_is_not_finite_stay():
+    x = jnp.array([0.0, np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(other_rounding(lambda x: x / 1.0, 1)(x), x)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "jit"])
+def test_a_step_differs_by_rounding_alone_in_loss_and_gradients(mode):
+    mesh = jax_backend.make_mesh(MeshSpec(shard=2), jax.devices("cpu")[:2])
+    generator = np.random.default_rng(0)
+    params = {"a": {"w": generator.normal(size=(5, 6))}, "b": {"w": generator.normal(size=(6, 3))}}
+    batch = generator.normal(size=(4, 5))
+    sharded = jax_backend.shard(params, mesh, units=("a",))
+
+    @jax.checkpoint
+    def hidden(w, x):
+        return jax.nn.gelu(x @ w)
+
+    def loss(params, x):
+        return jax.nn.log_softmax(hidden(params["a"]["w"], x) @ params["b"]["w"]).mean()
+
+    def grads(seed):
+        fun = loss if seed is None else other_rounding(loss, seed)
+        found = jax_backend.value_and_grad(fun, mesh, mode=mode)(sharded, batch)
+        return float(found.loss), jax_backend.unshard(found.grads)
+
+    run, twin, other, again = grads(None), grads(1), grads(2), grads(1)
+    assert run[0] != twin[0] or run[0] != other[0]
+    for a, b, c, d in zip(*(jax.tree.leaves(each[1]) for each in (run, twin, other, again)), strict=True):
+        assert not (a == b).all() and not (b == c).all() and (b == d).all()
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
