@@ -83,7 +83,7 @@ def train_on(rank, world_size, face, path):
     save_checkpoint(f"{path}-2", other, loaded)
 
 
-@pytest.mark.parametrize("face", ["flat_param", "per_param"])
+@pytest.mark.parametrize("face", ["original", "flat_param", "per_param"])
 def test_R37_a_run_that_was_loaded_goes_on_bit_for_bit(ranks, tmp_path, face):
     ranks.run(2, train_on, face, tmp_path / "c")
     a, b = content(tmp_path / "c-1"), content(tmp_path / "c-2")
@@ -115,7 +115,9 @@ def refusals(rank, world_size, path):
     refused("bare", lambda: load_checkpoint(path / "bare", other, new))
     momentum = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     refused("sgd", lambda: load_checkpoint(path / "adam", other, momentum))
-    unchanged = not new.state and not momentum.state and content_of(other) == before
+    stranger = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    refused("stranger", lambda: load_checkpoint(path / "adam", other, stranger))
+    unchanged = not (new.state or momentum.state or stranger.state) and content_of(other) == before
 
     mixed = nn.Sequential(nn.Linear(3, 5))
     mixed[0].bias.requires_grad_(False)
@@ -142,6 +144,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name_and_changes_nothing(r
         assert "expected the root of a sharded model, got Linear" in said["no root"]
         assert "optimizer: expected one of torch.optim, got object" in said["no optimizer"]
         assert "the optimizer has no state of any parameter" in said["not stepped"]
+        assert "the optimizer has no state of any parameter" in said["stranger"]
         assert "nothing was loaded: expected the state of AdamW with the values ['step'], got []" in said["bare"]
         assert "nothing was loaded: expected the state of SGD with the values [], got ['step']" in said["sgd"]
         assert "['0.bias'] are not trained and lie in one line with '0.weight', which is" in said["frozen"]
