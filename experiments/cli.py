@@ -306,7 +306,7 @@ def spec(
 def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> None:
     """Print the verdict, write the report, and exit with the verdict's status."""
     report, series = report_of(pairs, command=" ".join(["crossframe", *sys.argv[1:]]))
-    print_report(console, report)
+    print_report(console, report, series)
     if output is not None:
         console.print(f"report: {write_report(output, report, series)}", highlight=False)
     raise typer.Exit(Verdict(report["verdict"]).exit_status)

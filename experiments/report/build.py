@@ -20,6 +20,7 @@ class PairSeries:
         losses_a, losses_b: mean loss over ranks at every step.
         loss_differences: relative, largest over ranks, at every step that was compared.
         parameter_differences: (step, relative and largest over parameters) at every recorded step that was compared.
+        bounds: what was known beforehand of how far rounding goes; None where twins measured it.
         run: (what, in a, in b) for the table of how it was run.
         command: the command line that led here, or None.
     """
@@ -32,7 +33,7 @@ class PairSeries:
     losses_b: tuple[float, ...]
     loss_differences: tuple[float, ...]
     parameter_differences: tuple[tuple[int, float], ...]
-    bounds: Bounds
+    bounds: Bounds | None
     run: tuple[tuple[str, str, str], ...]
     command: str | None
 
@@ -75,7 +76,7 @@ def _series(verdict: PairVerdict, a: Recording, b: Recording, command: str | Non
         losses_b=_mean_losses(b),
         loss_differences=verdict.loss_differences,
         parameter_differences=verdict.parameter_differences,
-        bounds=bounds_for(verdict.dtype),
+        bounds=bounds_for(verdict.dtype) if verdict.envelope_used is None else None,
         run=_run_rows(a.manifest, b.manifest),
         command=command,
     )

@@ -9,7 +9,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from crossframe.trace import COLLECTIVES
-from crossframe.verdict import bounds_for
 from experiments.report import words
 from experiments.report.build import PairSeries, world_text
 from experiments.report.plots import Limit, Line, line_chart
@@ -55,7 +54,7 @@ def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
         kinds=words.KINDS,
         reason=decisive["reason"] if decisive else "",
         where=parted[0] if parted else None,
-        bounds=[bounds_for(pair["dtype"]) for pair in report["pairs"]],
+        limits=[words.limits(one.bounds) for one in series],
         sections=[(one, _loss_chart(one, i), _difference_chart(one, i)) for i, one in enumerate(series)],
         zero_gradient=sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}),
         columns=columns,
@@ -79,7 +78,7 @@ def _difference_chart(one: PairSeries, number: int) -> str | None:
         Line("parameters", one.parameter_differences, "second"),
     ]
     limits = []
-    if one.bounds.decisive:
+    if one.bounds is not None and one.bounds.decisive:
         limits = [
             Limit("bound on losses", one.bounds.loss, "first", above=False),
             Limit("bound on parameters", one.bounds.parameter, "second", above=True),

@@ -1,28 +1,31 @@
 """The report in a few lines of a terminal."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from crossframe.verdict import bounds_for
 from experiments.report import words
+from experiments.report.build import PairSeries
 
 _STYLES = {"equal": "green", "rounding": "green", "bug": "bold red", "inconclusive": "yellow", "incomparable": "yellow"}
 _ROWS = 4
 _NAMES = 3
 
 
-def print_report(console: Console, report: dict[str, Any]) -> None:
+def print_report(console: Console, report: dict[str, Any], series: Sequence[PairSeries]) -> None:
     """Print the verdict in a sentence, a table of pairs, the trace and the zero-gradient parameters.
 
     Of more than four pairs the first four are shown, those with the report's verdict first.
     """
     console.print(Text(words.headline(report), style=_STYLES[report["verdict"]]))
-    pairs = sorted(report["pairs"], key=lambda pair: pair["verdict"] != report["verdict"])
+    both = list(zip(report["pairs"], (words.limits(one.bounds) for one in series), strict=True))
+    both.sort(key=lambda row: row[0]["verdict"] != report["verdict"])
+    pairs = [pair for pair, _ in both]
     if pairs:
-        console.print(_table(pairs[:_ROWS]))
+        console.print(_table(both[:_ROWS]))
     if len(pairs) > _ROWS:
         console.print(Text(f"… and {len(pairs) - _ROWS} more pairs, in report.json"))
     if (trace := report["trace"]) is not None:
@@ -34,20 +37,20 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(Text(f"not counted, their gradient is zero but for rounding: {named}"))
 
 
-def _table(pairs: list[dict[str, Any]]) -> Table:
+def _table(rows: list[tuple[dict[str, Any], tuple[str, str]]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("dtype", "ranks", "steps", "verdict", "loss diff.", "bound", "param. diff.", "bound"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis", justify="left" if heading == "dtype" else "right")
-    for pair in pairs:
-        bounds, worlds = bounds_for(pair["dtype"]), pair["world_size"]
+    for pair, limits in rows:
+        worlds = pair["world_size"]
         table.add_row(
             pair["dtype"],
             str(worlds) if isinstance(worlds, int) else "/".join(map(str, worlds)),
             str(pair["steps"]),
             Text(pair["verdict"], style=_STYLES[pair["verdict"]]),
             words.number(pair["max_relative_loss_difference"]),
-            words.number(bounds.loss) if bounds.decisive else "-",
+            limits[0].removeprefix("bound "),
             words.number(pair["max_relative_parameter_difference"]),
-            words.number(bounds.parameter) if bounds.decisive else "-",
+            limits[1].removeprefix("bound "),
         )
     return table

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from crossframe.verdict import Bounds
+
 _DISPLAY = {"jax": "JAX"}
 KINDS = {
     "equal": "Equal",
@@ -58,6 +60,19 @@ def number(value: float | None) -> str:
     if math.isinf(value):
         return "∞"
     return f"{value:.1e}" if value else "0"
+
+
+def limits(bounds: Bounds | None) -> tuple[str, str]:
+    """What is said beside a difference of losses, and of parameters. None: twins measured what rounding does.
+
+    >>> limits(None)
+    ('by twins', 'by twins')
+    """
+    if bounds is None:
+        return ("by twins", "by twins")
+    if not bounds.decisive:
+        return ("no bound", "no bound")
+    return (f"bound {number(bounds.loss)}", f"bound {number(bounds.parameter)}")
 
 
 def num_bytes(value: int) -> str:

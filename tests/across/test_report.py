@@ -13,6 +13,7 @@ from rich.console import Console
 
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
+from crossframe.recording.lines import twin_folder
 from crossframe.trace import collectives, summary
 from experiments.report import print_report, report_of, write_report
 from experiments.report.plots import Limit, Line, line_chart
@@ -33,9 +34,9 @@ def pair(path, tamper=None, *, a=None, b=None):
     return synthetic.record(path / "a", made[0]), synthetic.record(path / "b", made[1], tamper=tamper)
 
 
-def printed(report, width=80):
+def printed(report, series, width=80):
     console = Console(file=io.StringIO(), width=width)
-    print_report(console, report)
+    print_report(console, report, series)
     return console.file.getvalue()
 
 
@@ -80,7 +81,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
     page = write_report(tmp_path, report, series).read_text()
     assert "There is a bug: at step 0 the reduced gradient of &#39;block.w&#39;" in page
     assert "Where they first part" in page
-    text = " ".join(printed(report).split())
+    text = " ".join(printed(report, series).split())
     assert "There is a bug: at step 0 the reduced gradient of 'block.w'" in text
 
 
@@ -159,7 +160,7 @@ def test_a_trace_that_is_not_as_planned_is_shown_first(tmp_path):
     page = write_report(tmp_path, report, series).read_text()
     assert "Not every run did what the plan says" in page
     assert page.count("class=off") == 1
-    assert "collectives NOT as planned" in printed(report)
+    assert "collectives NOT as planned" in printed(report, series)
 
 
 def test_two_recordings_of_one_framework_go_by_their_directories(tmp_path):
@@ -173,7 +174,7 @@ def test_a_pair_without_collectives_has_no_trace(tmp_path, monkeypatch):
     report, series = report_of([pair(tmp_path)])
     assert report["trace"] is None
     assert "Collectives" not in write_report(tmp_path, report, series).read_text()
-    assert "planned" not in printed(report)
+    assert "planned" not in printed(report, series)
 
 
 def test_an_incomparable_pair_is_reported_too(tmp_path):
@@ -181,7 +182,7 @@ def test_an_incomparable_pair_is_reported_too(tmp_path):
     page = write_report(tmp_path, report, series).read_text()
     assert "These are not recordings of the same run: seed differs: 0 in torch, 1 in jax." in page
     assert page.count("<svg") == 1
-    assert "seed differs" in printed(report)
+    assert "seed differs" in printed(report, series)
 
 
 def test_other_world_sizes_and_a_loss_that_is_not_finite(tmp_path):
@@ -203,11 +204,22 @@ def test_no_pairs_at_all(tmp_path):
     assert "Nothing was compared." in write_report(tmp_path, report, series).read_text()
 
 
+def test_of_a_pair_with_twins_no_bound_is_shown_that_was_not_used(tmp_path):
+    made = synthetic.manifest(dtype="float32")
+    a = synthetic.record(tmp_path / "a", made)
+    for i in (1, 2):
+        synthetic.record(a.directory / twin_folder(i), made)
+    report, series = report_of([(a, synthetic.record(tmp_path / "b", made))])
+    page = write_report(tmp_path / "report", report, series).read_text()
+    assert "by twins" in page and "bound 5.4e-04" not in page and "bound on losses" not in page
+    assert "by twins" in printed(report, series) and "5.4e-04" not in printed(report, series)
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_terminal_gets_twelve_lines_at_most(tmp_path, width):
-    report, _ = report_of([pair(tmp_path, doubled)])
+    report, series = report_of([pair(tmp_path, doubled)])
     report["pairs"] = report["pairs"] * 9
-    lines = printed(report, width).splitlines()
+    lines = printed(report, series * 9, width).splitlines()
     assert len(lines) <= 12
     assert all(len(line) <= width for line in lines)
     assert any("and 5 more pairs" in line for line in lines)
