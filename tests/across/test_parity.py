@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.plan import Strategy, plan_units, step_plan
-from crossframe.recording.lines import PARAMETERS, REDUCE, UPDATE
+from crossframe.recording import Recording
+from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, UPDATE
 from crossframe.strategy import Sync
 from crossframe.trace import difference
 from crossframe.verdict import Verdict, compare
@@ -93,6 +94,26 @@ def test_a_hybrid_mesh_with_batch_norm_momentum_clipping_and_microbatches_agrees
         assert difference(plan, b.collectives(0, rank), ordered=False) == []
 
 
+def test_bfloat16_and_top_k_routing_lie_within_what_twins_of_torch_reach(ranks, tmp_path):
+    """Parameters stored in float32, computed with in bfloat16: no bound known beforehand says anything of it."""
+    settings = RunSettings("moe", "bfloat16", steps=2)
+    for run, path in settings.runs(tmp_path / "torch", 3):
+        record_with_torch(ranks, run, path)
+    a, b = Recording.open(tmp_path / "torch"), record_with_jax(settings, tmp_path / "jax")
+    assert {spec.dtype for spec in a.manifest.params.values()} == {"float32"}
+    assert a.runs(BACKWARD, 0, "head.weight")[0].dtype == b.runs(BACKWARD, 0, "head.weight")[0].dtype == "bfloat16"
+    found = compare(a, b)
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    assert 0 < found.envelope_used < 1
+    # Far more than float32 rounds by, and yet a gradient that is not averaged is seen.
+    assert found.max_relative_loss_difference > 1e-5
+    record_with_torch(ranks, replace(settings, fault="sum_gradients"), tmp_path / "faulty")
+    faulty = compare(a, Recording.open(tmp_path / "faulty"))
+    assert faulty.verdict is Verdict.BUG
+    first = faulty.first_divergence
+    assert (first.step, first.phase, first.event) == (0, "reduce", "reduce_scatter"), faulty.reason
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -108,6 +129,12 @@ def test_a_hybrid_mesh_with_batch_norm_momentum_clipping_and_microbatches_agrees
 def test_runs_that_are_none_are_refused_by_name(changed, message):
     with pytest.raises(UsageError, match=message):
         RunSettings("mlp", **changed)
+
+
+@pytest.mark.parametrize("twins", [1, -1])
+def test_a_number_of_twins_that_says_nothing_is_refused(twins, tmp_path):
+    with pytest.raises(UsageError, match="twins: expected 0, or 2 and more"):
+        RunSettings("mlp").runs(tmp_path, twins)
 
 
 def test_the_grid_has_each_combination_once():
