@@ -1,0 +1,114 @@
+"""A tensor in two kilobytes: what tells two of them apart, and how far apart they are, without having them.
+
+Element i of a parameter, wherever it lies, has a key (`crossframe.recording.hashing`). Of its bits the key makes
+
+- a *fingerprint*: the sum of mix(key + bits * ODD) over all elements, modulo 2^64. Equal tensors have equal ones; others differ
+  but for a chance of about 2^-64. Zero and minus zero are two values.
+- a *sketch*: each element goes, with a sign, into one of `NUM_SUMS` sums; which, and with what sign, its key says (M. Charikar,
+  K. Chen, M. Farach-Colton, Finding frequent items in data streams, ICALP 2002).
+
+Both are sums over elements: ranks add up what each makes of its own piece, at any world size and in any layout, and nothing is
+gathered. The sketch is linear, so the sketch of a - b is the difference of sketches, and the sum of its squares estimates
+norm(a - b)^2: without bias over keys, with a standard deviation of at most sqrt(2 / NUM_SUMS) = 8.8 % of it, whatever a - b is
+(the signs make the cross terms within a sum vanish on average, and two elements meet in a sum with chance 1 / NUM_SUMS). One
+element alone is measured exactly. Sums of n elements in float64 in another order differ by up to about sqrt(n) * 2^-53 * norm:
+see `resolution`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.recording.hashing import element_keys, mix
+
+NUM_SUMS = 256
+_ODD = np.uint64(0xD6E8FEB86659FD93)
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+# Elements at a time, so that what is made of them stays in the cache.
+_CHUNK = 1 << 15
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What is kept of a tensor, or of a part of it.
+
+    Attributes:
+        numel: how many elements.
+        fingerprint: below 2^64.
+        sums: float64 of shape (NUM_SUMS,).
+        squares: the sum of squares of all elements, in float64.
+        num_not_finite: how many are NaN or infinite. These are in no sum.
+    """
+
+    numel: int
+    fingerprint: int
+    sums: np.ndarray
+    squares: float
+    num_not_finite: int = 0
+
+    def __add__(self, other: "Sketch") -> "Sketch":
+        """That of two disjoint parts together."""
+        return Sketch(
+            self.numel + other.numel,
+            (self.fingerprint + other.fingerprint) % 2**64,
+            self.sums + other.sums,
+            self.squares + other.squares,
+            self.num_not_finite + other.num_not_finite,
+        )
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of the finite elements, up to rounding."""
+        return math.sqrt(self.squares)
+
+    def equals(self, other: "Sketch") -> bool:
+        """Whether every bit is equal."""
+        return (self.numel, self.fingerprint) == (other.numel, other.fingerprint)
+
+    def distance(self, other: "Sketch") -> float:
+        """An estimate of norm(a - b); its square has a standard deviation of at most sqrt(2 / NUM_SUMS) of the right one."""
+        return 0.0 if self.equals(other) else float(np.sqrt(np.square(self.sums - other.sums).sum()))
+
+    @property
+    def resolution(self) -> float:
+        """Below this a distance may be rounding of the sums themselves, which other layouts add up in another order."""
+        return math.sqrt(self.numel) * 2.0**-53 * self.norm
+
+
+def sketches_of(name: str, arrays: Sequence[np.ndarray], start: int = 0) -> list[Sketch]:
+    """The sketches of several arrays that lie alike, such as a parameter's values, its gradient and its moments.
+
+    Args:
+        name: canonical name of the parameter.
+        arrays: elements `start:start + size` of it each, of any floating dtype; all of one size.
+
+    >>> whole = np.arange(10.0)
+    >>> a, b = (sketches_of("w", [part], at)[0] for part, at in ((whole[:4], 0), (whole[4:], 4)))
+    >>> (a + b).equals(sketches_of("w", [whole])[0])
+    True
+    """
+    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    size = flat[0].size if flat else 0
+    assert all(array.size == size for array in flat), [array.size for array in flat]
+    sums = np.zeros((len(flat), NUM_SUMS))
+    fingerprints, squares, lost = [0] * len(flat), [0.0] * len(flat), [0] * len(flat)
+    for first in range(0, size, _CHUNK):
+        last = min(first + _CHUNK, size)
+        keys = element_keys(name, start + first, start + last)
+        places = (keys >> np.uint64(56)).astype(np.intp)
+        signs = 1.0 - 2.0 * (keys & np.uint64(1)).astype(np.float64)
+        for i, array in enumerate(flat):
+            values = array[first:last]
+            bits = values.view(_BITS[values.dtype.itemsize]).astype(np.uint64)
+            fingerprints[i] += int(mix(keys + bits * _ODD).sum(dtype=np.uint64))
+            wide = values.astype(np.float64)
+            finite = np.isfinite(wide)
+            if not finite.all():
+                lost[i] += int(wide.size - finite.sum())
+                wide = np.where(finite, wide, 0.0)
+            squares[i] += float(wide @ wide)
+            wide *= signs
+            sums[i] += np.bincount(places, wide, NUM_SUMS)
+    return [Sketch(size, fingerprints[i] % 2**64, sums[i], squares[i], lost[i]) for i in range(len(flat))]
