@@ -50,7 +50,6 @@ def save_checkpoint(
         UnsupportedError: state that is neither one value an element nor one a parameter, or a flat unit that is trained in part.
     """
     held = _Held(model)
-
     state = held.state(optimizer, fill=False)
 
     def begun() -> Any:
@@ -86,7 +85,6 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizer | N
         UsageError: no sharded root, or an optimizer of something else.
     """
     held = _Held(model)
-
     state = held.state(optimizer, fill=True)
 
     def found() -> list[np.ndarray]:

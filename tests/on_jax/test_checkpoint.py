@@ -121,6 +121,20 @@ def test_stacked_layers_have_the_names_of_a_list_of_blocks(tmp_path):
     same(load_checkpoint(tmp_path / "c", jax.tree.map(lambda leaf: leaf * 0, stacked)), stacked)
 
 
+def test_R37_state_of_stacked_layers_is_saved_layer_by_layer_in_canonical_order(tmp_path):
+    full = {"blocks": {"w": np.random.default_rng(0).normal(size=(2, 5, 3))}}
+    entry = ParamMap((MapEntry("blocks.w", "blocks.w", (1, 0)),))
+    tx, made = sharded_optimizer(optax.adam(1e-2)), []
+    for layout in ("per_param", "flat"):
+        sharded = shard(full, make_mesh(MeshSpec(2)), stacked=("blocks",), param_map=entry, layout=layout)
+        made.append((sharded, trained(sharded, tx)))
+        save_checkpoint(tmp_path / layout, *made[-1])
+    for layout, (sharded, state) in zip(("flat", "per_param"), made, strict=True):
+        same(load_checkpoint(tmp_path / layout, sharded, tx.init(sharded)), (sharded, state))
+    specs = {spec.name: spec.shape for spec in read(tmp_path / "per_param").sections[STATE].params}
+    assert specs == {f"{entry}:blocks.{i}.w": (3, 5) for entry in ("exp_avg", "exp_avg_sq") for i in range(2)}
+
+
 def test_another_model_or_optimizer_is_refused_by_name(tmp_path):
     sharded = sharded_as(small_params(), MeshSpec(2), "flat")
     adam, sgd = (sharded_optimizer(tx) for tx in (optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9)))
@@ -134,6 +148,11 @@ def test_another_model_or_optimizer_is_refused_by_name(tmp_path):
         load_checkpoint(tmp_path / "c", sharded, adam.init(sharded))
     with pytest.raises(CheckpointError, match="expected nothing there"):
         save_checkpoint(tmp_path / "c", sharded)
+    save_checkpoint(tmp_path / "d", sharded, {"seen": jnp.arange(3)})
+    assert load_checkpoint(tmp_path / "d", sharded, {"seen": jnp.zeros(3, int)})[1]["seen"].tolist() == [0, 1, 2]
+    for other in (jnp.zeros(2, int), jnp.zeros(3)):
+        with pytest.raises(CheckpointError, match=r"nothing was loaded: value .*seen.*expected .*, got int64 \(3,\)"):
+            load_checkpoint(tmp_path / "d", sharded, {"seen": other})
 
 
 def test_orbax_saves_and_restores_sharded_parameters(tmp_path):
