@@ -1,6 +1,7 @@
 """Fixtures that several folders use."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -28,8 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # Many tests make the same program anew, from functions of their own.
         cache = tempfile.TemporaryDirectory(prefix="crossframe-tests-xla-")
         config.add_cleanup(cache.cleanup)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        kept = {"jax_compilation_cache_dir": cache.name, "jax_persistent_cache_min_compile_time_secs": 0}
+        os.environ.update({name.upper(): str(value) for name, value in kept.items()})
+        if jax := sys.modules.get("jax"):  # by the tests that were named on the command line
+            for name, value in kept.items():
+                jax.config.update(name, value)
     # In several processes files go by their names. xdist would begin with those of many tests, and end with the few long ones,
     # one after the other in one process while the others have nothing to do.
     config.option.loadscopereorder = False
