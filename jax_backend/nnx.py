@@ -11,13 +11,14 @@ def loss_fn(params, state, batch):
 `ShardedModule` holds all of it together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from crossframe.errors import UsageError
 from jax_backend.mesh import per_rank
 from jax_backend.sharded import shard
 from jax_backend.summon import Holder
@@ -46,6 +47,45 @@ def state_of(module: nnx.Module) -> dict:
 def with_params(graphdef: Any, params: dict, state: dict | None = None) -> nnx.Module:
     """The module of a graphdef with these parameters and this state, both as `split` returns them."""
     return nnx.merge(graphdef, nnx.State(params), nnx.State(state or {}))
+
+
+def keep_outputs(module: nnx.Module, names: Iterable[str]) -> dict[str, list[Any]]:
+    """What modules inside a module give from now on, by name, call by call. Of tracers, where it runs inside a transformation:
+    return them as aux.
+
+    Args:
+        names: paths of modules, their parts joined by "."; "" is the module itself.
+
+    Raises:
+        UsageError: a name that leads to no module.
+    """
+    found: dict[str, list[Any]] = {}
+    for name in names:
+        part: Any = module
+        for key in filter(None, name.split(".")):
+            try:
+                part = part[int(key)] if key.isdecimal() else getattr(part, key)
+            except (AttributeError, IndexError, KeyError, TypeError):
+                raise UsageError(
+                    f"{name!r}: expected the path of a module, but there is no {key!r}; see nnx.iter_modules"
+                ) from None
+        if not isinstance(part, nnx.Module):
+            raise UsageError(f"{name!r}: expected the path of a module, got {type(part).__name__}")
+        found[name] = []
+        _tell(part, found[name])
+    return found
+
+
+def _tell(module: nnx.Module, outputs: list[Any]) -> None:
+    """Make a module append what it gives: by a class of its own, since Python looks for `__call__` at the class."""
+    given = type(module)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = given.__call__(self, *args, **kwargs)
+        outputs.append(output)
+        return output
+
+    module.__class__ = type(given.__name__, (given,), {"__call__": call})
 
 
 class ShardedModule(Holder):

@@ -29,6 +29,7 @@ class RankIndex:
     batches: dict[int, Batch] = field(default_factory=dict)
     collectives: dict[int, list[Event]] = field(default_factory=dict)
     tensors: dict[tuple[str, int, str], dict[str, Any]] = field(default_factory=dict)
+    outputs: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)
 
 
 def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
@@ -90,6 +91,12 @@ def _file(index: RankIndex, fields: dict[str, Any], step: int, manifest: Manifes
             index.batches[step] = Batch(fields["digest"], tuple(ids))
         case "collective":
             index.collectives.setdefault(step, []).append(_event(fields["collective"], where))
+        case "output":
+            _check_output(fields, manifest, where)
+            at = (step, fields["microbatch"], fields["unit"])
+            if at in index.outputs:
+                raise RecordingError(f"{where}: an output of {at[2]!r} stands twice in step {step}; record again")
+            index.outputs[at] = fields
         case "tensor":
             _check_tensor(fields, manifest, where)
             key = (fields["phase"], step, fields["name"])
@@ -118,6 +125,20 @@ def _check_tensor(fields: dict[str, Any], manifest: Manifest, where: str) -> Non
     whole = phase == lines.BACKWARD
     if not 0 <= start < stop <= spec.numel or (whole and stop - start != spec.numel):
         raise RecordingError(f"{where}: expected a range of the {spec.numel} elements of {name!r}, got {start}:{stop}")
+    _check_dtype(fields, where)
+
+
+def _check_output(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
+    if fields["unit"] not in {"", *(unit for unit, _ in manifest.units)} or fields["microbatch"] < 0:
+        raise RecordingError(
+            f"{where}: an output of unit {fields['unit']!r}, microbatch {fields['microbatch']}: the manifest has none"
+        )
+    if not all(type(size) is int and size >= 0 for size in fields["shape"]):
+        raise RecordingError(f"{where}: expected a shape, got {fields['shape']!r}; record the run again")
+    _check_dtype(fields, where)
+
+
+def _check_dtype(fields: dict[str, Any], where: str) -> None:
     try:
         itemsize(fields["dtype"])
     except CrossframeError as error:

@@ -4,6 +4,7 @@ A line is one JSON object. "event" says which of these it is:
 
 - "batch": what a rank was fed. `digest` (sha256, hex) and `sample_ids`.
 - "loss": `value`, of this rank alone.
+- "output": what a unit's forward gave on this rank, of `shape`, lies in the step's safetensors file under `output_key`.
 - "tensor": elements `start:stop` of a parameter lie in the step's safetensors file under `tensor_key`, as `dtype`.
 - "collective": `collective` is a `crossframe.trace.Event`.
 - "step": everything of `step` stands before this line.
@@ -36,6 +37,7 @@ _PLACE = {"step": int, "microbatch": int, "rank": int, "phase": str, "unit": str
 _FIELDS: dict[str, dict[str, Any]] = {
     "batch": _PLACE | {"digest": str, "sample_ids": list},
     "loss": _PLACE | {"value": (float, str)},
+    "output": _PLACE | {"shape": list, "dtype": str},
     "tensor": _PLACE | {"start": int, "stop": int, "dtype": str},
     "collective": _PLACE | {"collective": dict},
     "step": {"step": int},
@@ -64,9 +66,24 @@ def tensor_key(phase: str, name: str) -> str:
     return f"{phase}/{name}"
 
 
-def place(step: int, rank: int, phase: str, use: str, *, unit: str = "", name: str = "") -> dict[str, Any]:
-    """The keys that say what a line is of. A step is recorded as one microbatch so far: its number is 0."""
-    return {"step": step, "microbatch": 0, "rank": rank, "phase": phase, "unit": unit, "name": name, "use": use}
+def output_key(unit: str, microbatch: int) -> str:
+    """Under which key the output of a unit lies in the file of its step."""
+    return f"output/{microbatch}/{unit}"
+
+
+def place(
+    step: int, rank: int, phase: str, use: str, *, unit: str = "", name: str = "", microbatch: int = 0
+) -> dict[str, Any]:
+    """The keys that say what a line is of. All but outputs are of a whole step, and have 0 as their microbatch."""
+    return {
+        "step": step,
+        "microbatch": microbatch,
+        "rank": rank,
+        "phase": phase,
+        "unit": unit,
+        "name": name,
+        "use": use,
+    }
 
 
 def check_digest(digest: str) -> None:

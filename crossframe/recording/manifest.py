@@ -16,7 +16,7 @@ from crossframe.names import ParamMap
 from crossframe.params import ParamSpec, check_unique_names
 from crossframe.plan import Strategy
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 
 
@@ -42,7 +42,7 @@ class Schedule:
         return step < self.dense or step % self.every == 0 or step == steps - 1
 
     def is_dense(self, step: int) -> bool:
-        """Whether the unreduced gradients of this step are recorded too: they are the largest part of a recording."""
+        """Whether what is a rank's own is recorded too, outputs of units and unreduced gradients: the largest part by far."""
         return step < self.dense
 
 

@@ -1,5 +1,6 @@
 """Reading a recording, whatever layout and world size it was made at."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,14 +168,36 @@ class Recording:
             )
         return self._read(lines.BACKWARD, step, name, run).reshape(self.manifest.params[name].shape)
 
+    def outputs(self, step: int) -> list[tuple[int, str]]:
+        """(microbatch, unit) of every output that all ranks recorded at a step, in the order of forward."""
+        self._check(step, 0)
+        own = [{at[1:] for at in index.outputs if at[0] == step} for index in self._indexes]
+        # The root, which is the whole model, ends last.
+        order = {unit: place for place, (unit, _) in enumerate(self.manifest.units)} | {"": len(self.manifest.units)}
+        return sorted(set.intersection(*own), key=lambda at: (at[0], order[at[1]]))
+
+    def output(self, step: int, rank: int, microbatch: int, unit: str) -> np.ndarray:
+        """What a unit's forward gave on a rank; RecordingError where it was not recorded."""
+        self._check(step, rank)
+        line = self._indexes[rank].outputs.get((step, microbatch, unit))
+        if line is None:
+            raise RecordingError(
+                f"{self.directory}: rank {rank} recorded no output of unit {unit!r} at step {step}, microbatch {microbatch}"
+            )
+        flat = self._file(rank, step).read(lines.output_key(unit, microbatch), line["dtype"], math.prod(line["shape"]))
+        return flat.reshape(line["shape"])
+
     def _read(self, phase: str, step: int, name: str, run: Run) -> np.ndarray:
-        key = (run.rank, step)
+        return self._file(run.rank, step).read(lines.tensor_key(phase, name), run.dtype, run.stop - run.start)
+
+    def _file(self, rank: int, step: int) -> TensorFile:
+        key = (rank, step)
         if key not in self._files:
             if len(self._files) >= _OPEN_FILES:
                 self._files.clear()
-            path = self.directory / lines.rank_folder(run.rank) / lines.step_file(step)
+            path = self.directory / lines.rank_folder(rank) / lines.step_file(step)
             self._files[key] = TensorFile(path)
-        return self._files[key].read(lines.tensor_key(phase, name), run.dtype, run.stop - run.start)
+        return self._files[key]
 
     def _check(self, step: int, rank: int) -> None:
         try:

@@ -110,6 +110,7 @@ class RecordingWriter:
             raise RecordingError(f"{self.folder}: written already; begin with create_recording") from None
         self._params = manifest.params
         self._units = manifest.unit_of
+        self._unit_names = {"", *(unit for unit, _ in manifest.units)}
         self._step = 0
         self._lines: list[str] = []
         self._seen: set[str] = set()
@@ -132,17 +133,27 @@ class RecordingWriter:
         fields = {"value": float(value)}
         self._add("loss", lines.place(step, self.rank, lines.FORWARD, "loss") | fields, once=lines.FORWARD)
 
+    def output(self, step: int, microbatch: int, unit: str, output: np.ndarray) -> None:
+        """What a unit's forward gave on this rank; of the root unit "" that of the whole model."""
+        self._check_dense(step, "outputs")
+        where = f"rank {self.rank}, step {step}, microbatch {microbatch}, output of unit {unit!r}"
+        if unit not in self._unit_names:
+            raise RecordingError(f"{where}: expected a unit among {sorted(self._unit_names)}, as the manifest has them")
+        if type(microbatch) is not int or microbatch < 0:
+            raise RecordingError(f"{where}: expected a microbatch of 0 or more")
+        key = lines.output_key(unit, microbatch)
+        fields = {"shape": list(output.shape), "dtype": dtype_name(output.dtype)}
+        at = lines.place(step, self.rank, lines.FORWARD, "output", unit=unit, microbatch=microbatch)
+        self._add("output", at | fields, once=key)
+        self._tensors[key] = np.array(output, copy=True, order="C").reshape(-1)
+
     def parameters(self, step: int, unit: str, pieces: Pieces) -> None:
         """What this rank's shard holds of the unit's parameters before the step. Asked for before step 0 alone."""
         self._put(lines.PARAMETERS, step, unit, pieces)
 
     def local_grads(self, step: int, unit: str, grads: Mapping[str, np.ndarray]) -> None:
         """The full gradients that this rank's own batch gives, before any reduction, each in its parameter's shape."""
-        if not self.manifest.schedule.is_dense(step):
-            raise RecordingError(
-                f"step {step}: local gradients are recorded at the first "
-                f"{self.manifest.schedule.dense} steps only, as 'schedule.dense' says"
-            )
+        self._check_dense(step, "local gradients")
         for name, grad in grads.items():
             if name in self._params and grad.shape != self._params[name].shape:
                 raise RecordingError(
@@ -205,6 +216,13 @@ class RecordingWriter:
                 self.finish()
         finally:
             self._file.close()
+
+    def _check_dense(self, step: int, what: str) -> None:
+        if not self.manifest.schedule.is_dense(step):
+            raise RecordingError(
+                f"step {step}: {what} are recorded at the first {self.manifest.schedule.dense} steps only, as "
+                "'schedule.dense' says"
+            )
 
     def _check_step(self, step: int) -> None:
         if step != self._step or step >= self.manifest.steps:

@@ -141,7 +141,7 @@ class _Findings:
                 self.used_before = max(self.used_before, *(judgement.used for judgement in group))
         if self.not_finite is None:
             self.not_finite = next((judgement for judgement in group if judgement.both_not_finite), None)
-        if phase == FORWARD:
+        if worst.quantity.kind == FORWARD:
             self.losses.append(worst.difference)
         elif phase == UPDATE:
             # A zero-gradient parameter, bounded by inf, says nothing unless it is not finite on one side.

@@ -38,25 +38,31 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.metrics import distance, norm, ratio, trimmed_distance
-from crossframe.verdict.quantities import Pair, Quantity, finite
+from crossframe.verdict.quantities import OUTPUT, Pair, Quantity, finite
 
 FALSE_ALARMS = 1e-3
 """The rate of right pairs that are called a bug, where twins round as the other recording does."""
 LEAST_TWINS = 2
 
 Measure = Callable[[np.ndarray, np.ndarray], float]
-MEASURES: dict[str, Measure] = {FORWARD: distance, BACKWARD: distance, REDUCE: distance, UPDATE: trimmed_distance}
-"""How distances are measured. Quantities of one phase are of one kind: they have a factor of their own."""
+MEASURES: dict[str, Measure] = {
+    OUTPUT: distance,
+    FORWARD: distance,
+    BACKWARD: distance,
+    REDUCE: distance,
+    UPDATE: trimmed_distance,
+}
+"""By kind of quantity, how distances are measured. Each kind has a factor of its own."""
 
-Place = tuple[int, str, str]
-"""What is the same thing in all recordings of a run: (step, phase, parameter)."""
+Place = tuple[int, str, str, str, int]
+"""What is the same thing in all recordings of a run: (step, kind, unit, parameter, microbatch)."""
 
 
 def margin(num_twins: int) -> float:
     """How much further than the most eccentric of so many twins another recording may lie.
 
     >>> [round(margin(k), 1) for k in (2, 3, 4, 8)]
-    [36.5, 9.3, 5.3, 2.1]
+    [40.8, 10.8, 5.6, 2.2]
     """
     return ((num_twins + 1) * FALSE_ALARMS / len(MEASURES)) ** (-1 / num_twins)
 
@@ -80,7 +86,7 @@ class Spread:
     Attributes:
         run: what the recording is called.
         num_twins: how many.
-        factors: by phase, how many times the spread is allowed.
+        factors: by kind, how many times the spread is allowed.
         of: the spread, by place.
     """
 
@@ -106,13 +112,13 @@ def spread_of(recording: Recording, twins: Sequence[Recording]) -> Spread:
             f"{recording.directory}: expected at least {LEAST_TWINS} twins, got {len(twins)}; record with --twins 4"
         )
     name, pairs = recording.directory.name, [Pair(recording, twin) for twin in twins]
-    before = _measured(name, pairs, (FORWARD, BACKWARD, REDUCE), None)
+    before = _measured(name, pairs, (OUTPUT, FORWARD, BACKWARD, REDUCE), None)
     updates = _measured(name, pairs, (UPDATE,), before)
     return Spread(name, len(twins), before.factors | updates.factors, before.of | updates.of)
 
 
-def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: Spread | None) -> Spread:
-    """The spread in some phases.
+def _measured(run: str, pairs: Sequence[Pair], kinds: tuple[str, ...], before: Spread | None) -> Spread:
+    """The spread of some kinds.
 
     Args:
         before: of the gradients, where it is known: it says which elements are steady.
@@ -122,15 +128,15 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
         steady = Steady(before.limit if before else None)
         for group in pair.groups():
             steady.note(group)
-            if group[0].phase in phases:
+            if group[0].kind in kinds:
                 apart = max(_apart(steady.of(quantity)) for quantity in group)
                 least = max(_resolution(quantity, pair.a.manifest.dtype) for quantity in group)
                 found.setdefault(_place(group[0]), []).append(math.hypot(apart, least))
     whole = {place: np.array(apart) for place, apart in found.items() if len(apart) == len(pairs)}
     factors = {}
-    for phase in phases:
-        strayed = (eccentricity(apart) for place, apart in whole.items() if place[1] == phase)
-        factors[phase] = margin(len(pairs)) * max(strayed, default=1.0)
+    for kind in kinds:
+        strayed = (eccentricity(apart) for place, apart in whole.items() if place[1] == kind)
+        factors[kind] = margin(len(pairs)) * max(strayed, default=1.0)
     of = {place: float(np.sqrt(np.mean(np.square(apart)))) for place, apart in whole.items()}
     return Spread(run, len(pairs), factors, of)
 
@@ -225,14 +231,14 @@ class Envelope:
 
 
 def _place(quantity: Quantity) -> Place:
-    return quantity.step, quantity.phase, quantity.parameter
+    return quantity.step, quantity.kind, quantity.unit, quantity.parameter, quantity.microbatch
 
 
 def _apart(quantity: Quantity) -> float:
-    return MEASURES[quantity.phase](finite(quantity.a), finite(quantity.b))
+    return MEASURES[quantity.kind](finite(quantity.a), finite(quantity.b))
 
 
 def _resolution(quantity: Quantity, dtype: str) -> float:
     # A loss is recorded as float64, in whatever dtype it was computed.
-    stored = dtype if quantity.phase == FORWARD else quantity.a.dtype.name
+    stored = dtype if quantity.kind == FORWARD else quantity.a.dtype.name
     return 2 * unit_roundoff(stored) * norm(finite(quantity.a)) / math.sqrt(max(quantity.a.size, 1))

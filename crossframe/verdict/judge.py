@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from crossframe.layout import Sharding
+from crossframe.recording.lines import FORWARD
 from crossframe.recording.manifest import Manifest
 from crossframe.verdict.metrics import distance, ratio
 from crossframe.verdict.quantities import Quantity
@@ -16,10 +17,11 @@ class Divergence:
 
     Attributes:
         rank: whose it is: the owner, in the second recording, of the worst element; None for a mean over ranks.
-        parameter: None for a loss; then `start` and `stop` are None too.
+        unit: whose parameter or output it is.
+        parameter: None for an output and for a loss.
         start, stop: the smallest range of elements of the parameter, taken as one row-major line and cut to that rank's
-            piece, that holds all elements that are off.
-        event: what made it: "all_gather", "loss", "backward", "reduce_scatter", "all_reduce" or "optimizer".
+            piece, that holds all elements that are off; of an output likewise, and None for a loss.
+        event: what made it: "all_gather", "output", "loss", "backward", "reduce_scatter", "all_reduce" or "optimizer".
     """
 
     step: int
@@ -86,7 +88,7 @@ def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
         manifest: of the second recording; its layout says which rank owns what.
     """
     q = judgement.quantity
-    if not q.parameter:
+    if q.kind == FORWARD:
         return Divergence(q.step, q.phase, q.rank, q.unit, None, None, None, q.event)
     off, size = _off(judgement)
     worst = int(np.flatnonzero(off)[np.argmax(size[off])])
@@ -95,7 +97,7 @@ def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
         shard_rank, held = _held_with(manifest, q.parameter, worst)
         rank = q.replica * manifest.mesh.shard + shard_rank
     inside = held[off[held]]
-    return Divergence(q.step, q.phase, rank, q.unit, q.parameter, int(inside[0]), int(inside[-1]) + 1, q.event)
+    return Divergence(q.step, q.phase, rank, q.unit, q.parameter or None, int(inside[0]), int(inside[-1]) + 1, q.event)
 
 
 def _off(judgement: Judgement) -> tuple[np.ndarray, np.ndarray]:

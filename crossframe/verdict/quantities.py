@@ -1,6 +1,7 @@
 """What is compared, in the order in which one thing causes the next.
 
-Initial parameters; then at each step the losses, the gradients of each rank, the reduced gradients, the updated parameters.
+Initial parameters; then at each step what each unit gave in forward, the losses, the gradients of each rank, the reduced ones,
+the updated parameters.
 The backward reaches the last unit first, so gradients are walked in reverse order of the units.
 """
 
@@ -10,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, REDUCE, UPDATE
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -17,14 +19,17 @@ from crossframe.verdict.bounds import Bounds, bounds_for
 from crossframe.verdict.metrics import gradient_scale, norm, parameter_scale, root_mean_square
 from crossframe.verdict.zero_gradient import gradient_sizes, zero_gradient_parameters
 
+OUTPUT = "output"
+
 
 @dataclass(frozen=True)
 class Quantity:
     """One thing that both recordings hold.
 
     Attributes:
-        event: what made it, in words of a step: "all_gather", "loss", "backward", "reduce_scatter", "all_reduce", "optimizer".
-        parameter: canonical name; "" for a loss.
+        event: what made it, in words of a step: "all_gather", "output", "loss", "backward", "reduce_scatter", "all_reduce",
+            "optimizer".
+        parameter: canonical name; "" for an output and for a loss.
         rank: the rank whose it is alone; None for what is put together from shards, and for a mean over ranks.
         replica: the copy of the model in the second recording that it was put together from.
         scale: what norm(a - b) is divided by.
@@ -42,6 +47,12 @@ class Quantity:
     b: np.ndarray
     scale: float
     bound: float | None
+    microbatch: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The phase, of which forward has two: "output", and the loss."""
+        return OUTPUT if self.event == OUTPUT else self.phase
 
 
 class Pair:
@@ -66,6 +77,8 @@ class Pair:
         """All quantities in causal order. Those of one group are the same thing on several ranks or replicas."""
         yield from self._parameters()
         for step in range(self.num_steps):
+            if self.same_world:
+                yield from self._outputs(step)
             yield self._losses(step)
             if step in self.steps:
                 if self.same_world:
@@ -125,6 +138,23 @@ class Pair:
                 )
                 for replicas in self._replicas()
             ]
+
+    def _outputs(self, step: int) -> Iterator[list[Quantity]]:
+        theirs = set(self.b.outputs(step))
+        for microbatch, unit in self.a.outputs(step):
+            if (microbatch, unit) not in theirs:
+                continue
+            group = []
+            for rank in range(self.a.manifest.world_size):
+                a, b = (recording.output(step, rank, microbatch, unit) for recording in (self.a, self.b))
+                if a.shape != b.shape:
+                    raise RecordingError(
+                        f"step {step}, rank {rank}: the output of unit {unit!r} is of shape {a.shape} in {self.a.directory} and "
+                        f"{b.shape} in {self.b.directory}; record both in one order of axes"
+                    )
+                scale, bound = norm(finite(a)), self.bounds.parameter
+                group.append(Quantity(step, FORWARD, OUTPUT, unit, "", rank, 0, a, b, scale, bound, microbatch))
+            yield group
 
     def _losses(self, step: int) -> list[Quantity]:
         rows = [losses[step] for losses in self._all_losses]

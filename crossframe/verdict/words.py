@@ -6,6 +6,7 @@ import numpy as np
 
 from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, REDUCE, UPDATE
 from crossframe.verdict.judge import Divergence, Judgement
+from crossframe.verdict.quantities import OUTPUT
 
 NOUNS = {
     PARAMETERS: "initial value",
@@ -24,7 +25,12 @@ def in_words(judgement: Judgement, where: Divergence, names: Sequence[str]) -> s
     """
     q = judgement.quantity
     noun = f"the {NOUNS[q.phase]}"
-    if where.parameter is None:
+    if q.kind == OUTPUT:
+        unit = f"unit {q.unit!r}" if q.unit else "the model"
+        what = (
+            f"the output of {unit} (microbatch {q.microbatch}, elements {where.start}:{where.stop}, rank {where.rank})"
+        )
+    elif where.parameter is None:
         what = f"{noun} of rank {where.rank}" if where.rank is not None else "the mean loss over ranks"
     else:
         unit = f"unit {q.unit!r}" if q.unit else "the root unit"

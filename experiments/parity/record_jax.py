@@ -33,7 +33,7 @@ from jax_backend import (
     value_and_grad,
 )
 from jax_backend.mesh import mesh_spec
-from jax_backend.nnx import split, state_of, with_params
+from jax_backend.nnx import keep_outputs, split, state_of, with_params
 from jax_backend.other_rounding import other_rounding
 from jax_backend.sharded import mesh_of
 from jax_backend.tree import path_name
@@ -124,24 +124,27 @@ class _Steps:
 
     Attributes:
         waits, reduces: steps of value_and_grad.
-        dense: as `reduces`, and gives each rank's own gradient.
+        dense_waits, dense: the same, and they give what is a rank's own: the outputs of units, and its gradient.
     """
 
     waits: Callable[..., Result]
     reduces: Callable[..., Result]
+    dense_waits: Callable[..., Result]
     dense: Callable[..., Result]
 
     def __call__(
         self, sharded: ShardedParams, parts: list[Any], state: Any, *, dense: bool
-    ) -> tuple[np.ndarray, Result]:
-        """The ranks' mean losses, and the result of the last microbatch."""
-        losses, waiting = 0.0, None
+    ) -> tuple[np.ndarray, list[Any], Result]:
+        """The ranks' mean losses, the outputs of each microbatch, and the result of the last."""
+        losses, waiting, outputs = 0.0, None, []
+        waits, reduces = (self.dense_waits, self.dense) if dense else (self.waits, self.reduces)
         for part in parts[:-1]:
-            result = self.waits(sharded, part, state)
+            result = waits(sharded, part, state)
+            outputs.append(result.aux)
             losses, state = losses + np.asarray(result.losses), result.state
             waiting = result.grads if waiting is None else waiting + result.grads
-        result = (self.dense if dense else self.reduces)(sharded, parts[-1], state, accumulated=waiting)
-        return losses + np.asarray(result.losses), result
+        result = reduces(sharded, parts[-1], state, accumulated=waiting)
+        return losses + np.asarray(result.losses), [*outputs, result.aux], result
 
     def events(self, sharded: ShardedParams, parts: list[Any], state: Any, mesh: Mesh) -> list[Event]:
         """The collectives of a step."""
@@ -154,20 +157,26 @@ class _Steps:
 
 
 def _steps(settings: RunSettings, graphdef: Any, state: Any, mesh: Mesh) -> _Steps:
-    def loss_fn(params: Any, *rest: Any) -> Any:
-        *states, (inputs, targets) = rest
-        model = with_params(graphdef, params, *states)
-        losses = optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets)
-        loss = losses.mean() / settings.accumulate
-        return (loss, state_of(model)) if states else loss
+    def loss_of(dense: bool) -> Callable[..., Any]:
+        def loss_fn(params: Any, *rest: Any) -> Any:
+            *states, (inputs, targets) = rest
+            model: Any = with_params(graphdef, params, *states)
+            outputs = keep_outputs(model, ("", *settings.definition.units)) if dense else {}
+            losses = optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets)
+            loss = losses.mean() / settings.accumulate
+            own = {unit: output for unit, (output,) in outputs.items()}
+            also: list[Any] = [*([state_of(model)] if states else []), *([own] if dense else [])]
+            return (loss, tuple(also) if len(also) > 1 else also[0]) if also else loss
 
-    if settings.twin:
-        loss_fn = other_rounding(loss_fn, settings.twin)
+        return other_rounding(loss_fn, settings.twin) if settings.twin else loss_fn
+
     common: dict[str, Any] = {"strategy": Strategy(settings.strategy), "has_state": bool(jax.tree.leaves(state))}
+    loss_fn, dense_loss_fn = loss_of(dense=False), loss_of(dense=True)
     return _Steps(
         waits=value_and_grad(loss_fn, mesh, reduces=False, **common),
         reduces=value_and_grad(loss_fn, mesh, **common),
-        dense=value_and_grad(loss_fn, mesh, local_grads=True, **common),
+        dense_waits=value_and_grad(dense_loss_fn, mesh, reduces=False, has_aux=True, **common),
+        dense=value_and_grad(dense_loss_fn, mesh, local_grads=True, has_aux=True, **common),
     )
 
 
@@ -203,7 +212,7 @@ def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWri
         parts, dense = _parts(settings, batches), manifest.schedule.is_dense(step)
         if events is None:
             events = steps.events(sharded, parts, state, mesh)
-        losses, result = steps(sharded, parts, state, dense=dense)
+        losses, outputs, result = steps(sharded, parts, state, dense=dense)
         state = result.state
         updated, opt_state = update(sharded, opt_state, result.grads)
         for rank, writer in enumerate(writers):
@@ -213,6 +222,7 @@ def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWri
             writer.loss(step, float(losses[rank]))
             writer.collectives(step, _of_rank(events, settings.spec, rank))
             if dense:
+                _record_outputs(writer, step, outputs, rank)
                 _record_local_grads(writer, step, sharded, result.local_grads, rank)
             if writer.records(step):
                 _record_pieces(writer.reduced_grads, step, result.grads, rank)
@@ -225,6 +235,14 @@ def _of_rank(events: list[Event], spec: MeshSpec, rank: int) -> list[Event]:
     """The events of rank 0 as another rank has them: it does the same in groups of its own."""
     groups = {tuple(of(0)): tuple(of(rank)) for of in (spec.replicate_group, spec.shard_group)}
     return [replace(event, group=groups[tuple(event.group)]) for event in events]
+
+
+def _record_outputs(writer: RecordingWriter, step: int, outputs: list[Any], rank: int) -> None:
+    for microbatch, by_unit in enumerate(outputs):
+        for unit, ranks in by_unit.items():
+            output = np.asarray(ranks[rank])
+            # An image with its channels last, as flax has it: torch has them first.
+            writer.output(step, microbatch, unit, np.moveaxis(output, -1, 1) if output.ndim == 4 else output)
 
 
 def _record_local_grads(writer: RecordingWriter, step: int, sharded: ShardedParams, grads: Any, rank: int) -> None:

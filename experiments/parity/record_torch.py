@@ -3,8 +3,9 @@
 import os
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch_backend.dtypes import to_numpy
 from torch_backend.observe import Observer, observe
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.shards import layouts_of, local_pieces
+from torch_backend.slots import without_wrapper
 
 PACKAGES = ("torch", "numpy")
 
@@ -154,11 +156,16 @@ def _train(settings: RunSettings, manifest: Manifest, writer: RecordingWriter, r
         writer.batch(step, batch.digest, batch.sample_ids)
         if step == 0:
             _record_pieces(writer.parameters, step, model, rank, manifest, grads=False)
-        with observe(watcher := _Watcher()):
+        dense = manifest.schedule.is_dense(step)
+        with observe(watcher := _Watcher()), outputs_of(model, manifest) if dense else nullcontext([]) as outputs:
             loss = _backward(settings, model, batch, device)
         writer.loss(step, loss)
         writer.collectives(step, watcher.events)
-        if manifest.schedule.is_dense(step):
+        seen: Counter[str] = Counter()
+        for unit, output in outputs:
+            writer.output(step, seen[unit], unit, output)
+            seen[unit] += 1
+        if dense:
             for unit, grads in watcher.grads.items():
                 writer.local_grads(step, unit, grads)
         if writer.records(step):
@@ -172,6 +179,25 @@ def _train(settings: RunSettings, manifest: Manifest, writer: RecordingWriter, r
         writer.end_step(step)
     if layouts_of(model) != list(manifest.units):
         raise UsageError("the layouts of the model's definition are not those that torch_backend computed")
+
+
+@contextmanager
+def outputs_of(model: nn.Module, manifest: Manifest) -> Iterator[list[tuple[str, np.ndarray]]]:
+    """(unit, output) of every forward of a unit while the context lasts, in the order in which they end; the model is unit ""."""
+    found: list[tuple[str, np.ndarray]] = []
+    units, handles, seen = {"", *(unit for unit, _ in manifest.units)}, [], set()
+    for name, module in model.named_modules():
+        unit = without_wrapper(name)
+        if unit in units and unit not in seen:
+            seen.add(unit)  # the wrapper stands before what it wraps
+            handles.append(
+                module.register_forward_hook(lambda _, __, output, unit=unit: found.append((unit, _numpy(output))))
+            )
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _backward(settings: RunSettings, model: FullyShardedDataParallel, batch: Batch, device: torch.device) -> float:

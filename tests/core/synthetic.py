@@ -141,6 +141,8 @@ def _steps(made: Manifest, rank: int, tamper: Tamper) -> Iterable[tuple[int, Cal
                     own = {name: before[name] for name in names}
                     writer.parameters(step, unit, pieces_of(layout, at, changed("parameters", own)))
                 if made.schedule.is_dense(step):
+                    output = _draw((len(mine), 4), 4, step, rank, *unit.encode()).astype(dtype)
+                    writer.output(step, 0, unit, tamper("output", step, rank, unit, output))
                     writer.local_grads(step, unit, changed("backward", {name: local[rank][name] for name in names}))
                 if writer.records(step):
                     own = {name: reduced[name] for name in names}

@@ -194,10 +194,10 @@ def test_other_worlds_are_held_against_the_same_twins(tmp_path):
 def test_factors_are_of_phases_and_more_twins_allow_less(tmp_path):
     a = run(tmp_path / "a", 4)
     spread = spread_of(a, a.twins())
-    assert set(spread.factors) == {"forward", "backward", "reduce", "update"}
+    assert set(spread.factors) == {"output", "forward", "backward", "reduce", "update"}
     assert all(factor >= margin(4) for factor in spread.factors.values())
     assert margin(2) > margin(4) > margin(8) > 1
     assert eccentricity(np.zeros(3)) == 1.0
     # Of a gradient the twins are the noise apart that they were made with.
     expected = NOISE * np.sqrt(12)
-    assert 0.5 * expected < spread.of[0, "reduce", "embed"] < 2 * expected
+    assert 0.5 * expected < spread.of[0, "reduce", "", "embed", 0] < 2 * expected

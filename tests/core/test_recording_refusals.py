@@ -60,7 +60,7 @@ def test_a_manifest_that_is_no_json(directory):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"format": 2}, r"field 'format': expected 1, the format read here, got 2"),
+        ({"format": 1}, r"field 'format': expected 2, the format read here, got 1"),
         ({"steps": 0}, r"field 'steps': expected an int of at least 1, got 0"),
         ({"steps": True}, r"field 'steps': expected int, got True"),
         ({"seed": None}, r"field 'seed': expected int, got None"),
@@ -122,6 +122,12 @@ def test_a_rank_that_is_missing(directory):
         ('{"event": "end", "steps": 3}', '{"event": "end", "steps": 4}', r"expected the end after 3 whole steps"),
         ('{"event": "end", "steps": 3}\n', '{"event": "end", "steps": 3}\n' * 2, r"a line after the end"),
         ('{"event": "end", "steps": 3}\n', '{"event": "end", "steps": 3}\nmore', r"text after the end"),
+        ('"shape": [3, 4]', '"shape": [3, "4"]', r"expected a shape, got \[3, '4'\]"),
+        (
+            '"use": "output"',
+            '"use": "output", "unit": "bloc"',
+            r"an output of unit 'bloc', microbatch 0: the manifest has none",
+        ),
         ('"event": "loss"', '"event": "batch", "digest": "' + "0" * 64 + '", "sample_ids": []', r"has no loss"),
     ],
 )
@@ -280,7 +286,10 @@ def test_a_writer_of_another_run_or_rank(tmp_path, directory):
         (lambda w: w.updated(0, "", {"embed": (0, 1, np.zeros(1, np.float32))}), "expected float64 .*got float32"),
         (lambda w: w.reduced_grads(0, "", {"embed": (0, 1, np.zeros(1, int))}), "unknown dtype 'int64'"),
         (lambda w: w.local_grads(0, "", {"embed": np.zeros(12)}), r"expected shape \(4, 3\), got \(12,\)"),
-        (lambda w: w.local_grads(1, "", {}), "recorded at the first 1 steps only"),
+        (lambda w: w.local_grads(1, "", {}), "local gradients are recorded at the first 1 steps only"),
+        (lambda w: w.output(1, 0, "", np.zeros(3)), "outputs are recorded at the first 1 steps only"),
+        (lambda w: w.output(0, 0, "bloc", np.zeros(3)), "output of unit 'bloc': expected a unit among"),
+        (lambda w: w.output(0, -1, "block", np.zeros(3)), "microbatch -1, .*expected a microbatch of 0 or more"),
     ],
 )
 def test_what_a_writer_refuses(writer, call, match):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from crossframe.errors import RecordingError
 from crossframe.layout import FlatLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
@@ -52,6 +53,28 @@ def test_equal(tmp_path):
     assert found.first_divergence is None
     assert found.max_relative_loss_difference == found.max_relative_parameter_difference == 0.0
     assert (found.a, found.b, found.dtype, found.world_size, found.steps) == ("torch", "jax", "float64", 2, 3)
+
+
+def test_an_output_that_differs_is_found_before_the_loss_that_it_causes(tmp_path):
+    def one(phase, step, rank, name, array):
+        if (phase, rank, name) == ("output", 1, "block"):
+            array[2, 1:3] += 1e-6
+        return array * (1 + 1e-6) if phase == "forward" else array
+
+    found = versus(tmp_path, one)
+    assert found.verdict is Verdict.BUG
+    assert place(found) == (0, "forward", "output", "block", None, 1, (9, 11))
+    assert "the output of unit 'block' (microbatch 0, elements 9:11, rank 1)" in found.reason
+
+
+def test_of_outputs_only_those_of_one_world_are_compared_and_only_in_one_order_of_axes(tmp_path):
+    def other(phase, step, rank, name, array):
+        return array.T if phase == "output" else array
+
+    three = versus(tmp_path / "3", other, b=synthetic.manifest(3, framework="jax"))
+    assert three.verdict is Verdict.ROUNDING
+    with pytest.raises(RecordingError, match=r"the output of unit 'block' is of shape \(3, 4\) in .* and \(4, 3\) in "):
+        versus(tmp_path / "2", other)
 
 
 def test_rounding(tmp_path):

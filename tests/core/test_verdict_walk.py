@@ -56,7 +56,7 @@ def place(found):
 
 
 def quantities(a, b, phase, name):
-    return [q for group in Pair(a, b).groups() for q in group if (q.phase, q.parameter) == (phase, name)]
+    return [q for group in Pair(a, b).groups() for q in group if (q.kind, q.parameter) == (phase, name)]
 
 
 # What is walked.
@@ -69,17 +69,21 @@ def test_the_walk_is_in_causal_order(tmp_path):
     seen = [(q[0].step, q[0].phase, q[0].event, q[0].parameter) for q in groups]
     expected = [(0, "parameters", "all_gather", name) for name in names]
     for step in range(3):
+        if step == 0:
+            expected += [(0, "forward", "output", "")] * 2
         expected.append((step, "forward", "loss", ""))
         if step == 0:
             expected += [(0, "backward", "backward", name) for name in names[::-1]]
         expected += [(step, "reduce", "reduce_scatter", name) for name in names[::-1]]
         expected += [(step, "update", "optimizer", name) for name in names]
     assert seen == expected
+    assert [q[0].unit for q in groups if q[0].event == "output"] == ["block", ""]  # the model ends last
     for group in groups:
         alone = group[0].phase in ("forward", "backward")
         assert [q.rank for q in group] == (list(range(4)) if alone else [None] * 2)
         assert [q.replica for q in group] == ([0] * 4 if alone else [0, 1])
-        assert {q.unit for q in group} == {"block" if group[0].parameter.startswith("block") else ""}
+        if group[0].event != "output":
+            assert {q.unit for q in group} == {"block" if group[0].parameter.startswith("block") else ""}
 
 
 def test_the_last_replica_of_the_side_that_has_fewer_stands_for_the_rest(tmp_path):

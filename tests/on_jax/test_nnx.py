@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from crossframe.errors import StateError
+from crossframe.errors import StateError, UsageError
 from crossframe.names import MapEntry, ParamMap
 from jax_backend import per_rank, shard, summon_full_params, unshard, value_and_grad
-from jax_backend.nnx import ShardedModule, params_of, split, state_of, with_params
+from jax_backend.nnx import ShardedModule, keep_outputs, params_of, split, state_of, with_params
 
 from .small import mesh_of_size
 
@@ -175,3 +175,34 @@ def test_a_holders_loss_is_that_of_the_module_and_keeps_its_state():
         value_and_grad(holder.loss(of_module), mesh_of_size(2), has_state=True), holder.sharded, batch(), holder.state
     )
     assert jax.tree.structure(result.state) == jax.tree.structure(holder.state)
+
+
+def test_what_modules_give_is_kept_call_by_call_and_changes_nothing_else():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.parts = nnx.List([nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)])
+
+        def __call__(self, x):
+            return self.parts[1](self.parts[0](self.parts[0](x)))
+
+    model, x = Two(nnx.Rngs(0)), jnp.ones((2, 3))
+    graphdef, params, state = split(model)
+    expected, inner = model(x), model.parts[0](x)
+
+    @jax.jit
+    def run(params):
+        model = with_params(graphdef, params, state)
+        outputs = keep_outputs(model, ("", "parts.0"))
+        model(x)
+        return outputs, params_of(model)
+
+    outputs, after = run(params)
+    (whole,) = outputs[""]
+    np.testing.assert_allclose(whole, expected, rtol=1e-6)
+    assert len(outputs["parts.0"]) == 2
+    np.testing.assert_allclose(outputs["parts.0"][0], inner, rtol=1e-6)
+    assert jax.tree.structure(after) == jax.tree.structure(params)
+    assert type(Two(nnx.Rngs(0))) is Two and len(run(params)[0]["parts.0"]) == 2
+    for name, match in (("parts.2", "no '2'"), ("part", "no 'part'"), ("parts.0.kernel", "got Param")):
+        with pytest.raises(UsageError, match=match):
+            keep_outputs(Two(nnx.Rngs(0)), (name,))
