@@ -68,7 +68,7 @@ def processes(whole, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     # A test of arithmetic: that XLA optimises its machine code would cost more than all the rest.
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
+    environment = {"XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ | {"JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.across.two_processes", str(rank), port, str(folder)],
