@@ -20,6 +20,7 @@ from crossframe.verdict.metrics import gradient_scale, norm, parameter_scale, ro
 from crossframe.verdict.zero_gradient import gradient_sizes, zero_gradient_parameters
 
 OUTPUT = "output"
+LATE_UPDATE = "late update"
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,15 @@ class Quantity:
     scale: float
     bound: float | None
     microbatch: int = 0
+    late: bool = False
 
     @property
     def kind(self) -> str:
-        """The phase, of which forward has two: "output", and the loss."""
-        return OUTPUT if self.event == OUTPUT else self.phase
+        """The phase, of which two are of two kinds: "output" and the loss; an update, and a "late update" that comes after a step
+        that was not recorded."""
+        if self.event == OUTPUT:
+            return OUTPUT
+        return LATE_UPDATE if self.late else self.phase
 
 
 class Pair:
@@ -65,6 +70,8 @@ class Pair:
         self.bounds: Bounds = bounds_for(a.manifest.dtype)
         self.same_world = a.manifest.world_size == b.manifest.world_size
         self._all_losses = (a.losses(), b.losses())
+        # All steps before this one were recorded.
+        self._whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
         self._update_norms: dict[str, float] = {}
         self._sizes = (gradient_sizes(a, self.steps), gradient_sizes(b, self.steps))
 
@@ -119,9 +126,10 @@ class Pair:
         replica: int = 0,
     ) -> Quantity:
         unit = self.b.manifest.unit_of.get(name, "")
+        late = phase == UPDATE and step >= self._whole_until
         if name in self.zero_gradient and bound is not None:
             bound = np.inf
-        return Quantity(step, phase, event, unit, name, rank, replica, arrays[0], arrays[1], scale, bound)
+        return Quantity(step, phase, event, unit, name, rank, replica, arrays[0], arrays[1], scale, bound, late=late)
 
     def _parameters(self) -> Iterator[list[Quantity]]:
         for name in self._names(backward=False):

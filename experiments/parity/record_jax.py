@@ -90,11 +90,11 @@ def shard_initial(settings: RunSettings, mesh: Mesh) -> tuple[ShardedParams, Any
 
 
 def split_model(definition: ModelDefinition, dtype: str) -> tuple[Any, Any, Any]:
-    """Its nnx graph, parameters and state, that in the dtype too: flax makes running statistics float32, whatever comes in."""
+    """Its nnx graph, parameters and state, that in float64 too: flax makes running statistics float32, whatever comes in."""
     graphdef, params, state = split(definition.make_flax(dtype))
 
     def cast(leaf: Any) -> Any:
-        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        return leaf.astype(jnp.promote_types(leaf.dtype, dtype)) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return graphdef, params, jax.tree.map(cast, state)
 

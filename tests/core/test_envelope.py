@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from crossframe.errors import RecordingError
+from crossframe.recording import Schedule
 from crossframe.recording.lines import twin_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.envelope import eccentricity, margin, spread_of
@@ -119,6 +120,27 @@ def test_an_element_whose_gradient_is_next_to_zero_may_go_either_way(tmp_path):
         assert compare(a, b).verdict is verdict
 
 
+def test_after_a_step_that_was_not_recorded_any_element_may_have_gone_either_way(tmp_path):
+    """Of an update then only what most elements do is judged: a third that is off is none, all of it is a bug."""
+
+    def sends(share):
+        def change(phase, step, rank, name, array):
+            if (phase, step, name) == ("update", 2, "block.w"):
+                array = array.copy()
+                array.reshape(-1)[: int(share * array.size)] += 0.5
+            return array
+
+        return change
+
+    for every, share, verdict in ((1, 0.4, Verdict.BUG), (2, 0.4, Verdict.ROUNDING), (2, 0.9, Verdict.BUG)):
+        made = synthetic.manifest(dtype="float32", schedule=Schedule(dense=1, every=every))
+        folder = tmp_path / f"{every}-{share}"
+        a = run(folder / "a", 4, made=made)
+        b = run(folder / "b", made=made, tamper=both(jitter(9), sends(share)))
+        found = compare(a, b)
+        assert found.verdict is verdict, found.reason
+
+
 def test_runs_that_have_nothing_in_common_any_more_are_inconclusive(tmp_path):
     def chaos(seed):
         def change(phase, step, rank, name, array):
@@ -194,7 +216,7 @@ def test_other_worlds_are_held_against_the_same_twins(tmp_path):
 def test_factors_are_of_phases_and_more_twins_allow_less(tmp_path):
     a = run(tmp_path / "a", 4)
     spread = spread_of(a, a.twins())
-    assert set(spread.factors) == {"output", "forward", "backward", "reduce", "update"}
+    assert set(spread.factors) == {"output", "forward", "backward", "reduce", "update", "late update"}
     assert all(factor >= margin(4) for factor in spread.factors.values())
     assert margin(2) > margin(4) > margin(8) > 1
     assert eccentricity(np.zeros(3)) == 1.0
