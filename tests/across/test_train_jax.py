@@ -193,6 +193,8 @@ def test_R36_R37_torch_goes_on_where_jax_stopped_and_jax_where_torch_did(ranks, 
     # What one has written the other writes again, bit for bit: nothing is lost or rounded on the way.
     trainer.load(at_3)
     trainer.save(tmp_path / "again", {})
+    with pytest.raises(CheckpointError, match="it is of no training run"):  # since nothing was told of a step
+        train(replace(settings, output=tmp_path / "c", resume=str(tmp_path / "again")), jax.devices("cpu")[:4])
     a, b = content(at_3), content(tmp_path / "again")
     assert a.keys() == b.keys() and len(a) == 3 * 37 + 1 and a["step"] == 3
     for name in a:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from crossframe import checkpoint
 from crossframe.checkpoint import CheckpointError
-from crossframe.errors import CrossframeError, UsageError
+from crossframe.errors import AgreementError, CrossframeError, UsageError
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER
 from crossframe.verdict.bounds import bounds_for
 from experiments import train_torch
@@ -278,6 +278,8 @@ def _one_fails(rank, world_size):
     def act():
         if rank == 1:
             raise OSError(28, "No space left on device", "a/file")
+        if rank == 2:
+            raise AgreementError("rank 1 failed")  # which says nothing new
         return rank
 
     try:
