@@ -199,13 +199,14 @@ def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWri
     optimizer = optimizer_of(settings)
     opt_state = optimizer.init(sharded)  # type: ignore[arg-type]
 
-    @jax.jit
     def update(sharded: ShardedParams, opt_state: Any, grads: ShardedParams) -> tuple[ShardedParams, Any]:
         if settings.clip is not None:
             grads, _ = clip_grad_norm(grads, settings.clip)
         updates, opt_state = optimizer.update(grads, opt_state, sharded)  # type: ignore[arg-type]
         return optax.apply_updates(sharded, updates), opt_state  # type: ignore[arg-type,return-value]
 
+    # What an optimizer makes of its constants in float32, such as 1 - 0.999, rounding can change much.
+    jitted_update = jax.jit(other_rounding(update, settings.twin) if settings.twin else update)
     events = None
     for step in range(settings.steps):
         batches = [settings.batch(step, rank) for rank in range(settings.world_size)]
@@ -214,7 +215,7 @@ def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWri
             events = steps.events(sharded, parts, state, mesh)
         losses, outputs, result = steps(sharded, parts, state, dense=dense)
         state = result.state
-        updated, opt_state = update(sharded, opt_state, result.grads)
+        updated, opt_state = jitted_update(sharded, opt_state, result.grads)
         for rank, writer in enumerate(writers):
             writer.batch(step, batches[rank].digest, batches[rank].sample_ids)
             if step == 0:

@@ -31,7 +31,7 @@ def run_parity(
     """Record the model in both frameworks and some dtypes below `folder`.
 
     Args:
-        twins: how many twins torch records, but in float64, where bounds are known beforehand.
+        twins: how many twins each records, but in float64, where bounds are known beforehand.
 
     Returns:
         (torch, JAX) for each dtype.
@@ -48,7 +48,7 @@ def run_parity(
     recordings = {}
     for (framework, dtype), settings in runs.items():
         path = folder / f"{framework}-{dtype}"
-        beside = twins if framework == "torch" and dtype != "float64" else 0
+        beside = twins if dtype != "float64" else 0
         with watch(console, bars(f"{framework:5} {dtype}", settings, path, beside), settings):
             _record(framework, settings, path, beside)
         recordings[framework, dtype] = path

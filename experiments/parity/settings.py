@@ -152,6 +152,7 @@ class RunSettings:
             | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
             | ({"clip": self.clip} if self.clip is not None else {})
             | ({"accumulate": self.accumulate} if self.accumulate > 1 else {})
+            | {name: value for name, value in asdict(self.policy).items() if isinstance(value, str)}
             | ({"fault": self.fault} if self.fault else {})
             | ({"twin": self.twin} if self.twin else {}),
         )

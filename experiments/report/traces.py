@@ -4,18 +4,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from crossframe.plan import plan_units, step_plan
+from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
-from crossframe.strategy import Strategy
+from crossframe.strategy import Strategy, Sync
 from crossframe.trace import Event, collectives, difference, summary
 
 STEP, RANK = 0, 0
 
 
 def planned(recording: Recording) -> list[Event]:
-    """The collectives of rank 0 in a step, computed from the layouts in the manifest."""
-    manifest = recording.manifest
-    units = plan_units(recording.layouts(), Strategy(manifest.strategy))
-    return collectives(step_plan(units, manifest.mesh, RANK))
+    """The collectives of rank 0 in a step, computed from the layouts in the manifest and from what its settings say of precision
+    and of microbatches."""
+    manifest, settings = recording.manifest, recording.manifest.settings
+    policy = PrecisionPolicy(param_dtype=settings.get("param_dtype"), reduce_dtype=settings.get("reduce_dtype"))
+    units = plan_units(recording.layouts(), Strategy(manifest.strategy), policy=policy)
+    microbatches = settings.get("accumulate", 1)
+    sync = Sync.LAST if microbatches > 1 else Sync.EACH
+    return collectives(step_plan(units, manifest.mesh, RANK, microbatches=microbatches, sync=sync))
 
 
 def trace_of(name_a: str, a: Recording, name_b: str, b: Recording) -> dict[str, Any] | None:

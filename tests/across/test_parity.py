@@ -18,6 +18,7 @@ from crossframe.verdict import Verdict, compare
 from experiments.cli import app
 from experiments.parity.grid import cells
 from experiments.parity.settings import RunSettings
+from experiments.report.traces import trace_of
 from tests.across.recorded import record_with_jax, record_with_torch
 from tests.conftest import EXHAUSTIVE
 
@@ -87,6 +88,7 @@ def test_a_hybrid_mesh_with_batch_norm_momentum_clipping_and_microbatches_agrees
         before, after = (recording.full(phase, 0, "head.weight") for phase in (PARAMETERS, UPDATE))
         clipped = recording.full(REDUCE, 0, "head.weight") * settings.clip / (norm + 1e-6)
         np.testing.assert_allclose(after, before - 0.1 * (clipped + 0.01 * before), rtol=0, atol=1e-14)
+    assert trace_of("torch", a, "jax", b)["equal"]
     units = plan_units(a.manifest.units, Strategy.HYBRID_SHARD)
     for rank in range(4):
         plan = step_plan(units, MeshSpec(shard=2, replicate=2), rank, microbatches=2, sync=Sync.LAST)
@@ -107,6 +109,7 @@ def test_bfloat16_and_top_k_routing_lie_within_what_twins_of_torch_reach(ranks, 
     assert 0 < found.envelope_used < 1
     # Far more than float32 rounds by, and yet a gradient that is not averaged is seen.
     assert found.max_relative_loss_difference > 1e-5
+    assert trace_of("torch", a, "jax", b)["equal"]
     record_with_torch(ranks, replace(settings, fault="sum_gradients"), tmp_path / "faulty")
     faulty = compare(a, Recording.open(tmp_path / "faulty"))
     assert faulty.verdict is Verdict.BUG
