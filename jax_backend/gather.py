@@ -16,8 +16,9 @@ from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
-from jax_backend.collectives import all_gather, all_reduce, reduce_scatter
-from jax_backend.tree import Bucket
+from crossframe.trace import ALL_GATHER
+from jax_backend.collectives import all_gather, all_reduce, reduce_scatter, scope_name
+from jax_backend.tree import Bucket, ParamTree
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,18 @@ class Reduction:
 
 
 def gather(
+    tree: ParamTree,
     bucket: Bucket,
     shard: jax.Array,
     precision: Precision,
     reduction: Reduction,
     probe: jax.Array | None = None,
     waiting: jax.Array | None = None,
-) -> jax.Array:
-    """All shards of a bucket, differentiable.
+) -> dict[str, jax.Array]:
+    """The leaves in all shards of a bucket, differentiable.
 
     Args:
+        tree: where they lie.
         shard: this rank's, of shape (padded_shard_numel,).
         precision: the bucket's dtypes.
         reduction: of its gradient.
@@ -86,11 +89,19 @@ def gather(
         waiting: None, or this rank's own gradient of earlier microbatches, of that shape, which is added first.
 
     Returns:
-        Shape (gathered_numel,), of `precision.gathered`. Its cotangent reaches the shard as the mean over ranks, of shape
+        By path, of `precision.gathered`. Their cotangents reach the shard as the mean over ranks, of shape
         (padded_shard_numel,); as zeros, if nothing is reduced now. Frozen buckets get none.
     """
+
+    def whole(shard: jax.Array) -> dict[str, jax.Array]:
+        line = shard.astype(precision.gathered)
+        # In one scope, so that `when_needed` cuts where it gathers.
+        with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
+            found = tree.views(bucket.name, all_gather(line, bucket.label))
+        return tree.leaves_of(bucket, found)
+
     if not bucket.trainable:
-        return all_gather(jax.lax.stop_gradient(shard).astype(precision.gathered), bucket.label)
+        return whole(jax.lax.stop_gradient(shard))
 
     @jax.custom_vjp
     def gathered(shard, probe, waiting):
@@ -99,9 +110,10 @@ def gather(
     # Not by calling `gathered`: the policy that saves no gathered parameter must find the primitive itself here.
     def forward(shard, probe, waiting):
         del probe
-        return all_gather(shard.astype(precision.gathered), bucket.label), waiting
+        return whole(shard), waiting
 
-    def backward(waiting, grad):
+    def backward(waiting, grads):
+        grad = joined(tree, bucket, grads)
         own = grad.astype(precision.accumulated(reduction.face)) if waiting is not None or not reduction.now else grad
         if waiting is not None:
             own = own + waiting
@@ -115,6 +127,14 @@ def gather(
 
     gathered.defvjp(forward, backward)
     return gathered(shard, probe, waiting)
+
+
+def joined(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> jax.Array:
+    """Gradients of a bucket's leaves in one line, shape (gathered_numel,), with 0 in the padding."""
+    dtype = next(iter(grads.values())).dtype
+    line = jax.ShapeDtypeStruct((bucket.layout.gathered_numel,), dtype)
+    (found,) = jax.linear_transpose(lambda line: tree.cut(bucket, line), line)(grads)
+    return found
 
 
 def divide(array: jax.Array, factor: float) -> jax.Array:

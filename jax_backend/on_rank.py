@@ -14,6 +14,7 @@ from jax_backend.mesh import rank_partition
 from jax_backend.sharded import ShardedParams
 from jax_backend.step import Source, Step, kept, over_shards, params_of, probes_of, sources_of
 from jax_backend.tree import Bucket
+from jax_backend.when_needed import merges_gathers, when_needed
 
 
 def run_on_ranks(
@@ -22,8 +23,8 @@ def run_on_ranks(
     """One step: (losses, weights or None, gradients, state, aux, local gradients or None), all ranks' side by side."""
     tree, axes = sharded.tree, step.mesh.axis_names
 
-    def gathered(bucket: Bucket, source: Source) -> jax.Array:
-        return gather(bucket, source.line, tree.policy.resolve(bucket.layout.dtype), step.reduction, *source[1:])
+    def gathered(bucket: Bucket, source: Source) -> dict[str, jax.Array]:
+        return gather(tree, bucket, source.line, tree.policy.resolve(bucket.layout.dtype), step.reduction, *source[1:])
 
     def on_rank(shards: Any, frozen: Any, batch: Any, state: Any, rng: Any, waiting: Any) -> Any:
         state, waiting = (jax.tree.map(lambda leaf: leaf[0], each) for each in (state, waiting))
@@ -45,6 +46,8 @@ def run_on_ranks(
             return over_shards(tree, step, gathered, apply)(sources_of({**lines, **trained}, probes, waiting))
 
         differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+        if merges_gathers(step.mesh):
+            differentiate = when_needed(differentiate)
         (_, rest), (grads, own) = differentiate(trained, probes_of(tree, step))
         reduced = {}
         if step.reduction.now:

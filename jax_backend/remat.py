@@ -10,8 +10,8 @@ all-gather, and the output of the all-gather itself is then saved in its stead. 
 that is only laid out anew is computed again too, from a saved one, which costs a copy; and a parameter that the model
 itself computes with (`1 + scale`) is saved like an activation.
 
-XLA has the last word. Its CPU compiler drops the barrier that jax.checkpoint puts before backward and merges each second
-gather with the first: the numbers are the same, the memory is not saved. The jaxpr shows what was asked for.
+XLA has the last word. Its CPU compiler drops the barrier that jax.checkpoint puts before backward and would merge each second
+gather with the first: see `when_needed`.
 """
 
 from collections.abc import Callable

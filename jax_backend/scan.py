@@ -19,22 +19,20 @@ class Stack:
         tree: where its parameters lie.
         buckets: its buckets.
         sliced: by bucket what each layer is gathered from; leaves have a leading dim of layers.
-        gathered: (bucket, one layer of `sliced`) to its gathered buffer.
+        gathered: (bucket, one layer of `sliced`) to its leaves, by path.
         frees: whether a layer's backward gathers it again.
     """
 
     tree: ParamTree
     buckets: tuple[Bucket, ...]
     sliced: dict[str, Any]
-    gathered: Callable[[Bucket, Any], jax.Array]
+    gathered: Callable[[Bucket, Any], dict[str, jax.Array]]
     frees: bool
 
     def layer(self, sliced: dict[str, Any]) -> dict[str, jax.Array]:
-        """The parameters of one layer, by canonical name."""
+        """The leaves of one layer, by path."""
         return {
-            name: view
-            for bucket in self.buckets
-            for name, view in self.tree.views(bucket.name, self.gathered(bucket, sliced[bucket.name])).items()
+            path: leaf for bucket in self.buckets for path, leaf in self.gathered(bucket, sliced[bucket.name]).items()
         }
 
 
@@ -81,20 +79,18 @@ def scan(
     if not stacks:
         return jax.lax.scan(lambda carry, each: body(carry, *each), init, (blocks, xs), reverse=reverse, unroll=unroll)
     stack = next(iter(stacks.values()))
-    own = {spec.name for bucket in stack.buckets for spec in bucket.layout.params}
-    given = {stack.tree.entry(leaf.path).name for leaf in leaves if isinstance(leaf, StackedLeaf)}
+    own = {path for bucket in stack.buckets for path in stack.tree.paths_of(bucket)}
+    given = {leaf.path for leaf in leaves if isinstance(leaf, StackedLeaf)}
     if len(stacks) > 1 or len(given) != len(leaves) or given != own:
         raise UsageError(
             f"scan: expected all leaves of one stacked unit, {sorted(own)}, got {sorted(given)} of {len(stacks)} units and "
             f"{len(leaves) - len(given)} other leaves; pass the unit's subtree as the loss function was given it"
         )
-    entries = [(stack.tree.entry(leaf.path), leaf.path) for leaf in leaves]
 
     def layer(carry: Any, each: Any) -> tuple[Any, Any]:
         sliced, x = each
-        named = stack.layer(sliced)
-        params = jax.tree.unflatten(treedef, [entry.from_canonical(named[entry.name], path) for entry, path in entries])
-        return body(carry, params, x)
+        found = stack.layer(sliced)
+        return body(carry, jax.tree.unflatten(treedef, [found[leaf.path] for leaf in leaves]), x)
 
     # Of its own, beside that around the whole loss, under which a loop ahead of the backward's would gather all layers.
     loop = reshard_after_forward(layer) if stack.frees else layer

@@ -114,7 +114,7 @@ def params_of(
     tree: ParamTree,
     full: Mapping[str, Any],
     stacked: Mapping[str, Source],
-    gather_layer: Callable[[Bucket, Source], jax.Array],
+    gather_layer: Callable[[Bucket, Source], dict[str, jax.Array]],
     frees: Mapping[str, bool],
 ) -> Any:
     """The user's pytree on one rank: full parameters, and in the place of stacked units what `scan` goes through.
@@ -129,8 +129,7 @@ def params_of(
             tree, members, {bucket.name: stacked[bucket.name] for bucket in members}, gather_layer, frees[unit]
         )
         for bucket in members:
-            paths = {spec.name: tree.param_map.by_name[spec.name].paths[0] for spec in bucket.layout.params}
-            shown[bucket.name] = {name: StackedLeaf(stack, path) for name, path in paths.items()}
+            shown[bucket.name] = {path: StackedLeaf(stack, path) for path in tree.paths_of(bucket)}
     return tree.params(shown)
 
 

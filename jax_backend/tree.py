@@ -1,6 +1,6 @@
 """Where every parameter lies: in the user's pytree, by canonical name, and in which unit. Static: no array."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -228,35 +228,34 @@ class ParamTree:
         """The user's pytree, in its own structure and axis order, out of the gathered buffers of all buckets.
 
         Args:
-            gathered: by bucket an array of shape (gathered_numel,); of a stacked one (num_layers, gathered_numel), or what is
-                to stand at all its leaves, asked by canonical name.
+            gathered: by bucket an array of shape (gathered_numel,), of a stacked one (num_layers, gathered_numel); or what is to
+                stand at its leaves, by path.
         """
-        named: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for bucket in self.buckets:
-            named |= self._named(bucket, gathered[bucket.name])
-        owners = [self._owner.get(path, path) for path in self.paths]
-        found = [named[self.param_map.by_path[path].name](path) for path in owners]
-        return jax.tree.unflatten(self.treedef, found)
+            given = gathered[bucket.name]
+            if isinstance(given, Mapping):
+                found |= given
+            elif bucket.num_layers is None:
+                found |= self.cut(bucket, given)
+            else:
+                layers = [self.cut(bucket, line) for line in given]
+                stack = jnp.stack if isinstance(given, jax.Array) else np.stack
+                found |= {path: stack([layer[path] for layer in layers]) for path in layers[0]}
+        return jax.tree.unflatten(self.treedef, [found[self._owner.get(path, path)] for path in self.paths])
 
-    def _named(self, bucket: Bucket, gathered: Any) -> dict[str, Callable[[str], Any]]:
-        """By canonical name what gives the leaf of a path."""
-        if isinstance(gathered, Mapping):  # of a scan, which gathers inside
-            return {name: lambda path, value=value: value for name, value in gathered.items()}
-        entry_of = self.param_map.by_name
-        if bucket.num_layers is None:
-            found = views(bucket.layout, gathered)
-            return {
-                name: lambda path, entry=entry_of[name], view=view: entry.from_canonical(view, path)
-                for name, view in found.items()
-            }
-        layers = [views(bucket.layout, gathered[i]) for i in range(bucket.num_layers)]
-        stack = jnp.stack if isinstance(gathered, jax.Array) else np.stack
-        return {
-            spec.name: lambda path, name=spec.name: stack(
-                [entry_of[name].from_canonical(layer[name], path) for layer in layers]
-            )
-            for spec in bucket.layout.params
-        }
+    def paths_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """Of a bucket's leaves; of a shared parameter only its owner's."""
+        return tuple(path for spec in bucket.layout.params for path in self.param_map.by_name[spec.name].paths)
+
+    def cut(self, bucket: Bucket, gathered: Any) -> dict[str, Any]:
+        """The leaves of the user's pytree in one bucket's gathered buffer, by path."""
+        return self.leaves_of(bucket, views(bucket.layout, gathered))
+
+    def leaves_of(self, bucket: Bucket, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The same out of the bucket's parameters, by canonical name and in canonical shape."""
+        entries = {path: self.param_map.by_path[path] for path in self.paths_of(bucket)}
+        return {path: entry.from_canonical(named[entry.name], path) for path, entry in entries.items()}
 
     def leaves(self, params: Any) -> dict[str, Any]:
         """The leaves of a pytree like the user's, by path, once each fits.

@@ -18,12 +18,13 @@ from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from jax_backend.collectives import scope_name
-from jax_backend.gather import Reduction, divide
+from jax_backend.gather import Reduction, divide, joined
 from jax_backend.local_grads import LocalGrads
 from jax_backend.mesh import REPLICATE_AXIS, SHARD_AXIS, rank_partition
 from jax_backend.sharded import ShardedParams
 from jax_backend.step import Source, Step, kept, over_shards, params_of, probes_of, sources_of
-from jax_backend.tree import Bucket
+from jax_backend.tree import Bucket, ParamTree
+from jax_backend.when_needed import merges_gathers, when_needed
 
 NOT_HONOURED = (
     "the order of a sum over ranks: it is XLA's, which may sum over the shard group and over replicas at once",
@@ -55,13 +56,14 @@ def run_under_jit(
         for name, probe in probes_of(tree, step).items()
     }
 
-    def spread(bucket: Bucket, source: Source) -> jax.Array:
-        return _spread(bucket, source, tree.policy.resolve(bucket.layout.dtype), reduction, mesh)
+    def spread(bucket: Bucket, source: Source) -> dict[str, jax.Array]:
+        return _spread(tree, bucket, source, tree.policy.resolve(bucket.layout.dtype), reduction, mesh)
 
     def apply(full: dict[str, Any], stacked: dict[str, Source]) -> Any:
         def on_rank(here: Any, full: Any, stacked: Any, state: Any, batch: Any, key: Any) -> tuple[Any, ...]:
-            def layer(bucket: Bucket, source: Source) -> jax.Array:
-                return _layer(bucket, source, here, tree.policy.resolve(bucket.layout.dtype), reduction, mesh)
+            def layer(bucket: Bucket, source: Source) -> dict[str, jax.Array]:
+                precision = tree.policy.resolve(bucket.layout.dtype)
+                return tree.cut(bucket, _layer(bucket, source, here, precision, reduction, mesh))
 
             return step.rank_loss(
                 params_of(tree, full, stacked, layer, step.frees(tree)), state, batch, key, tree.policy
@@ -80,7 +82,10 @@ def run_under_jit(
         waiting = accumulated.lines if accumulated is not None else None
         return over_shards(tree, step, spread, apply)(sources_of({**lines, **trained}, probes, waiting))
 
-    (_, rest), (grads, own) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(trained, probes)
+    differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+    if merges_gathers(mesh):
+        differentiate = when_needed(differentiate, (ALL_GATHER, REDUCE_SCATTER), lambda numbers: _cut(numbers, mesh))
+    (_, rest), (grads, own) = differentiate(trained, probes)
     local = LocalGrads(own, tree) if step.probes else None
     reduced: Any = local
     if reduction.now:
@@ -108,18 +113,26 @@ def _cut(array: jax.Array, mesh: Mesh, *partition: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*partition)))
 
 
-def _gathered(line: jax.Array, bucket: Bucket, dtype: str, mesh: Mesh) -> jax.Array:
+def _gathered(line: jax.Array, bucket: Bucket, mesh: Mesh) -> jax.Array:
     """The whole line on every device."""
     with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
-        return _cut(_cut(line.astype(dtype), mesh, SHARD_AXIS), mesh)
+        return _cut(_cut(line, mesh, SHARD_AXIS), mesh)
 
 
-def _spread(bucket: Bucket, source: Source, precision: Precision, reduction: Reduction, mesh: Mesh) -> jax.Array:
-    """A bucket's line, in full for each rank: (gathered_numel,) to (num_ranks, gathered_numel). See `gather`."""
+def _spread(
+    tree: ParamTree, bucket: Bucket, source: Source, precision: Precision, reduction: Reduction, mesh: Mesh
+) -> dict[str, jax.Array]:
+    """A bucket's leaves by path, in full for each rank: (gathered_numel,) to (num_ranks, ...). See `gather`."""
 
-    def copies(line: jax.Array) -> jax.Array:
-        whole = _gathered(line, bucket, precision.gathered, mesh)
-        return _cut(jnp.broadcast_to(whole, (mesh.size, *whole.shape)), mesh, mesh.axis_names)
+    def copies(line: jax.Array) -> dict[str, jax.Array]:
+        line = line.astype(precision.gathered)
+        with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
+            found = tree.views(bucket.name, _gathered(line, bucket, mesh))
+        # Laid out as the user's before they get the axis of ranks, behind which XLA would copy them to transpose them.
+        return {
+            path: _cut(jnp.broadcast_to(leaf, (mesh.size, *leaf.shape)), mesh, mesh.axis_names)
+            for path, leaf in tree.leaves_of(bucket, found).items()
+        }
 
     if not bucket.trainable:
         return copies(jax.lax.stop_gradient(source.line))
@@ -132,12 +145,15 @@ def _spread(bucket: Bucket, source: Source, precision: Precision, reduction: Red
         del probe
         return copies(line), waiting
 
-    def backward(waiting, grad):
-        own = _own(grad, waiting, precision, reduction)
+    def backward(waiting, grads):
         line = source.line
-        reduced = _reduced(own, bucket, precision, reduction, mesh) if reduction.now else jnp.zeros_like(line)
+        with jax.named_scope(scope_name(REDUCE_SCATTER, bucket.label)):
+            by_rank = jax.vmap(lambda own: joined(tree, bucket, own), spmd_axis_name=mesh.axis_names)
+            own = _own(_cut(by_rank(grads), mesh, mesh.axis_names), waiting, precision, reduction)
+            reduced = _reduced(own, bucket, precision, reduction, mesh) if reduction.now else jnp.zeros_like(line)
+            reduced = reduced.astype(line.dtype)
         return (
-            reduced.astype(line.dtype),
+            reduced,
             None if source.probe is None else own.astype(source.probe.dtype),
             None if waiting is None else jnp.zeros_like(waiting),
         )
@@ -157,7 +173,7 @@ def _layer(
     """
 
     def whole(line: jax.Array, here: jax.Array) -> jax.Array:
-        full = _gathered(line, bucket, precision.gathered, mesh)
+        full = _gathered(line.astype(precision.gathered), bucket, mesh)
         return jnp.concatenate([full, here.astype(full.dtype)])
 
     if not bucket.trainable:

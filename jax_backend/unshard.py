@@ -43,7 +43,7 @@ def check_there(sharded: ShardedParams, buckets: Iterable[Bucket]) -> None:
 def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> Any:
     """The user's pytree with the parameters of these buckets, and None in the place of all others."""
     tree = sharded.tree
-    absent = {bucket.name: {spec.name: None for spec in bucket.layout.params} for bucket in tree.buckets}
+    absent = {bucket.name: dict.fromkeys(tree.paths_of(bucket)) for bucket in tree.buckets}
 
     def on_rank(buckets: dict[str, Any]) -> Any:
         lines = {name: tree.by_name[name].to_line(each) for name, each in buckets.items()}

@@ -4,6 +4,8 @@
 sums: n buffers where one will do, and a program that grows with n squared. The transpose of one split is one concatenation.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -49,6 +51,5 @@ def _of_columns(layout: PerParamLayout, gathered: jax.Array) -> dict[str, jax.Ar
     return found
 
 
-def _split(bounds: list[int], array: jax.Array, axis: int) -> list[jax.Array]:
-    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    return jax.lax.split(array, sizes, axis)
+def _split(bounds: list[int], array: jax.Array, axis: int) -> Sequence[jax.Array]:
+    return jax.lax.split(array, [stop - start for start, stop in pairwise(bounds)], axis)
