@@ -146,7 +146,8 @@ class _Findings:
         elif phase == UPDATE:
             # A zero-gradient parameter, bounded by inf, says nothing unless it is not finite on one side.
             counts = worst.quantity.bound != math.inf or worst.one_sided
-            self.parameters[step] = max(self.parameters.get(step, 0.0), worst.difference if counts else 0.0)
+            apart = max(judgement.whole for judgement in group)
+            self.parameters[step] = max(self.parameters.get(step, 0.0), apart if counts else 0.0)
 
 
 def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tuple[Verdict, str]:
@@ -198,7 +199,7 @@ def _conclude_by_envelope(
         return Verdict.INCONCLUSIVE, f"{said}: lower the learning rate"
     said = (
         f"everything lies as near as {envelope.in_words()} do to one another: at most {findings.used_before:.2f} of what "
-        "rounding may reach"
+        f"rounding may reach ({100 * envelope.judged_share:.0f} % of what was updated had gradients large enough to be judged)"
     )
     if (step := envelope.saturated_from) is not None:
         chaos = f"but from step {step} on the twins' gradients have nothing in common, and a bug would not show"

@@ -163,6 +163,10 @@ class Steady:
             small = (np.abs(finite(quantity.a)) <= element) | (np.abs(finite(quantity.b)) <= element)
             self._unsteady[name] = small | self._unsteady.get(name, False)
 
+    def num_unsteady(self, parameter: str) -> int:
+        """How many elements of a parameter are not."""
+        return int(np.sum(self._unsteady.get(parameter, 0)))
+
     def of(self, quantity: Quantity) -> Quantity:
         """An update in which unsteady elements are as in the first recording; other quantities as they are."""
         unsteady = self._unsteady.get(quantity.parameter)
@@ -178,6 +182,7 @@ class Envelope:
     def __init__(self, spreads: Sequence[Spread]) -> None:
         self.spreads = tuple(spreads)
         self._steady = Steady(self._limit)
+        self._updated = [0, 0]
         self._chaos: dict[int, list[float]] = {}
 
     @classmethod
@@ -203,12 +208,20 @@ class Envelope:
     def _held(self, quantity: Quantity, limit: float) -> Judgement:
         """One quantity against its limit, in the quantity's own scale."""
         steady = self._steady.of(quantity)
+        if quantity.phase == UPDATE:
+            self._updated[0] += quantity.a.size - self._steady.num_unsteady(quantity.parameter)
+            self._updated[1] += quantity.a.size
         bound = ratio(limit, steady.scale)
         judged = judge(replace(steady, bound=bound))
         if judged.one_sided:
             return judged
-        difference = ratio(_apart(steady), steady.scale)
-        return replace(judged, equal=judge(quantity).equal, difference=difference, beyond=difference > bound)
+        difference, own = ratio(_apart(steady), steady.scale), judge(quantity)
+        return replace(judged, equal=own.equal, difference=difference, beyond=difference > bound, whole=own.whole)
+
+    @property
+    def judged_share(self) -> float:
+        """How large a part of all updated elements, of those judged so far, was steady; 1 of none."""
+        return self._updated[0] / self._updated[1] if self._updated[1] else 1.0
 
     def _note_chaos(self, group: list[Quantity]) -> None:
         place = _place(group[0])

@@ -44,10 +44,12 @@ class Judgement:
 
     Attributes:
         equal: every bit, dtype included.
-        difference: norm(a - b) / scale; inf where only one side is finite.
+        difference: what is held against the bound: norm(a - b) / scale, or with twins what they measure of it; inf where only
+            one side is finite.
         beyond: whether it is outside its bound.
         one_sided: whether an element is not finite on one side only (or not finite in another way).
         both_not_finite: whether an element is NaN, or the same infinity, on both sides.
+        whole: norm(a - b) / scale, whatever is held against the bound.
     """
 
     quantity: Quantity
@@ -56,6 +58,7 @@ class Judgement:
     beyond: bool
     one_sided: bool
     both_not_finite: bool
+    whole: float = 0.0
 
     @property
     def used(self) -> float:
@@ -72,10 +75,10 @@ def judge(quantity: Quantity) -> Judgement:
         return Judgement(quantity, True, 0.0, False, False, not np.isfinite(a).all())
     one_sided, shared = _not_finite(a, b)
     if one_sided.any():
-        return Judgement(quantity, False, np.inf, True, True, bool(shared.any()))
+        return Judgement(quantity, False, np.inf, True, True, bool(shared.any()), np.inf)
     difference = ratio(distance(np.where(shared, 0.0, a), np.where(shared, 0.0, b)), quantity.scale)
     beyond = True if quantity.bound is None else difference > quantity.bound
-    return Judgement(quantity, False, difference, beyond, False, bool(shared.any()))
+    return Judgement(quantity, False, difference, beyond, False, bool(shared.any()), difference)
 
 
 def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
