@@ -6,9 +6,10 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe import MeshSpec, reduction
 from crossframe.dtypes import numpy_dtype
+from crossframe.faces import Face
 from crossframe.reduction import DivideFactors, divide_factors
 from crossframe.reference import ReferenceUnit
-from jax_backend import make_mesh, shard, shards_of, value_and_grad
+from jax_backend import make_mesh, shard, shards_of, unshard, value_and_grad
 from jax_backend.collectives import all_reduce
 from jax_backend.gather import divide
 
@@ -44,6 +45,19 @@ def test_R26_R32_two_ranks_reduce_to_the_references_bits(world_size, dtype):
     rng = np.random.default_rng(2)
     result, expected, _ = reduced(world_size, lambda shape: rng.normal(size=shape), dtype)
     assert_reduced(result, expected, world_size)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "jit"])
+def test_R26_FSDP2_divides_between_the_two_sums_of_a_hybrid_mesh(mode):
+    """In float32 its mean over a shard group comes from there. Sums of 4 integers up to 50, and their quarters, are exact."""
+    rng = np.random.default_rng(4)
+    grads = [small_params("float32", draw=lambda shape: rng.integers(-50, 50, size=shape)) for _ in range(4)]
+    mesh = make_mesh(MeshSpec(shard=2, replicate=2))
+    sharded = shard(small_params("float32"), mesh, units=UNITS, param_map=small_map())
+    batch = jax.tree.map(lambda *leaves: np.stack(leaves), *grads)
+    result = value_and_grad(linear_loss, mesh, mode=mode, face=Face.FSDP2)(sharded, batch)
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *grads)
+    jax.tree.map(np.testing.assert_array_equal, unshard(result.grads), mean)
 
 
 @pytest.mark.parametrize("keep_original", [True, False])
