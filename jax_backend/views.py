@@ -6,7 +6,6 @@ sums: n buffers where one will do, and a program that grows with n squared. The 
 
 from collections.abc import Sequence
 from itertools import pairwise
-from itertools import pairwise
 from typing import Any
 
 import jax

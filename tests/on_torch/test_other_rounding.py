@@ -72,7 +72,7 @@ def test_training_differs_by_rounding_alone_in_forward_backward_and_the_optimize
         return loop() if seed == 0 else rounded(seed, loop)
 
     run, twin, other, again = train(0), train(1), train(2), train(1)
-    for a, b, c, d in zip(*(sum(each, []) for each in (run, twin, other, again)), strict=True):
+    for a, b, c, d in zip(*([*grads, *params] for grads, params in (run, twin, other, again)), strict=True):
         assert not (a == b).all() and not (b == c).all()
         assert (b == d).all()  # a seed says which way
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
