@@ -28,23 +28,10 @@ def test_what_moves_selects_or_casts_data_is_left_alone():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), "float32")
 
     def fun(x):
-        return (
-            x.T,
-            jnp.concatenate([x, x]),
-            jax.nn.relu(x),
-            x.astype("bfloat16"),
-            x[1],
-            jnp.where(x > 0, x, 0),
-            x.max(0),
-            -x,
-        )
+        return x.T, jnp.concatenate([x, x]), x.astype("bfloat16"), x[1], jnp.where(x > 0, x, 0), x.max(0), -x
 
     for found, right in zip(other_rounding(fun, 1)(x), fun(x), strict=True):
-        assert (found == right).all() or found.shape == (
-            4,
-            3,
-        )  # relu's own derivative makes it one that counts as rounding
-        np.testing.assert_allclose(np.asarray(found, "float32"), np.asarray(right, "float32"), rtol=2.0**-23, atol=0)
+        assert found.dtype == right.dtype and (found == right).all()
 
 
 def test_zeros_and_what_is_not_finite_stay():
