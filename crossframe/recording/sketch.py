@@ -36,6 +36,7 @@ class Sketch:
 
     Attributes:
         numel: how many elements.
+        dtype: theirs. Fingerprints are of bits, and say nothing between dtypes.
         fingerprint: below 2^64.
         sums: float64 of shape (NUM_SUMS,).
         squares: the sum of squares of all elements, in float64.
@@ -43,15 +44,18 @@ class Sketch:
     """
 
     numel: int
+    dtype: str
     fingerprint: int
     sums: np.ndarray
     squares: float
     num_not_finite: int = 0
 
     def __add__(self, other: "Sketch") -> "Sketch":
-        """That of two disjoint parts together."""
+        """That of two disjoint parts together, of one dtype."""
+        assert self.dtype == other.dtype, (self.dtype, other.dtype)
         return Sketch(
             self.numel + other.numel,
+            self.dtype,
             (self.fingerprint + other.fingerprint) % 2**64,
             self.sums + other.sums,
             self.squares + other.squares,
@@ -65,7 +69,7 @@ class Sketch:
 
     def equals(self, other: "Sketch") -> bool:
         """Whether every bit is equal."""
-        return (self.numel, self.fingerprint) == (other.numel, other.fingerprint)
+        return (self.numel, self.dtype, self.fingerprint) == (other.numel, other.dtype, other.fingerprint)
 
     def distance(self, other: "Sketch") -> float:
         """An estimate of norm(a - b); its square has a standard deviation of at most sqrt(2 / NUM_SUMS) of the right one."""
@@ -111,4 +115,7 @@ def sketches_of(name: str, arrays: Sequence[np.ndarray], start: int = 0) -> list
             squares[i] += float(wide @ wide)
             wide *= signs
             sums[i] += np.bincount(places, wide, NUM_SUMS)
-    return [Sketch(size, fingerprints[i] % 2**64, sums[i], squares[i], lost[i]) for i in range(len(flat))]
+    return [
+        Sketch(size, flat[i].dtype.name, fingerprints[i] % 2**64, sums[i], squares[i], lost[i])
+        for i in range(len(flat))
+    ]
