@@ -6,7 +6,8 @@ range and time as a tooltip.
 
 from crossframe.draw.bars import layout_svg
 from crossframe.draw.lanes import plan_svg
+from crossframe.draw.shards import Mark
 from crossframe.draw.table import layout_text
 from crossframe.draw.timeline import events_text, plan_text
 
-__all__ = ["events_text", "layout_svg", "layout_text", "plan_svg", "plan_text"]
+__all__ = ["Mark", "events_text", "layout_svg", "layout_text", "plan_svg", "plan_text"]

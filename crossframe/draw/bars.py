@@ -4,8 +4,22 @@ from collections.abc import Iterator
 from textwrap import wrap
 
 from crossframe.draw.amounts import bytes_text, count_ticks, one_line
-from crossframe.draw.shards import DrawnUnit, Held, Row, drawn_units
-from crossframe.draw.svg import FONT, MONOSPACE, SANS, cut, document, fill_of, fits, legend, number, path, rect, text
+from crossframe.draw.shards import DrawnUnit, Held, Mark, Row, drawn_units
+from crossframe.draw.svg import (
+    FONT,
+    MARKING,
+    MONOSPACE,
+    SANS,
+    cut,
+    document,
+    fill_of,
+    fits,
+    legend,
+    number,
+    path,
+    rect,
+    text,
+)
 from crossframe.draw.table import mesh_line, summary_line
 from crossframe.dtypes import itemsize
 from crossframe.layout import Layout, Sharding
@@ -15,9 +29,20 @@ BAR, GAP, MARGIN = 26, 7, 14
 MOST_BARS, LAST_BARS = 24, 6
 # A shard of no more elements shows each of them as a cell.
 MOST_CELLS = 64
+# Beside marked elements of one parameter so many others are named.
+MOST_NAMED = 8
+# Room for what points at marked elements, and the narrowest frame around them.
+POINTER, LEAST_OUTLINE = 17, 4.0
 
 
-def layout_svg(drawn: Layout | Sharding, *, unit: str | None = None, rank: int | None = None, width: int = 760) -> str:
+def layout_svg(
+    drawn: Layout | Sharding,
+    *,
+    unit: str | None = None,
+    rank: int | None = None,
+    width: int = 760,
+    mark: Mark | None = None,
+) -> str:
     """Which rank holds which elements of which parameter, and where padding lies, as an SVG.
 
     Each rank is a bar, its shard to scale; ranks that hold alike amounts are one bar. A parameter has one colour on all
@@ -28,9 +53,10 @@ def layout_svg(drawn: Layout | Sharding, *, unit: str | None = None, rank: int |
         unit: only the unit of this name.
         rank: only what this rank of the mesh holds.
         width: of the drawing, in pixels.
+        mark: a range of elements to point at; all other parameters turn pale.
 
     Raises:
-        LayoutError: nothing that can be drawn, or no such unit.
+        LayoutError: nothing that can be drawn, no such unit, or no such elements to mark.
         MeshError: no such rank.
 
     >>> from crossframe.layout import FlatLayout
@@ -38,13 +64,16 @@ def layout_svg(drawn: Layout | Sharding, *, unit: str | None = None, rank: int |
     >>> layout_svg(FlatLayout((ParamSpec("w", (3,)),), world_size=2, keep_original=True)).startswith("<svg")
     True
     """
-    units = drawn_units(drawn, unit, rank)
+    units = drawn_units(drawn, unit, rank, mark)
     body: list[str] = []
     y = float(MARGIN)
     for each in units:
         y = _Panel(each, width).draw(y, body) + 20
     named = ", ".join(each.title or each.kind for each in units)
-    return document(width, y - 10, f"Which rank holds what: {named}", body)
+    about = f"Which rank holds what: {named}"
+    if mark is not None:
+        about += f"; marked are elements {mark.start:,}:{mark.stop:,} of {one_line(mark.parameter)}"
+    return document(width, y - 10, about, [MARKING, *body] if mark else body)
 
 
 class _Panel:
@@ -70,21 +99,55 @@ class _Panel:
             y += 17
         y += 9
         count = len(unit.groups)
-        left_out = range(MOST_BARS - LAST_BARS, count - LAST_BARS) if count > MOST_BARS else range(0)
+        left_out = [at for at in range(count) if self._is_left_out(at)]
         for at in range(count):
             if at in left_out:
-                if at == left_out.start:
-                    ranks = range(unit.groups[at].start, unit.groups[left_out[-1]].stop)
+                if at - 1 not in left_out:
+                    last = next(i for i in range(at, count) if i + 1 not in left_out)
+                    ranks = range(unit.groups[at].start, unit.groups[last].stop)
                     body.append(text(self.left, y + FONT, f"{unit.group_text(ranks)} are not drawn", "soft"))
                     y += FONT + GAP + 4
                 continue
+            if marked := unit.marked[at]:
+                body.extend(self._pointer(marked, y))
+                y += POINTER
             body.extend(self._bar(at, y))
+            if marked:
+                body.append(self._outline(marked, y))
             y += BAR + GAP
         body.extend(self._axis(y - 2))
         y += 36
         height, elements = legend(MARGIN, y, self.right - MARGIN, list(self._legend()))
         body.extend(elements)
         return y + height
+
+    def _is_left_out(self, at: int) -> bool:
+        """Whether there are too many bars for this one. What is marked is always drawn."""
+        last = len(self.unit.groups) - LAST_BARS
+        return MOST_BARS - LAST_BARS <= at < last and self.unit.marked[at] is None
+
+    def _pointer(self, marked: tuple[int, int], y: float) -> Iterator[str]:
+        """A triangle that stands on the marked elements, and beside it which they are."""
+        unit, mark = self.unit, self.unit.mark
+        assert mark is not None
+        x = self._x(sum(marked) / 2)
+        yield path(f"M{number(x - 5)} {number(y + 6)}h10l-5 8z", "alarm")
+        to_the_right = self.right - x >= x - self.left
+        room = (self.right - x if to_the_right else x - self.left) - 9
+        where = f"{mark.start:,}:{mark.stop:,}"
+        if mark.rank is not None and unit.mesh.replicate > 1:
+            where = f"rank {mark.rank:,}, {where}"
+        label = unit.labels[next(i for i, param in enumerate(unit.layout.params) if param.name == mark.parameter)]
+        label = cut(label, room - len(f"{where} of ") * MONOSPACE * FONT)
+        at, kind = (x + 9, "name alarm") if to_the_right else (x - 9, "name alarm end")
+        yield text(at, y + FONT + 1, f"{where} of {label}", kind)
+
+    def _outline(self, marked: tuple[int, int], y: float) -> str:
+        """A frame around the marked elements; however few they are, it is to be seen."""
+        start, stop = marked
+        wide = max((stop - start) * self.scale, LEAST_OUTLINE)
+        x = min(self._x((start + stop) / 2) - wide / 2, self.right - wide)
+        return rect(max(x, self.left), y, wide, BAR, "outline")
 
     def _bar(self, at: int, y: float) -> Iterator[str]:
         unit, group = self.unit, self.unit.groups[at]
@@ -104,6 +167,10 @@ class _Panel:
     def _x(self, element: float) -> float:
         return self.left + element * self.scale
 
+    def _fill(self, i: int) -> str:
+        mark = self.unit.mark
+        return fill_of(i) if mark is None or self.unit.layout.params[i].name == mark.parameter else f"{fill_of(i)} pale"
+
     def _box(self, row: Row, held: Held, group: range, y: float) -> str:
         unit, what = self.unit, held.text(group)
         size = bytes_text(held.numel * itemsize(unit.layout.dtype))
@@ -112,7 +179,7 @@ class _Panel:
             kind = f"hatch-{row.padding}"
             about = f"{row.padding} padding: {held.numel:,} elements filled with {row.fill} ({size})\n{where}"
         else:
-            kind, param = fill_of(row.i), unit.layout.params[row.i]
+            kind, param = self._fill(row.i), unit.layout.params[row.i]
             about = f"{one_line(param.name)} {param.shape}: {what}, {held.numel:,} elements ({size})\n{where}"
         return rect(self._x(held.start), y, held.numel * self.scale, BAR, kind, about)
 
@@ -141,8 +208,14 @@ class _Panel:
 
     def _legend(self) -> Iterator[tuple[str, str]]:
         unit = self.unit
-        for i, label in enumerate(unit.labels):
-            yield fill_of(i), f"{label} {unit.layout.params[i].shape}"
+        names = [param.name for param in unit.layout.params]
+        shown = range(len(names))
+        if unit.mark is not None and len(names) > MOST_NAMED:
+            shown = (names.index(unit.mark.parameter),)
+        for i in shown:
+            yield self._fill(i), f"{unit.labels[i]} {unit.layout.params[i].shape}"
+        if len(shown) < len(names):
+            yield f"{fill_of(shown[0] + 1)} pale", f"the unit's {len(names) - 1} other parameters"
         paddings = dict.fromkeys((row.padding, row.fill) for row in unit.rows if row.padding)
         for kind, fill in paddings:
             yield f"hatch-{kind}", f"{kind} padding, filled with {fill}"

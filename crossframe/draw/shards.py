@@ -46,6 +46,50 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A range of a parameter that a drawing points at.
+
+    Attributes:
+        parameter: name of the parameter.
+        start, stop: its elements, the parameter taken as one row-major line.
+        rank: of the mesh, the one whose part is meant; None for all that hold any of it.
+
+    Raises:
+        LayoutError: a range of no elements.
+    """
+
+    parameter: str
+    start: int
+    stop: int
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise LayoutError(f"mark: expected a range of elements, got {shown(self.start)}:{shown(self.stop)}")
+
+    def within(self, piece: Piece) -> tuple[int, int] | None:
+        """Where it lies in the shard of the piece's rank; None where the piece holds nothing of it.
+
+        The runs of a piece lie side by side in the shard, and so does whatever part of them a range of the parameter is.
+
+        >>> piece = Piece("w", 1, 0, 6, 2, 12, num_runs=3, stride=4)  # the right half of a (3, 4) matrix
+        >>> Mark("w", 3, 11).within(piece), Mark("w", 4, 6).within(piece)
+        ((1, 5), None)
+        """
+        if piece.name != self.parameter:
+            return None
+        start, stop = (piece.shard_start + _held_before(piece, at) for at in (self.start, self.stop))
+        return (start, stop) if start < stop else None
+
+
+def _held_before(piece: Piece, element: int) -> int:
+    """How many elements of a piece lie in front of this element of the parameter."""
+    behind = max(0, element - piece.param_start)
+    rows, inside = divmod(behind, piece.stride) if piece.stride else (0, behind)
+    return min(rows * piece.run_numel + min(inside, piece.run_numel), piece.numel)
+
+
+@dataclass(frozen=True)
 class Row:
     """A parameter, or the padding of one kind behind it, over all groups of ranks.
 
@@ -71,12 +115,14 @@ class DrawnUnit:
         layout: how it lies.
         mesh: the ranks that hold it.
         rank: the one rank of the mesh to show; None for all.
+        mark: what is pointed at, if it is in this unit.
     """
 
     names: tuple[str, ...]
     layout: Layout
     mesh: MeshSpec
     rank: int | None = None
+    mark: Mark | None = None
 
     @property
     def title(self) -> str:
@@ -112,7 +158,31 @@ class DrawnUnit:
         if self.rank is not None:
             shard_rank = self.mesh.coordinate(self.rank)[1]
             return (range(shard_rank, shard_rank + 1),)
-        return alike_ranks(self.layout)
+        return alike_ranks(self.layout, self._marked_ranks)
+
+    @cached_property
+    def _marked_ranks(self) -> tuple[int, ...]:
+        """The place among the shards that is meant by the mark; where all are, those with its first element and its last."""
+        mark = self.mark
+        if mark is None:
+            return ()
+        if mark.rank is not None:
+            return (mark.rank % self.mesh.shard,)
+        i = [param.name for param in self.layout.params].index(mark.parameter)
+        return tuple(piece.rank for at in (mark.start, mark.stop - 1) for piece in self.layout.find(i, at, at + 1))
+
+    @cached_property
+    def marked(self) -> tuple[tuple[int, int] | None, ...]:
+        """Where the mark lies in the shard of each group's first rank, None where it does not."""
+        mark = self.mark
+
+        def of(group: range) -> tuple[int, int] | None:
+            if mark is None or (mark.rank is not None and self._marked_ranks[0] not in group):
+                return None
+            found = [at for piece in self.layout.pieces(group[0]) if (at := mark.within(piece))]
+            return (min(start for start, _ in found), max(stop for _, stop in found)) if found else None
+
+        return tuple(of(group) for group in self.groups)
 
     def group_text(self, group: range) -> str:
         """The ranks of the mesh that a group stands for; over replicas, where it stands for many, the shards that they hold."""
@@ -163,11 +233,14 @@ def _inside(name: str, unit: str) -> str:
     return name[len(unit) + 1 :] if unit and name.startswith(f"{unit}.") else name
 
 
-def drawn_units(drawn: Layout | Sharding, unit: str | None, rank: int | None) -> tuple[DrawnUnit, ...]:
-    """The units to draw: all, neighbours that are laid out alike as one, or the one of that name.
+def drawn_units(
+    drawn: Layout | Sharding, unit: str | None, rank: int | None, mark: Mark | None = None
+) -> tuple[DrawnUnit, ...]:
+    """The units to draw: all, neighbours that are laid out alike as one, or the one of that name. The bucket that holds what is
+    marked stands by itself.
 
     Raises:
-        LayoutError: nothing that can be drawn, or no such unit.
+        LayoutError: nothing that can be drawn, no such unit, or no such elements to mark.
         MeshError: no such rank.
     """
     alone = isinstance(drawn, LAYOUTS)
@@ -181,23 +254,39 @@ def drawn_units(drawn: Layout | Sharding, unit: str | None, rank: int | None) ->
     if not chosen:
         known = list(dict.fromkeys(name for name, _ in drawn.units))
         raise LayoutError(f"no unit is named {shown(unit)}: expected one of {shown(known)}")
-    found: list[tuple[list[str], Layout]] = []
+    if mark is not None:
+        _check_mark(mark, chosen, drawn.mesh)
+    found: list[tuple[list[str], Layout, Mark | None]] = []
     last = None
     for name, layout in chosen:
         params = [(_inside(p.name, name), p.shape, p.dtype, p.requires_grad) for p in layout.params]
-        likeness = (layout.to_json(), params)
+        held = mark if mark and any(p.name == mark.parameter for p in layout.params) else None
+        likeness = (layout.to_json(), params, held)
         if likeness == last:
             found[-1][0].append(name)
         else:
-            found.append(([name], layout))
+            found.append(([name], layout, held))
         last = likeness
-    return tuple(DrawnUnit(() if alone else tuple(names), layout, drawn.mesh, rank) for names, layout in found)
+    return tuple(
+        DrawnUnit(() if alone else tuple(names), layout, drawn.mesh, rank, held) for names, layout, held in found
+    )
 
 
-def alike_ranks(layout: Layout) -> tuple[range, ...]:
+def _check_mark(mark: Mark, chosen: Sequence[tuple[str, Layout]], mesh: MeshSpec) -> None:
+    if mark.rank is not None:
+        mesh.coordinate(mark.rank)
+    numel = next((p.numel for _, layout in chosen for p in layout.params if p.name == mark.parameter), None)
+    if numel is None:
+        raise LayoutError(f"mark: no parameter that is drawn is named {shown(mark.parameter)}")
+    if mark.stop > numel:
+        raise LayoutError(f"mark: {shown(mark.parameter)} has {numel} elements, got {mark.start}:{mark.stop}")
+
+
+def alike_ranks(layout: Layout, by_itself: Sequence[int] = ()) -> tuple[range, ...]:
     """The ranks of a layout in order, neighbours that hold the same amounts of the same things together.
 
-    Only where a parameter begins or ends does a rank differ from its neighbours. Few ranks are each a group of their own.
+    Only where a parameter begins or ends does a rank differ from its neighbours. Few ranks are each a group of their own, and
+    so is whichever is to stand by itself.
 
     >>> from crossframe.params import ParamSpec
     >>> alike_ranks(FlatLayout((ParamSpec("a", (1000,)), ParamSpec("b", (28,))), world_size=257, keep_original=False))
@@ -206,7 +295,7 @@ def alike_ranks(layout: Layout) -> tuple[range, ...]:
     world_size = layout.world_size
     if world_size <= EACH_BY_ITSELF:
         return tuple(range(rank, rank + 1) for rank in range(world_size))
-    alone = {0, world_size - 1}
+    alone = {0, world_size - 1, *by_itself}
     for i, param in enumerate(layout.params):
         if param.numel:
             alone |= {piece.rank for at in (0, param.numel - 1) for piece in layout.find(i, at, at + 1)}

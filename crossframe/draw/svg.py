@@ -25,6 +25,13 @@ _PAGE = {
 _HATCHES = {"alignment": 45, "divisibility": 135, "shard": 90, "block": 0, "waiting": 45}
 
 
+# What a drawing needs besides if it points at something.
+MARKING = (
+    "<style>.crossframe rect.outline{fill:none;stroke:var(--alarm);stroke-width:2.5}"
+    ".crossframe rect.pale{fill-opacity:.3}</style>"
+)
+
+
 def style() -> str:
     """The style sheet and the hatches of a drawing."""
 
