@@ -7,8 +7,19 @@ DIRECTORY/twin00001/                 the same of a twin of the run, if it has tw
 """
 
 from crossframe.recording.index import Batch
-from crossframe.recording.manifest import Manifest, Schedule
+from crossframe.recording.manifest import Manifest
 from crossframe.recording.reader import Recording
+from crossframe.recording.schedule import Schedule
+from crossframe.recording.sketch import WHOLE, Sketch
 from crossframe.recording.writer import RecordingWriter, create_recording
 
-__all__ = ["Batch", "Manifest", "Recording", "RecordingWriter", "Schedule", "create_recording"]
+__all__ = [
+    "WHOLE",
+    "Batch",
+    "Manifest",
+    "Recording",
+    "RecordingWriter",
+    "Schedule",
+    "Sketch",
+    "create_recording",
+]

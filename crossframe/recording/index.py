@@ -1,5 +1,6 @@
 """One rank's `events.jsonl`, read as a whole and checked against the manifest."""
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,26 @@ class Batch:
 
 @dataclass
 class RankIndex:
-    """What one rank recorded, in whole steps; tensors as the lines that say where they lie."""
+    """What one rank recorded, in whole steps; tensors as the lines that say where they lie.
+
+    Attributes:
+        norms: of the gradient, by step.
+        counts: of the optimizer's steps, by (step, parameter).
+        tensors: by (phase, step, parameter, slot); slot is "" but for the optimizer's state.
+        activations: by step, in order, by (microbatch, module, use).
+        sha256: of the tensor file, by step.
+    """
 
     num_steps: int = 0
     ended: bool = False
     losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    counts: dict[tuple[int, str], float] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
     collectives: dict[int, list[Event]] = field(default_factory=dict)
-    tensors: dict[tuple[str, int, str], dict[str, Any]] = field(default_factory=dict)
-    outputs: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[tuple[str, int, str, str], dict[str, Any]] = field(default_factory=dict)
+    activations: dict[int, dict[tuple[int, str, str], dict[str, Any]]] = field(default_factory=dict)
+    sha256: dict[int, str] = field(default_factory=dict)
 
 
 def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
@@ -41,42 +53,60 @@ def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
     index = RankIndex()
     if not path.is_file():
         return index
-    *whole, cut = path.read_bytes().split(b"\n")
+    content = path.read_bytes()
+    *whole, cut = content.split(b"\n")
     open_step: list[tuple[dict[str, Any], str]] = []
+    begins = 0
     for number, line in enumerate(whole, 1):
+        before, begins = begins, begins + len(line) + 1
         where = f"{path}, line {number}"
         fields = lines.decode(line, rank, where)
         if index.ended:
             raise RecordingError(f"{where}: a line after the end; two runs wrote here, record the run again")
-        if fields["event"] == "end":
-            _check_end(fields, index, open_step, manifest, where)
-            index.ended = True
-        elif fields["event"] == "step":
-            _close_step(index, open_step, fields["step"], manifest, where)
-            open_step = []
-        else:
-            open_step.append((fields, where))
+        if (number == 1) != (fields["event"] == "begin"):
+            raise RecordingError(f"{where}: expected one 'begin' line, as the first; cut, record the run again")
+        match fields["event"]:
+            case "begin":
+                if fields["manifest"] != manifest.sha256:
+                    raise RecordingError(
+                        f"{where}: written by another manifest: it was changed, or is of another run; copy the recording "
+                        "again, or record the run again"
+                    )
+            case "end":
+                _check_end(fields, index, open_step, manifest, content[:before], where)
+                index.ended = True
+            case "step":
+                _close_step(index, open_step, fields, manifest, where)
+                open_step = []
+            case _:
+                open_step.append((fields, where))
     if cut and index.ended:
         raise RecordingError(f"{path}: text after the end; two runs wrote here, record the run again")
     return index
 
 
-def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manifest, where: str) -> None:
-    if open_step or not fields["steps"] == index.num_steps == manifest.steps:
+def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manifest, before: bytes, where: str) -> None:
+    if open_step or fields["steps"] != index.num_steps or manifest.steps not in (None, index.num_steps):
+        steps = fields["steps"] if manifest.steps is None else manifest.steps
+        raise RecordingError(f"{where}: expected the end after {steps} whole steps, got it after {index.num_steps}")
+    if hashlib.sha256(before).hexdigest() != fields["sha256"]:
         raise RecordingError(
-            f"{where}: expected the end after {manifest.steps} whole steps, got it after {index.num_steps}"
+            f"{where}: the lines before it were changed since they were written (their sha256 is another); copy the recording "
+            "again, or record the run again"
         )
 
 
-def _close_step(index: RankIndex, members: list, step: int, manifest: Manifest, where: str) -> None:
-    if step != index.num_steps or step >= manifest.steps:
+def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifest, where: str) -> None:
+    step = fields["step"]
+    if step != index.num_steps or (manifest.steps is not None and step >= manifest.steps):
         raise RecordingError(f"{where}: expected step {index.num_steps} of {manifest.steps}, got {step}; record again")
-    for fields, place in members:
-        if fields["step"] != step:
-            raise RecordingError(f"{place}: a line of step {fields['step']} inside step {step}; record the run again")
-        _file(index, fields, step, manifest, place)
+    for line, place in members:
+        if line["step"] != step:
+            raise RecordingError(f"{place}: a line of step {line['step']} inside step {step}; record the run again")
+        _file(index, line, step, manifest, place)
     if step not in index.losses or step not in index.batches:
         raise RecordingError(f"{where}: step {step} has no loss or no batch; record the run again")
+    index.sha256[step] = fields["sha256"]
     index.num_steps += 1
 
 
@@ -91,15 +121,21 @@ def _file(index: RankIndex, fields: dict[str, Any], step: int, manifest: Manifes
             index.batches[step] = Batch(fields["digest"], tuple(ids))
         case "collective":
             index.collectives.setdefault(step, []).append(_event(fields["collective"], where))
-        case "output":
-            _check_output(fields, manifest, where)
-            at = (step, fields["microbatch"], fields["unit"])
-            if at in index.outputs:
-                raise RecordingError(f"{where}: an output of {at[2]!r} stands twice in step {step}; record again")
-            index.outputs[at] = fields
+        case "norm":
+            index.norms[step] = fields["value"]
+        case "count":
+            _check_param(fields, manifest, where)
+            index.counts[step, fields["name"]] = fields["value"]
+        case "activation":
+            _check_activation(fields, manifest, where)
+            at, found = (fields["microbatch"], fields["name"], fields["use"]), index.activations.setdefault(step, {})
+            if at in found:
+                raise RecordingError(f"{where}: the {at[2]} of {at[1]!r} stands twice in step {step}; record again")
+            found[at] = fields
         case "tensor":
             _check_tensor(fields, manifest, where)
-            key = (fields["phase"], step, fields["name"])
+            slot = fields["use"] if fields["phase"] == lines.STATE else ""
+            key = (fields["phase"], step, fields["name"], slot)
             if key in index.tensors:
                 raise RecordingError(f"{where}: {key[0]!r} of {key[2]!r} stands twice in step {step}; record again")
             index.tensors[key] = fields
@@ -115,26 +151,29 @@ def _event(fields: dict[str, Any], where: str) -> Event:
     return Event.from_json(fields)
 
 
+def _check_param(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
+    if fields["name"] not in manifest.params or manifest.unit_of[fields["name"]] != fields["unit"]:
+        raise RecordingError(f"{where}: the manifest has no parameter {fields['name']!r} in unit {fields['unit']!r}")
+
+
 def _check_tensor(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     name, phase, start, stop = fields["name"], fields["phase"], fields["start"], fields["stop"]
-    spec = manifest.params.get(name)
-    if spec is None or manifest.unit_of[name] != fields["unit"]:
-        raise RecordingError(f"{where}: the manifest has no parameter {name!r} in unit {fields['unit']!r}")
+    _check_param(fields, manifest, where)
     if phase not in lines.TENSOR_USES:
         raise RecordingError(f"{where}: expected a phase among {list(lines.TENSOR_USES)}, got {phase!r}; record again")
-    whole = phase == lines.BACKWARD
-    if not 0 <= start < stop <= spec.numel or (whole and stop - start != spec.numel):
-        raise RecordingError(f"{where}: expected a range of the {spec.numel} elements of {name!r}, got {start}:{stop}")
+    numel = manifest.params[name].numel
+    whole = phase in lines.WHOLE_ON_RANK
+    if not 0 <= start < stop <= numel or (whole and stop - start != numel):
+        raise RecordingError(f"{where}: expected a range of the {numel} elements of {name!r}, got {start}:{stop}")
     _check_dtype(fields, where)
 
 
-def _check_output(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
-    if fields["unit"] not in {"", *(unit for unit, _ in manifest.units)} or fields["microbatch"] < 0:
-        raise RecordingError(
-            f"{where}: an output of unit {fields['unit']!r}, microbatch {fields['microbatch']}: the manifest has none"
-        )
-    if not all(type(size) is int and size >= 0 for size in fields["shape"]):
-        raise RecordingError(f"{where}: expected a shape, got {fields['shape']!r}; record the run again")
+def _check_activation(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
+    use = fields["use"]
+    if use not in (lines.INPUT, lines.OUTPUT) or fields["unit"] != manifest.maker(fields["name"], use):
+        raise RecordingError(f"{where}: an activation {use!r} of unit {fields['unit']!r}: the manifest has none such")
+    if not all(type(size) is int and size >= 0 for size in fields["shape"]) or fields["microbatch"] < 0:
+        raise RecordingError(f"{where}: expected a shape and a microbatch, got {fields['shape']!r}; record again")
     _check_dtype(fields, where)
 
 

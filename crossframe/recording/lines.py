@@ -2,15 +2,22 @@
 
 A line is one JSON object. "event" says which of these it is:
 
+- "begin": the first line. `manifest` is the sha256 of the manifest that the rank wrote by.
 - "batch": what a rank was fed. `digest` (sha256, hex) and `sample_ids`.
 - "loss": `value`, of this rank alone.
-- "output": what a unit's forward gave on this rank, of `shape`, lies in the step's safetensors file under `output_key`.
-- "tensor": elements `start:stop` of a parameter lie in the step's safetensors file under `tensor_key`, as `dtype`.
+- "activation": what a module was given or gave in forward (`use`), of `shape`; it lies in the step's safetensors file under
+  `activation_key`. `name` is the module. These lines stand in the order in which forward came by.
+- "tensor": elements `start:stop` of a parameter, or of what has its shape, lie in the step's safetensors file under `tensor_key`,
+  as `dtype`.
+- "norm": `value`, the norm of the gradient as the loop computed it.
+- "count": `value`, how many steps the optimizer says it made with a parameter.
 - "collective": `collective` is a `crossframe.trace.Event`.
-- "step": everything of `step` stands before this line.
-- "end": the run is over, after `steps` steps.
+- "step": everything of `step` stands before this line. `sha256` is that of its tensor file, "" if it has none.
+- "end": the run is over, after `steps` steps. `sha256` is that of all bytes of this file before this line.
 
-All but the last two carry the keys step, microbatch, rank, phase, unit, name (canonical parameter, or "") and use.
+All but the first and the last two carry the keys step, microbatch, rank, phase, unit, name (canonical parameter or module, or "")
+and use. A tensor or an activation with a "sketch" (`fingerprint`, `squares`, `num_not_finite`) is one of
+`crossframe.recording.sketch`, and what lies in the file are its sums.
 """
 
 import json
@@ -24,26 +31,47 @@ EVENTS_NAME = "events.jsonl"
 
 BATCH = "batch"
 PARAMETERS = "parameters"
+UNSHARDED = "unsharded"
 FORWARD = "forward"
 BACKWARD = "backward"
 REDUCE = "reduce"
+NORM = "norm"
+STATE = "state"
 UPDATE = "update"
 COLLECTIVE = "collective"
 
-TENSOR_USES = {PARAMETERS: "parameter", BACKWARD: "local_grad", REDUCE: "reduced_grad", UPDATE: "parameter"}
-"""Phases that hold tensors, in the causal order of a step, and what a tensor of that phase is."""
+TENSOR_USES = {
+    PARAMETERS: "parameter",
+    UNSHARDED: "unsharded_param",
+    BACKWARD: "local_grad",
+    REDUCE: "reduced_grad",
+    STATE: "",
+    UPDATE: "parameter",
+}
+"""Phases that hold tensors, in the causal order of a step, and what a tensor of that phase is. Of the optimizer's state the use
+is the slot, by torch's name: "exp_avg", "momentum_buffer"."""
+WHOLE_ON_RANK = (UNSHARDED, BACKWARD)
+"""Phases of which a rank records a parameter's elements all, and not its pieces."""
+INPUT, OUTPUT = "input", "output"
 
 _PLACE = {"step": int, "microbatch": int, "rank": int, "phase": str, "unit": str, "name": str, "use": str}
+_NUMBER = (float, str)
 _FIELDS: dict[str, dict[str, Any]] = {
+    "begin": {"manifest": str},
     "batch": _PLACE | {"digest": str, "sample_ids": list},
-    "loss": _PLACE | {"value": (float, str)},
-    "output": _PLACE | {"shape": list, "dtype": str},
+    "loss": _PLACE | {"value": _NUMBER},
+    "activation": _PLACE | {"shape": list, "dtype": str},
     "tensor": _PLACE | {"start": int, "stop": int, "dtype": str},
+    "norm": _PLACE | {"value": _NUMBER},
+    "count": _PLACE | {"value": _NUMBER},
     "collective": _PLACE | {"collective": dict},
-    "step": {"step": int},
-    "end": {"steps": int},
+    "step": {"step": int, "sha256": str},
+    "end": {"steps": int, "sha256": str},
 }
+_SKETCH = {"fingerprint": str, "squares": _NUMBER, "num_not_finite": int}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+_SLOT = re.compile(r"\w[\w.]{0,63}")
 
 
 def rank_folder(rank: int) -> str:
@@ -61,20 +89,20 @@ def step_file(step: int) -> str:
     return f"step{step:05d}.safetensors"
 
 
-def tensor_key(phase: str, name: str) -> str:
+def tensor_key(phase: str, name: str, slot: str = "") -> str:
     """Under which key a tensor lies in the file of its step."""
-    return f"{phase}/{name}"
+    return f"{phase}/{slot}/{name}" if slot else f"{phase}/{name}"
 
 
-def output_key(unit: str, microbatch: int) -> str:
-    """Under which key the output of a unit lies in the file of its step."""
-    return f"output/{microbatch}/{unit}"
+def activation_key(use: str, microbatch: int, module: str) -> str:
+    """Under which key the input or the output of a module lies in the file of its step."""
+    return f"{use}/{microbatch}/{module}"
 
 
 def place(
     step: int, rank: int, phase: str, use: str, *, unit: str = "", name: str = "", microbatch: int = 0
 ) -> dict[str, Any]:
-    """The keys that say what a line is of. All but outputs are of a whole step, and have 0 as their microbatch."""
+    """The keys that say what a line is of. All but activations are of a whole step, and have 0 as their microbatch."""
     return {
         "step": step,
         "microbatch": microbatch,
@@ -92,12 +120,24 @@ def check_digest(digest: str) -> None:
         raise RecordingError(f"expected the sha256 of the batch as 64 hex digits, got {digest!r}")
 
 
+def check_slot(slot: str) -> None:
+    """Raise RecordingError unless an optimizer's state may be called so."""
+    if not isinstance(slot, str) or not _SLOT.fullmatch(slot):
+        raise RecordingError(f"expected the name of an optimizer's state, such as 'exp_avg', got {slot!r}")
+
+
 def encode(event: str, fields: dict[str, Any]) -> str:
-    """One line, its line feed included. Losses that are not finite become strings: JSON has no word for them."""
-    value = fields.get("value")
-    if isinstance(value, float) and not math.isfinite(value):
-        fields = fields | {"value": repr(value)}
-    return json.dumps({"event": event} | fields, allow_nan=False) + "\n"
+    """One line, its line feed included. Numbers that are not finite become strings: JSON has no word for them."""
+    return (
+        json.dumps({"event": event} | {name: _writable(value) for name, value in fields.items()}, allow_nan=False)
+        + "\n"
+    )
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _writable(each) for name, each in value.items()}
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def decode(line: bytes, rank: int, where: str) -> dict[str, Any]:
@@ -112,28 +152,38 @@ def decode(line: bytes, rank: int, where: str) -> dict[str, Any]:
     """
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordingError(f"{where}: expected JSON, but {error}; damaged, record the run again") from None
     event = fields.get("event") if isinstance(fields, dict) else None
     if not isinstance(event, str) or event not in _FIELDS:
         raise RecordingError(f"{where}: expected an event among {list(_FIELDS)}, got {event!r}; record the run again")
-    for name, kind in _FIELDS[event].items():
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if type(fields.get(name)) not in kinds:
-            raise RecordingError(
-                f"{where}: field {name!r} of a {event!r} line: expected {' or '.join(k.__name__ for k in kinds)}, got "
-                f"{fields.get(name)!r}; record the run again"
-            )
+    _check(fields, _FIELDS[event], event, where)
     if fields.get("rank", rank) != rank:
         raise RecordingError(f"{where}: a line of rank {fields['rank']} in the folder of rank {rank}; record again")
-    if event == "loss":
+    if "value" in _FIELDS[event]:
         fields["value"] = _to_float(fields["value"], where)
+    if (sketch := fields.get("sketch")) is not None:
+        _check(sketch, _SKETCH, "sketch", where)
+        if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
+            raise RecordingError(f"{where}: expected a sketch, got {sketch!r}; record the run again")
+        sketch["squares"] = _to_float(sketch["squares"], where)
     if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
         raise RecordingError(f"{where}: expected a sha256 as digest, got {fields['digest']!r}; record the run again")
     return fields
 
 
+def _check(fields: Any, expected: dict[str, Any], what: str, where: str) -> None:
+    for name, kind in expected.items():
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        value = fields.get(name) if isinstance(fields, dict) else None
+        if type(value) not in kinds:
+            raise RecordingError(
+                f"{where}: field {name!r} of a {what!r} line: expected {' or '.join(k.__name__ for k in kinds)}, got "
+                f"{value!r}; record the run again"
+            )
+
+
 def _to_float(value: float | str, where: str) -> float:
     if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        raise RecordingError(f"{where}: expected a loss, got {value!r}; record the run again")
+        raise RecordingError(f"{where}: expected a number, got {value!r}; record the run again")
     return float(value)

@@ -1,10 +1,12 @@
 """What a recording says of itself: which run it is of, on which mesh, and how its parameters lie on the ranks."""
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +17,21 @@ from crossframe.mesh import MeshSpec
 from crossframe.names import ParamMap
 from crossframe.params import ParamSpec, check_unique_names
 from crossframe.plan import Strategy
+from crossframe.recording.lines import INPUT
+from crossframe.recording.schedule import Schedule
+from crossframe.units import enclosing_unit
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST_NAME = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """At which steps tensors are recorded: the first `dense` steps, every `every`-th, and the last."""
-
-    dense: int
-    every: int
-
-    def __post_init__(self) -> None:
-        if type(self.dense) is not int or self.dense < 0:
-            raise RecordingError(f"manifest field 'schedule.dense': expected an int of at least 0, got {self.dense!r}")
-        if type(self.every) is not int or self.every < 1:
-            raise RecordingError(f"manifest field 'schedule.every': expected an int of at least 1, got {self.every!r}")
-
-    def records(self, step: int, steps: int) -> bool:
-        """Whether tensors of this step are recorded in a run of `steps` steps.
-
-        >>> [step for step in range(10) if Schedule(dense=2, every=4).records(step, 10)]
-        [0, 1, 4, 8, 9]
-        """
-        return step < self.dense or step % self.every == 0 or step == steps - 1
-
-    def is_dense(self, step: int) -> bool:
-        """Whether what is a rank's own is recorded too, outputs of units and unreduced gradients: the largest part by far."""
-        return step < self.dense
+FULL, SKETCH = "full", "sketch"
+MOST_RANKS = 1 << 20
+LARGEST = 1 << 28
+"""Bytes of a manifest. A model of a million parameters has a tenth of that."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a run. Names are canonical (torch's), whoever wrote it.
+    """The description of a run. Names are canonical (torch's), whoever wrote it. What a loop did not tell is None.
 
     Attributes:
         framework: "torch", "jax" or another that records.
@@ -60,11 +43,12 @@ class Manifest:
         seed: from which weights and batches come.
         terms: how many terms the sum behind one gradient element has: tokens or samples in a microbatch of one rank.
         schedule: at which steps tensors are recorded.
+        detail: "full", or "sketch" where tensors of more than `WHOLE` elements are kept as `crossframe.recording.sketch`.
         param_map: canonical names and the framework's own.
         units: (name, layout) in the order of forward, the root first. A unit of several buckets stands once a bucket.
         strategy: value of `crossframe.plan.Strategy`.
         versions: of the packages that ran.
-        settings: whatever else is worth knowing; JSON.
+        settings: whatever else is worth knowing; JSON. "command" is the command line that records the run again.
 
     Raises:
         RecordingError: a field that cannot be so; the message names it.
@@ -74,24 +58,28 @@ class Manifest:
     model: str
     dtype: str
     mesh: MeshSpec
-    steps: int
-    learning_rate: float
-    seed: int
-    terms: int
+    steps: int | None
+    learning_rate: float | None
+    seed: int | None
+    terms: int | None
     schedule: Schedule
     param_map: ParamMap
     units: tuple[tuple[str, Layout], ...]
     strategy: str = Strategy.FULL_SHARD.value
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    detail: str = FULL
 
     def __post_init__(self) -> None:
         for name in ("framework", "model"):
             _expect(bool(getattr(self, name)), name, "a non-empty string", getattr(self, name))
         for name in ("steps", "terms"):
-            _expect(getattr(self, name) >= 1, name, "an int of at least 1", getattr(self, name))
-        positive = math.isfinite(self.learning_rate) and self.learning_rate >= 0
-        _expect(positive, "learning_rate", "a finite number of at least 0", self.learning_rate)
+            value = getattr(self, name)
+            _expect(value is None or value >= 1, name, "an int of at least 1, or none", value)
+        rate = self.learning_rate
+        positive = rate is None or (math.isfinite(rate) and rate >= 0)
+        _expect(positive, "learning_rate", "a finite number of at least 0, or none", rate)
+        _expect(self.detail in (FULL, SKETCH), "detail", f"{FULL!r} or {SKETCH!r}", self.detail)
         strategies = [strategy.value for strategy in Strategy]
         _expect(self.strategy in strategies, "strategy", f"one of {strategies}", self.strategy)
         _expect(bool(self.units), "units", "at least one unit", self.units)
@@ -110,15 +98,24 @@ class Manifest:
         """Number of ranks."""
         return self.mesh.world_size
 
-    @property
+    @cached_property
     def params(self) -> dict[str, ParamSpec]:
         """Every parameter by canonical name, units in order."""
         return {param.name: param for _, layout in self.units for param in layout.params}
 
-    @property
+    @cached_property
     def unit_of(self) -> dict[str, str]:
         """The unit of every parameter."""
         return {param.name: unit for unit, layout in self.units for param in layout.params}
+
+    def maker(self, module: str, use: str) -> str:
+        """The unit whose code made an activation: of a module's output the unit it belongs to, of its input the one around it."""
+        return enclosing_unit(module.rpartition(".")[0] if use == INPUT else module, self.unit_names)
+
+    @cached_property
+    def unit_names(self) -> frozenset[str]:
+        """All units, the root among them."""
+        return frozenset({"", *(unit for unit, _ in self.units)})
 
     def to_json(self) -> dict:
         """The manifest as a JSON object."""
@@ -130,10 +127,15 @@ class Manifest:
             "world_size": self.world_size,
             "mesh": {"replicate": self.mesh.replicate, "shard": self.mesh.shard},
             "steps": self.steps,
-            "learning_rate": self.learning_rate,
+            "learning_rate": None if self.learning_rate is None else float(self.learning_rate),
             "seed": self.seed,
             "terms": self.terms,
-            "schedule": {"dense": self.schedule.dense, "every": self.schedule.every},
+            "schedule": {
+                "dense": self.schedule.dense,
+                "every": self.schedule.every,
+                "windows": [list(window) for window in self.schedule.windows],
+            },
+            "detail": self.detail,
             "param_map": self.param_map.to_json(),
             "units": [_unit_to_json(name, layout) for name, layout in self.units],
             "strategy": self.strategy,
@@ -150,8 +152,11 @@ class Manifest:
         with _naming("mesh"):
             mesh = MeshSpec(replicate=_get(sizes, "replicate", int), shard=_get(sizes, "shard", int))
         world_size = _get(fields, "world_size", int)
+        _expect(world_size <= MOST_RANKS, "world_size", f"at most {MOST_RANKS} ranks", world_size)
         _expect(world_size == mesh.world_size, "world_size", f"{mesh.world_size}, as 'mesh' says", world_size)
         schedule = _get(fields, "schedule", dict)
+        windows: Any = tuple(tuple(x) if isinstance(x, list) else (x,) for x in _get(schedule, "windows", list))
+        rate = _get(fields, "learning_rate", (int, float, type(None)))
         with _naming("param_map"):
             param_map = ParamMap.from_json(_get(fields, "param_map", list))
         return cls(
@@ -159,23 +164,33 @@ class Manifest:
             model=_get(fields, "model", str),
             dtype=_get(fields, "dtype", str),
             mesh=mesh,
-            steps=_get(fields, "steps", int),
-            learning_rate=float(_get(fields, "learning_rate", (int, float))),
-            seed=_get(fields, "seed", int),
-            terms=_get(fields, "terms", int),
-            schedule=Schedule(_get(schedule, "dense", int), _get(schedule, "every", int)),
+            steps=_get(fields, "steps", (int, type(None))),
+            learning_rate=None if rate is None else float(rate),
+            seed=_get(fields, "seed", (int, type(None))),
+            terms=_get(fields, "terms", (int, type(None))),
+            schedule=Schedule(_get(schedule, "dense", int), _get(schedule, "every", int), windows),
             param_map=param_map,
             units=tuple(_unit_from_json(unit) for unit in _get(fields, "units", list)),
             strategy=_get(fields, "strategy", str),
             versions=_get(fields, "versions", dict),
             settings=_get(fields, "settings", dict),
+            detail=_get(fields, "detail", str),
         )
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json` so that it is there as a whole or not at all."""
         part = directory / (MANIFEST_NAME + ".part")
-        part.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        part.write_bytes(self.to_bytes())
         os.replace(part, directory / MANIFEST_NAME)
+
+    def to_bytes(self) -> bytes:
+        """What is in the file."""
+        return (json.dumps(self.to_json(), indent=1) + "\n").encode()
+
+    @property
+    def sha256(self) -> str:
+        """Of the file, in hex. Every rank writes it down, so that nobody changes the one without the other."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -183,11 +198,14 @@ class Manifest:
         path = directory / MANIFEST_NAME
         if not path.is_file():
             raise RecordingError(f"{directory}: expected a recording, but it has no {MANIFEST_NAME}; check the path")
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise RecordingError(f"{path}: expected at most {LARGEST} bytes, it has {size}; no manifest is so large")
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_json(json.loads(path.read_bytes().decode()))
         except RecordingError as error:
             raise RecordingError(f"{path}: {error}; record the run again with this version") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecordingError(f"{path}: expected JSON, but {error}; record the run again") from None
 
 

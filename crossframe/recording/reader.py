@@ -3,7 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from crossframe.recording import lines
 from crossframe.recording.index import Batch, RankIndex, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
+from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
 from crossframe.recording.tensors import TensorFile
 from crossframe.trace import Event
 
@@ -29,6 +32,8 @@ class Run:
     start: int
     stop: int
     dtype: str
+    key: str
+    sketch: dict[str, Any] | None = None
 
 
 class Recording:
@@ -48,7 +53,7 @@ class Recording:
 
     @classmethod
     def open(cls, directory: str | Path, *, partial: bool = False) -> "Recording":
-        """Open a recording.
+        """Open a recording. What a rank's files say of themselves, and of the manifest, must hold: all have checksums.
 
         Args:
             partial: also accept one that is still being written or whose run was killed. Then what all ranks have as
@@ -73,9 +78,12 @@ class Recording:
         unfinished = [rank for rank, index in enumerate(indexes) if not index.ended]
         if unfinished and not partial:
             raise RecordingError(
-                f"{path}: cut off: rank {unfinished[0]} has no end, and {num_steps} of {manifest.steps} steps are "
+                f"{path}: cut off: rank {unfinished[0]} has no end, and {num_steps} of {manifest.steps or 'all'} steps are "
                 "whole on every rank; record the run again (Recording.open(..., partial=True) reads what is whole)"
             )
+        if not partial and any(index.num_steps != num_steps for index in indexes):
+            steps = [index.num_steps for index in indexes]
+            raise RecordingError(f"{path}: ranks ended after {steps} steps; all must record the same, record it again")
         return cls(path, manifest, indexes, num_steps)
 
     def twins(self) -> tuple["Recording", ...]:
@@ -94,10 +102,14 @@ class Recording:
         """How many steps all ranks have on disk by now. Cheap: each call reads only what was written since the last."""
         return self._progress.steps_done()
 
+    @cached_property
+    def _steps(self) -> tuple[int, ...]:
+        own = [{key[1] for key in index.tensors if key[0] != lines.PARAMETERS} for index in self._indexes]
+        return tuple(sorted(set.intersection(*own)))
+
     def recorded_steps(self) -> tuple[int, ...]:
-        """The steps whose tensors were recorded."""
-        schedule = self.manifest.schedule
-        return tuple(step for step in range(self.num_steps) if schedule.records(step, self.manifest.steps))
+        """The steps whose tensors were recorded, by all ranks."""
+        return tuple(step for step in self._steps if step < self.num_steps)
 
     def layouts(self) -> list[tuple[str, Layout]]:
         """(unit, layout) in the order of forward, the root first."""
@@ -113,90 +125,189 @@ class Recording:
         self._check(step, rank)
         return list(self._indexes[rank].collectives.get(step, ()))
 
-    def has(self, phase: str, step: int, name: str, rank: int | None = None) -> bool:
-        """Whether any rank (or this one) recorded something of a parameter: an unused one has no gradient (R29)."""
-        ranks = range(self.manifest.world_size) if rank is None else (rank,)
-        return any((phase, step, name) in self._indexes[r].tensors for r in ranks)
+    def has(self, phase: str, step: int, name: str, rank: int | None = None, use: str = "") -> bool:
+        """Whether any rank (or this one) recorded something of a parameter: an unused one has no gradient (R29).
 
-    def runs(self, phase: str, step: int, name: str) -> list[Run]:
+        Args:
+            use: of the phase "state", the slot.
+        """
+        ranks = range(self.manifest.world_size) if rank is None else (rank,)
+        return any((phase, step, name, use) in self._indexes[r].tensors for r in ranks)
+
+    def runs(self, phase: str, step: int, name: str, use: str = "") -> list[Run]:
         """Which elements of a parameter each rank recorded, in rank order."""
         found = []
         for rank, index in enumerate(self._indexes):
-            if line := index.tensors.get((phase, step, name)):
-                found.append(Run(rank, line["start"], line["stop"], line["dtype"]))
+            if line := index.tensors.get((phase, step, name, use)):
+                key = lines.tensor_key(phase, name, use)
+                found.append(Run(rank, line["start"], line["stop"], line["dtype"], key, line.get("sketch")))
         return found
 
-    def full(self, phase: str, step: int, name: str, *, replica: int = 0) -> np.ndarray:
+    def full(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> np.ndarray:
         """A parameter-shaped array, put together from the pieces of all ranks of one copy of the model.
 
         Args:
-            phase: "parameters", "reduce" or "update".
+            phase: "parameters", "reduce", "state" or "update".
+            use: of "state", the slot.
             replica: which copy, on a mesh that replicates.
 
         Raises:
-            RecordingError: pieces that do not hold every element exactly once, or that differ in dtype.
+            RecordingError: pieces that do not hold every element exactly once, or that differ in dtype; sketches.
         """
-        self._check(step, 0)
+        runs = self._of_replica(phase, step, name, use, replica)
         spec = self.manifest.params[name]
-        where = f"{self.directory}: step {step}, phase {phase!r}, parameter {name!r}"
+        if any(run.sketch for run in runs):
+            raise RecordingError(
+                f"{self._where(phase, step, name, use)} was recorded as a sketch, which does not have its elements; record the "
+                "step densely, in full (detail='full')"
+            )
+        pieces = [(run, self.elements(step, run)) for run in runs]
+        flat = np.empty(spec.numel, numpy_dtype(runs[0].dtype if runs else spec.dtype))
+        for run, values in pieces:
+            flat[run.start : run.stop] = values
+        return flat.reshape(spec.shape)
+
+    def is_sketched(self, phase: str, step: int, name: str, use: str = "") -> bool:
+        """Whether any rank recorded it as a sketch."""
+        return any(run.sketch for run in self.runs(phase, step, name, use))
+
+    def sketch(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> Sketch:
+        """What the ranks of one copy of the model add up to, of what `full` would give; RecordingError as there."""
+        runs = self._of_replica(phase, step, name, use, replica)
+        if not runs:
+            raise RecordingError(f"{self._where(phase, step, name, use)}: nothing was recorded")
+        total = self.sketch_of(step, name, runs[0])
+        for run in runs[1:]:
+            total += self.sketch_of(step, name, run)
+        return total
+
+    def sketch_of(self, step: int, name: str, run: Run) -> Sketch:
+        """The sketch of one rank's elements, which may have been recorded in full."""
+        if run.sketch is None:
+            return sketches_of(name, [self.elements(step, run)], run.start)[0]
+        sums = self._file(run.rank, step).read(run.key, "float64", NUM_SUMS)
+        return Sketch.from_json(run.sketch, run.stop - run.start, run.dtype, sums)
+
+    def _of_replica(self, phase: str, step: int, name: str, use: str, replica: int) -> list[Run]:
+        """The runs of one copy of the model; together they are the parameter."""
+        self._check(step, 0)
+        numel = self.manifest.params[name].numel
         group = self.manifest.mesh.shard_group(replica * self.manifest.mesh.shard)
-        runs = [run for run in self.runs(phase, step, name) if run.rank in group]
-        dtypes = sorted({run.dtype for run in runs}) or [spec.dtype]
+        runs = [run for run in self.runs(phase, step, name, use) if run.rank in group]
+        where = self._where(phase, step, name, use)
+        dtypes = sorted({run.dtype for run in runs})
         if len(dtypes) > 1:
             raise RecordingError(f"{where}: expected one dtype on all ranks, got {dtypes}; record the run again")
-        flat = np.empty(spec.numel, numpy_dtype(dtypes[0]))
-        count = np.zeros(spec.numel, np.int64)
-        for run in runs:
-            flat[run.start : run.stop] = self._read(phase, step, name, run)
-            count[run.start : run.stop] += 1
-        if (count != 1).any():
-            bad = int(np.flatnonzero(count != 1)[0])
+        reached = 0
+        for run in sorted(runs, key=lambda run: run.start):
+            if run.start != reached:
+                break
+            reached = run.stop
+        if reached != numel or sum(run.stop - run.start for run in runs) != numel:
             raise RecordingError(
-                f"{where}: expected each of {spec.numel} elements from exactly one of ranks {list(group)}, but element "
-                f"{bad} comes from {int(count[bad])}; the recorder's pieces are wrong, or a rank did not record it"
+                f"{where}: expected each of {numel} elements from exactly one of ranks {list(group)}, but the pieces are "
+                f"{[(run.rank, run.start, run.stop) for run in runs][:8]} (rank, start, stop), and element {reached} is the "
+                "first in none or in two; the recorder's pieces are wrong, or a rank did not record it"
             )
-        return flat.reshape(spec.shape)
+        return runs
 
     def local(self, step: int, rank: int, name: str) -> np.ndarray:
         """The gradient that one rank's own batch gave, parameter-shaped; RecordingError where it was not recorded."""
-        self._check(step, rank)
-        run = next((run for run in self.runs(lines.BACKWARD, step, name) if run.rank == rank), None)
-        if run is None:
+        return self._own(lines.BACKWARD, "local gradient", step, rank, name)
+
+    def unsharded(self, step: int, rank: int, name: str) -> np.ndarray:
+        """A parameter as one rank's forward saw it; RecordingError where it was not recorded."""
+        return self._own(lines.UNSHARDED, "unsharded parameter", step, rank, name)
+
+    def _own(self, phase: str, what: str, step: int, rank: int, name: str) -> np.ndarray:
+        run = self.own_run(phase, step, rank, name)
+        if run is None or run.sketch:
             raise RecordingError(
-                f"{self.directory}: rank {rank} recorded no local gradient of {name!r} at step "
-                f"{step}: they are recorded at the first {self.manifest.schedule.dense} steps"
+                f"{self.directory}: rank {rank} recorded no {what} of {name!r} {'in full ' if run else ''}at step {step}: they "
+                f"are recorded at dense steps, of which the first {self.manifest.schedule.dense} are"
             )
-        return self._read(lines.BACKWARD, step, name, run).reshape(self.manifest.params[name].shape)
+        return self.elements(step, run).reshape(self.manifest.params[name].shape)
 
-    def outputs(self, step: int) -> list[tuple[int, str]]:
-        """(microbatch, unit) of every output that all ranks recorded at a step, in the order of forward."""
-        self._check(step, 0)
-        own = [{at[1:] for at in index.outputs if at[0] == step} for index in self._indexes]
-        # The root, which is the whole model, ends last.
-        order = {unit: place for place, (unit, _) in enumerate(self.manifest.units)} | {"": len(self.manifest.units)}
-        return sorted(set.intersection(*own), key=lambda at: (at[0], order[at[1]]))
-
-    def output(self, step: int, rank: int, microbatch: int, unit: str) -> np.ndarray:
-        """What a unit's forward gave on a rank; RecordingError where it was not recorded."""
+    def own_run(self, phase: str, step: int, rank: int, name: str) -> Run | None:
+        """What one rank recorded of a parameter."""
         self._check(step, rank)
-        line = self._indexes[rank].outputs.get((step, microbatch, unit))
+        return next((run for run in self.runs(phase, step, name) if run.rank == rank), None)
+
+    def state_slots(self, step: int, name: str) -> tuple[str, ...]:
+        """What the optimizer keeps of a parameter, by torch's names, as any rank recorded it after a step."""
+        self._check(step, 0)
+        return tuple(sorted(self._slots.get((step, name), ())))
+
+    @cached_property
+    def _slots(self) -> dict[tuple[int, str], set[str]]:
+        found: dict[tuple[int, str], set[str]] = {}
+        for index in self._indexes:
+            for phase, step, name, slot in index.tensors:
+                if phase == lines.STATE:
+                    found.setdefault((step, name), set()).add(slot)
+        return found
+
+    def count(self, step: int, name: str) -> float | None:
+        """How many steps the optimizer says it made with a parameter, as the first rank that said recorded it."""
+        self._check(step, 0)
+        counts = (index.counts.get((step, name)) for index in self._indexes)
+        return next((count for count in counts if count is not None), None)
+
+    def grad_norm(self, step: int, rank: int) -> float | None:
+        """The norm of the gradient as the loop computed it; None where it was not recorded."""
+        self._check(step, rank)
+        return self._indexes[rank].norms.get(step)
+
+    def activations(self, step: int) -> list[tuple[int, str, str]]:
+        """(microbatch, module, use) of all that every rank recorded at a step, in the order in which rank 0 met it."""
+        self._check(step, 0)
+        own = [index.activations.get(step, {}) for index in self._indexes]
+        return [at for at in own[0] if all(at in each for each in own)]
+
+    def activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> np.ndarray:
+        """What a module was given or gave on a rank; RecordingError where it was not recorded, or as a sketch."""
+        line = self._activation(step, rank, microbatch, module, use)
+        if line.get("sketch"):
+            raise RecordingError(f"{self.directory}: the {use} of {module!r} at step {step} was recorded as a sketch")
+        key = lines.activation_key(use, microbatch, module)
+        return self._file(rank, step).read(key, line["dtype"], math.prod(line["shape"])).reshape(line["shape"])
+
+    def activation_shape(self, step: int, rank: int, microbatch: int, module: str, use: str) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self._activation(step, rank, microbatch, module, use)["shape"])
+
+    def activation_sketch(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Sketch | None:
+        """Its sketch; None where it was recorded in full."""
+        line = self._activation(step, rank, microbatch, module, use)
+        if not line.get("sketch"):
+            return None
+        sums = self._file(rank, step).read(lines.activation_key(use, microbatch, module), "float64", NUM_SUMS)
+        return Sketch.from_json(line["sketch"], math.prod(line["shape"]), line["dtype"], sums)
+
+    def _activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> dict[str, Any]:
+        self._check(step, rank)
+        line = self._indexes[rank].activations.get(step, {}).get((microbatch, module, use))
         if line is None:
             raise RecordingError(
-                f"{self.directory}: rank {rank} recorded no output of unit {unit!r} at step {step}, microbatch {microbatch}"
+                f"{self.directory}: rank {rank} recorded no {use} of module {module!r} at step {step}, microbatch {microbatch}"
             )
-        flat = self._file(rank, step).read(lines.output_key(unit, microbatch), line["dtype"], math.prod(line["shape"]))
-        return flat.reshape(line["shape"])
+        return line
 
-    def _read(self, phase: str, step: int, name: str, run: Run) -> np.ndarray:
-        return self._file(run.rank, step).read(lines.tensor_key(phase, name), run.dtype, run.stop - run.start)
+    def _where(self, phase: str, step: int, name: str, use: str) -> str:
+        of = f"{use} of " if use else ""
+        return f"{self.directory}: step {step}, phase {phase!r}, {of}parameter {name!r}"
+
+    def elements(self, step: int, run: Run) -> np.ndarray:
+        """The elements of a run that was recorded in full, in one line."""
+        return self._file(run.rank, step).read(run.key, run.dtype, run.stop - run.start)
 
     def _file(self, rank: int, step: int) -> TensorFile:
         key = (rank, step)
         if key not in self._files:
             if len(self._files) >= _OPEN_FILES:
-                self._files.clear()
+                self._files.pop(next(iter(self._files)))
             path = self.directory / lines.rank_folder(rank) / lines.step_file(step)
-            self._files[key] = TensorFile(path)
+            self._files[key] = TensorFile(path, self._indexes[rank].sha256[step])
         return self._files[key]
 
     def _check(self, step: int, rank: int) -> None:

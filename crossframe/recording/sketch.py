@@ -18,12 +18,15 @@ see `resolution`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from crossframe.recording.hashing import element_keys, mix
 
 NUM_SUMS = 256
+WHOLE = 512
+"""A tensor of so many elements is no larger than its sketch, and is recorded in full."""
 _ODD = np.uint64(0xD6E8FEB86659FD93)
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Elements at a time, so that what is made of them stays in the cache.
@@ -61,6 +64,19 @@ class Sketch:
             self.squares + other.squares,
             self.num_not_finite + other.num_not_finite,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the sums, numel and dtype, as a JSON object."""
+        return {
+            "fingerprint": f"{self.fingerprint:016x}",
+            "squares": float(self.squares),
+            "num_not_finite": int(self.num_not_finite),
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any], numel: int, dtype: str, sums: np.ndarray) -> "Sketch":
+        """What `to_json` wrote, and the rest."""
+        return cls(numel, dtype, int(fields["fingerprint"], 16), sums, fields["squares"], fields["num_not_finite"])
 
     @property
     def norm(self) -> float:

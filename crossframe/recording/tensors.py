@@ -1,5 +1,6 @@
 """Arrays in safetensors files: no pickles, and every dtype that can be sharded, bit for bit."""
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError
@@ -31,31 +32,44 @@ def carrier(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.kind == "f" and dtype.isbuiltin == 1 else _CARRIERS[dtype.itemsize]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write flat arrays to `path`, which appears only when all of them are in it.
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> str:
+    """Write flat arrays to `path`, which appears only when all of them are in it; returns the sha256 of the file, in hex.
 
     Not synced to disk: a recording outlives a killed process, not a power cut.
     """
     part = path.with_name(path.name + ".part")
-    save_file({key: array.view(carrier(array.dtype)) for key, array in tensors.items()}, part)
+    content = save({key: array.view(carrier(array.dtype)) for key, array in tensors.items()})
+    part.write_bytes(content)
     os.replace(part, path)
+    return hashlib.sha256(content).hexdigest()
 
 
 class TensorFile:
     """One safetensors file, mapped into memory; arrays are copied out on demand.
 
     Raises:
-        RecordingError: a file that is missing, cut off or damaged.
+        RecordingError: a file that is missing, cut off or damaged, or not the one that was written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sha256: str) -> None:
+        """`sha256` is what `write_tensors` returned."""
         self.path = path
         try:
-            self._file: Any = safe_open(path, framework="numpy")
+            with open(path, "rb") as file:
+                came = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             raise RecordingError(
                 f"{path}: expected the tensors of a step, but there is no such file; record the run again"
             ) from None
+        except OSError as error:
+            raise RecordingError(f"{path}: cannot be read ({error})") from None
+        if came != sha256:
+            raise RecordingError(
+                f"{path}: cut off or changed since it was written: expected the sha256 {sha256[:12] or 'of no file'}..., got "
+                f"{came[:12]}...; copy it again, or record the run again"
+            )
+        try:
+            self._file: Any = safe_open(path, framework="numpy")
         except (SafetensorError, OSError) as error:
             raise RecordingError(f"{path}: cut off or damaged ({error}); record the run again") from None
         self._keys = frozenset(self._file.keys())

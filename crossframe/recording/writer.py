@@ -1,6 +1,8 @@
 """Writing a recording: the manifest by one process, then one `RecordingWriter` a rank."""
 
+import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,15 +14,16 @@ import numpy as np
 from crossframe.errors import RecordingError
 from crossframe.mesh import check_rank
 from crossframe.recording import lines
-from crossframe.recording.manifest import MANIFEST_NAME, Manifest
+from crossframe.recording.manifest import MANIFEST_NAME, SKETCH, Manifest
+from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.recording.tensors import dtype_name, write_tensors
 from crossframe.trace import Event
 
 _FOLDERS = ("rank[0-9]*", "twin[0-9]*")
 _MANIFESTS = (MANIFEST_NAME, MANIFEST_NAME + ".part")
 
-Pieces = Mapping[str, tuple[int, int, np.ndarray]]
-"""Parameter name to (start, stop, array): elements `start:stop` of the parameter taken as one row-major line."""
+Pieces = Mapping[str, tuple[int, int, np.ndarray | Sketch]]
+"""Parameter name to (start, stop, value): elements `start:stop` of the parameter taken as one row-major line."""
 
 
 def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bool = False) -> Path:
@@ -84,8 +87,11 @@ class RecordingWriter:
     """Writes what one rank saw, step by step. A context manager: leaving it normally finishes the recording, an
     exception leaves it without its end, so that a reader can tell.
 
-    Within a step call what applies, in any order, then `end_step`. Arrays are copied at once. A step's tensors reach
-    the disk before the lines that speak of them, so what a killed run leaves is whole up to some step.
+    Within a step call what applies, in any order (but `activation`), then `end_step`. Arrays are copied at once. A step's tensors
+    reach the disk before the lines that speak of them, so what a killed run leaves is whole up to some step.
+
+    Where the manifest's detail is "sketch", arrays of parameters and activations with more than `WHOLE` elements are sketched
+    here; a backend that sketches on its device hands over the `Sketch` in place of the array.
 
     Raises:
         RecordingError: no manifest, or another than this; a rank that was written already; and in all methods: another
@@ -110,17 +116,31 @@ class RecordingWriter:
             raise RecordingError(f"{self.folder}: written already; begin with create_recording") from None
         self._params = manifest.params
         self._units = manifest.unit_of
-        self._unit_names = {"", *(unit for unit, _ in manifest.units)}
         self._step = 0
+        self._dense_until = 0
         self._lines: list[str] = []
         self._seen: set[str] = set()
         self._tensors: dict[str, np.ndarray] = {}
         self._finished = False
         self._file = open(self.folder / lines.EVENTS_NAME, "xb")  # noqa: SIM115 (closed in __exit__ or finish)
+        self._sha256 = hashlib.sha256()
+        self._write(lines.encode("begin", {"manifest": manifest.sha256}))
 
     def records(self, step: int) -> bool:
-        """Whether the schedule records tensors of this step."""
-        return self.manifest.schedule.records(step, self.manifest.steps)
+        """Whether tensors of this step are recorded."""
+        return step < self._dense_until or self.manifest.schedule.records(step, self.manifest.steps)
+
+    def is_dense(self, step: int) -> bool:
+        """Whether what is this rank's own is recorded too."""
+        return step < self._dense_until or self.manifest.schedule.is_dense(step)
+
+    def open_window(self, stop: int) -> None:
+        """Make all steps from the one that is open up to `stop` dense, on demand. All ranks of a run do so at the same step."""
+        if type(stop) is not int or stop <= self._step:
+            raise RecordingError(
+                f"rank {self.rank}: expected the end of a dense window behind step {self._step}, got {stop!r}"
+            )
+        self._dense_until = max(self._dense_until, stop)
 
     def batch(self, step: int, digest: str, sample_ids: Iterable[int]) -> None:
         """What this rank is fed: sha256 of the batch in hex, and the number of each sample in the data."""
@@ -133,38 +153,80 @@ class RecordingWriter:
         fields = {"value": float(value)}
         self._add("loss", lines.place(step, self.rank, lines.FORWARD, "loss") | fields, once=lines.FORWARD)
 
-    def output(self, step: int, microbatch: int, unit: str, output: np.ndarray) -> None:
-        """What a unit's forward gave on this rank; of the root unit "" that of the whole model."""
-        self._check_dense(step, "outputs")
-        where = f"rank {self.rank}, step {step}, microbatch {microbatch}, output of unit {unit!r}"
-        if unit not in self._unit_names:
-            raise RecordingError(f"{where}: expected a unit among {sorted(self._unit_names)}, as the manifest has them")
+    def grad_norm(self, step: int, value: float) -> None:
+        """The norm of the gradient as the loop computed it, before it clips."""
+        self._add("norm", lines.place(step, self.rank, lines.NORM, "norm") | {"value": float(value)}, once=lines.NORM)
+
+    def activation(
+        self,
+        step: int,
+        microbatch: int,
+        module: str,
+        use: str,
+        value: np.ndarray | Sketch,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        """What a module was given or gave in forward, on this rank. Called in the order in which forward comes by.
+
+        Args:
+            module: canonical name; "" is the model.
+            use: "input" or "output".
+            value: an array, its dims in torch's order; or its sketch, made under the name `activation_key`.
+            shape: of a sketched one.
+        """
+        where = f"rank {self.rank}, step {step}, microbatch {microbatch}, {use} of module {module!r}"
+        self._check_dense(step, "activations")
         if type(microbatch) is not int or microbatch < 0:
             raise RecordingError(f"{where}: expected a microbatch of 0 or more")
-        key = lines.output_key(unit, microbatch)
-        fields = {"shape": list(output.shape), "dtype": dtype_name(output.dtype)}
-        at = lines.place(step, self.rank, lines.FORWARD, "output", unit=unit, microbatch=microbatch)
-        self._add("output", at | fields, once=key)
-        self._tensors[key] = np.array(output, copy=True, order="C").reshape(-1)
+        if use not in (lines.INPUT, lines.OUTPUT):
+            raise RecordingError(f"{where}: expected 'input' or 'output', got {use!r}")
+        if isinstance(value, Sketch) and (shape is None or math.prod(shape) != value.numel):
+            raise RecordingError(f"{where}: expected the shape of {value.numel} sketched elements, got {shape}")
+        sizes = list(value.shape if isinstance(value, np.ndarray) else shape or ())
+        key = lines.activation_key(use, microbatch, module)
+        fields = lines.place(
+            step,
+            self.rank,
+            lines.FORWARD,
+            use,
+            unit=self.manifest.maker(module, use),
+            name=module,
+            microbatch=microbatch,
+        ) | {"shape": [int(size) for size in sizes]}
+        self._keep("activation", fields, key, key, value, 0, math.prod(sizes))
 
     def parameters(self, step: int, unit: str, pieces: Pieces) -> None:
         """What this rank's shard holds of the unit's parameters before the step. Asked for before step 0 alone."""
         self._put(lines.PARAMETERS, step, unit, pieces)
 
-    def local_grads(self, step: int, unit: str, grads: Mapping[str, np.ndarray]) -> None:
+    def unsharded(self, step: int, unit: str, params: Mapping[str, np.ndarray | Sketch]) -> None:
+        """A unit's parameters in full, as this rank's forward (of the first microbatch) saw them, each in its shape."""
+        self._whole(lines.UNSHARDED, "unsharded parameter", step, unit, params)
+
+    def local_grads(self, step: int, unit: str, grads: Mapping[str, np.ndarray | Sketch]) -> None:
         """The full gradients that this rank's own batch gives, before any reduction, each in its parameter's shape."""
-        self._check_dense(step, "local gradients")
-        for name, grad in grads.items():
-            if name in self._params and grad.shape != self._params[name].shape:
-                raise RecordingError(
-                    f"rank {self.rank}, step {step}: the local gradient of {name!r}: expected shape "
-                    f"{self._params[name].shape}, got {grad.shape}"
-                )
-        self._put(lines.BACKWARD, step, unit, {name: (0, grad.size, grad) for name, grad in grads.items()})
+        self._whole(lines.BACKWARD, "local gradient", step, unit, grads)
 
     def reduced_grads(self, step: int, unit: str, pieces: Pieces) -> None:
         """This rank's pieces of the gradients that its optimizer sees."""
         self._put(lines.REDUCE, step, unit, pieces)
+
+    def state(self, step: int, unit: str, slot: str, pieces: Pieces) -> None:
+        """This rank's pieces of what the optimizer keeps of the parameters, after its step.
+
+        Args:
+            slot: by torch's name: "exp_avg", "exp_avg_sq", "momentum_buffer".
+        """
+        lines.check_slot(slot)
+        self._put(lines.STATE, step, unit, pieces, slot)
+
+    def counts(self, step: int, counts: Mapping[str, float]) -> None:
+        """How many steps the optimizer says it made with each parameter, after its step."""
+        for name, value in counts.items():
+            if name not in self._units:
+                raise RecordingError(f"rank {self.rank}, step {step}: the manifest has no parameter {name!r}")
+            at = lines.place(step, self.rank, lines.STATE, "step", unit=self._units[name], name=name)
+            self._add("count", at | {"value": float(value)}, once=f"count of {name}")
 
     def updated(self, step: int, unit: str, pieces: Pieces) -> None:
         """This rank's pieces of the parameters after the optimizer's step."""
@@ -185,25 +247,30 @@ class RecordingWriter:
         missing = [what for what, key in (("batch", lines.BATCH), ("loss", lines.FORWARD)) if key not in self._seen]
         if missing:
             raise RecordingError(f"rank {self.rank}, step {step} ends without its {' and '.join(missing)}")
-        if self._tensors:
-            write_tensors(self.folder / lines.step_file(step), self._tensors)
-        self._lines.append(lines.encode("step", {"step": step}))
-        self._file.write("".join(self._lines).encode())
-        self._file.flush()
+        sha256 = write_tensors(self.folder / lines.step_file(step), self._tensors) if self._tensors else ""
+        self._lines.append(lines.encode("step", {"step": step, "sha256": sha256}))
+        self._write("".join(self._lines))
         self._lines, self._seen, self._tensors, self._step = [], set(), {}, step + 1
 
     def finish(self) -> None:
         """Write the end. RecordingError if steps are missing."""
         if self._finished:
             return
-        if self._step != self.manifest.steps or self._lines:
+        wanted = self.manifest.steps
+        if self._lines or self._step == 0 or wanted not in (None, self._step):
             raise RecordingError(
-                f"rank {self.rank}: expected {self.manifest.steps} whole steps, as the manifest says, "
+                f"rank {self.rank}: expected {'at least one' if wanted is None else wanted} whole steps, as the manifest says, "
                 f"but {self._step} ended; call end_step for each"
             )
-        self._file.write(lines.encode("end", {"steps": self._step}).encode())
+        self._write(lines.encode("end", {"steps": self._step, "sha256": self._sha256.hexdigest()}))
         self._file.close()
         self._finished = True
+
+    def _write(self, text: str) -> None:
+        content = text.encode()
+        self._sha256.update(content)
+        self._file.write(content)
+        self._file.flush()
 
     def __enter__(self) -> "RecordingWriter":
         return self
@@ -218,16 +285,18 @@ class RecordingWriter:
             self._file.close()
 
     def _check_dense(self, step: int, what: str) -> None:
-        if not self.manifest.schedule.is_dense(step):
+        if not self.is_dense(step):
             raise RecordingError(
-                f"step {step}: {what} are recorded at the first {self.manifest.schedule.dense} steps only, as "
-                "'schedule.dense' says"
+                f"step {step}: {what} are recorded at dense steps only: the first {self.manifest.schedule.dense}, as "
+                "'schedule.dense' says, and windows"
             )
 
     def _check_step(self, step: int) -> None:
-        if step != self._step or step >= self.manifest.steps:
+        steps = self.manifest.steps
+        if step != self._step or (steps is not None and step >= steps):
+            of = f" of {steps}" if steps is not None else ""
             raise RecordingError(
-                f"rank {self.rank}: expected step {self._step} of {self.manifest.steps}, got {step}; "
+                f"rank {self.rank}: expected step {self._step}{of}, got {step}; "
                 "steps are recorded in order, each closed by end_step"
             )
 
@@ -239,26 +308,63 @@ class RecordingWriter:
             self._seen.add(once)
         self._lines.append(lines.encode(event, fields))
 
-    def _put(self, phase: str, step: int, unit: str, pieces: Pieces) -> None:
+    def _whole(self, phase: str, what: str, step: int, unit: str, arrays: Mapping[str, np.ndarray | Sketch]) -> None:
+        """Parameters, or what has their shape, all of whose elements this rank has."""
+        self._check_dense(step, f"{what}s")
+        pieces = {}
+        for name, value in arrays.items():
+            shape = self._params[name].shape if name in self._params else None
+            if isinstance(value, np.ndarray) and shape not in (None, value.shape):
+                raise RecordingError(
+                    f"rank {self.rank}, step {step}: the {what} of {name!r}: expected shape {shape}, got {value.shape}"
+                )
+            pieces[name] = (0, value.numel if isinstance(value, Sketch) else value.size, value)
+        self._put(phase, step, unit, pieces)
+
+    def _put(self, phase: str, step: int, unit: str, pieces: Pieces, slot: str = "") -> None:
         if not self.records(step):
             raise RecordingError(f"step {step}: the schedule records no tensors here; ask records(step) first")
-        for name, (start, stop, array) in pieces.items():
+        for name, (start, stop, value) in pieces.items():
             where = f"rank {self.rank}, step {step}, phase {phase!r}, parameter {name!r}"
             if self._units.get(name) != unit:
                 raise RecordingError(f"{where}: expected a parameter of unit {unit!r}, as the manifest has them")
             spec = self._params[name]
-            if not 0 <= start <= stop <= spec.numel or array.size != stop - start:
+            size = value.numel if isinstance(value, Sketch) else value.size
+            if not 0 <= start <= stop <= spec.numel or size != stop - start:
                 raise RecordingError(
-                    f"{where}: expected {stop - start} elements, {start}:{stop} of {spec.numel}, got "
-                    f"an array of {array.size}"
+                    f"{where}: expected {stop - start} elements, {start}:{stop} of {spec.numel}, got {size}"
                 )
-            dtype = dtype_name(array.dtype)
+            dtype = value.dtype if isinstance(value, Sketch) else dtype_name(value.dtype)
             if phase in (lines.PARAMETERS, lines.UPDATE) and dtype != spec.dtype:
                 raise RecordingError(f"{where}: expected {spec.dtype} (shards stay so, R33), got {dtype}")
             if start == stop:
                 continue
-            key = lines.tensor_key(phase, name)
-            fields = {"start": int(start), "stop": int(stop), "dtype": dtype}
-            use = lines.TENSOR_USES[phase]
-            self._add("tensor", lines.place(step, self.rank, phase, use, unit=unit, name=name) | fields, once=key)
-            self._tensors[key] = np.array(array, copy=True, order="C").reshape(-1)
+            at = lines.place(step, self.rank, phase, slot or lines.TENSOR_USES[phase], unit=unit, name=name)
+            fields = at | {"start": int(start), "stop": int(stop)}
+            self._keep("tensor", fields, lines.tensor_key(phase, name, slot), name, value, int(start), spec.numel)
+
+    def _keep(
+        self,
+        event: str,
+        fields: dict[str, Any],
+        key: str,
+        name: str,
+        value: np.ndarray | Sketch,
+        start: int,
+        numel: int,
+    ) -> None:
+        """Put a tensor, or its sketch, into the step's file, and its line among the step's.
+
+        Args:
+            name: what the elements' hashes are made of.
+            numel: of all that the value is a piece of; it decides what is sketched, so that all layouts decide alike.
+        """
+        if self.manifest.detail == SKETCH and isinstance(value, np.ndarray) and numel > WHOLE:
+            dtype_name(value.dtype)
+            value = sketches_of(name, [value], start)[0]
+        if isinstance(value, Sketch):
+            self._add(event, fields | {"dtype": value.dtype, "sketch": value.to_json()}, once=key)
+            self._tensors[key] = np.array(value.sums, np.float64)
+        else:
+            self._add(event, fields | {"dtype": dtype_name(value.dtype)}, once=key)
+            self._tensors[key] = np.array(value, copy=True, order="C").reshape(-1)

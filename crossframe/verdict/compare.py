@@ -4,15 +4,39 @@ import math
 from dataclasses import dataclass, field
 
 from crossframe.recording import Recording
-from crossframe.recording.lines import FORWARD, PARAMETERS, UPDATE
+from crossframe.recording.lines import FORWARD, UPDATE
 from crossframe.verdict.comparable import labels, why_incomparable
+from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches
 from crossframe.verdict.envelope import Envelope
-from crossframe.verdict.judge import Divergence, Judgement, judge, locate
+from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
-from crossframe.verdict.quantities import Pair
+from crossframe.verdict.locate import Divergence, locate, locate_sketch
+from crossframe.verdict.pair import Pair
+from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.walk import walk
 from crossframe.verdict.words import in_words
 
-_SETTLE = "record both again with --dtype float64 and compare those"
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a group of quantities, the same thing on several ranks: that of the worst.
+
+    Attributes:
+        name: parameter, "input of MODULE", "exp_avg of PARAMETER"; "" of a loss and of a norm.
+        difference: relative.
+        used: how much of what rounding may reach it is; more than 1 is outside. None where nothing is known of that; inf where
+            bits are asked for, and differ.
+    """
+
+    step: int
+    phase: str
+    event: str
+    unit: str
+    name: str
+    difference: float
+    used: float | None
+    beyond: bool
+    equal: bool
 
 
 @dataclass(frozen=True)
@@ -31,6 +55,9 @@ class PairVerdict:
         loss_differences: the largest over ranks, a step.
         parameter_differences: (step, the largest over parameters), a recorded step.
         envelope_used: how much of what twins allow was used up where it was most; more than 1 is outside. None without twins.
+        judged_share: which part of all updated elements could be judged (`crossframe.verdict.envelope`). None without twins.
+        judged: everything that was compared, causes first.
+        diagnosis: what the first divergence looks like; None where nothing known does.
     """
 
     a: str
@@ -47,6 +74,9 @@ class PairVerdict:
     loss_differences: tuple[float, ...] = field(default=(), repr=False)
     parameter_differences: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     envelope_used: float | None = None
+    judged_share: float | None = None
+    judged: tuple[Judged, ...] = field(default=(), repr=False)
+    diagnosis: Diagnosis | None = None
 
     def to_json(self) -> dict:
         """The verdict as a JSON object. A difference that is not finite, or was not taken, is null."""
@@ -62,20 +92,24 @@ class PairVerdict:
             "max_relative_parameter_difference": _number(self.max_relative_parameter_difference),
             "zero_gradient_parameters": list(self.zero_gradient_parameters),
             "first_divergence": self.first_divergence.to_json() if self.first_divergence else None,
+            "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
             "reason": self.reason,
         }
 
 
-def compare(a: Recording, b: Recording) -> PairVerdict:
+def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdict:
     """Say whether two recordings agree, and if not, where they first part.
 
     What is compared: see the table "What two recordings may be compared on" in the design; what counts as agreement:
     `crossframe.verdict.bounds`. In float64 anything beyond its bound is a bug. In other dtypes it is one only where no
     optimizer can have amplified rounding yet, before the first update; later it is inconclusive, as it always is in dtypes
-    that are too coarse for a bound. Initial parameters must be equal bit for bit, and NaN or infinity on one side alone is
-    a bug in every dtype.
+    that are too coarse for a bound. Initial parameters must be equal bit for bit, what a rank gathers must be what the shards
+    hold, and NaN or infinity on one side alone is a bug in every dtype.
 
     Where a recording has twins, all of this is measured instead, in every dtype: see `crossframe.verdict.envelope`.
+
+    Args:
+        sketched: judge everything large by its sketch, also where its elements were recorded.
 
     Raises:
         RecordingError: tensors that are damaged, or that should be there and are not.
@@ -84,13 +118,18 @@ def compare(a: Recording, b: Recording) -> PairVerdict:
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
     names, dtype, steps = labels(a, b), a.manifest.dtype, min(a.num_steps, b.num_steps)
     if reason := why_incomparable(a, b):
-        return PairVerdict(*names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason)
-    pair, envelope = Pair(a, b), Envelope.of(a, b)
+        found = diagnose_batches(a, b)
+        return PairVerdict(*names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found)
+    pair = Pair(a, b, sketched=sketched)
+    envelope = Envelope.of(pair)
     findings = _Findings()
-    for group in pair.groups():
+    for group in walk(pair):
         findings.add(envelope.judge(group) if envelope else [judge(quantity) for quantity in group])
     first = findings.first
-    where = locate(first, b.manifest) if first else None
+    where = diagnosis = None
+    if first is not None:
+        where = locate_sketch(first, pair) if first.quantity.sketched else locate(first, b.manifest)
+        diagnosis = diagnose(pair, first, where, envelope.limit if envelope else _known_beforehand)
     if envelope:
         verdict, reason = _conclude_by_envelope(pair, findings, where, envelope)
     else:
@@ -108,8 +147,16 @@ def compare(a: Recording, b: Recording) -> PairVerdict:
         first_divergence=where,
         loss_differences=tuple(findings.losses),
         parameter_differences=tuple(findings.parameters.items()),
-        envelope_used=max(findings.used_before, findings.first.used if findings.first else 0.0) if envelope else None,
+        envelope_used=max(findings.used_before, first.used if first else 0.0) if envelope else None,
+        judged_share=envelope.judged_share if envelope else None,
+        judged=tuple(findings.judged),
+        diagnosis=diagnosis,
     )
+
+
+def _known_beforehand(quantity: Quantity) -> float:
+    """The largest distance that rounding may reach there, without twins."""
+    return (quantity.bound or 0.0) * quantity.scale
 
 
 # Rounding that training amplifies grows from one recorded step to the next by a factor: about 100 in five steps was seen for
@@ -129,11 +176,17 @@ class _Findings:
         self.not_finite: Judgement | None = None
         self.losses: list[float] = []
         self.parameters: dict[int, float] = {}
+        self.judged: list[Judged] = []
 
     def add(self, group: list[Judgement]) -> None:
         worst = max(group, key=lambda judgement: (judgement.beyond, judgement.difference))
-        phase, step = worst.quantity.phase, worst.quantity.step
-        self.equal = self.equal and all(judgement.equal for judgement in group)
+        q = worst.quantity
+        phase, step = q.phase, q.step
+        known = q.bound != math.inf or worst.one_sided
+        used = worst.used if known else None
+        equal = all(judgement.equal for judgement in group)
+        self.judged.append(Judged(step, phase, q.event, q.unit, q.name, worst.difference, used, worst.beyond, equal))
+        self.equal = self.equal and equal
         if self.first is None:
             if worst.beyond:
                 self.first = worst
@@ -141,13 +194,12 @@ class _Findings:
                 self.used_before = max(self.used_before, *(judgement.used for judgement in group))
         if self.not_finite is None:
             self.not_finite = next((judgement for judgement in group if judgement.both_not_finite), None)
-        if worst.quantity.kind == FORWARD:
+        if q.kind == FORWARD:
             self.losses.append(worst.difference)
         elif phase == UPDATE:
             # A zero-gradient parameter, bounded by inf, says nothing unless it is not finite on one side.
-            counts = worst.quantity.bound != math.inf or worst.one_sided
             apart = max(judgement.whole for judgement in group)
-            self.parameters[step] = max(self.parameters.get(step, 0.0), apart if counts else 0.0)
+            self.parameters[step] = max(self.parameters.get(step, 0.0), apart if known else 0.0)
 
 
 def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tuple[Verdict, str]:
@@ -155,10 +207,10 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
     first, bounds, dtype = findings.first, pair.bounds, pair.a.manifest.dtype
     if first is not None and where is not None:
         said = in_words(first, where, labels(pair.a, pair.b))
-        if first.one_sided or where.phase == PARAMETERS:
+        if first.one_sided or first.quantity.bound is None:
             return Verdict.BUG, said
         if not bounds.decisive:
-            return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_SETTLE}"
+            return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_settle(pair)}"
         if where.step == 0 and where.phase != UPDATE:
             return Verdict.BUG, said
         if dtype == "float64":
@@ -168,12 +220,12 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
             return Verdict.INCONCLUSIVE, f"{said}, but {grown}: compare fewer steps, or lower the learning rate"
         return (
             Verdict.INCONCLUSIVE,
-            f"{said}, but in {dtype} the optimizer may have amplified rounding by then: {_SETTLE}",
+            f"{said}, but in {dtype} the optimizer may have amplified rounding by then: {_settle(pair)}",
         )
     also = ""
     if (judgement := findings.not_finite) is not None:
         q = judgement.quantity
-        also = f"from step {q.step} on ({q.phase} {q.parameter!r}) both sides hold NaN or infinity"
+        also = f"from step {q.step} on ({q.phase} {q.name!r}) both sides hold NaN or infinity"
     if findings.equal:
         return Verdict.EQUAL, "every bit that was compared is equal" + (f"; {also}" if also else "")
     if also:
@@ -181,8 +233,20 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
     largest = max(findings.parameters.values(), default=0.0)
     said = f"losses differ by at most {max(findings.losses):.1e}, parameters by {largest:.1e}"
     if not bounds.decisive:
-        return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_SETTLE}"
+        return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_settle(pair)}"
     return Verdict.ROUNDING, f"{said}; rounding may reach {bounds.loss:.1e} and {bounds.parameter:.1e}"
+
+
+def _settle(pair: Pair) -> str:
+    """What would tell."""
+    commands = [recording.manifest.settings.get("command") for recording in (pair.a, pair.b)]
+    command = next((each for each in commands if isinstance(each, str)), None)
+    if command is None:
+        return "record one of both again with twins (--twins 4), or both with --dtype float64, and compare those"
+    return (
+        f"measure what rounding does with `{command} --twins 4 --overwrite` and compare again, or record both with "
+        "--dtype float64"
+    )
 
 
 def _conclude_by_envelope(
@@ -195,7 +259,7 @@ def _conclude_by_envelope(
         return Verdict.EQUAL, "every bit that was compared is equal"
     if (judgement := findings.not_finite) is not None:
         q = judgement.quantity
-        said = f"from step {q.step} on ({q.phase} {q.parameter!r}) both sides hold NaN or infinity, where nothing can be compared"
+        said = f"from step {q.step} on ({q.phase} {q.name!r}) both sides hold NaN or infinity, where nothing can be compared"
         return Verdict.INCONCLUSIVE, f"{said}: lower the learning rate"
     said = (
         f"everything lies as near as {envelope.in_words()} do to one another: at most {findings.used_before:.2f} of what "

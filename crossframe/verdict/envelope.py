@@ -23,6 +23,9 @@ steady elements: those whose gradient stood out from what rounding makes of it, 
 the few that lie furthest apart (`trimmed_distance`). Once a step was not recorded nobody knows which those are, and updates are
 judged by the half of their elements that lie least apart (`inner_distance`).
 
+Where only sketches are there (`crossframe.recording.sketch`), distances are those of their sums: a few elements that are off are
+in a few sums, so that the same measures leave them out. Which elements are steady nobody knows then.
+
 A distance is never taken to be smaller than one unit in the last place of one typical element: what all twins agree upon may
 still fall to its neighbour in another implementation.
 """
@@ -30,16 +33,19 @@ still fall to its neighbour in another implementation.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
+from crossframe.recording.lines import BACKWARD, FORWARD, NORM, REDUCE, STATE, UPDATE
 from crossframe.verdict.judge import Judgement, judge
-from crossframe.verdict.metrics import distance, inner_distance, norm, ratio, trimmed_distance
-from crossframe.verdict.quantities import LATE_UPDATE, OUTPUT, Pair, Quantity, finite
+from crossframe.verdict.metrics import distance, inner_distance, ratio, trimmed_distance
+from crossframe.verdict.pair import Pair
+from crossframe.verdict.quantities import ACTIVATION, LATE_UPDATE, Quantity, finite
+from crossframe.verdict.walk import walk
 
 FALSE_ALARMS = 1e-3
 """The rate of right pairs that are called a bug, where twins round as the other recording does."""
@@ -47,17 +53,19 @@ LEAST_TWINS = 2
 
 Measure = Callable[[np.ndarray, np.ndarray], float]
 MEASURES: dict[str, Measure] = {
-    OUTPUT: distance,
+    ACTIVATION: distance,
     FORWARD: distance,
     BACKWARD: distance,
     REDUCE: distance,
+    NORM: distance,
+    STATE: distance,
     UPDATE: trimmed_distance,
     LATE_UPDATE: inner_distance,
 }
 """By kind of quantity, how distances are measured. Each kind has a factor of its own."""
 
-Place = tuple[int, str, str, str, int]
-"""What is the same thing in all recordings of a run: (step, kind, unit, parameter, microbatch)."""
+Place = tuple[int, str, str, int]
+"""What is the same thing in all recordings of a run: (step, kind, name, microbatch)."""
 
 
 def margin(num_twins: int) -> float:
@@ -103,8 +111,11 @@ class Spread:
         return None if spread is None else self.factors[place[1]] * spread
 
 
-def spread_of(recording: Recording, twins: Sequence[Recording]) -> Spread:
+def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: bool = False) -> Spread:
     """Measure the twins of a run.
+
+    Args:
+        sketched: by sketches of everything large.
 
     Raises:
         RecordingError: fewer than two.
@@ -113,14 +124,30 @@ def spread_of(recording: Recording, twins: Sequence[Recording]) -> Spread:
         raise RecordingError(
             f"{recording.directory}: expected at least {LEAST_TWINS} twins, got {len(twins)}; record with --twins 4"
         )
-    name, pairs = recording.directory.name, [Pair(recording, twin) for twin in twins]
-    before = _measured(name, pairs, (OUTPUT, FORWARD, BACKWARD, REDUCE), None)
-    updates = _measured(name, pairs, (UPDATE, LATE_UPDATE), before)
-    return Spread(name, len(twins), before.factors | updates.factors, before.of | updates.of)
+    name, pairs = recording.directory.name, [Pair(recording, twin, sketched=sketched) for twin in twins]
+    # Which elements of updates are steady, the spread of gradients says: it comes first.
+    before = _measured(name, pairs, (REDUCE,), None)
+    rest = _measured(name, pairs, tuple(phase for phase in _COMPUTED if phase != REDUCE), before)
+    return Spread(name, len(twins), before.factors | rest.factors, before.of | rest.of)
 
 
-def _measured(run: str, pairs: Sequence[Pair], kinds: tuple[str, ...], before: Spread | None) -> Spread:
-    """The spread of some kinds.
+_COMPUTED = (FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
+_KNOWN: "WeakKeyDictionary[Recording, dict[bool, Spread]]" = WeakKeyDictionary()
+
+
+def known_spread(recording: Recording, *, sketched: bool = False) -> Spread | None:
+    """The spread of a recording's own twins, measured once; None if it has none."""
+    known = _KNOWN.setdefault(recording, {})
+    if sketched not in known:
+        twins = recording.twins()
+        if not twins:
+            return None
+        known[sketched] = spread_of(recording, twins, sketched=sketched)
+    return known[sketched]
+
+
+def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: Spread | None) -> Spread:
+    """The spread of what is computed in some phases.
 
     Args:
         before: of the gradients, where it is known: it says which elements are steady.
@@ -128,17 +155,18 @@ def _measured(run: str, pairs: Sequence[Pair], kinds: tuple[str, ...], before: S
     found: dict[Place, list[float]] = {}
     for pair in pairs:
         steady = Steady(before.limit if before else None)
-        for group in pair.groups():
+        for group in walk(pair, (*phases, REDUCE)):
             steady.note(group)
-            if group[0].kind in kinds:
+            if group[0].phase in phases and group[0].bound is not None:
                 apart = max(_apart(steady.of(quantity)) for quantity in group)
                 least = max(_resolution(quantity, pair.a.manifest.dtype) for quantity in group)
                 found.setdefault(_place(group[0]), []).append(math.hypot(apart, least))
     whole = {place: np.array(apart) for place, apart in found.items() if len(apart) == len(pairs)}
     factors = {}
-    for kind in kinds:
-        strayed = (eccentricity(apart) for place, apart in whole.items() if place[1] == kind)
-        factors[kind] = margin(len(pairs)) * max(strayed, default=1.0)
+    for kind in MEASURES:
+        strayed = [eccentricity(apart) for place, apart in whole.items() if place[1] == kind]
+        if strayed:
+            factors[kind] = margin(len(pairs)) * max(strayed)
     of = {place: float(np.sqrt(np.mean(np.square(apart)))) for place, apart in whole.items()}
     return Spread(run, len(pairs), factors, of)
 
@@ -153,7 +181,7 @@ class Steady:
 
     def note(self, group: list[Quantity]) -> None:
         """Look at reduced gradients as they come by."""
-        if self._limit is None or group[0].phase != REDUCE:
+        if self._limit is None or group[0].phase != REDUCE or group[0].sketched:
             return
         limit, name = self._limit(_place(group[0])), group[0].parameter
         if limit is None:
@@ -170,7 +198,7 @@ class Steady:
     def of(self, quantity: Quantity) -> Quantity:
         """An update in which unsteady elements are as in the first recording; other quantities as they are."""
         unsteady = self._unsteady.get(quantity.parameter)
-        if quantity.phase != UPDATE or unsteady is None:
+        if quantity.phase != UPDATE or unsteady is None or quantity.sketched:
             return quantity
         hides = unsteady & np.isfinite(quantity.b.astype(np.float64))
         return replace(quantity, b=np.where(hides, quantity.a, quantity.b))
@@ -186,10 +214,16 @@ class Envelope:
         self._chaos: dict[int, list[float]] = {}
 
     @classmethod
-    def of(cls, a: Recording, b: Recording) -> "Envelope | None":
+    def of(cls, pair: Pair) -> "Envelope | None":
         """The envelope of a pair; None if neither recording has twins."""
-        spreads = [spread_of(recording, twins) for recording in (a, b) if (twins := recording.twins())]
+        known = (known_spread(recording, sketched=pair.sketched) for recording in (pair.a, pair.b))
+        spreads = [spread for spread in known if spread is not None]
         return cls(spreads) if spreads else None
+
+    def limit(self, quantity: Quantity) -> float:
+        """The largest distance that rounding may reach there; inf where the twins say nothing."""
+        limit = self._limit(_place(quantity))
+        return math.inf if limit is None else limit
 
     def judge(self, group: list[Quantity]) -> list[Judgement]:
         """Hold both sides of each quantity against what the twins reach there."""
@@ -197,8 +231,7 @@ class Envelope:
             return [judge(quantity) for quantity in group]
         self._steady.note(group)
         self._note_chaos(group)
-        limit = self._limit(_place(group[0]))
-        return [self._held(quantity, math.inf if limit is None else limit) for quantity in group]
+        return [self._held(quantity, self.limit(group[0])) for quantity in group]
 
     def _limit(self, place: Place) -> float | None:
         # The wider of both sides: what one framework rounds more often may lie outside the other's twins.
@@ -209,8 +242,8 @@ class Envelope:
         """One quantity against its limit, in the quantity's own scale."""
         steady = self._steady.of(quantity)
         if quantity.phase == UPDATE:
-            self._updated[0] += quantity.a.size - self._steady.num_unsteady(quantity.parameter)
-            self._updated[1] += quantity.a.size
+            self._updated[0] += quantity.numel - self._steady.num_unsteady(quantity.parameter)
+            self._updated[1] += quantity.numel
         bound = ratio(limit, steady.scale)
         judged = judge(replace(steady, bound=bound))
         if judged.one_sided:
@@ -228,7 +261,7 @@ class Envelope:
         if place[1] == REDUCE:
             squares = self._chaos.setdefault(place[0], [0.0, 0.0])
             squares[0] += max(spread.of.get(place, 0.0) for spread in self.spreads) ** 2
-            squares[1] += max(norm(finite(quantity.a)) for quantity in group) ** 2
+            squares[1] += max(quantity.norms[0] for quantity in group) ** 2
 
     @property
     def saturated_from(self) -> int | None:
@@ -246,7 +279,7 @@ class Envelope:
 
 
 def _place(quantity: Quantity) -> Place:
-    return quantity.step, quantity.kind, quantity.unit, quantity.parameter, quantity.microbatch
+    return quantity.step, quantity.kind, quantity.name, quantity.microbatch
 
 
 def _apart(quantity: Quantity) -> float:
@@ -254,6 +287,6 @@ def _apart(quantity: Quantity) -> float:
 
 
 def _resolution(quantity: Quantity, dtype: str) -> float:
-    # A loss is recorded as float64, in whatever dtype it was computed.
-    stored = dtype if quantity.kind == FORWARD else quantity.a.dtype.name
-    return 2 * unit_roundoff(stored) * norm(finite(quantity.a)) / math.sqrt(max(quantity.a.size, 1))
+    # A loss and a norm are recorded as float64, in whatever dtype they were computed.
+    stored = dtype if quantity.kind in (FORWARD, NORM) else quantity.dtypes[0]
+    return 2 * unit_roundoff(stored) * quantity.typical

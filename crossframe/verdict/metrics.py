@@ -54,23 +54,24 @@ def ratio(difference: float, scale: float) -> float:
     return difference / scale if scale > 0.0 else math.inf
 
 
-def parameter_scale(a: np.ndarray, total_update_norm: float, learning_rate: float, steps: int) -> float:
+def parameter_scale(size: float, numel: int, total_update_norm: float, learning_rate: float, steps: int) -> float:
     """What a difference of a parameter is measured by: max(norm(a), norm(total update), lr * steps * sqrt(numel)).
 
     A parameter that starts at zero, such as a bias, has a tiny norm at first; what training moves it by is then the honest
     measure. lr * steps * sqrt(numel) is how far Adam, which moves each element by up to lr a step, can have moved it.
 
     Args:
+        size: norm(a).
         total_update_norm: norm(final - initial) of the first recording.
         steps: steps of the run.
     """
-    return max(norm(a), total_update_norm, learning_rate * steps * math.sqrt(np.size(a)))
+    return max(size, total_update_norm, learning_rate * steps * math.sqrt(numel))
 
 
-def gradient_scale(a: np.ndarray, noise_scale: float) -> float:
-    """What a gradient's difference is measured by: norm(a), or where that is less, what rounding may leave of a sum that is zero
+def gradient_scale(size: float, noise_scale: float) -> float:
+    """What a gradient's difference is measured by: its norm, or where that is less, what rounding may leave of a sum that is zero
     (`crossframe.verdict.bounds.Bounds.noise_scale`)."""
-    return max(norm(a), noise_scale)
+    return max(size, noise_scale)
 
 
 def root_mean_square(norms: float, numel: int) -> float:

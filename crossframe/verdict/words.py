@@ -4,15 +4,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, REDUCE, UPDATE
-from crossframe.verdict.judge import Divergence, Judgement
-from crossframe.verdict.quantities import OUTPUT
+from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.verdict.judge import Judgement
+from crossframe.verdict.locate import Divergence
+from crossframe.verdict.quantities import ACTIVATION, COUNT, Quantity
 
 NOUNS = {
     PARAMETERS: "initial value",
+    UNSHARDED: "gathered value",
     FORWARD: "loss",
     BACKWARD: "local gradient",
     REDUCE: "reduced gradient",
+    NORM: "norm of the gradient",
+    STATE: "optimizer's state",
     UPDATE: "updated value",
 }
 
@@ -24,27 +28,44 @@ def in_words(judgement: Judgement, where: Divergence, names: Sequence[str]) -> s
         names: what the two recordings are called.
     """
     q = judgement.quantity
-    noun = f"the {NOUNS[q.phase]}"
-    if q.kind == OUTPUT:
-        unit = f"unit {q.unit!r}" if q.unit else "the model"
-        what = (
-            f"the output of {unit} (microbatch {q.microbatch}, elements {where.start}:{where.stop}, rank {where.rank})"
-        )
-    elif where.parameter is None:
-        what = f"{noun} of rank {where.rank}" if where.rank is not None else "the mean loss over ranks"
-    else:
-        unit = f"unit {q.unit!r}" if q.unit else "the root unit"
-        what = f"{noun} of {q.parameter!r} ({unit}, elements {where.start}:{where.stop}, rank {where.rank})"
-    said = f"at step {q.step} {what}"
+    said = f"at step {q.step} {_what(q, where)}"
     if judgement.one_sided:
-        # finite[i] as an index: the side that is not finite comes first whichever it is.
-        finite = [bool(np.isfinite(np.asarray(side, np.float64)).all()) for side in (q.a, q.b)]
-        if finite[0] != finite[1]:
-            return f"{said} is not finite (NaN or infinity) in {names[finite[0]]} and finite in {names[finite[1]]}"
-        return f"{said} is not finite (NaN or infinity) in other elements in {names[0]} than in {names[1]}"
+        return f"{said} {_not_finite(q, names)}"
+    if q.within:
+        own = names[q.within == "b"]
+        return f"{said} is not bit for bit what the shards of {own} held before: data was moved wrongly in {own}"
+    if q.use == COUNT:
+        return f"{said} is {q.a[0]:g} in {names[0]} and {q.b[0]:g} in {names[1]}"
     if q.bound is None:
         return f"{said} is not the same bit for bit in {names[0]} and {names[1]}: data was moved wrongly"
     return (
         f"{said} differs by {judgement.difference:.1e} between {names[0]} and {names[1]}, where rounding may reach "
         f"{q.bound:.1e}; everything that causes it agrees"
     )
+
+
+def _what(q: Quantity, where: Divergence) -> str:
+    noun = f"the {NOUNS[q.phase]}"
+    rank = f", rank {where.rank}" if where.rank is not None else ""
+    elements = f", elements {where.start}:{where.stop}" if where.start is not None else ""
+    if q.kind == ACTIVATION:
+        unit = f"unit {q.unit!r}, " if q.unit and q.unit != q.module else ""
+        module = f"{'unit' if q.module == q.unit else 'module'} {q.module!r}" if q.module else "the model"
+        return f"the {q.use} of {module} ({unit}microbatch {q.microbatch}{elements}{rank})"
+    if where.parameter is None:
+        return f"{noun} of rank {where.rank}" if where.rank is not None else f"the mean {noun[4:]} over ranks"
+    unit = f"unit {q.unit!r}" if q.unit else "the root unit"
+    if q.use:
+        noun = "the optimizer's count of steps" if q.use == COUNT else f"the optimizer's {q.use!r}"
+    return f"{noun} of {q.parameter!r} ({unit}{elements}{rank})"
+
+
+def _not_finite(q: Quantity, names: Sequence[str]) -> str:
+    if q.sketches:
+        lost = [sketch.num_not_finite for sketch in q.sketches]
+        return f"has {lost[0]} elements that are NaN or infinity in {names[0]} and {lost[1]} in {names[1]}"
+    # finite[i] as an index: the side that is not finite comes first whichever it is.
+    finite = [bool(np.isfinite(np.asarray(side, np.float64)).all()) for side in (q.a, q.b)]
+    if finite[0] != finite[1]:
+        return f"is not finite (NaN or infinity) in {names[finite[0]]} and finite in {names[finite[1]]}"
+    return f"is not finite (NaN or infinity) in other elements in {names[0]} than in {names[1]}"

@@ -19,6 +19,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.lines import REDUCE
 from crossframe.verdict.metrics import norm, root_mean_square
+from crossframe.verdict.sides import put_together
 
 _TELLABLE = 0.01
 
@@ -44,12 +45,10 @@ def gradient_sizes(recording: Recording, steps: tuple[int, ...]) -> GradientSize
             if not recording.has(REDUCE, step, name):
                 of[step][name] = 0.0
                 continue
-            grad = recording.full(REDUCE, step, name).astype(np.float64)
-            finite = np.isfinite(grad)
-            size = norm(grad[finite])
-            norms.append(size)
-            numel += int(finite.sum())
-            of[step][name] = root_mean_square(size, spec.numel) if finite.all() else np.inf
+            grad = put_together(recording, REDUCE, step, name)
+            norms.append(grad.norm)
+            numel += spec.numel - grad.num_not_finite
+            of[step][name] = np.inf if grad.num_not_finite else root_mean_square(grad.norm, spec.numel)
         typical[step] = root_mean_square(norm(np.array(norms)), numel)
     return GradientSizes(of, typical)
 
@@ -61,7 +60,7 @@ def zero_gradient_parameters(
 
     None where terms * u passes a hundredth: small gradients and noise can then not be told apart.
     """
-    tolerated = [recording.manifest.terms * unit_roundoff(recording.manifest.dtype) for recording in (a, b)]
+    tolerated = [(recording.manifest.terms or 1) * unit_roundoff(recording.manifest.dtype) for recording in (a, b)]
     if max(tolerated) > _TELLABLE:
         return ()
 

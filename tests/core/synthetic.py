@@ -23,7 +23,8 @@ UNITS = {"": {"embed": (4, 3), "bias": (3,)}, "block": {"block.w": (5, 3), "bloc
 SHAPES = {name: shape for params in UNITS.values() for name, shape in params.items()}
 
 Tamper = Callable[[str, int, int, str, np.ndarray], np.ndarray]
-"""(phase, step, rank, name, array in full) -> what is recorded instead. A loss comes as an array of one element."""
+"""(phase, or "input" or "output", step, rank, name of a parameter or unit, array in full) -> what is recorded instead. A loss and
+a norm come as arrays of one element."""
 
 
 def manifest(
@@ -109,6 +110,19 @@ def record(directory: Path, made: Manifest | None = None, **options: Any) -> Rec
     return Recording.open(directory)
 
 
+def edit_events(directory: Path, old: str, new: str, *, rank: int = 0, seal: bool = True) -> None:
+    """Change the first place of a rank's lines that reads so; `seal` makes their checksum right again."""
+    path = directory / f"rank{rank:05d}" / "events.jsonl"
+    text = path.read_text()
+    assert old in text, old
+    text = text.replace(old, new, 1)
+    head, mark, end = text.rpartition('{"event": "end"')
+    if seal and mark:
+        was = end.split('"sha256": "')[1][:64]
+        end = end.replace(was, hashlib.sha256(head.encode()).hexdigest())
+    path.write_text(head + mark + end)
+
+
 def _draw(shape: tuple[int, ...], *seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
@@ -116,17 +130,18 @@ def _draw(shape: tuple[int, ...], *seed: int) -> np.ndarray:
 def _steps(made: Manifest, rank: int, tamper: Tamper) -> Iterable[tuple[int, Callable[[RecordingWriter], None]]]:
     world, dtype = made.world_size, numpy_dtype(made.dtype)
     weights = {name: initial(name, made.dtype) for name in SHAPES}
-    for step in range(made.steps):
+    moments = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
+    for step in range(made.steps or 1):
         samples = [list(range(step * SAMPLES + r, (step + 1) * SAMPLES, world)) for r in range(world)]
         local = [{n: _mean([sample_grad(step, s, n) for s in mine], dtype) for n in SHAPES} for mine in samples]
         reduced = {n: _mean([grads[n] for grads in local], dtype) for n in SHAPES}
         updated = {n: (weights[n] - LEARNING_RATE * reduced[n].astype(np.float64)).astype(dtype) for n in SHAPES}
         loss = float(np.mean([1 + _draw((), 3, step, sample) ** 2 for sample in samples[rank]]))
-        before = weights
-        weights = updated
+        before, weights = weights, updated
+        moments = {n: (0.9 * moments[n] + 0.1 * reduced[n]).astype(dtype) for n in SHAPES}
 
         def record(writer: RecordingWriter, step=step, before=before, local=local, reduced=reduced, updated=updated,
-                   loss=loss, mine=samples[rank]) -> None:  # fmt: skip
+                   moments=moments, loss=loss, mine=samples[rank]) -> None:  # fmt: skip
             def changed(phase: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 return {name: tamper(phase, step, rank, name, array.copy()) for name, array in arrays.items()}
 
@@ -135,22 +150,45 @@ def _steps(made: Manifest, rank: int, tamper: Tamper) -> Iterable[tuple[int, Cal
             if step == 0:
                 events = step_plan(plan_units(made.units, Strategy(made.strategy)), made.mesh, rank)
                 writer.collectives(step, collectives(events))
+            if made.schedule.is_dense(step):
+                for unit, use in (("block", "input"), ("block", "output"), ("", "output")):
+                    value = _draw((len(mine), 4), 4, step, rank, *use.encode(), *unit.encode()).astype(dtype)
+                    writer.activation(step, 0, unit, use, tamper(use, step, rank, unit, value))
+            norm = np.sqrt(sum(np.square(grad.astype(np.float64)).sum() for grad in reduced.values()))
+            writer.grad_norm(step, float(tamper("norm", step, rank, "", np.array([norm]))[0]))
             for unit, layout in made.units:
                 names, at = [param.name for param in layout.params], rank % made.mesh.shard
                 if step == 0:
                     own = {name: before[name] for name in names}
                     writer.parameters(step, unit, pieces_of(layout, at, changed("parameters", own)))
                 if made.schedule.is_dense(step):
-                    output = _draw((len(mine), 4), 4, step, rank, *unit.encode()).astype(dtype)
-                    writer.output(step, 0, unit, tamper("output", step, rank, unit, output))
+                    whole = _put_together(layout, made, rank, step, {name: before[name] for name in names}, tamper)
+                    writer.unsharded(step, unit, changed("unsharded", whole))
                     writer.local_grads(step, unit, changed("backward", {name: local[rank][name] for name in names}))
                 if writer.records(step):
                     own = {name: reduced[name] for name in names}
                     writer.reduced_grads(step, unit, pieces_of(layout, at, changed("reduce", own)))
+                    own = {name: moments[name] for name in names}
+                    writer.state(step, unit, "exp_avg", pieces_of(layout, at, changed("state", own)))
+                    writer.counts(step, dict.fromkeys(names, float(step + 1)))
                     own = {name: updated[name] for name in names}
                     writer.updated(step, unit, pieces_of(layout, at, changed("update", own)))
 
         yield step, record
+
+
+def _put_together(
+    layout: Layout, made: Manifest, rank: int, step: int, arrays: dict[str, np.ndarray], tamper: Tamper
+) -> dict[str, np.ndarray]:
+    """What a rank gathers: of each piece what its owner says that it holds."""
+    phase, last, found = ("update", step - 1, {}) if step else ("parameters", 0, {})
+    for name, array in arrays.items():
+        found[name] = array.copy()
+        for owner in made.mesh.shard_group(rank):
+            held = tamper(phase, last, owner, name, array.copy())
+            start, stop, piece = pieces_of(layout, owner % made.mesh.shard, arrays | {name: held}).get(name, (0, 0, []))
+            found[name].reshape(-1)[start:stop] = piece
+    return found
 
 
 def _mean(arrays: list[np.ndarray], dtype: np.dtype) -> np.ndarray:

@@ -100,7 +100,7 @@ def test_progress_while_it_is_written(tmp_path):
 def test_progress_counts_a_line_when_it_is_whole(tmp_path):
     synthetic.write_run(tmp_path, synthetic.manifest(1))
     events = tmp_path / "rank00000" / "events.jsonl"
-    text, mark = events.read_bytes(), b'{"event": "step", "step": 1}'
+    text, mark = events.read_bytes(), b'{"event": "step", "step": 1,'
     at = text.index(mark) + len(mark) // 2
     events.write_bytes(text[:at])
     watching = Recording.open(tmp_path, partial=True)
@@ -123,7 +123,7 @@ def test_a_killed_run_leaves_its_whole_steps(tmp_path):
 def test_a_line_cut_in_two_is_left_out(tmp_path):
     synthetic.write_run(tmp_path, synthetic.manifest())
     events = tmp_path / "rank00001" / "events.jsonl"
-    whole = events.read_bytes().split(b'{"event": "step", "step": 1}')[0]
+    whole = events.read_bytes().split(b'{"event": "step", "step": 1,')[0]
     events.write_bytes(whole + b'{"event": "st')
     with pytest.raises(RecordingError, match="rank 1 has no end, and 1 of 3 steps"):
         Recording.open(tmp_path)

@@ -9,9 +9,9 @@ from crossframe.errors import RecordingError
 from crossframe.layout import FlatLayout
 from crossframe.names import identity_map
 from crossframe.params import ParamSpec
-from crossframe.recording import Manifest, Recording, RecordingWriter, create_recording
-from crossframe.recording.manifest import Schedule
+from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 from tests.core import synthetic
+from tests.core.synthetic import edit_events
 
 
 @pytest.fixture
@@ -31,13 +31,6 @@ def writer(tmp_path):
 def edit_manifest(directory, **fields):
     path = directory / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def edit_events(directory, old, new, rank=0):
-    path = directory / f"rank{rank:05d}" / "events.jsonl"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
 
 
 def refused(match, directory):
@@ -60,18 +53,28 @@ def test_a_manifest_that_is_no_json(directory):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"format": 1}, r"field 'format': expected 2, the format read here, got 1"),
-        ({"steps": 0}, r"field 'steps': expected an int of at least 1, got 0"),
-        ({"steps": True}, r"field 'steps': expected int, got True"),
-        ({"seed": None}, r"field 'seed': expected int, got None"),
+        ({"format": 1}, r"field 'format': expected 3, the format read here, got 1"),
+        ({"steps": 0}, r"field 'steps': expected an int of at least 1, or none, got 0"),
+        ({"steps": True}, r"field 'steps': expected int or NoneType, got True"),
+        ({"seed": "0"}, r"field 'seed': expected int or NoneType, got '0'"),
+        ({"detail": "half"}, r"field 'detail': expected 'full' or 'sketch', got 'half'"),
+        (
+            {"world_size": 10**9, "mesh": {"replicate": 1, "shard": 10**9}},
+            "field 'world_size': expected at most 1048576 ranks",
+        ),
+        (
+            {"schedule": {"dense": 1, "every": 1, "windows": [[5, 5]]}},
+            r"field 'schedule\.windows': expected \(start, stop\)",
+        ),
+        ({"schedule": {"dense": 1, "every": 1, "windows": [5]}}, r"field 'schedule\.windows': .* got \(5,\)"),
         ({"world_size": 3}, r"field 'world_size': expected 2, as 'mesh' says, got 3"),
         ({"mesh": {"replicate": 0, "shard": 2}}, r"field 'mesh': mesh axis 'replicate'"),
         ({"mesh": {"replicate": 2, "shard": 1}}, r"field 'units': expected the layout of unit '' over 1 ranks"),
         ({"dtype": "float99"}, r"field 'dtype': unknown dtype 'float99'"),
         ({"strategy": "none"}, r"field 'strategy': expected one of"),
         ({"learning_rate": -1.0}, r"field 'learning_rate': expected a finite number"),
-        ({"schedule": {"dense": 1}}, r"field 'every': expected int, got None"),
-        ({"schedule": {"dense": 1, "every": 0}}, r"field 'schedule\.every'"),
+        ({"schedule": {"dense": 1, "windows": []}}, r"field 'every': expected int, got None"),
+        ({"schedule": {"dense": 1, "every": 0, "windows": []}}, r"field 'schedule\.every'"),
         ({"param_map": []}, r"field 'param_map': expected an entry for every parameter"),
         ({"param_map": [["a"]]}, r"field 'param_map'"),
         ({"units": []}, r"field 'units': expected at least one unit"),
@@ -105,35 +108,69 @@ def test_a_rank_that_is_missing(directory):
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ('"event": "batch"', '"event" "batch"', r"line 1: expected JSON"),
-        ('"event": "batch"', '"event": "party"', r"line 1: expected an event among .*, got 'party'"),
+        ('"event": "batch"', '"event" "batch"', r"line 2: expected JSON"),
+        ('"event": "batch"', '"event": "party"', r"line 2: expected an event among .*, got 'party'"),
         ('"event": "batch"', '"event": ["batch"]', r"expected an event among .*, got \['batch'\]"),
         ('"rank": 0', '"rank": 1', r"a line of rank 1 in the folder of rank 0"),
         ('"step": 0', '"step": 1', r"a line of step 1 inside step 0"),
-        ('"digest": "', '"digest": "x', r"line 1: expected a sha256"),
+        ('"digest": "', '"digest": "x', r"line 2: expected a sha256"),
         ('"sample_ids": [0', '"sample_ids": ["0"', r"expected sample ids that are ints"),
-        ('"value": ', '"value": "much", "was": ', r"expected a loss, got 'much'"),
+        ('"value": ', '"value": "much", "was": ', r"expected a number, got 'much'"),
         ('"name": "embed"', '"name": "../../etc/passwd"', r"the manifest has no parameter '\.\./\.\./etc/passwd'"),
         ('"phase": "parameters"', '"phase": "../x"', r"expected a phase among"),
         ('"start": 0', '"start": -1', r"expected a range of the 12 elements of 'embed', got -1:"),
         ('"stop": 8, "dtype": "float64"', '"stop": 8, "dtype": "object"', r"unknown dtype 'object'"),
         ('"kind": "all_gather"', '"sort": "all_gather"', r"field 'kind' of a collective: expected str, got None"),
-        ('{"event": "step", "step": 0}', '{"event": "step", "step": 1}', r"expected step 0 of 3, got 1"),
-        ('{"event": "end", "steps": 3}', '{"event": "end", "steps": 4}', r"expected the end after 3 whole steps"),
-        ('{"event": "end", "steps": 3}\n', '{"event": "end", "steps": 3}\n' * 2, r"a line after the end"),
-        ('{"event": "end", "steps": 3}\n', '{"event": "end", "steps": 3}\nmore', r"text after the end"),
-        ('"shape": [3, 4]', '"shape": [3, "4"]', r"expected a shape, got \[3, '4'\]"),
+        ('{"event": "step", "step": 0,', '{"event": "step", "step": 1,', r"expected step 0 of 3, got 1"),
+        ('{"event": "end", "steps": 3,', '{"event": "end", "steps": 4,', r"expected the end after 3 whole steps"),
+        ('"manifest": "', '"manifest": "0', r"written by another manifest"),
+        (
+            '{"event": "begin"',
+            '{"event": "step", "step": 0, "sha256": ""}\n{"event": "begin"',
+            "expected one 'begin' line",
+        ),
+        ('"value": 1', '"value": 2', r"the lines before it were changed since they were written"),
+        ('"shape": [3, 4]', '"shape": [3, "4"]', r"expected a shape and a microbatch, got \[3, '4'\]"),
         (
             '"use": "output"',
             '"use": "output", "unit": "bloc"',
-            r"an output of unit 'bloc', microbatch 0: the manifest has none",
+            r"an activation 'output' of unit 'bloc': the manifest has none such",
         ),
         ('"event": "loss"', '"event": "batch", "digest": "' + "0" * 64 + '", "sample_ids": []', r"has no loss"),
     ],
 )
 def test_a_damaged_line(directory, old, new, match):
-    edit_events(directory, old, new)
+    edit_events(directory, old, new, seal=False)
     refused(match, directory)
+
+
+@pytest.mark.parametrize(("more", "match"), [("{}\n", "expected an event"), ("more", "text after the end")])
+def test_lines_after_the_end(directory, more, match):
+    path = directory / "rank00000" / "events.jsonl"
+    text = path.read_text()
+    path.write_text(text + more)
+    refused(match, directory)
+    path.write_text(text + text.splitlines(keepends=True)[-1])
+    refused("a line after the end", directory)
+
+
+def test_a_manifest_that_was_changed_though_it_is_a_right_one(directory):
+    edit_manifest(directory, seed=7)
+    refused("written by another manifest", directory)
+
+
+def test_a_manifest_that_is_larger_than_any(directory, monkeypatch):
+    monkeypatch.setattr("crossframe.recording.manifest.LARGEST", 100)
+    refused("expected at most 100 bytes", directory)
+
+
+def test_tensors_that_were_changed(directory):
+    path = directory / "rank00001" / "step00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RecordingError, match=r"step00001\.safetensors: cut off or changed since it was written"):
+        Recording.open(directory).full("update", 1, "block.w")
 
 
 def test_a_tensor_that_stands_twice(directory):
@@ -148,7 +185,7 @@ def test_tensors_that_are_cut_off_or_missing(directory):
     path = directory / "rank00001" / "step00001.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     recording = Recording.open(directory)
-    with pytest.raises(RecordingError, match=r"rank00001/step00001\.safetensors: cut off or damaged"):
+    with pytest.raises(RecordingError, match=r"rank00001/step00001\.safetensors: cut off or changed"):
         recording.full("update", 1, "block.w")
     path.unlink()
     with pytest.raises(RecordingError, match="there is no such file"):
@@ -173,9 +210,11 @@ def test_pieces_that_do_not_cover_the_parameter(tmp_path):
             writer.loss(0, 0.0)
             writer.updated(0, "", {"embed": (start, stop, np.zeros(stop - start))})
             writer.end_step(0)
-    with pytest.raises(RecordingError, match=r"each of 12 elements from exactly one .* element 7 comes from 2"):
+    with pytest.raises(
+        RecordingError, match=r"each of 12 elements from exactly one .* element 8 is the first in none or in two"
+    ):
         Recording.open(tmp_path).full("update", 0, "embed")
-    with pytest.raises(RecordingError, match=r"element 0 comes from 0"):
+    with pytest.raises(RecordingError, match=r"element 0 is the first in none"):
         Recording.open(tmp_path).full("update", 0, "bias")
     with pytest.raises(RecordingError, match=r"rank 1 recorded no local gradient of 'embed' at step 0"):
         Recording.open(tmp_path).local(0, 1, "embed")
@@ -280,16 +319,25 @@ def test_a_writer_of_another_run_or_rank(tmp_path, directory):
         (lambda w: w.updated(0, "block", {"embed": (0, 1, np.zeros(1))}), "expected a parameter of unit 'block'"),
         (
             lambda w: w.updated(0, "", {"embed": (0, 2, np.zeros(1))}),
-            r"expected 2 elements, 0:2 of 12, got an array of 1",
+            r"expected 2 elements, 0:2 of 12, got 1",
         ),
         (lambda w: w.updated(0, "", {"embed": (12, 13, np.zeros(1))}), "12:13 of 12"),
         (lambda w: w.updated(0, "", {"embed": (0, 1, np.zeros(1, np.float32))}), "expected float64 .*got float32"),
         (lambda w: w.reduced_grads(0, "", {"embed": (0, 1, np.zeros(1, int))}), "unknown dtype 'int64'"),
         (lambda w: w.local_grads(0, "", {"embed": np.zeros(12)}), r"expected shape \(4, 3\), got \(12,\)"),
-        (lambda w: w.local_grads(1, "", {}), "local gradients are recorded at the first 1 steps only"),
-        (lambda w: w.output(1, 0, "", np.zeros(3)), "outputs are recorded at the first 1 steps only"),
-        (lambda w: w.output(0, 0, "bloc", np.zeros(3)), "output of unit 'bloc': expected a unit among"),
-        (lambda w: w.output(0, -1, "block", np.zeros(3)), "microbatch -1, .*expected a microbatch of 0 or more"),
+        (lambda w: w.local_grads(1, "", {}), "local gradients are recorded at dense steps only"),
+        (
+            lambda w: w.activation(1, 0, "", "output", np.zeros(3)),
+            "activations are recorded at dense steps only: the first 1",
+        ),
+        (
+            lambda w: w.activation(0, 0, "block", "grad", np.zeros(3)),
+            "block'.*expected 'input' or 'output', got 'grad'",
+        ),
+        (
+            lambda w: w.activation(0, -1, "block", "input", np.zeros(3)),
+            "microbatch -1, .*expected a microbatch of 0 or more",
+        ),
     ],
 )
 def test_what_a_writer_refuses(writer, call, match):
@@ -298,7 +346,7 @@ def test_what_a_writer_refuses(writer, call, match):
 
 
 def test_a_step_off_the_schedule_holds_no_tensors(tmp_path):
-    made = Manifest.from_json(synthetic.manifest().to_json() | {"schedule": {"dense": 0, "every": 2}})
+    made = Manifest.from_json(synthetic.manifest().to_json() | {"schedule": {"dense": 0, "every": 2, "windows": []}})
     create_recording(tmp_path, made)
     with pytest.raises(KeyError), RecordingWriter(tmp_path, made, 0) as writer:
         writer.batch(0, synthetic.digest(""), [])

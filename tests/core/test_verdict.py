@@ -10,7 +10,8 @@ from crossframe.errors import RecordingError
 from crossframe.layout import FlatLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
-from crossframe.verdict.quantities import Pair
+from crossframe.verdict.pair import Pair
+from crossframe.verdict.walk import walk
 from tests.core import synthetic
 
 
@@ -18,7 +19,7 @@ def jitter(size):
     """Changes everything that is computed by about `size`, relative, as another order of sums does."""
 
     def change(phase, step, rank, name, array):
-        if phase == "parameters":
+        if phase in ("parameters", "unsharded"):
             return array
         noise = np.random.default_rng([step, *phase.encode(), *name.encode()]).uniform(-size, size, array.shape)
         return (array * (1 + noise)).astype(array.dtype)
@@ -73,7 +74,9 @@ def test_of_outputs_only_those_of_one_world_are_compared_and_only_in_one_order_o
 
     three = versus(tmp_path / "3", other, b=synthetic.manifest(3, framework="jax"))
     assert three.verdict is Verdict.ROUNDING
-    with pytest.raises(RecordingError, match=r"the output of unit 'block' is of shape \(3, 4\) in .* and \(4, 3\) in "):
+    with pytest.raises(
+        RecordingError, match=r"the output of module 'block' is of shape \(3, 4\) in .* and \(4, 3\) in "
+    ):
         versus(tmp_path / "2", other)
 
 
@@ -322,10 +325,7 @@ def test_other_parameters_are_incomparable(tmp_path, monkeypatch, b, match):
 
 
 def _edit(directory, old, new):
-    path = directory / "rank00001" / "events.jsonl"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+    synthetic.edit_events(directory, old, new, rank=1)
 
 
 def test_other_batches_are_incomparable(tmp_path):
@@ -371,7 +371,7 @@ def test_a_verdict_as_json(tmp_path):
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert set(found) == {
         "a", "b", "dtype", "world_size", "steps", "verdict", "max_relative_loss_difference",
-        "max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence", "reason",
+        "max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence", "diagnosis", "reason",
     }  # fmt: skip
     assert found["first_divergence"] == {
         "step": 0, "phase": "reduce", "rank": 1, "unit": "", "parameter": "bias", "start": 1, "stop": 2,
@@ -420,7 +420,7 @@ def test_parameters_without_a_gradient_do_not_hide_the_others(tmp_path, monkeypa
 
 def quantities(a, b, phase):
     """What is compared in this phase, one by one."""
-    return [q for group in Pair(a, b).groups() for q in group if q.phase == phase]
+    return [q for group in walk(Pair(a, b)) for q in group if q.phase == phase]
 
 
 @pytest.mark.parametrize("terms", [(16, 4096), (4096, 16)])

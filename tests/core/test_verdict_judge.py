@@ -9,7 +9,8 @@ import pytest
 from crossframe.layout import PerParamLayout
 from crossframe.names import identity_map
 from crossframe.params import ParamSpec
-from crossframe.verdict.judge import judge, locate
+from crossframe.verdict.judge import judge
+from crossframe.verdict.locate import locate
 from crossframe.verdict.metrics import distance, norm
 from crossframe.verdict.quantities import Quantity
 from crossframe.verdict.words import in_words

@@ -20,7 +20,7 @@ from crossframe.verdict.quantities import Quantity
 
 def of_gradient(a, b, noise_scale):
     """A gradient's difference, as the walk over two recordings takes it."""
-    return ratio(distance(a, b), gradient_scale(a, noise_scale))
+    return ratio(distance(a, b), gradient_scale(norm(a), noise_scale))
 
 
 def test_a_norm_neither_overflows_nor_underflows():
@@ -32,7 +32,7 @@ def test_a_norm_neither_overflows_nor_underflows():
 
 def test_differences_are_taken_in_float64():
     a = np.full(4, 60000, np.float16)
-    assert ratio(distance(a, -a), parameter_scale(a, 0.0, 0.0, 1)) == 2.0
+    assert ratio(distance(a, -a), parameter_scale(norm(a), a.size, 0.0, 0.0, 1)) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_differences_are_taken_in_float64():
     [(3.0, 0.0, 0.0, 1, 6.0), (0.0, 0.5, 0.0, 1, 0.5), (0.0, 0.0, 0.1, 10, 2.0), (0.0, 0.0, 0.0, 1, 0.0)],
 )
 def test_a_parameter_is_measured_by_the_largest_of_three(a, update, rate, steps, scale):
-    assert parameter_scale(np.full(4, a), update, rate, steps) == pytest.approx(scale)
+    assert parameter_scale(norm(np.full(4, a)), 4, update, rate, steps) == pytest.approx(scale)
 
 
 def test_differences_without_anything_to_measure_by():
     zeros = np.zeros(2)
-    assert ratio(distance(zeros, zeros), parameter_scale(zeros, 0.0, 0.0, 1)) == 0.0
-    assert ratio(distance(zeros, np.ones(2)), parameter_scale(zeros, 0.0, 0.0, 1)) == math.inf
+    assert ratio(distance(zeros, zeros), parameter_scale(0.0, 2, 0.0, 0.0, 1)) == 0.0
+    assert ratio(distance(zeros, np.ones(2)), parameter_scale(0.0, 2, 0.0, 0.0, 1)) == math.inf
     assert ratio(1.0, 2.0) == 0.5
     assert ratio(1.0, 0.0) == math.inf
     assert root_mean_square(0.0, 0) == 0.0

@@ -10,7 +10,8 @@ from crossframe.errors import RecordingError
 from crossframe.layout import PerParamLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
-from crossframe.verdict.quantities import Pair
+from crossframe.verdict.pair import Pair
+from crossframe.verdict.walk import walk
 from tests.core import synthetic
 
 U = 2.0**-53
@@ -56,7 +57,7 @@ def place(found):
 
 
 def quantities(a, b, phase, name):
-    return [q for group in Pair(a, b).groups() for q in group if (q.kind, q.parameter) == (phase, name)]
+    return [q for group in walk(Pair(a, b)) for q in group if (q.kind, q.parameter) == (phase, name)]
 
 
 # What is walked.
@@ -65,24 +66,32 @@ def quantities(a, b, phase, name):
 def test_the_walk_is_in_causal_order(tmp_path):
     a, b = pair(tmp_path, *(synthetic.manifest(4, replicate=2, framework=f) for f in ("torch", "jax")))
     names = list(synthetic.SHAPES)
-    groups = list(Pair(a, b).groups())
+    groups = list(walk(Pair(a, b)))
     seen = [(q[0].step, q[0].phase, q[0].event, q[0].parameter) for q in groups]
     expected = [(0, "parameters", "all_gather", name) for name in names]
     for step in range(3):
         if step == 0:
-            expected += [(0, "forward", "output", "")] * 2
+            expected += [(0, "unsharded", "all_gather", name) for name in names for _ in "ab"]
+            expected += [(0, "forward", event, "") for event in ("input", "output", "output")]
         expected.append((step, "forward", "loss", ""))
         if step == 0:
             expected += [(0, "backward", "backward", name) for name in names[::-1]]
         expected += [(step, "reduce", "reduce_scatter", name) for name in names[::-1]]
+        expected.append((step, "norm", "grad_norm", ""))
+        expected += [(step, "state", "state", name) for name in names for _ in ("step", "exp_avg")]
         expected += [(step, "update", "optimizer", name) for name in names]
     assert seen == expected
-    assert [q[0].unit for q in groups if q[0].event == "output"] == ["block", ""]  # the model ends last
+    assert [(q[0].use, q[0].module, q[0].unit) for q in groups if q[0].kind == "activation"] == [
+        ("input", "block", ""), ("output", "block", "block"), ("output", "", "")
+    ]  # fmt: skip
     for group in groups:
-        alone = group[0].phase in ("forward", "backward")
+        alone = group[0].phase in ("unsharded", "forward", "backward", "norm")
+        if group[0].use == "step":
+            assert [q.rank for q in group] == [None]
+            continue
         assert [q.rank for q in group] == (list(range(4)) if alone else [None] * 2)
         assert [q.replica for q in group] == ([0] * 4 if alone else [0, 1])
-        if group[0].event != "output":
+        if group[0].kind != "activation":
             assert {q.unit for q in group} == {"block" if group[0].parameter.startswith("block") else ""}
 
 
@@ -99,8 +108,8 @@ def test_a_step_that_one_side_did_not_record_densely_has_no_local_gradients(tmp_
     sparse = synthetic.manifest(schedule=Schedule(dense=0, every=1))
     for i, made in enumerate(((sparse, None), (None, sparse))):
         runs = pair(tmp_path / str(i), *made)
-        assert {q.phase for group in Pair(*runs).groups() for q in group} == {
-            "parameters", "forward", "reduce", "update"
+        assert {q.phase for group in walk(Pair(*runs)) for q in group} == {
+            "parameters", "unsharded", "forward", "reduce", "norm", "state", "update"
         }  # fmt: skip
         assert compare(*runs).verdict is Verdict.EQUAL
 
@@ -395,7 +404,7 @@ def test_a_parameter_without_elements_is_not_compared(tmp_path, monkeypatch):
     monkeypatch.setitem(synthetic.SHAPES, "bias", (0,))
     runs = pair(tmp_path, *(replace(made, units=units, framework=framework) for framework in ("torch", "jax")))
     assert compare(*runs).verdict is Verdict.EQUAL
-    assert not any(q.parameter == "bias" for group in Pair(*runs).groups() for q in group)
+    assert not any(q.parameter == "bias" for group in walk(Pair(*runs)) for q in group)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -1,0 +1,44 @@
+"""At which steps of a run what is recorded."""
+
+from dataclasses import dataclass
+
+from crossframe.errors import RecordingError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """At which steps tensors are recorded: the first `dense` steps, every `every`-th, the last where it is known, and windows.
+
+    Attributes:
+        windows: further (start, stop) of steps that are dense.
+    """
+
+    dense: int
+    every: int
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("dense", 0), ("every", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise RecordingError(
+                    f"manifest field 'schedule.{name}': expected an int of at least {least}, got {value!r}"
+                )
+        for window in self.windows:
+            if len(window) != 2 or not all(type(x) is int for x in window) or not 0 <= window[0] < window[1]:
+                raise RecordingError(
+                    f"manifest field 'schedule.windows': expected (start, stop) of steps, as in (500, 510), got {window!r}"
+                )
+
+    def records(self, step: int, steps: int | None) -> bool:
+        """Whether tensors of this step are recorded in a run of `steps` steps; None: nobody knows how many.
+
+        >>> [step for step in range(10) if Schedule(dense=2, every=4, windows=((6, 7),)).records(step, 10)]
+        [0, 1, 4, 6, 8, 9]
+        """
+        return self.is_dense(step) or step % self.every == 0 or (steps is not None and step == steps - 1)
+
+    def is_dense(self, step: int) -> bool:
+        """Whether what is a rank's own is recorded too: activations, unsharded parameters and unreduced gradients, the largest
+        part by far."""
+        return step < self.dense or any(start <= step < stop for start, stop in self.windows)

@@ -1,0 +1,97 @@
+"""Two comparable recordings, and what is true of the pair as a whole."""
+
+import math
+from functools import cached_property
+
+import numpy as np
+
+from crossframe.recording import Recording
+from crossframe.recording.lines import BACKWARD, PARAMETERS, UPDATE
+from crossframe.verdict.bounds import Bounds, bounds_for
+from crossframe.verdict.metrics import distance, norm, root_mean_square
+from crossframe.verdict.quantities import finite
+from crossframe.verdict.sides import Sides, matched, on_rank, put_together
+from crossframe.verdict.zero_gradient import gradient_sizes, zero_gradient_parameters
+
+
+class Pair:
+    """Two comparable recordings.
+
+    Attributes:
+        sketched: whether everything large is compared by its sketch, though its elements be there.
+        num_steps: that both have.
+        steps: those whose tensors both recorded.
+        whole_until: all steps before this one are among them.
+    """
+
+    def __init__(self, a: Recording, b: Recording, *, sketched: bool = False) -> None:
+        self.a, self.b, self.sketched = a, b, sketched
+        self.num_steps = min(a.num_steps, b.num_steps)
+        self.steps = tuple(sorted(set(a.recorded_steps()) & set(b.recorded_steps())))
+        self.bounds: Bounds = bounds_for(a.manifest.dtype)
+        self.same_world = a.manifest.world_size == b.manifest.world_size
+        self.losses = (a.losses(), b.losses())
+        self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
+        self._update_norms: dict[str, float] = {}
+
+    @cached_property
+    def sizes(self):
+        """How large the reduced gradients are, of a and of b."""
+        return gradient_sizes(self.a, self.steps), gradient_sizes(self.b, self.steps)
+
+    @cached_property
+    def zero_gradient(self) -> tuple[str, ...]:
+        """Parameters that are reported apart (`crossframe.verdict.zero_gradient`)."""
+        return zero_gradient_parameters(self.a, self.b, self.steps, self.sizes)
+
+    @property
+    def replicas(self) -> list[tuple[int, int]]:
+        """Which copy is held against which. The shorter side's last one stands for the rest: copies must be equal."""
+        counts = [recording.manifest.mesh.replicate for recording in (self.a, self.b)]
+        return [(min(i, counts[0] - 1), min(i, counts[1] - 1)) for i in range(max(counts))]
+
+    def names(self, *, backward: bool = False) -> list[str]:
+        """All parameters that have elements, in the order of forward or of backward."""
+        names = [name for name, spec in self.a.manifest.params.items() if spec.numel]
+        return names[::-1] if backward else names
+
+    def put_together(self, phase: str, step: int, name: str, replicas: tuple[int, int], use: str = "") -> Sides:
+        """Both sides of a parameter, or of what has its shape."""
+        sides = (
+            put_together(recording, phase, step, name, use, replica)
+            for recording, replica in zip((self.a, self.b), replicas, strict=True)
+        )
+        return matched(name, *sides, by_sketch=self.sketched)
+
+    def on_rank(self, phase: str, step: int, rank: int, name: str) -> Sides:
+        """Both sides of what one rank holds of a parameter in full."""
+        sides = (on_rank(recording, phase, step, rank, name) for recording in (self.a, self.b))
+        return matched(name, *sides, by_sketch=self.sketched)
+
+    @property
+    def terms(self) -> int:
+        """How many terms the sum behind a gradient element has; 1 where neither loop told."""
+        return max(recording.manifest.terms or 1 for recording in (self.a, self.b))
+
+    def typical_local(self, step: int, rank: int) -> float:
+        """The root mean square of all of a rank's own gradients."""
+        recording = self.a
+        names = [name for name in self.names() if recording.has(BACKWARD, step, name, rank)]
+        norms = np.array([on_rank(recording, BACKWARD, step, rank, name).norm for name in names])
+        return root_mean_square(norm(norms), sum(recording.manifest.params[name].numel for name in names))
+
+    def gradient_noise(self, typical: float, numel: int) -> float:
+        """The norm below which a gradient is measured by this instead of by itself."""
+        return self.bounds.noise_scale(self.terms, typical, numel)
+
+    def total_update_norm(self, name: str) -> float:
+        """How far training moved a parameter, from its first value to the last one that was recorded of it."""
+        if name not in self._update_norms:
+            last = max((step for step in self.steps if self.a.has(UPDATE, step, name)), default=None)
+            moved = 0.0
+            if last is not None and self.a.has(PARAMETERS, 0, name):
+                ends = (put_together(self.a, phase, step, name) for phase, step in ((PARAMETERS, 0), (UPDATE, last)))
+                initial, final, _ = matched(name, *ends, by_sketch=self.sketched)
+                moved = distance(finite(final), finite(initial))
+            self._update_norms[name] = moved if math.isfinite(moved) else 0.0
+        return self._update_norms[name]

@@ -1,0 +1,313 @@
+"""All quantities of a pair, in the order in which one thing causes the next.
+
+Initial parameters; then at each step the parameters that forward saw, what modules were given and gave, the losses, the gradients
+of each rank, the reduced ones, their norm, the optimizer's state, the updated parameters. The backward reaches the last unit
+first, so gradients are walked in reverse order of the units. The first quantity that is outside its bound has everything that
+causes it inside: that is where a bug is.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.errors import RecordingError
+from crossframe.recording import Recording
+from crossframe.recording.lines import (
+    BACKWARD,
+    FORWARD,
+    NORM,
+    PARAMETERS,
+    REDUCE,
+    STATE,
+    UNSHARDED,
+    UPDATE,
+)
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from crossframe.verdict.metrics import gradient_scale, parameter_scale
+from crossframe.verdict.pair import Pair
+from crossframe.verdict.quantities import COUNT, Quantity
+from crossframe.verdict.sides import Side, Sides, activation_name, matched, of_activation, on_rank, put_together
+
+ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
+
+Group = list[Quantity]
+"""The same thing on several ranks or replicas."""
+
+
+def walk(pair: Pair, phases: Sequence[str] = ALL) -> Iterator[Group]:
+    """Every group of quantities of these phases, causes first."""
+    if PARAMETERS in phases:
+        yield from _parameters(pair)
+    for step in range(pair.num_steps):
+        recorded = step in pair.steps
+        if recorded and UNSHARDED in phases:
+            yield from _unsharded(pair, step)
+        if FORWARD in phases:
+            if pair.same_world:
+                yield from _activations(pair, step)
+            yield _losses(pair, step)
+        if recorded and BACKWARD in phases and pair.same_world:
+            yield from _local_grads(pair, step)
+        if recorded and REDUCE in phases:
+            yield from _reduced_grads(pair, step)
+        if NORM in phases:
+            yield from _norms(pair, step)
+        if recorded and STATE in phases:
+            yield from _state(pair, step)
+        if recorded and UPDATE in phases:
+            yield from _updates(pair, step)
+
+
+def _quantity(
+    pair: Pair,
+    step: int,
+    phase: str,
+    event: str,
+    name: str,
+    sides: Sides,
+    *,
+    scale: float = 1.0,
+    bound: float | None,
+    rank: int | None = None,
+    replica: int = 0,
+    use: str = "",
+    within: str = "",
+) -> Quantity:
+    """A quantity of a parameter, or of none ("")."""
+    if name in pair.zero_gradient and bound is not None:
+        bound = np.inf
+    a, b, sketches = sides
+    return Quantity(
+        step,
+        phase,
+        event,
+        pair.b.manifest.unit_of.get(name, ""),
+        name,
+        rank,
+        replica,
+        a,
+        b,
+        scale,
+        bound,
+        late=phase == UPDATE and step >= pair.whole_until,
+        use=use,
+        sketches=sketches,
+        within=within,
+    )
+
+
+def _numbers(a: float, b: float) -> Sides:
+    return np.array([a]), np.array([b]), None
+
+
+def _parameters(pair: Pair) -> Iterator[Group]:
+    for name in pair.names():
+        if not all(recording.has(PARAMETERS, 0, name) for recording in (pair.a, pair.b)):
+            continue
+        yield [
+            _quantity(
+                pair,
+                0,
+                PARAMETERS,
+                ALL_GATHER,
+                name,
+                pair.put_together(PARAMETERS, 0, name, replicas),
+                bound=None,
+                replica=replicas[1],
+            )
+            for replicas in pair.replicas
+        ]
+
+
+def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
+    """What each rank's forward saw of a parameter must be, bit for bit, what the shards held, of the same recording."""
+    for name in pair.names():
+        for within, recording in (("a", pair.a), ("b", pair.b)):
+            group = []
+            for rank in range(recording.manifest.world_size):
+                if (sides := _gathered(recording, step, rank, name)) is not None:
+                    group.append(
+                        _quantity(pair, step, UNSHARDED, ALL_GATHER, name, sides, bound=None, rank=rank, within=within)
+                    )
+            if group:
+                yield group
+
+
+def _gathered(recording: Recording, step: int, rank: int, name: str) -> Sides | None:
+    """What the shards say that a rank saw, and what it saw; None where one of both was not recorded, or cannot be told."""
+    run = recording.own_run(UNSHARDED, step, rank, name)
+    phase, before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
+    if step and not recording.has(UPDATE, before, name) and not recording.manifest.params[name].requires_grad:
+        phase, before = PARAMETERS, 0  # frozen
+    if run is None or not recording.has(phase, before, name):
+        return None
+    held = put_together(recording, phase, before, name, replica=recording.manifest.mesh.coordinate(rank)[0])
+    if held.elements is not None:
+        held = Side(held.elements.astype(numpy_dtype(run.dtype)))  # rounds to nearest, as the gather's cast does (R33)
+    elif held.sketch is not None and held.sketch.dtype != run.dtype:
+        return None
+    return matched(name, held, on_rank(recording, UNSHARDED, step, rank, name), by_sketch=False)
+
+
+def _activations(pair: Pair, step: int) -> Iterator[Group]:
+    theirs = set(pair.b.activations(step))
+    for at in pair.a.activations(step):
+        if at not in theirs:
+            continue
+        microbatch, module, use = at
+        group = []
+        for rank in range(pair.a.manifest.world_size):
+            shapes = [recording.activation_shape(step, rank, *at) for recording in (pair.a, pair.b)]
+            if shapes[0] != shapes[1]:
+                raise RecordingError(
+                    f"step {step}, rank {rank}: the {use} of module {module!r} is of shape {shapes[0]} in {pair.a.directory} and "
+                    f"{shapes[1]} in {pair.b.directory}; record both in one order of dims"
+                )
+            sides = (of_activation(recording, step, rank, at) for recording in (pair.a, pair.b))
+            a, b, sketches = matched(activation_name(at), *sides, by_sketch=pair.sketched)
+            unit = pair.b.manifest.maker(module, use)
+            made = Quantity(
+                step,
+                FORWARD,
+                use,
+                unit,
+                "",
+                rank,
+                0,
+                a,
+                b,
+                1.0,
+                pair.bounds.parameter,
+                microbatch,
+                module=module,
+                use=use,
+                sketches=sketches,
+            )
+            group.append(made.with_scale(made.norms[0]))
+        yield group
+
+
+def _losses(pair: Pair, step: int) -> Group:
+    rows = [losses[step] for losses in pair.losses]
+    ranks: list[int | None] = list(range(pair.a.manifest.world_size)) if pair.same_world else [None]
+    if not pair.same_world:
+        rows = [np.array([row.mean()]) for row in rows]
+    return [
+        _quantity(
+            pair,
+            step,
+            FORWARD,
+            "loss",
+            "",
+            _numbers(rows[0][i], rows[1][i]),
+            scale=abs(float(rows[0][i])),
+            bound=pair.bounds.loss,
+            rank=rank,
+        )
+        for i, rank in enumerate(ranks)
+    ]
+
+
+def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
+    ranks, names = range(pair.a.manifest.world_size), pair.names(backward=True)
+    if any(not any(r.has(BACKWARD, step, name) for name in names) for r in (pair.a, pair.b)):
+        return  # one side recorded none at all at this step: its dense window is shorter
+    typical = [pair.typical_local(step, rank) for rank in ranks]
+    for name in names:
+        if not any(recording.has(BACKWARD, step, name) for recording in (pair.a, pair.b)):
+            continue
+        group = []
+        for rank in ranks:
+            sides = pair.on_rank(BACKWARD, step, rank, name)
+            group.append(_gradient(pair, step, BACKWARD, "backward", name, sides, typical[rank], rank, 0))
+        yield group
+
+
+def _gradient(
+    pair: Pair,
+    step: int,
+    phase: str,
+    event: str,
+    name: str,
+    sides: Sides,
+    typical: float,
+    rank: int | None,
+    replica: int,
+) -> Quantity:
+    """A gradient, measured by itself, or where that is less, by what rounding may leave of a sum that is zero.
+
+    Args:
+        typical: the root mean square of all gradients that belong with it.
+    """
+    made = _quantity(pair, step, phase, event, name, sides, bound=pair.bounds.parameter, rank=rank, replica=replica)
+    return made.with_scale(gradient_scale(made.norms[0], pair.gradient_noise(typical, made.numel)))
+
+
+def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
+    event = REDUCE_SCATTER if pair.b.manifest.mesh.shard > 1 else ALL_REDUCE
+    names = pair.names(backward=True)
+    if any(not any(r.has(REDUCE, step, name) for name in names) for r in (pair.a, pair.b)):
+        return
+    for name in names:
+        if not any(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
+            continue
+        group = []
+        for replicas in pair.replicas:
+            sides = pair.put_together(REDUCE, step, name, replicas)
+            typical = pair.sizes[0].typical[step]
+            group.append(_gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1]))
+        yield group
+
+
+def _norms(pair: Pair, step: int) -> Iterator[Group]:
+    """The norm is of all ranks together, and the same on each: of the shorter side the last rank stands for the rest."""
+    worlds = [recording.manifest.world_size for recording in (pair.a, pair.b)]
+    group = []
+    for rank in range(max(worlds)):
+        a, b = (r.grad_norm(step, min(rank, world - 1)) for r, world in zip((pair.a, pair.b), worlds, strict=True))
+        if a is None or b is None:
+            return
+        sides, bound = _numbers(a, b), pair.bounds.parameter
+        own = min(rank, worlds[1] - 1)
+        group.append(_quantity(pair, step, NORM, "grad_norm", "", sides, scale=abs(a), bound=bound, rank=own))
+    yield group
+
+
+def _state(pair: Pair, step: int) -> Iterator[Group]:
+    for name in pair.names():
+        counts = [recording.count(step, name) for recording in (pair.a, pair.b)]
+        if counts[0] is not None and counts[1] is not None:
+            sides = _numbers(counts[0], counts[1])
+            yield [_quantity(pair, step, STATE, "state", name, sides, bound=None, use=COUNT)]
+        theirs = pair.b.state_slots(step, name)
+        for slot in pair.a.state_slots(step, name):
+            if slot in theirs:
+                yield [_slot(pair, step, name, slot, replicas) for replicas in pair.replicas]
+
+
+def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]) -> Quantity:
+    sides, bound = pair.put_together(STATE, step, name, replicas, slot), pair.bounds.parameter
+    made = _quantity(pair, step, STATE, "state", name, sides, bound=bound, replica=replicas[1], use=slot)
+    sizes, size = pair.sizes[0], made.norms[0]
+    noise = pair.gradient_noise(sizes.typical[step], made.numel)
+    if slot not in _SQUARES:
+        return made.with_scale(gradient_scale(size, noise))
+    # A square's relative error is twice that of its root; of a root below the noise it is that of the noise.
+    root = sizes.of[step][name] * np.sqrt(made.numel)
+    return made.with_scale(2 * size * (max(1.0, noise / root) if root else 1.0))
+
+
+def _updates(pair: Pair, step: int) -> Iterator[Group]:
+    rate, bound = pair.a.manifest.learning_rate or 0.0, pair.bounds.parameter
+    for name in pair.names():
+        if not any(recording.has(UPDATE, step, name) for recording in (pair.a, pair.b)):
+            continue  # frozen
+        group = []
+        for replicas in pair.replicas:
+            sides = pair.put_together(UPDATE, step, name, replicas)
+            made = _quantity(pair, step, UPDATE, "optimizer", name, sides, bound=bound, replica=replicas[1])
+            moved = pair.total_update_norm(name)
+            group.append(made.with_scale(parameter_scale(made.norms[0], made.numel, moved, rate, pair.num_steps)))
+        yield group
