@@ -41,7 +41,9 @@ Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient. 
 Accumulate = Annotated[int, typer.Option(help="Microbatches of a step.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there are enough.")]
 Twins = Annotated[int, typer.Option(help="Runs beside it that only round otherwise: they measure what rounding does.")]
-Fault = Annotated[str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients.")]
+Fault = Annotated[
+    str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients: see crossframe faults.")
+]
 ShapesOf = Annotated[
     str, typer.Argument(help="gpt, gpt-tiny, llama-3-8b, llama-3-405b, or a .json of shapes.", show_default=False)
 ]
@@ -145,6 +147,10 @@ def record(
     accumulate: Accumulate = DEFAULTS.accumulate,
     device: Device = DEFAULTS.device,
     twins: Twins = 0,
+    dense: Annotated[int, typer.Option(help="So many steps at the beginning are recorded in full.")] = DEFAULTS.dense,
+    resume_at: Annotated[
+        int | None, typer.Option(help="Go on from a checkpoint before this step. Default: run through")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
     fault: Fault = "",
 ) -> None:
@@ -166,6 +172,8 @@ def record(
             optimizer,
             clip,
             accumulate,
+            dense=dense,
+            resume_at=resume_at,
         )
         if framework not in ("torch", "jax"):
             raise UsageError(f"framework: expected torch or jax, got {framework!r}")

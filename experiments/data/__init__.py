@@ -63,7 +63,7 @@ def text_batch(seed: int, step: int, rank: int, world_size: int, batch_size: int
         raise UsageError(f"expected a context shorter than the text of {len(text)} bytes, got {context}")
     mine = _dealt(len(text) - context, seed, step, rank, world_size, batch_size)
     windows = np.stack([text[start : start + context + 1] for start in mine]).astype(np.int32)
-    return _batch(windows[:, :-1].copy(), windows[:, 1:].copy(), mine)
+    return labelled(windows[:, :-1].copy(), windows[:, 1:].copy(), mine)
 
 
 def digits_batch(seed: int, step: int, rank: int, world_size: int, batch_size: int, dtype: str) -> Batch:
@@ -74,7 +74,7 @@ def digits_batch(seed: int, step: int, rank: int, world_size: int, batch_size: i
     """
     images, shown = digits()
     mine = _dealt(len(images), seed, step, rank, world_size, batch_size)
-    return _batch(images[mine].astype(dtype), shown[mine], mine)
+    return labelled(images[mine].astype(dtype), shown[mine], mine)
 
 
 def _dealt(num_samples: int, seed: int, step: int, rank: int, world_size: int, batch_size: int) -> np.ndarray:
@@ -83,6 +83,7 @@ def _dealt(num_samples: int, seed: int, step: int, rank: int, world_size: int, b
     return drawn[rank * batch_size : (rank + 1) * batch_size]
 
 
-def _batch(inputs: np.ndarray, targets: np.ndarray, ids: np.ndarray) -> Batch:
+def labelled(inputs: np.ndarray, targets: np.ndarray, ids: np.ndarray) -> Batch:
+    """A batch of these samples, with its digest."""
     digest = hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest()
     return Batch(inputs, targets, tuple(int(each) for each in ids), digest)

@@ -3,13 +3,15 @@
 from crossframe.errors import UsageError
 from experiments.models.conv import CONV
 from experiments.models.definition import ModelDefinition
-from experiments.models.gpt import GPT, GPT_TINY
+from experiments.models.gpt import GPT, GPT_TIED, GPT_TINY
 from experiments.models.llama import LLAMA_TINY
 from experiments.models.mlp import MLP
 from experiments.models.moe import MOE
 from experiments.models.vit import VIT
 
-MODELS: dict[str, ModelDefinition] = {model.name: model for model in (GPT, GPT_TINY, LLAMA_TINY, MLP, CONV, VIT, MOE)}
+MODELS: dict[str, ModelDefinition] = {
+    model.name: model for model in (GPT, GPT_TINY, GPT_TIED, LLAMA_TINY, MLP, CONV, VIT, MOE)
+}
 
 
 def model_named(name: str) -> ModelDefinition:

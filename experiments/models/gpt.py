@@ -1,6 +1,7 @@
 """GPT: a causal transformer over bytes, with learned positions and pre-normalised blocks.
 
-`gpt` has about a million parameters; `gpt-tiny` has uneven sizes and takes no time."""
+`gpt` has about a million parameters; `gpt-tiny` has uneven sizes and takes no time; `gpt-tied` is as small, and its head is its
+embedding of tokens."""
 
 from dataclasses import dataclass
 
@@ -12,7 +13,11 @@ from experiments.models.definition import ModelDefinition
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT."""
+    """Sizes of a GPT.
+
+    Attributes:
+        tied: whether the weight of the head is that of the embedding of tokens: one parameter, with two uses.
+    """
 
     vocabulary: int = 256
     context: int = 64
@@ -20,6 +25,7 @@ class GPTConfig:
     num_heads: int = 4
     num_blocks: int = 5
     norm_epsilon: float = 1e-5
+    tied: bool = False
 
 
 def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
@@ -39,8 +45,8 @@ def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{block}.mlp_norm.weight": (width,), f"{block}.mlp_norm.bias": (width,)}
         shapes |= {f"{block}.mlp.up.weight": (4 * width, width), f"{block}.mlp.up.bias": (4 * width,)}
         shapes |= {f"{block}.mlp.down.weight": (width, 4 * width), f"{block}.mlp.down.bias": (width,)}
-    shapes |= {"norm.weight": (width,), "norm.bias": (width,), "head.weight": (config.vocabulary, width)}
-    return shapes
+    shapes |= {"norm.weight": (width,), "norm.bias": (width,)}
+    return shapes if config.tied else shapes | {"head.weight": (config.vocabulary, width)}
 
 
 def _entry(name: str) -> MapEntry:
@@ -95,3 +101,4 @@ def define_gpt(name: str, config: GPTConfig) -> ModelDefinition:
 
 GPT = define_gpt("gpt", GPTConfig())
 GPT_TINY = define_gpt("gpt-tiny", GPTConfig(context=8, width=10, num_heads=2, num_blocks=2))
+GPT_TIED = define_gpt("gpt-tied", GPTConfig(context=8, width=10, num_heads=2, num_blocks=2, tied=True))

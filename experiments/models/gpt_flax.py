@@ -68,10 +68,11 @@ class GPT(nnx.Module):
         self.position_embedding = nnx.Embed(config.context, config.width, param_dtype=jnp.dtype(dtype), rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_blocks)])
         self.norm = nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, use_fast_variance=False, rngs=rngs)
-        self.head = nnx.Linear(config.width, config.vocabulary, use_bias=False, rngs=rngs)
+        self.head = None if config.tied else nnx.Linear(config.width, config.vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.token_embedding(tokens) + self.position_embedding(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return x @ self.token_embedding.embedding[...].T if self.head is None else self.head(x)

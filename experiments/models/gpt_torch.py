@@ -68,11 +68,17 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_blocks)])
         self.norm = nn.LayerNorm(config.width, config.norm_epsilon)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return tied_logits(x, self.token_embedding.weight) if self.head is None else self.head(x)
+
+
+def tied_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """The head that is the embedding of tokens, of shape (vocabulary, width)."""
+    return x @ weight.T

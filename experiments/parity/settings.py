@@ -14,8 +14,8 @@ from crossframe.recording.lines import twin_folder
 from crossframe.recording.twins import moved
 from crossframe.strategy import Strategy
 from experiments.data import Batch
+from experiments.faults import check_fault
 from experiments.models import ModelDefinition, model_named
-from experiments.parity.faults import check_fault
 
 DTYPES = ("float64", "float32", "bfloat16")
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
@@ -38,9 +38,12 @@ class RunSettings:
         clip: largest norm of the gradient; None: whatever it is.
         accumulate: microbatches of a step, of which the last one reduces what all have accumulated.
         device: "cpu", "cuda", or "auto": GPUs if there are enough, otherwise the CPU.
-        fault: name of a fault to put in on purpose (`experiments.parity.faults`), or "".
+        fault: name of a fault to put in on purpose (`experiments.faults`), or "".
         dtype: in which it computes. In bfloat16 parameters are stored, and gradients reduced, in float32 (R33).
         twin: 0, or which twin of the run this is: the same but for its rounding (`crossframe.recording.twins`).
+        dense: so many steps at the beginning are recorded in full.
+        resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.parity.resume`); None: it
+            runs through.
 
     Raises:
         UsageError: anything out of range; the message names it.
@@ -62,6 +65,8 @@ class RunSettings:
     clip: float | None = None
     accumulate: int = 1
     twin: int = 0
+    dense: int = 2
+    resume_at: int | None = None
 
     def __post_init__(self) -> None:
         model_named(self.model)
@@ -72,6 +77,7 @@ class RunSettings:
             ("seed", 0),
             ("accumulate", 1),
             ("twin", 0),
+            ("dense", 0),
         ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -80,6 +86,8 @@ class RunSettings:
             raise UsageError(f"learning-rate: expected a number above 0, got {self.learning_rate!r}")
         if self.clip is not None and not 0 < self.clip < float("inf"):
             raise UsageError(f"clip: expected a number above 0, got {self.clip!r}")
+        if self.resume_at is not None and (type(self.resume_at) is not int or self.resume_at < 2):
+            raise UsageError(f"resume-at: expected a step of at least 2, or none, got {self.resume_at!r}")
         choices = (("dtype", DTYPES), ("device", DEVICES), ("strategy", STRATEGIES), ("optimizer", tuple(OPTIMIZERS)))
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
@@ -129,7 +137,8 @@ class RunSettings:
         return self.definition.batch(self.seed, step, rank, self.world_size, samples, self.stored_dtype)
 
     def manifest(self, framework: str, packages: tuple[str, ...]) -> Manifest:
-        """The manifest of a recording of this run."""
+        """The manifest of a recording of this run; UsageError if its fault is none of that framework's."""
+        check_fault(self.fault, framework)
         return Manifest(
             framework=framework,
             model=self.model,
@@ -139,7 +148,7 @@ class RunSettings:
             learning_rate=self.learning_rate,
             seed=self.seed,
             terms=self.batch_size * self.definition.terms,
-            schedule=Schedule(dense=2, every=5),
+            schedule=Schedule(dense=self.dense, every=5),
             param_map=self.definition.param_map,
             units=self.definition.unit_layouts(self.spec.shard, self.stored_dtype, self.policy.param_dtype),
             strategy=self.strategy,
@@ -153,6 +162,7 @@ class RunSettings:
             | ({"clip": self.clip} if self.clip is not None else {})
             | ({"accumulate": self.accumulate} if self.accumulate > 1 else {})
             | {name: value for name, value in asdict(self.policy).items() if isinstance(value, str)}
+            | ({"resume_at": self.resume_at} if self.resume_at is not None else {})
             | ({"fault": self.fault} if self.fault else {})
             | ({"twin": self.twin} if self.twin else {}),
         )

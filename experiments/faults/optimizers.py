@@ -1,0 +1,240 @@
+"""Faults in optimizers: other formulas, other constants, steps that are lost."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from experiments.faults.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+
+OPTIMIZERS = Family("optimizer", TORCH)
+STATE, UPDATE = ("state", "state"), ("update", "optimizer")
+SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-2}
+
+
+def _calls(module: str, name: str, change: Callable[[int, tuple, dict[str, Any]], bool]) -> Iterator[None]:
+    """`change(step, arguments, keywords)` is done ahead of each call of torch's function behind an optimizer; False skips it."""
+    from importlib import import_module
+
+    owner = import_module(f"torch.optim.{module}")
+    right, steps = getattr(owner, name), [0]
+
+    def function(*args: Any, **kwargs: Any) -> None:
+        goes_on = change(steps[0], args, kwargs)
+        steps[0] += 1
+        if goes_on:
+            right(*args, **kwargs)
+
+    with patched(owner, name, function):
+        yield
+
+
+def _adam(**changed: Any) -> Iterator[None]:
+    yield from _calls("adam", "adam", lambda step, args, kwargs: kwargs.update(changed) or True)
+
+
+def _sgd(**changed: Any) -> Iterator[None]:
+    yield from _calls("sgd", "sgd", lambda step, args, kwargs: kwargs.update(changed) or True)
+
+
+@OPTIMIZERS.fault(
+    "Adam with decay in its gradient, where AdamW was asked for",
+    Answer(*STATE, signature="weight_decay"),
+    source="pytorch/pytorch#48793",
+)
+def decay_in_the_gradient() -> Iterator[None]:
+    yield from _adam(decoupled_weight_decay=False)
+
+
+@OPTIMIZERS.fault(
+    "parameters of one dim are not decayed, and all shards of a flat layout have one dim",
+    Answer(*UPDATE, signature="weight_decay"),
+    source="mlfoundations/open_clip#358",
+)
+def flat_shards_not_decayed() -> Iterator[None]:
+    def change(step: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+        if all(param.ndim < 2 for param in args[0]):
+            kwargs["weight_decay"] = 0.0
+        return True
+
+    yield from _calls("adam", "adam", change)
+
+
+@OPTIMIZERS.fault("the second moment keeps 0.99 of itself, not 0.999", Answer(*STATE, signature=None))
+def other_beta() -> Iterator[None]:
+    yield from _adam(beta2=0.99)
+
+
+@OPTIMIZERS.fault("epsilon is 1e-6, not 1e-8", Answer(*UPDATE, signature="optimizer_epsilon"), dtypes=TELLABLE)
+def other_epsilon() -> Iterator[None]:
+    yield from _adam(eps=1e-6)
+
+
+@OPTIMIZERS.fault(
+    "the optimizer's step 2 is skipped, as a loss scaler does on overflow, and no one is told",
+    Answer(*STATE, step=2, signature="lost_step"),
+    source="deepspeedai/DeepSpeed#5779",
+)
+def step_skipped() -> Iterator[None]:
+    yield from _calls("adam", "adam", lambda step, args, kwargs: step != 2)
+
+
+@OPTIMIZERS.fault(
+    "a schedule of the learning rate was left in: it falls by a hundredth each step",
+    Answer(*UPDATE, step=1, signature=None),
+    source="huggingface/accelerate#2142",
+)
+def rate_falls() -> Iterator[None]:
+    def change(step: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+        kwargs["lr"] = kwargs["lr"] * 0.99**step
+        return True
+
+    yield from _calls("adam", "adam", change)
+
+
+@OPTIMIZERS.fault("the learning rate is 1e-4 of itself too large", Answer(*UPDATE, signature=None), dtypes=TELLABLE)
+def rate_slightly_off() -> Iterator[None]:
+    def change(step: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+        kwargs["lr"] = kwargs["lr"] * 1.0001
+        return True
+
+    yield from _calls("adam", "adam", change)
+
+
+@OPTIMIZERS.fault("momentum is Nesterov's", Answer(*UPDATE, signature=None), source="pytorch/pytorch#1099", **SGD)
+def nesterov() -> Iterator[None]:
+    yield from _sgd(nesterov=True)
+
+
+@OPTIMIZERS.fault(
+    "momentum is dampened by as much as it keeps, as Lua's torch did",
+    Answer(*STATE, step=1, signature=None),
+    source="torch/optim#163",
+    **SGD,
+)
+def dampened() -> Iterator[None]:
+    yield from _sgd(dampening=0.9)
+
+
+def _adamw(make: Callable[..., Any]) -> Iterator[None]:
+    """`make(right, rate, decay)` in the place of optax.adamw."""
+    import optax
+
+    right = optax.adamw
+    with patched(optax, "adamw", lambda rate, weight_decay: make(right, rate, weight_decay)):
+        yield
+
+
+@OPTIMIZERS.fault(
+    "epsilon stands under the root",
+    Answer(*UPDATE, signature="optimizer_epsilon"),
+    source="FluxML/Flux.jl#448",
+    within=(JAX,),
+)
+def epsilon_under_the_root() -> Iterator[None]:
+    yield from _adamw(lambda right, rate, decay: right(rate, weight_decay=decay, eps=0.0, eps_root=1e-8))
+
+
+def _bias_correction(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    import optax
+
+    with patched(optax.tree, "bias_correction", change(optax.tree.bias_correction)):
+        yield
+
+
+@OPTIMIZERS.fault(
+    "moments are not corrected for their start at zero",
+    Answer(*UPDATE, signature="bias_correction"),
+    source="BVLC/caffe#4224",
+    within=(JAX,),
+)
+def bias_not_corrected() -> Iterator[None]:
+    yield from _bias_correction(lambda right: lambda moment, decay, count: moment)
+
+
+@OPTIMIZERS.fault(
+    "the correction of moments begins to count at 2",
+    Answer(*UPDATE, signature="bias_correction"),
+    source="tensorflow/tensorflow#35444",
+    within=(JAX,),
+)
+def bias_correction_one_off() -> Iterator[None]:
+    yield from _bias_correction(lambda right: lambda moment, decay, count: right(moment, decay, count + 1))
+
+
+@OPTIMIZERS.fault(
+    "the first moment is kept in bfloat16", Answer(*STATE, signature=None), within=(JAX,), dtypes=TELLABLE
+)
+def moment_in_bfloat16() -> Iterator[None]:
+    yield from _adamw(lambda right, rate, decay: right(rate, weight_decay=decay, mu_dtype="bfloat16"))
+
+
+@OPTIMIZERS.fault(
+    "decay is not multiplied by the learning rate",
+    Answer(*UPDATE, signature="weight_decay"),
+    source="NVIDIA/apex#1849",
+    within=(JAX,),
+)
+def decay_without_the_rate() -> Iterator[None]:
+    import optax
+
+    yield from _adamw(
+        lambda right, rate, decay: optax.chain(
+            optax.scale_by_adam(), optax.scale_by_learning_rate(rate), optax.add_decayed_weights(-decay)
+        )
+    )
+
+
+@OPTIMIZERS.fault(
+    "SGD decays behind its momentum, and not in the gradient",
+    Answer(*STATE, signature="weight_decay"),
+    within=(JAX,),
+    **SGD,
+)
+def decay_behind_momentum() -> Iterator[None]:
+    import optax
+
+    decay, decayed = [0.0], optax.add_decayed_weights
+
+    def later(rate: float) -> Any:
+        decay[0] = rate
+        return optax.identity()
+
+    def sgd(rate: float, momentum: float) -> Any:
+        return optax.chain(optax.trace(momentum), decayed(decay[0]), optax.scale_by_learning_rate(rate))
+
+    with patched(optax, "add_decayed_weights", later), patched(optax, "sgd", sgd):
+        yield
+
+
+@OPTIMIZERS.fault(
+    "at step 2 the optimizer leaves the last unit out",
+    Answer(*STATE, step=2, unit="blocks.1", signature="lost_step"),
+    within=(JAX,),
+)
+def unit_left_out() -> Iterator[None]:
+    from jax import numpy as jnp
+    from optax import GradientTransformation
+
+    def make(right: Callable[..., Any], rate: float, decay: float) -> Any:
+        given = right(rate, weight_decay=decay)
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            updates, new = given.update(updates, state, params)
+            adam, before = new[0], state[0]
+            late = before.count == 2
+
+            def kept(after: Any, before: Any) -> Any:
+                """`after`, but what was `before` in that unit and step."""
+                from dataclasses import replace
+
+                line = jnp.where(late, before, after.shards["blocks.1"])
+                return replace(after, shards={**after.shards, "blocks.1": line})
+
+            moments = {
+                name: kept(getattr(adam, name), getattr(before, name).shards["blocks.1"]) for name in ("mu", "nu")
+            }
+            zeros = jnp.zeros_like(updates.shards["blocks.1"])
+            return kept(updates, zeros), (adam._replace(**moments), *new[1:])
+
+        return GradientTransformation(given.init, update)
+
+    yield from _adamw(make)
