@@ -24,7 +24,7 @@ def why_incomparable(a: Recording, b: Recording) -> str | None:
 
     At one world size every rank must have been fed the same batch (by digest) at every step. At two, the ranks of each must
     together have been fed the same samples, all ranks the same number of them: a mean over ranks is a mean over samples only
-    then.
+    then. What a loop did not tell (its seed, its learning rate, how many steps it was to make) is not asked for.
     """
     return next(_reasons(a, b), None)
 
@@ -33,7 +33,7 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     first, second = labels(a, b)
     for field in _SAME:
         x, y = getattr(a.manifest, field), getattr(b.manifest, field)
-        if x != y:
+        if None not in (x, y) and x != y:
             yield f"{field.replace('_', ' ')} differs: {x!r} in {first}, {y!r} in {second}"
     for setting in _SAME_SETTINGS:
         x, y = a.manifest.settings.get(setting), b.manifest.settings.get(setting)
@@ -53,7 +53,7 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     for step in range(min(a.num_steps, b.num_steps)):
         if a.manifest.world_size == b.manifest.world_size:
             for rank in range(a.manifest.world_size):
-                if a.batch(step, rank) != b.batch(step, rank):
+                if a.batch(step, rank).digest != b.batch(step, rank).digest:
                     yield f"the batch of rank {rank} at step {step} differs between {first} and {second}"
         else:
             yield from _other_samples(a, b, step)
@@ -63,6 +63,11 @@ def _other_samples(a: Recording, b: Recording, step: int) -> Iterator[str]:
     samples = []
     for recording, label in zip((a, b), labels(a, b), strict=True):
         fed = [recording.batch(step, rank).sample_ids for rank in range(recording.manifest.world_size)]
+        if not all(fed):
+            yield (
+                f"at step {step} {label} does not say which samples its ranks were fed, so that nobody knows whether another "
+                "world size was fed the same; record sample_ids"
+            )
         if len({len(ids) for ids in fed}) > 1:
             yield (
                 f"at step {step} the ranks of {label} were fed {[len(ids) for ids in fed]} samples: its mean over ranks is "
