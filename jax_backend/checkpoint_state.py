@@ -219,6 +219,25 @@ def _nodes(state: Any, kinds: tuple[type, ...]) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), node) for path, node in found if isinstance(node, kinds)]
 
 
+def fields_in_torch(state: Any) -> dict[str, str]:
+    """By the path of a field of the state, beside counts, its name in torch."""
+    nodes = _nodes(state, tuple(IN_TORCH))
+    return {
+        f"{key}.{field}": name for key, node in nodes for field, name in IN_TORCH[type(node)].items() if name != STEP
+    }
+
+
+def counts_of(state: Any) -> dict[str, float]:
+    """By the path of a field of the state the number of steps that is kept beside it."""
+    found = {}
+    for key, node in _nodes(state, tuple(IN_TORCH)):
+        names = {name: field for field, name in IN_TORCH[type(node)].items()}
+        if STEP in names:
+            count = float(np.asarray(getattr(node, names[STEP])))
+            found |= {f"{key}.{field}": count for field in names.values()}
+    return found
+
+
 def _names_in_torch(state: Any) -> dict[str, str]:
     """By the path of a field of the state its name in torch; a kind of state that is there several times keeps its paths."""
     nodes = _nodes(state, tuple(IN_TORCH))

@@ -11,7 +11,7 @@ def loss_fn(params, state, batch):
 `ShardedModule` holds all of it together.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
+from jax_backend.activations import INPUT, OUTPUT, is_anyone_listening, tell
 from jax_backend.mesh import per_rank
 from jax_backend.sharded import shard
 from jax_backend.summon import Holder
@@ -49,40 +50,40 @@ def with_params(graphdef: Any, params: dict, state: dict | None = None) -> nnx.M
     return nnx.merge(graphdef, nnx.State(params), nnx.State(state or {}))
 
 
-def keep_outputs(module: nnx.Module, names: Iterable[str]) -> dict[str, list[Any]]:
-    """What modules inside a module give from now on, by name, call by call. Of tracers, where it runs inside a transformation:
-    return them as aux.
+def watch(module: nnx.Module, paths: Mapping[str, str]) -> None:
+    """Make modules inside a module tell what they are given and give (`jax_backend.activations`), where someone listens, as
+    `jax_backend.Recorder` does.
 
     Args:
-        names: paths of modules, their parts joined by "."; "" is the module itself.
+        paths: by the canonical name under which a module tells its path in flax, the parts joined by "."; "" is the module
+            itself. `jax_backend.recorder.module_paths` reads them from a ParamMap.
 
     Raises:
-        UsageError: a name that leads to no module.
+        UsageError: a path that leads to no module.
     """
-    found: dict[str, list[Any]] = {}
-    for name in names:
+    for name, path in paths.items():
         part: Any = module
-        for key in filter(None, name.split(".")):
+        for key in filter(None, path.split(".")):
             try:
                 part = part[int(key)] if key.isdecimal() else getattr(part, key)
             except (AttributeError, IndexError, KeyError, TypeError):
                 raise UsageError(
-                    f"{name!r}: expected the path of a module, but there is no {key!r}; see nnx.iter_modules"
+                    f"{path!r}: expected the path of a module, but there is no {key!r}; see nnx.iter_modules"
                 ) from None
         if not isinstance(part, nnx.Module):
-            raise UsageError(f"{name!r}: expected the path of a module, got {type(part).__name__}")
-        found[name] = []
-        _tell(part, found[name])
-    return found
+            raise UsageError(f"{path!r}: expected the path of a module, got {type(part).__name__}")
+        if is_anyone_listening():
+            _make_tell(part, name)
 
 
-def _tell(module: nnx.Module, outputs: list[Any]) -> None:
-    """Make a module append what it gives: by a class of its own, since Python looks for `__call__` at the class."""
+def _make_tell(module: nnx.Module, name: str) -> None:
+    """By a class of its own, since Python looks for `__call__` at the class."""
     given = type(module)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tell(name, INPUT, (args, tuple(kwargs.values())))
         output = given.__call__(self, *args, **kwargs)
-        outputs.append(output)
+        tell(name, OUTPUT, output)
         return output
 
     module.__class__ = type(given.__name__, (given,), {"__call__": call})

@@ -7,6 +7,7 @@ too.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,18 +27,18 @@ functions of its own. Not single additions and products: they round alike everyw
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
-def other_rounding(fun: Callable, seed: int) -> Callable:
+def other_rounding(fun: Callable, seed: int | jax.Array) -> Callable:
     """`fun` as another implementation might round it. Differentiable as `fun` is.
 
     Args:
         fun: of pytrees of arrays, to one; in a step it is given full parameters.
-        seed: which of many ways; 0 and on.
+        seed: which of many ways; 0 and on. It may be traced, so that twins share one compiled program.
     """
 
     @functools.wraps(fun)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        walk = _Walk(np.random.default_rng(seed))
+        walk = _Walk(jnp.asarray(seed).astype(jnp.uint32))
         found = walk.run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
@@ -45,8 +46,13 @@ def other_rounding(fun: Callable, seed: int) -> Callable:
 
 
 class _Walk:
-    def __init__(self, generator: np.random.Generator) -> None:
-        self._generator = generator
+    def __init__(self, seed: jax.Array) -> None:
+        self._seed, self._place = seed, 0
+
+    def _drawn(self) -> jax.Array:
+        """Another number at each place of the program."""
+        self._place += 1
+        return _mixed(_mixed(self._seed + jnp.uint32(1)) + jnp.uint32(self._place))
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, each that rounds moved."""
@@ -64,9 +70,7 @@ class _Walk:
             else:
                 if name == "dot_general":
                     operands = self._reordered(operands, equation.params["dimension_numbers"])
-                params = equation.primitive.get_bind_params(equation.params)
-                result = equation.primitive.bind(*operands, **params)
-                found = list(result) if equation.primitive.multiple_results else [result]
+                found = self._on_ranks(equation, operands) if name == "shard_map" else _bound(equation, operands)
                 if name in ROUNDING:
                     found = [self._moved(each) for each in found]
             values.update(zip(equation.outvars, found, strict=True))
@@ -77,17 +81,50 @@ class _Walk:
         dims = [contracted[0] for contracted in numbers[0] if contracted]
         if not dims:
             return operands
-        order = self._generator.permutation(operands[0].shape[dims[0]])
+        order = self._order(operands[0].shape[dims[0]])
         return [jnp.take(operand, order, axis=dim) for operand, dim in zip(operands, dims, strict=True)]
+
+    def _order(self, numel: int) -> jax.Array:
+        """A permutation: steps of one length around a circle, from one place on, both drawn."""
+        steps = _coprime(numel)
+        step = jnp.asarray(steps)[self._drawn() % len(steps)]
+        return (jnp.arange(numel, dtype=jnp.uint32) * step + self._drawn() % numel) % numel
+
+    def _on_ranks(self, equation: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+        """What ranks do each for themselves rounds otherwise too; all of them alike."""
+        params, inner = equation.params, equation.params["jaxpr"]
+        run = jax.shard_map(
+            lambda *args: self.run(inner, (), args),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=params["manual_axes"],
+            check_vma=params["check_vma"],
+        )
+        return list(run(*operands))
 
     def _moved(self, array: Any) -> Any:
         if not jnp.issubdtype(array.dtype, jnp.floating) or not array.size:
             return array
         bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(array), f"uint{8 * array.dtype.itemsize}")
-        keys = bits.astype(jnp.uint32) ^ jnp.uint32(self._generator.integers(2**32))
+        keys = bits.astype(jnp.uint32) ^ self._drawn()
         keys = _mixed(keys)
         away = (keys >> 31).astype(jnp.int8) - (keys >> 30 & 1).astype(jnp.int8)
         return _neighbour(array, away.astype(array.dtype))
+
+
+def _bound(equation: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+    result = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return list(result) if equation.primitive.multiple_results else [result]
+
+
+@functools.cache
+def _coprime(numel: int) -> np.ndarray:
+    """Some lengths of steps that go around a circle of so many places through all of them; their products fit 32 bits."""
+    largest = min(numel, 2**32 // max(numel, 1)) - 1
+    drawn = np.random.default_rng(numel).integers(1, max(largest, 1) + 1, 256)
+    found = [int(each) for each in dict.fromkeys(drawn.tolist()) if math.gcd(int(each), numel) == 1]
+    return np.array(found[:64] or [1], np.uint32)
 
 
 def _mixed(keys: jax.Array) -> jax.Array:

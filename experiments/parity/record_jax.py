@@ -1,7 +1,8 @@
 """Record a run in JAX: one process, one device a rank, `value_and_grad` over sharded parameters."""
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
-from crossframe.mesh import MeshSpec
-from crossframe.recording import Manifest, RecordingWriter, create_recording
+from crossframe.recording import Batch as RecordedBatch
+from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
 from crossframe.trace import Event
 from experiments.data import Batch
 from experiments.models.definition import ModelDefinition
-from experiments.parity.faults import fault_in_effect
+from experiments.faults import fault_in_effect
+from experiments.parity.resume import resume_jax
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from jax_backend import (
     Result,
@@ -28,14 +31,15 @@ from jax_backend import (
     per_rank,
     shard,
     sharded_optimizer,
-    shards_of,
     trace_of,
     value_and_grad,
 )
-from jax_backend.mesh import mesh_spec
-from jax_backend.nnx import keep_outputs, split, state_of, with_params
+from jax_backend.nnx import split, state_of, watch, with_params
 from jax_backend.other_rounding import other_rounding
-from jax_backend.sharded import mesh_of
+from jax_backend.recorder.inner import with_inner
+from jax_backend.recorder.modules import module_paths
+from jax_backend.recorder.of_shards import OfShards
+from jax_backend.recorder.writers import Seen, Writers
 from jax_backend.tree import path_name
 
 
@@ -72,26 +76,27 @@ def record_on_devices(settings: RunSettings, output: Path, devices: list[Any], *
     manifest = settings.manifest("jax", ("jax", "flax", "optax", "numpy"))
     create_recording(output, manifest, overwrite=overwrite)
     # If the run fails, no writer is finished: a recording without its end is not taken for a whole one.
-    with fault_in_effect(settings.fault):
-        writers = [RecordingWriter(output, manifest, rank) for rank in range(settings.world_size)]
-        with jax.default_device(devices[0]):
-            _train(settings, manifest, writers, mesh)
-    for writer in writers:
-        writer.finish()
+    with fault_in_effect(settings.fault), jax.default_device(devices[0]):
+        _train(settings, manifest, output, mesh)
 
 
 def shard_initial(settings: RunSettings, mesh: Mesh) -> tuple[ShardedParams, Any, Any]:
     """The model's initial values, sharded; its nnx graph and the state that is no parameter."""
+    graphdef, params, state = split_model(settings.definition, settings.dtype)
+    return _sharded(settings, params, mesh), graphdef, state
+
+
+def _sharded(settings: RunSettings, params: Any, mesh: Mesh) -> ShardedParams:
     definition = settings.definition
-    graphdef, params, state = split_model(definition, settings.dtype)
     params = nnx_params(definition, params, settings.initial_params)
-    sharded = shard(params, mesh, units=definition.units, param_map=definition.param_map, mp_policy=settings.policy)
-    return sharded, graphdef, state
+    return shard(params, mesh, units=definition.units, param_map=definition.param_map, mp_policy=settings.policy)
 
 
 def split_model(definition: ModelDefinition, dtype: str) -> tuple[Any, Any, Any]:
-    """Its nnx graph, parameters and state, that in float64 too: flax makes running statistics float32, whatever comes in."""
-    graphdef, params, state = split(definition.make_flax(dtype))
+    """Its nnx graph, the shapes of its parameters, and its state, that in float64 too: flax makes running statistics float32,
+    whatever comes in. Nothing is drawn that nobody reads: compiling flax's random numbers costs more than a short run."""
+    graphdef, params, shapes = split(nnx.eval_shape(lambda: definition.make_flax(dtype)))
+    state = jax.jit(lambda: split(definition.make_flax(dtype))[2])() if jax.tree.leaves(shapes) else shapes
 
     def cast(leaf: Any) -> Any:
         return leaf.astype(jnp.promote_types(leaf.dtype, dtype)) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -118,66 +123,111 @@ def optimizer_of(settings: RunSettings) -> optax.GradientTransformation:
     return sharded_optimizer(optax.adamw(rate, weight_decay=decay))
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """What a step of the optimizer runs: microbatches that reduce nothing, and one that reduces what all have left.
+# Up to so many steps, computing and dropping what dense steps give costs less than compiling another program.
+SHORT = 12
+
+
+class _Programs:
+    """What runs of these settings compute, whatever their seeds and lengths, and whichever twins they are.
 
     Attributes:
-        waits, reduces: steps of value_and_grad.
-        dense_waits, dense: the same, and they give what is a rank's own: the outputs of units, and its gradient.
+        graphdef, state: of the model; the state is one rank's.
+        waits, reduces: steps of value_and_grad of a microbatch that reduces nothing, and of one that reduces what all have left.
+        dense_waits, dense: the same, and they give what is a rank's own.
+        optimizer: on shards.
+        update: (parameters, state of the optimizer, gradients, twin) to (parameters, state, norm of the gradients or None).
     """
 
-    waits: Callable[..., Result]
-    reduces: Callable[..., Result]
-    dense_waits: Callable[..., Result]
-    dense: Callable[..., Result]
+    def __init__(self, settings: RunSettings, mesh: Mesh) -> None:
+        self._twin = settings.twin > 0
+        definition = settings.definition
+        self.graphdef, self.params, self.state = split_model(definition, settings.dtype)
+        paths = module_paths(definition.param_map, definition.units)
+        has_state = bool(jax.tree.leaves(self.state))
 
-    def __call__(
+        def loss_fn(params: Any, *rest: Any) -> Any:
+            *states, (inputs, targets) = rest
+            model: Any = with_params(self.graphdef, params, *states)
+            watch(model, paths)
+            losses = optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets)
+            loss = losses.mean() / settings.accumulate
+            return (loss, state_of(model)) if states else loss
+
+        def made(loss_fn: Any, has_aux: bool, **options: Any) -> Callable[..., Result]:
+            loss_fn = _as_twin(loss_fn, has_state, has_aux) if self._twin else loss_fn
+            strategy, keeps_state = Strategy(settings.strategy), has_state or self._twin
+            return value_and_grad(loss_fn, mesh, strategy=strategy, has_state=keeps_state, has_aux=has_aux, **options)
+
+        dense_loss_fn = with_inner(loss_fn, has_state=has_state)
+        self.waits = made(loss_fn, False, reduces=False)
+        self.reduces = made(loss_fn, False)
+        self.dense_waits = made(dense_loss_fn, True, reduces=False)
+        self.dense = made(dense_loss_fn, True, local_grads=True)
+        self.optimizer = optimizer_of(settings)
+
+        def update(sharded: ShardedParams, opt_state: Any, grads: ShardedParams) -> tuple[ShardedParams, Any, Any]:
+            grads, norm = (grads, None) if settings.clip is None else clip_grad_norm(grads, settings.clip)
+            updates, opt_state = self.optimizer.update(grads, opt_state, sharded)  # type: ignore[arg-type]
+            return optax.apply_updates(sharded, updates), opt_state, norm  # type: ignore[arg-type,return-value]
+
+        def update_of(twin: Any, *args: Any) -> Any:
+            # What an optimizer makes of its constants in float32, such as 1 - 0.999, rounding can change much.
+            return (other_rounding(update, twin) if self._twin else update)(*args)
+
+        self.update = jax.jit(update_of)
+
+    def state_of(self, twin: int, mesh: Mesh) -> Any:
+        """What a step takes as state at the beginning of a run."""
+        state = per_rank(self.state, mesh) if jax.tree.leaves(self.state) else None
+        return {"own": state, "twin": per_rank(np.uint32(twin), mesh)} if self._twin else state
+
+    def step(
         self, sharded: ShardedParams, parts: list[Any], state: Any, *, dense: bool
-    ) -> tuple[np.ndarray, list[Any], Result]:
-        """The ranks' mean losses, the outputs of each microbatch, and the result of the last."""
-        losses, waiting, outputs = 0.0, None, []
+    ) -> tuple[np.ndarray, list, Result]:
+        """The ranks' mean losses, what is inside of each microbatch, and the result of the last."""
+        losses, waiting, inner = 0.0, None, []
         waits, reduces = (self.dense_waits, self.dense) if dense else (self.waits, self.reduces)
         for part in parts[:-1]:
             result = waits(sharded, part, state)
-            outputs.append(result.aux)
+            inner += [result.aux[1]] if dense else []
             losses, state = losses + np.asarray(result.losses), result.state
             waiting = result.grads if waiting is None else waiting + result.grads
         result = reduces(sharded, parts[-1], state, accumulated=waiting)
-        return losses + np.asarray(result.losses), [*outputs, result.aux], result
+        inner += [result.aux[1]] if dense else []
+        return losses + np.asarray(result.losses), inner, result
 
-    def events(self, sharded: ShardedParams, parts: list[Any], state: Any, mesh: Mesh) -> list[Event]:
+    def events(self, sharded: ShardedParams, parts: list[Any], state: Any, mesh: Mesh, *, dense: bool) -> list[Event]:
         """The collectives of a step."""
+        waits, reduces = (self.dense_waits, self.dense) if dense else (self.waits, self.reduces)
         found: list[Event] = []
-        for i, part in enumerate(parts[:-1]):
-            events = trace_of(self.waits, sharded, part, state, mesh=mesh)
-            found += [replace(event, microbatch=i) for event in events]
-        events = trace_of(self.reduces, sharded, parts[-1], state, mesh=mesh)
+        # All microbatches but the last run one program.
+        waiting = trace_of(waits, sharded, parts[0], state, mesh=mesh) if len(parts) > 1 else []
+        for i in range(len(parts) - 1):
+            found += [replace(event, microbatch=i) for event in waiting]
+        events = trace_of(reduces, sharded, parts[-1], state, mesh=mesh)
         return found + [replace(event, microbatch=len(parts) - 1) for event in events]
 
 
-def _steps(settings: RunSettings, graphdef: Any, state: Any, mesh: Mesh) -> _Steps:
-    def loss_of(dense: bool) -> Callable[..., Any]:
-        def loss_fn(params: Any, *rest: Any) -> Any:
-            *states, (inputs, targets) = rest
-            model: Any = with_params(graphdef, params, *states)
-            outputs = keep_outputs(model, ("", *settings.definition.units)) if dense else {}
-            losses = optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets)
-            loss = losses.mean() / settings.accumulate
-            own = {unit: output for unit, (output,) in outputs.items()}
-            also: list[Any] = [*([state_of(model)] if states else []), *([own] if dense else [])]
-            return (loss, tuple(also) if len(also) > 1 else also[0]) if also else loss
+def _as_twin(loss_fn: Callable, has_state: bool, has_aux: bool) -> Callable:
+    """The same with another rounding, which twin's it is told in its state: so all twins run one program."""
 
-        return other_rounding(loss_fn, settings.twin) if settings.twin else loss_fn
+    def run(params: Any, state: Any, batch: Any) -> Any:
+        args = (params, state["own"], batch) if has_state else (params, batch)
+        found: Any = other_rounding(loss_fn, state["twin"])(*args)
+        also: Any = None
+        if has_state or has_aux:
+            found, also = found
+        own, aux = also if has_state and has_aux else (also, None) if has_state else (None, also)
+        after = {"own": own, "twin": state["twin"]}
+        return found, (after, aux) if has_aux else after
 
-    common: dict[str, Any] = {"strategy": Strategy(settings.strategy), "has_state": bool(jax.tree.leaves(state))}
-    loss_fn, dense_loss_fn = loss_of(dense=False), loss_of(dense=True)
-    return _Steps(
-        waits=value_and_grad(loss_fn, mesh, reduces=False, **common),
-        reduces=value_and_grad(loss_fn, mesh, **common),
-        dense_waits=value_and_grad(dense_loss_fn, mesh, reduces=False, has_aux=True, **common),
-        dense=value_and_grad(dense_loss_fn, mesh, local_grads=True, has_aux=True, **common),
-    )
+    return run
+
+
+@functools.lru_cache(maxsize=2)
+def _programs(settings: RunSettings, mesh: Mesh) -> _Programs:
+    """The programs of settings, kept while runs of one kind follow each other: a run's own and its twins'."""
+    return _Programs(settings, mesh)
 
 
 def _parts(settings: RunSettings, batches: list[Batch]) -> list[Any]:
@@ -190,73 +240,35 @@ def _parts(settings: RunSettings, batches: list[Batch]) -> list[Any]:
     return parts
 
 
-def _train(settings: RunSettings, manifest: Manifest, writers: list[RecordingWriter], mesh: Mesh) -> None:
-    sharded, graphdef, state = shard_initial(settings, mesh)
+def _train(settings: RunSettings, manifest: Manifest, output: Path, mesh: Mesh) -> None:
+    kind = replace(settings, seed=0, steps=1, dense=0, resume_at=None, twin=min(settings.twin, 1))
+    programs = _programs(kind, mesh)
+    sharded = _sharded(settings, programs.params, mesh)
     if tuple(sharded.tree.units) != manifest.units:
         raise UsageError("the layouts of the model's definition are not those that jax_backend computed")
-    steps = _steps(settings, graphdef, state, mesh)
-    state = per_rank(state, mesh) if jax.tree.leaves(state) else None
-    optimizer = optimizer_of(settings)
-    opt_state = optimizer.init(sharded)  # type: ignore[arg-type]
-
-    def update(sharded: ShardedParams, opt_state: Any, grads: ShardedParams) -> tuple[ShardedParams, Any]:
-        if settings.clip is not None:
-            grads, _ = clip_grad_norm(grads, settings.clip)
-        updates, opt_state = optimizer.update(grads, opt_state, sharded)  # type: ignore[arg-type]
-        return optax.apply_updates(sharded, updates), opt_state  # type: ignore[arg-type,return-value]
-
-    # What an optimizer makes of its constants in float32, such as 1 - 0.999, rounding can change much.
-    jitted_update = jax.jit(other_rounding(update, settings.twin) if settings.twin else update)
-    events = None
-    for step in range(settings.steps):
-        batches = [settings.batch(step, rank) for rank in range(settings.world_size)]
-        parts, dense = _parts(settings, batches), manifest.schedule.is_dense(step)
-        if events is None:
-            events = steps.events(sharded, parts, state, mesh)
-        losses, outputs, result = steps(sharded, parts, state, dense=dense)
-        state = result.state
-        updated, opt_state = jitted_update(sharded, opt_state, result.grads)
-        for rank, writer in enumerate(writers):
-            writer.batch(step, batches[rank].digest, batches[rank].sample_ids)
-            if step == 0:
-                _record_pieces(writer.parameters, step, sharded, rank)
-            writer.loss(step, float(losses[rank]))
-            writer.collectives(step, _of_rank(events, settings.spec, rank))
-            if dense:
-                _record_outputs(writer, step, outputs, rank)
-                _record_local_grads(writer, step, sharded, result.local_grads, rank)
-            if writer.records(step):
-                _record_pieces(writer.reduced_grads, step, result.grads, rank)
-                _record_pieces(writer.updated, step, updated, rank)
-            writer.end_step(step)
-        sharded = updated
-
-
-def _of_rank(events: list[Event], spec: MeshSpec, rank: int) -> list[Event]:
-    """The events of rank 0 as another rank has them: it does the same in groups of its own."""
-    groups = {tuple(of(0)): tuple(of(rank)) for of in (spec.replicate_group, spec.shard_group)}
-    return [replace(event, group=groups[tuple(event.group)]) for event in events]
-
-
-def _record_outputs(writer: RecordingWriter, step: int, outputs: list[Any], rank: int) -> None:
-    for microbatch, by_unit in enumerate(outputs):
-        for unit, ranks in by_unit.items():
-            output = np.asarray(ranks[rank])
-            # An image with its channels last, as flax has it: torch has them first.
-            writer.output(step, microbatch, unit, np.moveaxis(output, -1, 1) if output.ndim == 4 else output)
-
-
-def _record_local_grads(writer: RecordingWriter, step: int, sharded: ShardedParams, grads: Any, rank: int) -> None:
-    for unit, rows in grads.lines.items():
-        writer.local_grads(step, unit, sharded.tree.views(unit, np.asarray(rows[rank])))
-
-
-def _record_pieces(write: Any, step: int, sharded: ShardedParams, rank: int) -> None:
-    """Write a rank's pieces of parameters or of reduced gradients, unit by unit."""
-    shards, place = shards_of(sharded, rank), mesh_spec(mesh_of(sharded)).coordinate(rank)[1]
-    for unit, layout in sharded.tree.units:
-        pieces = {
-            p.name: (p.param_start, p.param_stop, shards[unit][p.shard_start : p.shard_stop])
-            for p in layout.pieces(place)
-        }
-        write(step, unit, pieces)
+    state, opt_state = programs.state_of(settings.twin, mesh), programs.optimizer.init(sharded)  # type: ignore[arg-type]
+    events: list[Event] | None = None
+    with Writers(output, manifest, OfShards(sharded)) as writers:
+        for step in range(settings.steps):
+            sharded, opt_state = resume_jax(settings, step, output, sharded, opt_state, programs.optimizer)
+            batches = [settings.batch(step, rank) for rank in range(settings.world_size)]
+            parts = _parts(settings, batches)
+            dense = settings.steps <= SHORT or writers.is_dense(step)
+            if events is None:
+                events = programs.events(sharded, parts, state, mesh, dense=dense)
+            losses, inner, result = programs.step(sharded, parts, state, dense=dense)
+            updated, opt_state, norm = programs.update(settings.twin, sharded, opt_state, result.grads)
+            seen = Seen(
+                {rank: RecordedBatch(batch.digest, batch.sample_ids) for rank, batch in enumerate(batches)},
+                {rank: float(loss) for rank, loss in enumerate(losses)},
+                sharded if step == 0 else None,
+                result.grads,
+                None if norm is None else float(norm),
+                opt_state,
+                updated,
+                inner if writers.is_dense(step) else (),
+                result.local_grads,
+                events,
+            )
+            writers.write(step, seen)
+            sharded, state = updated, result.state

@@ -7,7 +7,8 @@ from flax import nnx
 from crossframe.errors import StateError, UsageError
 from crossframe.names import MapEntry, ParamMap
 from jax_backend import per_rank, shard, summon_full_params, unshard, value_and_grad
-from jax_backend.nnx import ShardedModule, keep_outputs, params_of, split, state_of, with_params
+from jax_backend.activations import Activations, listening
+from jax_backend.nnx import ShardedModule, params_of, split, state_of, watch, with_params
 
 from .small import mesh_of_size
 
@@ -177,7 +178,7 @@ def test_a_holders_loss_is_that_of_the_module_and_keeps_its_state():
     assert jax.tree.structure(result.state) == jax.tree.structure(holder.state)
 
 
-def test_what_modules_give_is_kept_call_by_call_and_changes_nothing_else():
+def test_modules_tell_what_they_are_given_and_give_in_the_order_of_calls_and_change_nothing_else():
     class Two(nnx.Module):
         def __init__(self, rngs):
             self.parts = nnx.List([nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)])
@@ -192,17 +193,53 @@ def test_what_modules_give_is_kept_call_by_call_and_changes_nothing_else():
     @jax.jit
     def run(params):
         model = with_params(graphdef, params, state)
-        outputs = keep_outputs(model, ("", "parts.0"))
-        model(x)
-        return outputs, params_of(model)
+        with listening() as told:
+            watch(model, {"": "", "first": "parts.0", "last": "parts.1"})
+            model(x)
+        return Activations(tuple(told.values()), tuple(told)), params_of(model)
 
-    outputs, after = run(params)
-    (whole,) = outputs[""]
-    np.testing.assert_allclose(whole, expected, rtol=1e-6)
-    assert len(outputs["parts.0"]) == 2
-    np.testing.assert_allclose(outputs["parts.0"][0], inner, rtol=1e-6)
+    activations, after = run(params)
+    # In the order of calls, a module that runs twice as it runs first; jit would sort the keys of a dict.
+    order = [
+        ("", "input"),
+        ("first", "input"),
+        ("first", "output"),
+        ("last", "input"),
+        ("last", "output"),
+        ("", "output"),
+    ]
+    assert list(activations.names) == order
+    told = dict(zip(activations.names, activations.values, strict=True))
+    for name, value in {("first", "output"): inner, ("last", "output"): expected, ("", "output"): expected}.items():
+        np.testing.assert_allclose(told[name], value, rtol=1e-6)
+    np.testing.assert_array_equal(told["first", "input"], x)
+    np.testing.assert_allclose(told["last", "input"], model.parts[0](inner), rtol=1e-6)
     assert jax.tree.structure(after) == jax.tree.structure(params)
-    assert type(Two(nnx.Rngs(0))) is Two and len(run(params)[0]["parts.0"]) == 2
-    for name, match in (("parts.2", "no '2'"), ("part", "no 'part'"), ("parts.0.kernel", "got Param")):
+    assert type(Two(nnx.Rngs(0))) is Two and len(run(params)[0].values) == 6
+    for path, match in (("parts.2", "no '2'"), ("part", "no 'part'"), ("parts.0.kernel", "got Param")):
         with pytest.raises(UsageError, match=match):
-            keep_outputs(Two(nnx.Rngs(0)), (name,))
+            watch(Two(nnx.Rngs(0)), {"m": path})
+
+
+def test_where_no_one_listens_a_watched_module_is_as_it_was():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    watch(model, {"": ""})
+    assert type(model) is nnx.Linear
+
+
+def test_of_what_a_module_is_given_and_gives_the_first_floating_array_is_told():
+    class Pair(nnx.Module):
+        def __call__(self, tokens, mask=None, *, scale):
+            return tokens, {"out": scale * 2.0}
+
+    model = Pair()
+    with listening() as told:
+        watch(model, {"pair": ""})
+        model(jnp.arange(3), scale=jnp.full(2, 0.5))
+        watch(other := Pair(), {"other": ""})
+        with pytest.raises(TypeError):
+            other(jnp.arange(3))
+    assert {name: value.tolist() for name, value in told.items()} == {
+        ("pair", "input"): [0.5, 0.5],
+        ("pair", "output"): [1.0, 1.0],
+    }

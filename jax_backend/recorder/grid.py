@@ -1,0 +1,107 @@
+"""Which device is which rank, and what each rank holds of arrays that lie on them."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossframe.errors import UsageError
+from crossframe.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a run.
+
+    Attributes:
+        spec: copies of the model x ranks that hold one.
+        devices: in the order of ranks.
+        mesh: on which arrays lie.
+    """
+
+    spec: MeshSpec
+    devices: tuple[Any, ...]
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, arrays: Iterable[Any], mesh: Mesh | None = None) -> "Grid":
+        """The ranks that parameters lie on: a copy of the model goes over the axes of the mesh that cut any of them.
+
+        Args:
+            arrays: the parameters.
+            mesh: None: that of the first which lies on one; without one a single device.
+        """
+        shardings = [array.sharding for array in arrays if isinstance(array, jax.Array)]
+        named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
+        if mesh is None:
+            found = next((sharding.mesh for sharding in named if isinstance(sharding.mesh, Mesh)), None)
+            device = next((next(iter(s.device_set)) for s in shardings), None) or jax.devices()[0]
+            mesh = Mesh(np.array([device]), ("rank",)) if found is None else found
+        if not isinstance(mesh, Mesh):
+            raise UsageError(f"mesh: expected a jax Mesh of devices, got {type(mesh).__name__}")
+        cut = {axis for sharding in named for axis in _axes(sharding.spec)}
+        order = sorted(range(len(mesh.axis_names)), key=lambda i: mesh.axis_names[i] in cut)
+        devices = mesh.devices.transpose(order).flat
+        shard = math.prod(size for name, size in mesh.shape.items() if name in cut)
+        return cls(MeshSpec(shard=shard, replicate=mesh.size // shard), tuple(devices), mesh)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this process."""
+        process = jax.process_index()
+        return tuple(rank for rank, device in enumerate(self.devices) if device.process_index == process)
+
+    def copies(self, array: Any) -> dict[int, np.ndarray]:
+        """The whole array as each rank of this process has it: its own device's part as it is there, the rest as others of its
+        copy of the model have it. All processes call it."""
+        if not isinstance(array, jax.Array):
+            return dict.fromkeys(self.here, np.asarray(array))
+        if not array.is_fully_addressable:
+            array = jax.jit(lambda each: each, out_shardings=NamedSharding(self.mesh, P()))(array)
+        parts = {part.device: part for part in array.addressable_shards}
+        found: dict[int, np.ndarray] = {}
+        for rank in self.here:
+            own = parts.get(self.devices[rank])
+            if own is None:
+                found[rank] = np.asarray(array)
+            elif own.data.shape == array.shape:
+                found[rank] = np.asarray(own.data)
+            else:
+                found[rank] = self._joined(array, parts, rank, found)
+        return found
+
+    def _joined(self, array: jax.Array, parts: Any, rank: int, found: dict[int, np.ndarray]) -> np.ndarray:
+        group = self.spec.shard_group(rank)
+        there = [parts[self.devices[each]] for each in group]
+        alone = sum(part.data.size for part in there) == array.size
+        if alone and (before := next((found[each] for each in group if each in found), None)) is not None:
+            return before
+        whole = np.empty(array.shape, array.dtype)
+        for part in (*there, parts[self.devices[rank]]):
+            whole[part.index] = np.asarray(part.data)
+        return whole
+
+    def rows(self, array: Any, rank: int) -> np.ndarray:
+        """A rank's part of a leading dim: what lies on its device, or, where all of it does, its part in the order of ranks."""
+        if isinstance(array, jax.Array):
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                array = jax.random.key_data(array)
+            own = next((part for part in array.addressable_shards if part.device == self.devices[rank]), None)
+            if own is not None and own.data.shape != array.shape:
+                return np.asarray(own.data)
+        whole = np.asarray(array)
+        size = self.spec.world_size
+        if not whole.ndim or whole.shape[0] % size:
+            return whole
+        return whole.reshape(size, whole.shape[0] // size, *whole.shape[1:])[rank]
+
+
+def _axes(spec: P) -> Iterable[str]:
+    for axis in spec:
+        yield from (axis,) if isinstance(axis, str) else axis or ()
