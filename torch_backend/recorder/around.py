@@ -1,0 +1,125 @@
+"""What a loop calls beside the model, overheard while a recorder is open: backward, clipping, optimizers' steps.
+
+Functions are replaced where torch itself looks them up, so that it does not matter under which name a loop has imported them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.utils.clip_grad
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torch_backend.recorder.watch import in_backward
+
+_UNSCALED = "_crossframe_unscaled"
+# What torch.nn.utils.clip_grad_norm_ calls once it knows the norm, and the public name of that.
+_CLIPS = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"))
+
+
+class Listener:
+    """Told of what goes on. Override what is of interest."""
+
+    def backward(self, loss: Tensor) -> None:
+        """A backward begins from a single number, before any scaling of it."""
+
+    def clips(self, params: Sequence[Tensor] | None) -> None:
+        """Gradients are about to be clipped.
+
+        Args:
+            params: whose; None: the model's.
+        """
+
+    def norm(self, params: Sequence[Tensor] | None, norm: Tensor) -> None:
+        """The norm that the loop has computed, of all gradients before they are clipped."""
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+
+
+@contextmanager
+def overheard(listener: Listener, model: nn.Module | None = None) -> Iterator[None]:
+    """Inside, the listener is told.
+
+    Args:
+        model: a model that may have a method `clip_grad_norm_` of its own.
+    """
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: listener.steps(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: listener.stepped(optimizer)),
+    ]
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        stack.enter_context(_replaced(torch.autograd, "backward", lambda own: _backward(own, listener)))
+        for cls in _with_subclasses(torch.amp.GradScaler):
+            if "scale" in cls.__dict__:
+                stack.enter_context(_replaced(cls, "scale", _scale))
+        for module, name in _CLIPS:
+            stack.enter_context(_replaced(module, name, lambda own: _clip_with_norm(own, listener)))
+        if model is not None and callable(own := getattr(model, "clip_grad_norm_", None)):
+            model.__dict__["clip_grad_norm_"] = _clip_of_model(own, listener)
+            stack.callback(model.__dict__.pop, "clip_grad_norm_")
+        yield
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for inner in cls.__subclasses__():
+        yield from _with_subclasses(inner)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    own = owner.__dict__[name]
+    setattr(owner, name, make(own))
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+def _backward(own: Any, listener: Listener) -> Any:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not in_backward():
+            for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+                if isinstance(tensor, Tensor) and tensor.numel() == 1:
+                    listener.backward(getattr(tensor, _UNSCALED, tensor).detach())
+        return own(tensors, *args, **kwargs)
+
+    return backward
+
+
+def _scale(own: Any) -> Any:
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scaled = own(scaler, outputs)
+        if isinstance(outputs, Tensor) and scaled is not outputs:
+            setattr(scaled, _UNSCALED, outputs.detach())
+        return scaled
+
+    return scale
+
+
+def _clip_with_norm(own: Any, listener: Listener) -> Any:
+    def clip(parameters: Any, max_norm: Any, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        listener.clips(params)
+        listener.norm(params, total_norm)
+        return own(params, max_norm, total_norm, *args, **kwargs)
+
+    return clip
+
+
+def _clip_of_model(own: Any, listener: Listener) -> Any:
+    def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
+        listener.clips(None)
+        norm = own(*args, **kwargs)
+        listener.norm(None, norm)
+        return norm
+
+    return clip_grad_norm

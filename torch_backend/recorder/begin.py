@@ -1,0 +1,134 @@
+"""How a recording begins: its manifest, made by the first rank and known to all, and a twin's first step aside."""
+
+import importlib.metadata
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from crossframe.errors import UsageError
+from crossframe.names import identity_map
+from crossframe.recording import Manifest, Schedule, create_recording
+from crossframe.recording.twins import moved
+from torch_backend.dtypes import to_numpy
+from torch_backend.recorder.model import ModelView
+from torch_backend.recorder.tree import class_name, innermost
+from torch_backend.rounds import agree, withdraw
+
+FULL_NUMEL = 1_000_000
+"""With the detail "auto", models of more elements are sketched."""
+TWIN = "CROSSFRAME_TWIN"
+_PACKAGES = ("torch", "numpy")
+_TITLE = "beginning of a recording"
+
+
+def twin_number(given: int | None) -> int:
+    """Which twin a run is, by argument or environment.
+
+    Raises:
+        UsageError: no number of 0 or more.
+    """
+    said: Any = os.environ.get(TWIN, "0") if given is None else given
+    if isinstance(said, str) and said.isdecimal():
+        said = int(said)
+    if type(said) is not int or said < 0:
+        where = TWIN if given is None else "twin"
+        raise UsageError(f"{where}: expected 0, or the number of a twin, got {said!r}")
+    return said
+
+
+def move(view: ModelView, twin: int) -> None:
+    """Put this rank's shards where the twin begins."""
+    for held in view.held:
+        here = held.of(held.param)
+        if here.numel():
+            values = to_numpy(here)
+            away = torch.from_numpy(moved(held.name, values, twin, held.start).view(_carrier(values.itemsize)))
+            here.copy_(away.view(here.dtype).to(here.device))
+
+
+def _carrier(itemsize: int) -> str:
+    """An integer of the same bits: torch does not know numpy's bfloat16."""
+    return {2: "int16", 4: "int32", 8: "int64"}[itemsize]
+
+
+def manifest_of(
+    view: ModelView,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    schedule: Schedule,
+    detail: str,
+    steps: int | None,
+    name: str | None,
+    seed: int | None,
+    twin: int,
+    settings: Mapping[str, Any],
+) -> Manifest:
+    """What can be known of a run before its first step."""
+    device = next((held.param.device.type for held in view.held), "cpu")
+    dtype = view.compute_dtype
+    if torch.is_autocast_enabled(device):
+        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    found: dict[str, Any] = {"engine": view.engine.name}
+    rate = None
+    if optimizers:
+        group = optimizers[0].param_groups[0]
+        rate = float(group["lr"]) if "lr" in group else None
+        found["optimizer"] = type(optimizers[0]).__name__
+        for option in ("weight_decay", "momentum", "betas", "eps"):
+            if option in group:
+                found[option] = [float(x) for x in group[option]] if option == "betas" else float(group[option])
+    if view.left_out:
+        found["not_recorded"] = list(view.left_out)
+    if twin:
+        found["twin"] = twin
+    names = [spec.name for _, layout in view.units for spec in layout.params]
+    return Manifest(
+        framework="torch",
+        model=name or class_name(innermost(model)),
+        dtype=dtype,
+        mesh=view.mesh,
+        steps=steps,
+        learning_rate=rate,
+        seed=seed,
+        terms=None,
+        schedule=schedule,
+        param_map=identity_map(names),
+        units=view.units,
+        strategy=view.strategy.value,
+        versions={package: importlib.metadata.version(package) for package in _PACKAGES},
+        settings=found | {"command": _command()} | dict(settings),
+        detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
+    )
+
+
+def _command() -> str:
+    """What started this process; its environment is the reader's to know."""
+    return shlex.join(["python", *sys.argv])
+
+
+def created(path: Path, manifest: Manifest, view: ModelView, *, overwrite: bool) -> Manifest:
+    """Let the first rank create the recording; returns its manifest, which is everyone's.
+
+    Raises:
+        RecordingError: a directory that cannot be recorded to.
+        AgreementError: the same on another rank; or this rank has other units.
+    """
+    fields = manifest.to_json()
+    subjects = [(f"unit {unit['name']!r}", {"layout": str(unit)}) for unit in fields["units"]]
+    run = {name: str(fields[name]) for name in ("model", "dtype", "mesh", "schedule", "detail", "learning_rate")}
+    try:
+        if view.rank == 0:
+            create_recording(path, manifest, overwrite=overwrite)
+        agree(view.groups, _TITLE, [("run", run), *subjects], advice="record the same run on every rank")
+        return manifest if view.rank == 0 else Manifest.read(path)
+    except Exception as error:
+        if view.rank == 0 and not isinstance(error, RuntimeError):  # not one that the others know of
+            withdraw(view.groups, _TITLE, error)
+        raise

@@ -1,0 +1,298 @@
+"""What shards a model, asked of each engine in its own way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from crossframe.dtypes import FLOATING
+from crossframe.errors import UnsupportedError
+from crossframe.layout import FlatLayout, Layout, PerParamLayout
+from crossframe.params import ParamSpec
+from crossframe.strategy import Strategy
+from crossframe.units import enclosing_unit
+from torch_backend.dtypes import dtype_name, name_or_none
+from torch_backend.piece_tensor import PieceTensor
+from torch_backend.recorder import tree
+from torch_backend.unit import Unit, unit_of
+
+Registered = tuple[nn.Module, str]
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that lie together.
+
+    Attributes:
+        params: what the optimizer has: one parameter each in the layout's order, or one flat parameter.
+        places: of each parameter the modules and attributes that forward reads.
+        is_flat: whether `params` is one flat parameter, this rank's shard.
+        ranges: which elements the engine itself says are here, where it does; None where it says nothing.
+    """
+
+    unit: str
+    layout: Layout
+    params: Sequence[Tensor]
+    places: Sequence[Sequence[Registered]]
+    is_flat: bool = False
+    ranges: Sequence[Range] | None = None
+
+    def said(self, i: int) -> Range | None:
+        """Which elements of a parameter the engine says are here."""
+        return None if self.ranges is None else self.ranges[i]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What shards a model.
+
+    Attributes:
+        name: in words.
+        replicas, shards: this rank's place, and how many there are.
+        groups: the process groups of the shards and of the replicas, those of one rank left out.
+        reads_all_at_once: whether all parameters can be read when the model begins, and not unit by unit.
+        compute_dtype: None: that of the parameters.
+        names: of our engine: its own names of parameters, and ours. It knows them once the root has run.
+    """
+
+    name: str
+    strategy: Strategy
+    replicas: tuple[int, int]
+    shards: tuple[int, int]
+    groups: tuple[dist.ProcessGroup, ...]
+    buckets: Sequence[Bucket]
+    reads_all_at_once: bool = False
+    compute_dtype: str | None = None
+    names: Callable[[], dict[str, str]] | None = None
+
+    def entries_of(self, unit: str) -> list[str]:
+        """The modules on whose entry a unit's parameters can be read in full."""
+        return [""] if self.reads_all_at_once else unit.split(", ")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    if isinstance(tensor, PieceTensor):
+        return tensor.local
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def ours(found: Sequence[tree.Place]) -> Engine:
+    """Ours, under either interface."""
+    paths: dict[Unit, list[str]] = {}
+    for place in found:
+        paths.setdefault(unit_of(place.module), []).append(place.name)
+    named = [(", ".join(some), unit) for unit, some in paths.items()]
+    first = named[0][1]
+    if any(unit.mesh.spec != first.mesh.spec for _, unit in named):
+        raise UnsupportedError("units of one model on meshes of other sizes are not recorded")
+    buckets, spans = [], []
+    for path, unit in named:
+        for bucket in unit.buckets:
+            specs = unit.params_at(bucket, path)
+            places: list[list[Registered]] = [[] for _ in specs]
+            for i, module, attribute in bucket.exposure.registered:
+                places[i].append((module, attribute))
+            managed = bucket.exposure.managed()
+            is_flat = getattr(managed[0], "_fsdp_flattened", False)
+            layout: Any = replace(bucket.layout, params=specs)  # type: ignore[type-var]
+            buckets.append(Bucket(path, layout, managed, places, is_flat))
+            spans.append((bucket, specs))
+    compute = name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None
+    mesh, face = first.mesh, type(found[0].module).__name__
+
+    def names() -> dict[str, str]:
+        return {
+            own.name: spec.name
+            for bucket, specs in spans
+            for own, spec in zip(bucket.layout.params, specs, strict=True)
+        }
+
+    return Engine(
+        "crossframe FSDP1" if face == "FullyShardedDataParallel" else "crossframe FSDP2",
+        _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1][1].choices.reshard_after_forward),
+        (mesh.replicas.rank, mesh.replicas.size),
+        (mesh.shards.rank, mesh.shards.size),
+        tuple(group.group for group in (mesh.shards, mesh.replicas) if group.size > 1),
+        buckets,
+        compute_dtype=compute,
+        names=names,
+    )
+
+
+def torch_fsdp1(found: Sequence[tree.Place]) -> Engine:
+    """torch's FullyShardedDataParallel: each wrapper has a flat parameter, which says what is in it and what of that is here."""
+    wrappers: list[tuple[str, Any, Any]] = [(place.name, place.module, place.module._handle) for place in found]
+    root, handles = wrappers[0][1], [(name, handle) for name, _, handle in wrappers if handle is not None]
+    buckets = [_flat_bucket(name, handle) for name, handle in handles]
+    is_sharded = not handles or handles[0][1].uses_sharded_strategy
+    shards, replicas = root.process_group, getattr(root, "_inter_node_pg", None)
+    if not is_sharded:
+        shards, replicas = None, root.process_group
+    compute = root.mixed_precision.param_dtype
+    return Engine(
+        "torch FSDP1",
+        Strategy(root.sharding_strategy.name.lower().lstrip("_")),
+        _place_in(replicas),
+        _place_in(shards),
+        tuple(group for group in (shards, replicas) if group is not None and group.size() > 1),
+        buckets,
+        compute_dtype=name_or_none(compute),
+    )
+
+
+def _flat_bucket(name: str, handle: Any) -> Bucket:
+    flat = handle.flat_param
+    prefix = f"{name}." if name else ""
+    names = [prefix + tree.canonical_name(each) for each in flat._fqns]
+    places: list[list[Registered]] = [[(info.module, info.param_name)] for info in flat._param_infos]
+    order = {(id(info.module), info.param_name): i for i, info in enumerate(flat._param_infos)}
+    aliases: list[list[str]] = [[] for _ in names]
+    for info in flat._shared_param_infos:
+        i = order[id(info.prim_module), info.prim_param_name]
+        places[i].append((info.module, info.param_name))
+        alias = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
+        aliases[i].append(prefix + tree.canonical_name(alias))
+    keeps = handle._use_orig_params
+    params = list(flat._params) if keeps else [flat]
+    specs = tuple(
+        ParamSpec(
+            each,
+            tuple(shape),
+            dtype_name(flat.dtype),
+            tuple(aliases[i]),
+            (params[i] if keeps else flat).requires_grad,
+        )
+        for i, (each, shape) in enumerate(zip(names, flat._shapes, strict=True))
+    )
+    size = handle.world_size if handle.uses_sharded_strategy else 1
+    compute = handle._fwd_bwd_param_dtype
+    layout = FlatLayout(specs, size, keep_original=keeps, compute_dtype=name_or_none(compute))
+    ranges = [
+        (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
+        for info in flat._shard_param_infos
+    ]
+    return Bucket(name, layout, params, places, not keeps, ranges)
+
+
+def torch_fsdp2(model: nn.Module, unit_names: Sequence[str]) -> Engine:
+    """torch's fully_shard: each parameter is a DTensor, and belongs to the nearest module that was sharded."""
+    params = {name: each for name, each in _registrations(model).items() if isinstance(each[0], DTensor)}
+    meshes = {param.device_mesh: param for param, _, _ in params.values()}
+    if len(meshes) != 1:
+        raise UnsupportedError("parameters of one model on several device meshes are not recorded")
+    mesh = next(iter(meshes))
+    for name, (param, _, _) in params.items():
+        *before, last = param.placements
+        if (
+            len(before) > 1
+            or any(type(each) is not Replicate for each in before)
+            or type(last) not in (Shard, Replicate)
+        ):
+            raise UnsupportedError(
+                f"parameter {name!r} has placements {param.placements}: tensor parallelism is not recorded, only a mesh of "
+                "(shard,) or (replicate, shard)"
+            )
+    is_sharded = any(type(param.placements[-1]) is Shard for param, _, _ in params.values())
+    shards = mesh.get_group(mesh.ndim - 1) if is_sharded else None
+    replicas = mesh.get_group(0) if mesh.ndim > 1 or not is_sharded else None
+    size = _place_in(shards)[1]
+    buckets = []
+    for (unit, dtype), members in _by_unit(params, unit_names).items():
+        specs, dims = _specs(params, members, dtype), tuple(_dim(params[name][0]) for name in members)
+        layout = PerParamLayout(specs, size, dims)
+        buckets.append(Bucket(unit, layout, [params[n][0] for n in members], [params[n][1] for n in members]))
+    sharded: list[Any] = [module for module in model.modules() if tree.is_torch_fsdp2(module)]
+    policies = [policy for each in sharded if (policy := getattr(each._get_fsdp_state(), "_mp_policy", None))]
+    return Engine(
+        "torch FSDP2",
+        _strategy(size, _place_in(replicas)[1], keeps=False),
+        _place_in(replicas),
+        _place_in(shards),
+        tuple(group for group in (shards, replicas) if group is not None and group.size() > 1),
+        buckets,
+        compute_dtype=name_or_none(policies[0].param_dtype) if policies else None,
+    )
+
+
+def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
+    """Every rank has the whole model: DistributedDataParallel, or the user averages gradients, or there is one rank."""
+    params = _registrations(model)
+    for name, (param, _, _) in params.items():
+        if isinstance(param, DTensor):
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor that no FSDP made: this parallelism is not recorded"
+            )
+    group = getattr(model, "process_group", None) if tree.is_ddp(model) else None
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    buckets = []
+    for (unit, dtype), members in _by_unit(params, sorted(unit_names)).items():
+        layout = FlatLayout(_specs(params, members, dtype), 1, keep_original=True)
+        buckets.append(Bucket(unit, layout, [params[n][0] for n in members], [params[n][1] for n in members]))
+    alone = group is None or group.size() == 1
+    return Engine(
+        "torch DDP" if tree.is_ddp(model) else "one device" if alone else "replicas",
+        Strategy.NO_SHARD,
+        _place_in(group),
+        (0, 1),
+        () if alone else (group,),  # type: ignore[arg-type]
+        buckets,
+        reads_all_at_once=True,
+    )
+
+
+def _registrations(model: nn.Module) -> dict[str, tuple[Any, list[Registered], list[str]]]:
+    """Every parameter of a floating dtype by its first name: itself, where it is registered, its other names."""
+    by_param: dict[int, str] = {}
+    found: dict[str, tuple[Any, list[Registered], list[str]]] = {}
+    for place in tree.named_places(model, every_name=True):
+        for attribute, param in place.module._parameters.items():
+            if param is None or dtype_name(param.dtype) not in FLOATING:
+                continue
+            name = f"{place.name}.{attribute}" if place.name else attribute
+            first = by_param.setdefault(id(param), name)
+            _, places, aliases = found.setdefault(first, (param, [], []))
+            if (place.module, attribute) not in places:
+                places.append((place.module, attribute))
+            if name != first and name not in aliases:
+                aliases.append(name)
+    return found
+
+
+def _by_unit(params: dict[str, Any], unit_names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Names of parameters by unit and dtype, the root first and the others in the order of the tree."""
+    known = frozenset({"", *unit_names})
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, (param, _, _) in params.items():
+        unit = enclosing_unit(name.rpartition(".")[0], known)
+        found.setdefault((unit, dtype_name(param.dtype)), []).append(name)
+    return dict(sorted(found.items(), key=lambda entry: bool(entry[0][0])))
+
+
+def _specs(params: dict[str, Any], names: Sequence[str], dtype: str) -> tuple[ParamSpec, ...]:
+    return tuple(
+        ParamSpec(name, tuple(params[name][0].shape), dtype, tuple(params[name][2]), params[name][0].requires_grad)
+        for name in names
+    )
+
+
+def _dim(param: DTensor) -> int:
+    last = param.placements[-1]
+    return last.dim if isinstance(last, Shard) else 0
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def _strategy(shard: int, replicate: int, *, keeps: bool) -> Strategy:
+    if shard == 1:
+        return Strategy.NO_SHARD
+    if replicate > 1:
+        return Strategy.HYBRID_SHARD_ZERO2 if keeps else Strategy.HYBRID_SHARD
+    return Strategy.SHARD_GRAD_OP if keeps else Strategy.FULL_SHARD

@@ -1,0 +1,140 @@
+"""What a recorder hands to its writer: a rank's pieces, sketched on their device where the recording is of sketches."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossframe.recording import WHOLE, RecordingWriter, Sketch
+from crossframe.recording.lines import activation_key
+from torch_backend.dtypes import to_numpy
+from torch_backend.recorder.model import Held, ModelView
+from torch_backend.recorder.sketch import sketches_of
+from torch_backend.recorder.watch import Watch
+
+_COUNT = "step"
+Pieces = dict[str, tuple[int, int, np.ndarray | Sketch]]
+
+
+class Keeper:
+    """Records one model's tensors.
+
+    Attributes:
+        writer: this rank's.
+    """
+
+    def __init__(self, view: ModelView, writer: RecordingWriter) -> None:
+        self._view, self.writer = view, writer
+        self._params = {id(held.param) for held in view.held}
+        self._specs = writer.manifest.params
+
+    def has_any(self, params: Iterable[Tensor]) -> bool:
+        """Whether any of these are the model's, as an optimizer has them."""
+        return any(id(param) in self._params for param in params)
+
+    def initial(self) -> None:
+        """The parameters before the first step."""
+        for unit, held in self._by_unit():
+            self.writer.parameters(0, unit, self._pieces((each, each.param) for each in held))
+
+    def reduced_grads(self, step: int) -> bool:
+        """The gradients as they are now. False if there are none."""
+        found = False
+        for unit, held in self._by_unit():
+            pieces = self._pieces((each, each.param.grad) for each in held if each.param.grad is not None)
+            if pieces:
+                found = True
+                self.writer.reduced_grads(step, unit, pieces)
+        return found
+
+    def unsharded(self, step: int, unit: str, name: str, value: Tensor) -> None:
+        """A parameter in full."""
+        self.writer.unsharded(step, unit, {name: self._whole(name, value)})
+
+    def activation(self, step: int, microbatch: int, module: str, use: str, value: Tensor) -> None:
+        """What a module was given, or gave."""
+        kept = self._kept(activation_key(use, microbatch, module), value.numel(), [value], 0)[0]
+        self.writer.activation(step, microbatch, module, use, _shaped(kept, value), tuple(value.shape))
+
+    def after_step(
+        self,
+        step: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        norm: Tensor | float | None,
+        watch: Watch,
+    ) -> None:
+        """All that a recorded step has at its end."""
+        writer = self.writer
+        if writer.is_dense(step):
+            for unit, grads in watch.local_grads().items():
+                writer.local_grads(step, unit, {name: self._whole(name, grad) for name, grad in grads.items()})
+        writer.collectives(step, watch.events())
+        if norm is not None:
+            writer.grad_norm(step, _number(norm))
+        counts: dict[str, float] = {}
+        for unit, held in self._by_unit():
+            # Of each parameter all that lies alike at once, since hashes of elements take longest.
+            slots: dict[str, Pieces] = {}
+            for each in held:
+                state = next((o.state[each.param] for o in optimizers if each.param in o.state), {})
+                if _COUNT in state:
+                    counts[each.name] = float(state[_COUNT])
+                alike = {"": each.param} | {k: value for k, value in state.items() if _is_like(each.param, k, value)}
+                values = self._kept(
+                    each.name, self._numel(each), [each.of(value) for value in alike.values()], each.start
+                )
+                for slot, value in zip(alike, values, strict=True):
+                    slots.setdefault(slot, {})[each.name] = (each.start, each.stop, value)
+            for slot, pieces in slots.items():
+                if slot:
+                    writer.state(step, unit, slot, pieces)
+                else:
+                    writer.updated(step, unit, pieces)
+        writer.counts(step, counts)
+
+    def _by_unit(self) -> list[tuple[str, list[Held]]]:
+        found: dict[str, list[Held]] = {}
+        for held in self._view.held:
+            if held.stop > held.start:
+                found.setdefault(held.unit, []).append(held)
+        return list(found.items())
+
+    def _pieces(self, values: Iterable[tuple[Held, Any]]) -> Pieces:
+        return {
+            held.name: (
+                held.start,
+                held.stop,
+                self._kept(held.name, self._numel(held), [held.of(value)], held.start)[0],
+            )
+            for held, value in values
+        }
+
+    def _numel(self, held: Held) -> int:
+        return self._specs[held.name].numel
+
+    def _whole(self, name: str, value: Tensor) -> np.ndarray | Sketch:
+        return _shaped(self._kept(name, value.numel(), [value], 0)[0], value)
+
+    def _kept(self, name: str, numel: int, tensors: Sequence[Tensor], start: int) -> list[Any]:
+        """Tensors that lie alike as what is written of them: of a parameter with so many elements, sketches or arrays."""
+        # What an array was made of can never be freed by resizing it, as sharding does with full parameters: copies are.
+        own = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
+        if self.writer.manifest.detail == "sketch" and numel > WHOLE:
+            return list(sketches_of(name, own, start))
+        return [to_numpy(tensor) for tensor in own]
+
+
+def _shaped(kept: np.ndarray | Sketch, value: Tensor) -> np.ndarray | Sketch:
+    return kept.reshape(tuple(value.shape)) if isinstance(kept, np.ndarray) else kept
+
+
+def _is_like(param: Tensor, slot: str, value: Any) -> bool:
+    """Whether an optimizer keeps this of each element."""
+    is_tensor = slot != _COUNT and isinstance(value, Tensor) and value.is_floating_point()
+    return is_tensor and value.shape == param.shape
+
+
+def _number(norm: Tensor | float) -> float:
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[union-attr]

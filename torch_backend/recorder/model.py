@@ -1,0 +1,176 @@
+"""A model in the core's terms, whatever shards it: its units and layouts, and where this rank has which elements.
+
+Told apart are our two interfaces, torch's FSDP1 and FSDP2, DistributedDataParallel, and a model that nothing wraps. Nothing of
+torch's own is imported: its modules and parameters say themselves where things lie, and what they say is held against the layouts
+of the core, so that a recording never puts elements where they are not.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from crossframe.errors import UnsupportedError, UsageError
+from crossframe.layout import Layout
+from crossframe.mesh import MeshSpec
+from crossframe.strategy import Strategy
+from torch_backend.recorder import tree
+from torch_backend.recorder.engines import Bucket, Engine, local_of, ours, torch_fsdp1, torch_fsdp2, unsharded
+from torch_backend.unit import UNIT
+
+Registered = tuple[nn.Module, str]
+"""A module and an attribute, which yields a parameter."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of one parameter.
+
+    Attributes:
+        start, stop: which elements, the parameter taken as one row-major line.
+        param: what the optimizer has of it: the parameter, or a flat one of which it is a part.
+        part: where in that, or None if `param` is this parameter's alone.
+    """
+
+    unit: str
+    name: str
+    start: int
+    stop: int
+    param: Tensor
+    part: tuple[int, int] | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same elements of the parameter, of its gradient or of state of its shape; 1-D, an alias where it can be."""
+        local = local_of(tensor.detach()).reshape(-1)
+        return local if self.part is None else local[self.part[0] : self.part[1]]
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """What a recorder must know of a model.
+
+    Attributes:
+        engine: what shards it.
+        mesh, rank: the ranks, and this one's place among them.
+        units: (name, layout), as a manifest has them.
+        held: what is here.
+        places: of each parameter where forward reads it.
+        watched: modules whose input and output are recorded, with their names.
+        entries: on whose entry the parameters of which units can be read in full.
+        compute_dtype: in which it computes.
+        left_out: names of parameters that are not recorded, since the engine leaves them alone.
+    """
+
+    engine: Engine
+    mesh: MeshSpec
+    rank: int
+    units: tuple[tuple[str, Layout], ...]
+    held: tuple[Held, ...]
+    places: dict[str, tuple[Registered, ...]]
+    watched: dict[nn.Module, str]
+    entries: dict[nn.Module, tuple[str, ...]]
+    compute_dtype: str
+    left_out: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(spec.numel for _, layout in self.units for spec in layout.params)
+
+    def names_of(self, unit: str) -> list[str]:
+        """The parameters of a unit."""
+        return [spec.name for name, layout in self.units if name == unit for spec in layout.params]
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that join the ranks: first that of the shards, then that of the replicas."""
+        return self.engine.groups
+
+    @property
+    def strategy(self) -> Strategy:
+        """The core's word for how it is sharded."""
+        return self.engine.strategy
+
+
+def view_of(model: nn.Module, units: Any = None) -> ModelView:
+    """Look at a model while its shards are registered: outside of forward and backward.
+
+    Args:
+        units: of a model that nothing shards (`torch_backend.recorder.tree.choose_units`).
+
+    Raises:
+        UsageError: no parameters, units given for a sharded model.
+        UnsupportedError: tensor parallelism; meshes that differ between units; a layout that the core has otherwise.
+    """
+    places = list(tree.named_places(model))
+    if found := [place for place in places if UNIT in place.module.__dict__]:
+        engine = ours(found)
+    elif found := [place for place in places if tree.is_torch_fsdp1(place.module)]:
+        engine = torch_fsdp1(found)
+    elif found := [place for place in places if tree.is_torch_fsdp2(place.module)]:
+        engine = torch_fsdp2(model, [place.name for place in found])
+    else:
+        return _view(model, places, unsharded(model, tree.choose_units(model, units)))
+    if units is not None:
+        raise UsageError("units: these are given by how the model is sharded; leave the argument out")
+    return _view(model, places, engine)
+
+
+def _view(model: nn.Module, places: Sequence[tree.Place], engine: Engine) -> ModelView:
+    (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
+    if not engine.buckets:
+        raise UsageError("the model has no parameters of a floating dtype: there is nothing to record")
+    read = {
+        spec.name: tuple(where)
+        for bucket in engine.buckets
+        for spec, where in zip(bucket.layout.params, bucket.places, strict=True)
+    }
+    # Of a wrapper and what it wraps, which have one name, the latter; of a compiled model what is around it.
+    by_name = {place.name: place.module for place in places if not place.compiled}
+    units = dict.fromkeys(bucket.unit for bucket in engine.buckets)
+    entries: dict[nn.Module, tuple[str, ...]] = {}
+    for unit in units:
+        for name in engine.entries_of(unit):
+            if name in by_name:
+                entries[by_name[name]] = (*entries.get(by_name[name], ()), unit)
+    owners = {module for where in read.values() for module, _ in where}
+    wanted = {"", *units, *(place.name for place in places if place.module in owners)}
+    known = {id(param) for bucket in engine.buckets for param in bucket.params}
+    return ModelView(
+        engine,
+        MeshSpec(shard=num_shards, replicate=num_replicas),
+        replica * num_shards + shard,
+        tuple((bucket.unit, bucket.layout) for bucket in engine.buckets),
+        tuple(each for bucket in engine.buckets for each in _held(bucket, shard)),
+        read,
+        {module: name for name, module in by_name.items() if name in wanted},
+        entries,
+        engine.compute_dtype or engine.buckets[0].layout.params[0].dtype,
+        tuple(tree.canonical_name(name) for name, param in model.named_parameters() if id(param) not in known),
+    )
+
+
+def _held(bucket: Bucket, shard: int) -> Iterator[Held]:
+    """This rank's pieces where the layout says they lie; UnsupportedError where the tensors say otherwise."""
+    pieces = {piece.name: piece for piece in bucket.layout.pieces(shard)}
+    for i, spec in enumerate(bucket.layout.params):
+        piece = pieces.get(spec.name)
+        start, stop = (piece.param_start, piece.param_stop) if piece else (0, 0)
+        if piece is not None and piece.num_runs > 1:
+            raise UnsupportedError(
+                f"parameter {spec.name!r} is sharded on another dim than its first, which the recorder cannot take; shard it "
+                "on dim 0"
+            )
+        if bucket.is_flat:
+            part = (piece.shard_start, piece.shard_stop) if piece else (0, 0)
+            held = Held(bucket.unit, spec.name, start, stop, bucket.params[0], part)
+        else:
+            held = Held(bucket.unit, spec.name, start, stop, bucket.params[i])
+        if held.of(held.param).numel() != stop - start or bucket.said(i) not in (None, (start, stop)):
+            raise UnsupportedError(
+                f"parameter {spec.name!r}, rank {shard} of its shard group: the core's layout has elements {start}:{stop} "
+                f"here, but it holds {held.of(held.param).numel()}, {bucket.said(i)}; the recorder does not know this layout"
+            )
+        yield held

@@ -1,0 +1,149 @@
+"""The user's modules under their own names, whatever wraps them: FSDP, DistributedDataParallel, torch.compile, checkpointing."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from crossframe.errors import UsageError
+from crossframe.state import without_parts
+from torch_backend.slots import WRAPPED
+
+_WRAPPED = (WRAPPED, "_checkpoint_wrapped_module", "_orig_mod")
+_DDP = "DistributedDataParallel"
+_SHARDED = "FSDPModule"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module by its canonical name.
+
+    Attributes:
+        compiled: whether it lies inside what torch.compile made one: what goes on in there cannot be watched.
+    """
+
+    name: str
+    module: nn.Module
+    compiled: bool
+
+
+def named_places(model: nn.Module, *, every_name: bool = False) -> Iterator[Place]:
+    """All modules by canonical name, outer ones first; a wrapper and what it wraps have one name.
+
+    Args:
+        every_name: modules that are registered several times, each time.
+    """
+    yield from _places(model, "", False, None if every_name else set())
+
+
+def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] | None) -> Iterator[Place]:
+    if seen is not None:
+        if module in seen:
+            return
+        seen.add(module)
+    yield Place(name, module, compiled)
+    compiled = compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    for attribute, child in module._modules.items():
+        if child is not None:
+            yield from _places(child, child_name(module, name, attribute), compiled, seen)
+
+
+def child_name(module: nn.Module, name: str, attribute: str) -> str:
+    """The canonical name of a child of the module of that name."""
+    if attribute in _WRAPPED or (attribute == "module" and is_ddp(module)):
+        return name
+    return f"{name}.{attribute}" if name else attribute
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it.
+
+    >>> canonical_name("_orig_mod.blocks.0._checkpoint_wrapped_module.weight")
+    'blocks.0.weight'
+    """
+    return without_parts(name, _WRAPPED)
+
+
+def is_ddp(module: nn.Module) -> bool:
+    """Whether this is torch's DistributedDataParallel, or a kind of it."""
+    return any(cls.__name__ == _DDP and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
+
+
+def is_torch_fsdp2(module: nn.Module) -> bool:
+    """Whether torch's fully_shard made this a unit. Its package is not imported here."""
+    return any(cls.__name__ == _SHARDED and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
+
+
+def is_torch_fsdp1(module: nn.Module) -> bool:
+    """Whether this is torch's FullyShardedDataParallel."""
+    return any(
+        cls.__name__ == "FullyShardedDataParallel" and cls.__module__.startswith("torch.")
+        for cls in type(module).__mro__
+    )
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The user's own model inside of all wrappers."""
+    return [place.module for place in named_places(model) if not place.name][-1]
+
+
+def class_name(module: nn.Module) -> str:
+    """What the user calls the class of a module: fully_shard makes another of it, which its name begins with FSDP."""
+    for cls in type(module).__mro__:
+        sharded = any(base.__name__ == _SHARDED for base in cls.__mro__)
+        if not sharded:
+            return cls.__name__
+    return type(module).__name__
+
+
+def choose_units(model: nn.Module, units: Any) -> set[str]:
+    """The names of the modules that are recorded as units of a model that nothing shards.
+
+    Args:
+        units: names, or classes, or a policy of FSDP's auto_wrap_policy; None: the modules directly inside the longest list of
+            modules of one class.
+
+    Raises:
+        UsageError: names that no module has, or something else.
+    """
+    named = {place.name: place.module for place in named_places(model)}
+    if units is None:
+        return _repeated(named)
+    if hasattr(units, "overrides") or (callable(units) and not isinstance(units, type)):
+        return _by_policy(named, units)
+    given = [units] if isinstance(units, str | type) else list(units) if isinstance(units, Collection) else [units]
+    names = {each for each in given if isinstance(each, str)}
+    classes = tuple(each for each in given if isinstance(each, type) and issubclass(each, nn.Module))
+    if len(names) + len(classes) < len(set(given)):
+        raise UsageError(f"units: expected names or classes of modules, or a wrapping policy, got {units!r}")
+    if unknown := sorted(names - set(named)):
+        raise UsageError(f"units: no module is called {unknown[0]!r}; expected names among {sorted(named)[:8]} ...")
+    return names | {name for name, module in named.items() if isinstance(module, classes)} - {""}
+
+
+def _repeated(named: dict[str, nn.Module]) -> set[str]:
+    """The members of the longest list of modules, most of them of one class."""
+    longest: set[str] = set()
+    for name, module in named.items():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+            continue
+        common, number = Counter(type(child) for child in module).most_common(1)[0]
+        prefix = f"{name}." if name else ""
+        members = {f"{prefix}{key}" for key, child in module._modules.items() if type(child) is common}
+        weighty = any(True for child in module.children() if type(child) is common for _ in child.parameters())
+        if weighty and number >= 2 and len(members & set(named)) > len(longest):
+            longest = members & set(named)
+    return longest
+
+
+def _by_policy(named: dict[str, nn.Module], policy: Any) -> set[str]:
+    if hasattr(policy, "overrides"):
+        return {name for name, module in named.items() if name and policy.overrides(module) is not None}
+    sizes = {name: sum(param.numel() for param in module.parameters()) for name, module in named.items()}
+    return {
+        name
+        for name, module in named.items()
+        if name and policy(module=module, recurse=False, nonwrapped_numel=sizes[name])
+    }

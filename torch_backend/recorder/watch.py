@@ -1,0 +1,243 @@
+"""What a step's forward and backward show: batches, what modules are given and give, full parameters, a rank's own gradients.
+
+[Note: recomputation] Activation checkpointing runs modules a second time, inside the backward. What they do then was recorded
+when they ran first. Gradients are taken either way: hooks of tensors fire where autograd delivers, once for each use.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from crossframe.recording.lines import INPUT, OUTPUT
+from crossframe.trace import Event
+from torch_backend.inputs import tensors_in
+from torch_backend.observe import Observer, observers
+from torch_backend.recorder.model import ModelView
+from torch_backend.recorder.tree import named_places
+
+
+class Sink:
+    """Who is told, during a step."""
+
+    def begins(self) -> None:
+        """The first forward of a model is about to begin."""
+
+    def batch(self, tensors: list[Tensor]) -> None:
+        """A microbatch begins: what forward was given."""
+
+    def activation(self, microbatch: int, module: str, use: str, value: Tensor) -> None:
+        """The first floating tensor that a module was given, or gave."""
+
+    def unsharded(self, unit: str, name: str, value: Tensor) -> None:
+        """A parameter as forward sees it."""
+
+
+class _Engine(Observer):
+    """Keeps what our engine tells of one step."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.grads: dict[str, Tensor] = {}
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def local_grads(self, unit: str, grads: Mapping[str, Tensor]) -> None:
+        with quietly():
+            for name, grad in grads.items():
+                _add(self.grads, name, grad)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What the recorder itself computes is no part of the run: it has no history, and twins do not round it otherwise."""
+    with torch.no_grad(), _disable_current_modes():
+        yield
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work: a forward is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Watch:
+    """The hooks on one model.
+
+    Attributes:
+        is_dense: whether the step is.
+        microbatches: how many forwards the step has seen.
+    """
+
+    def __init__(self, model: nn.Module, sink: Sink) -> None:
+        self._sink = sink
+        self._view: ModelView | None = None
+        self._inside = False
+        self._handles: list[Any] = []
+        self._engine = _Engine()
+        self._grads: dict[str, Tensor] = {}
+        # By id the parameters, as forward read them, whose gradients are listened for; and those that were told.
+        self._hooked: dict[int, Tensor] = {}
+        self._told: set[str] = set()
+        self.is_dense = False
+        self.microbatches = 0
+        # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
+        self._root = [place.module for place in named_places(model) if not place.name and not place.compiled][-1]
+        self._own = [
+            model.register_forward_pre_hook(self._model_begins, prepend=True, with_kwargs=True),
+            *self._around(self._root, ""),
+            model.register_forward_hook(self._model_ends, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self._drop()
+        for handle in self._own:
+            handle.remove()
+        self._own = []
+
+    def begin_step(self, view: ModelView, *, collects: bool, is_dense: bool) -> None:
+        """Forget the last step, and watch the next one this closely.
+
+        Args:
+            collects: whether our engine's collectives are wanted.
+            is_dense: whether all else is, too.
+        """
+        self._drop()
+        self._view, self.is_dense, self.microbatches = view, is_dense, 0
+        self._engine, self._grads, self._told = _Engine(), {}, set()
+        if collects or is_dense:
+            observers.append(self._engine)
+        if is_dense:
+            for module, name in view.watched.items():
+                if module is not self._root:
+                    self._handles += self._around(module, name)
+
+    def events(self) -> list[Event]:
+        """The collectives of the step so far."""
+        return self._engine.events
+
+    def local_grads(self) -> dict[str, dict[str, Tensor]]:
+        """By unit and parameter what this rank's batch gave, all microbatches added up. Where a unit has any, those of its
+        trained parameters that nothing reached are zeros."""
+        view = self._view
+        assert view is not None
+        if view.engine.names is not None:
+            names = view.engine.names()
+            told = {names[own]: grad for own, grad in self._engine.grads.items() if own in names}
+        else:
+            told = self._grads
+        found: dict[str, dict[str, Tensor]] = {}
+        for unit, layout in view.units:
+            own = {spec.name: told[spec.name] for spec in layout.params if spec.name in told}
+            if own:
+                like = next(iter(own.values()))
+                found.setdefault(unit, {}).update(
+                    {
+                        spec.name: own[spec.name] if spec.name in own else like.new_zeros(spec.shape)
+                        for spec in layout.params
+                        if spec.requires_grad or spec.name in own
+                    }
+                )
+        return found
+
+    def _drop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._hooked = {}
+        self._inside = False
+        if self._engine in observers:
+            observers.remove(self._engine)
+
+    def _around(self, module: nn.Module, name: str) -> list[Any]:
+        """Hooks that tell a module's input and output while steps are dense."""
+
+        @_disable_dynamo
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.is_dense and in_backward():
+                self._listen(module)
+            elif self.is_dense and self._inside:
+                with quietly():
+                    self._read(module)
+                    self._tell(name, INPUT, (args, kwargs))
+                self._listen(module)
+
+        @_disable_dynamo
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            if self.is_dense and self._inside and not in_backward():
+                with quietly():
+                    self._tell(name, OUTPUT, output)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
+
+    def _tell(self, name: str, use: str, value: Any) -> None:
+        found = next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
+        if found is not None and not isinstance(found, DTensor):
+            self._sink.activation(self.microbatches - 1, name, use, found.detach())
+
+    def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+        """(unit, name, value) of every parameter that can be read in full once this module begins, at all its places."""
+        view = self._view
+        assert view is not None
+        for unit in view.entries.get(module, ()):
+            for name in view.names_of(unit):
+                for owner, attribute in view.places[name]:
+                    yield unit, name, getattr(owner, attribute)
+
+    def _read(self, module: nn.Module) -> None:
+        for unit, name, value in self._entered(module):
+            if self.microbatches == 1 and name not in self._told:
+                self._told.add(name)
+                self._sink.unsharded(unit, name, value.detach())
+
+    def _listen(self, module: nn.Module) -> None:
+        """Let the gradients of parameters be taken where no engine tells them."""
+        assert self._view is not None
+        if self._view.engine.names is not None:
+            return
+        for _, name, value in self._entered(module):
+            if value.requires_grad and id(value) not in self._hooked:
+                self._hooked[id(value)] = value
+                self._handles.append(value.register_hook(self._adder(name)))
+
+    def _adder(self, name: str) -> Callable[[Tensor], None]:
+        def add(grad: Tensor) -> None:
+            with quietly():
+                _add(self._grads, name, grad)
+
+        return add
+
+    @_disable_dynamo
+    def _model_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        if self._view is None:
+            self._sink.begins()
+        self._inside = True
+        self.microbatches += 1
+        with quietly():
+            self._sink.batch([tensor.detach() for tensor in tensors_in((args, kwargs))])
+
+    @_disable_dynamo
+    def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self._inside = False
+
+
+def _add(sums: dict[str, Tensor], name: str, grad: Tensor) -> None:
+    """Add a gradient to what has come before it: in float32 at least, where there are several."""
+    grad = grad.detach()
+    if name not in sums:
+        sums[name] = grad.clone()
+        return
+    wide = torch.promote_types(sums[name].dtype, torch.float32)
+    sums[name] = sums[name].to(wide) + grad.to(wide)
