@@ -1,34 +1,11 @@
-"""What a bug looks like."""
+"""What a difference looks like: hypotheses that predict one side from what was recorded, and the one that fits.
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+One file a family: `factors`, `moved`, `reduction`, `tied`, `forward`, `rules` with `departures` and `moments`, and `batches` know
+numbers alone; `of_values`, `of_modules` and `of_optimizer` put to them what two recordings hold (`case`). When a fit is believed,
+and which one is reported: `fit`.
+"""
 
-from crossframe.recording import Recording
-from crossframe.verdict.judge import Judgement
-from crossframe.verdict.locate import Divergence
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.diagnosis.diagnose import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
+from crossframe.verdict.diagnosis.fit import SIGNATURES
 
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """A signature that fits, and in one sentence why."""
-
-    signature: str
-    evidence: str
-
-    def to_json(self) -> dict:
-        """As a JSON object."""
-        return asdict(self)
-
-
-def diagnose(
-    pair: Pair, judgement: Judgement, where: Divergence, limit: Callable[[Quantity], float]
-) -> Diagnosis | None:
-    """What the first divergence looks like."""
-    return None
-
-
-def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
-    """How the batches of two recordings differ; None if they do not."""
-    return None
+__all__ = ["SIGNATURES", "Diagnosis", "diagnose", "diagnose_batches", "needs_full_tensors"]

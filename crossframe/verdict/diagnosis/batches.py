@@ -1,0 +1,109 @@
+"""What two runs were fed instead of the same."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from crossframe.recording import Batch, Recording
+
+Fed = list[list[Batch]]
+"""By step and rank."""
+
+
+def fed_to(recording: Recording, num_steps: int) -> Fed:
+    """What the ranks of a recording were fed at its first steps."""
+    world = range(recording.manifest.world_size)
+    return [[recording.batch(step, rank) for rank in world] for step in range(num_steps)]
+
+
+@dataclass(frozen=True)
+class Other:
+    """The first step at which two runs were fed otherwise, and in what way."""
+
+    step: int
+    said: str
+
+
+def other_batches(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
+    """How the batches of two runs differ, by digests and sample ids; None where they do not.
+
+    Args:
+        names: what the runs are called.
+    """
+    step = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not _same(x, y)), None)
+    if step is None:
+        return None
+    for tell in (_own_contents, _own_order, _other_ranks, _repeated, _order, _shifted):
+        if said := tell(a, b, step, names):
+            return Other(step, said)
+    return Other(step, _other_samples(a, b, step, names))
+
+
+def _same(x: list[Batch], y: list[Batch]) -> bool:
+    return x == y if len(x) == len(y) else _samples(x) == _samples(y)
+
+
+def _samples(batches: list[Batch]) -> Counter[int]:
+    return Counter(i for batch in batches for i in batch.sample_ids)
+
+
+def _own_contents(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
+    x, y = a[step], b[step]
+    if len(x) != len(y) or any(p.sample_ids != q.sample_ids for p, q in zip(x, y, strict=True)):
+        return None
+    ranks = [rank for rank, (p, q) in enumerate(zip(x, y, strict=True)) if p.digest != q.digest]
+    return (
+        f"ranks {ranks} were fed the same samples in the same order, but not the same values: inputs or labels differ"
+    )
+
+
+def _own_order(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
+    x, y = a[step], b[step]
+    if len(x) == len(y) and all(Counter(p.sample_ids) == Counter(q.sample_ids) for p, q in zip(x, y, strict=True)):
+        ranks = [rank for rank, (p, q) in enumerate(zip(x, y, strict=True)) if p.sample_ids != q.sample_ids]
+        return f"ranks {ranks} were fed the same samples in another order"
+    return None
+
+
+def _other_ranks(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
+    x, y = a[step], b[step]
+    if len(x) != len(y) or len({batch.sample_ids for batch in x}) != len(x):
+        return None
+    came_from = [next((i for i, p in enumerate(x) if p.sample_ids == q.sample_ids), None) for q in y]
+    if None in came_from:
+        return None
+    if len(set(came_from)) < len(y):
+        return f"the ranks of {names[1]} were fed what ranks {came_from} of {names[0]} were: some twice, and some never"
+    return f"the ranks of {names[1]} were fed what ranks {came_from} of {names[0]} were"
+
+
+def _repeated(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
+    for fed, name, other in ((a, names[0], b), (b, names[1], a)):
+        twice = [i for i, times in _samples(fed[step]).items() if times > 1]
+        if twice and not any(times > 1 for times in _samples(other[step]).values()):
+            return f"in {name} {len(twice)} samples were fed more than once in the step, to one rank or to several"
+    return None
+
+
+def _order(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
+    if _samples(a[step]) == _samples(b[step]):
+        return "all ranks together were fed the same samples, but other ranks had them"
+    return None
+
+
+def _shifted(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
+    def ahead(by: int, same: Callable[[list[Batch]], object]) -> bool:
+        pairs = [(a[i + by], b[i]) for i in range(step, len(b)) if 0 <= i + by < len(a)]
+        return bool(pairs) and all(same(x) == same(y) for x, y in pairs)
+
+    for by in sorted((by for by in range(-len(a) + 1, len(a)) if by), key=abs):
+        if ahead(by, _samples):
+            steps = f"{abs(by)} step{'s' if abs(by) > 1 else ''}"
+            return f"{names[1]} is {steps} {'ahead of' if by > 0 else 'behind'} {names[0]} in the data"
+    every = [sum((_samples(batches) for batches in fed), Counter()) for fed in (a, b)]
+    return "all steps together were fed the same samples, in another order" if every[0] == every[1] else None
+
+
+def _other_samples(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str:
+    x, y = _samples(a[step]), _samples(b[step])
+    return f"of {sum(x.values())} samples in {names[0]} and {sum(y.values())} in {names[1]}, {sum((x & y).values())} are the same"

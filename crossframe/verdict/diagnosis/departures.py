@@ -1,0 +1,178 @@
+"""How an optimizer's update departs from the rule that it should follow.
+
+One side's update is explained by its rule, from that side's own values before the step and its own moments behind it: that side
+is right. The other side's is explained by the rule with one thing changed, from its own values too: that names the fault.
+Constants that are not among the usual ones (another decay, another epsilon) are fitted, and said.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from crossframe.verdict.diagnosis.fit import Fit, Story, believed
+from crossframe.verdict.diagnosis.rules import SGD, AdamW
+from crossframe.verdict.metrics import distance, norm
+
+TINY = np.finfo(np.float64).tiny
+Rule = AdamW | SGD
+Change = tuple[str, str, Rule, Story]
+"""Signature, how it is said, the changed rule, and its story."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one side's optimizer made of a parameter, in float64.
+
+    Attributes:
+        before, after: the parameter.
+        moments: behind this step's gradient: (m, v) of AdamW, (buffer,) of SGD.
+        roundoff: of the dtype of the parameter.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    moments: tuple[np.ndarray, ...]
+    roundoff: float
+
+    @property
+    def moved(self) -> np.ndarray:
+        """By what the parameter changed."""
+        return self.after - self.before
+
+    def rest(self, rule: Rule) -> float:
+        """What a rule leaves unexplained."""
+        return distance(self.after, rule.updated(self.before, *self.moments))
+
+    def error(self, rule: Rule) -> float:
+        """What rounding may leave."""
+        return rule.error(self.before, self.moved, self.roundoff)
+
+    def way(self, rule: Rule) -> np.ndarray:
+        """Where a rule goes at a learning rate of 1."""
+        return replace(rule, rate=1.0).updated(self.before, *self.moments) - self.before
+
+
+def factor_between(x: np.ndarray, y: np.ndarray) -> float:
+    """The c of y = c * x, by least squares; 0 of zeros.
+
+    >>> factor_between(np.array([1.0, 2.0]), np.array([3.0, 6.0]))
+    3.0
+    """
+    x, y = x.reshape(-1), y.reshape(-1)
+    size = norm(x)
+    return float((x / size) @ y) / size if size and math.isfinite(size) else 0.0
+
+
+def departures(right: Update, wrong: Update, stated: Rule, counted: float | None, difference: float) -> list[Fit]:
+    """The changes to a rule that explain the wrong side's update, where the rule itself explains the right side's.
+
+    Args:
+        stated: its rate, where a schedule makes another of it, is corrected by the right side.
+        counted: how many steps the wrong side's own count says it has taken; None where it was not recorded.
+        difference: norm of what is to be explained.
+    """
+    rule = stated
+    if right.rest(rule) > right.error(rule):
+        rule = replace(stated, rate=factor_between(right.way(stated), right.moved))
+        if rule.rate <= 0 or right.rest(rule) > right.error(rule):
+            return []
+    fits = []
+    for signature, said, changed, story in _changes(rule, wrong, counted):
+        rest, error = wrong.rest(changed), wrong.error(changed)
+        if believed(rest, difference, error):
+            fits.append(Fit(signature, said, rest, error, story))
+    return fits
+
+
+def _changes(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
+    way = wrong.way(rule)
+    rate = factor_between(way, wrong.moved)
+    if rate > 0:
+        factor = rate / rule.rate
+        unsure = wrong.error(rule) / max(norm(way) * rule.rate, TINY)
+        said = (
+            f"the parameter moves {factor:.6g} times as far as its rule says, as with a learning rate of {rate:.4g} for "
+            f"{rule.rate:.4g}"
+        )
+        yield "constant_factor", said, replace(rule, rate=rate), Story("rate", factor, unsure)
+    if isinstance(rule, AdamW):
+        yield from _of_correction(rule, counted)
+        yield from _of_epsilon(rule, wrong)
+        yield from _of_decay(rule, wrong)
+
+
+def _of_correction(rule: AdamW, counted: float | None) -> Iterator[Change]:
+    for said, changed in (
+        ("neither moment is", replace(rule, count_m=None, count_v=None)),
+        ("the first moment is not", replace(rule, count_m=None)),
+        ("the second moment is not", replace(rule, count_v=None)),
+    ):
+        yield "bias_correction", f"{said} corrected for its start at zero", changed, Story(said)
+    due = int(rule.count_m or 0)
+    for count in range(1, due + 2):
+        if count == due:
+            continue
+        said = f"both moments are corrected as at step {count} of the optimizer, where it is step {due}"
+        changed = replace(rule, count_m=count, count_v=count)
+        if counted == count or (count == 1 and due > 2):
+            yield "lost_step", f"{said}: its count of steps was lost", changed, Story("count", count)
+        else:
+            yield "bias_correction", said, changed, Story("count", count)
+
+
+def _of_epsilon(rule: AdamW, wrong: Update) -> Iterator[Change]:
+    inside = replace(rule, epsilon_in_root=True)
+    said = f"epsilon, {rule.epsilon:.4g}, stands inside of the root"
+    yield "optimizer_epsilon", said, inside, Story("epsilon in root")
+    for where, form in (("outside of", rule), ("inside of", inside)):
+        fitted = _fit_epsilon(form, wrong)
+        unsure = wrong.error(fitted) / max(norm(fitted.slope(*wrong.moments)), TINY)
+        said = f"epsilon is {fitted.epsilon:.4g} {where} the root, where {rule.epsilon:.4g} outside of it is stated"
+        yield "optimizer_epsilon", said, fitted, Story(f"epsilon {where} root", fitted.epsilon, unsure)
+
+
+def _fit_epsilon(rule: AdamW, wrong: Update) -> AdamW:
+    """The epsilon that explains an update best, by Gauss and Newton from several sizes on."""
+    found = []
+    for start in (0.0, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2):
+        now = replace(rule, epsilon=start)
+        for _ in range(40):
+            slope = now.slope(*wrong.moments).reshape(-1)
+            rest = (wrong.after - now.updated(wrong.before, *wrong.moments)).reshape(-1)
+            down = float(slope @ slope)
+            if not 0 < down < math.inf:
+                break
+            epsilon = max(now.epsilon + float(slope @ rest) / down, now.epsilon / 8)
+            if abs(epsilon - now.epsilon) <= 1e-12 * epsilon:
+                break
+            now = replace(now, epsilon=epsilon)
+        found.append(now)
+    return min(found, key=wrong.rest)
+
+
+def _of_decay(rule: AdamW, wrong: Update) -> Iterator[Change]:
+    """The decay that explains an update: what is left without any, as a multiple of the parameter before."""
+    bare = replace(rule, decay=0.0)
+    size = norm(wrong.before)
+    if not size:
+        return
+    left = wrong.after - bare.updated(wrong.before, *wrong.moments)
+    decay = -factor_between(wrong.before, left) / rule.rate
+    # What rounding may leave of a decay that is none.
+    unsure = wrong.error(bare) / size / rule.rate
+    if abs(decay) <= unsure and rule.decay:
+        decay = 0.0
+    said = _said_of_decay(decay, rule.decay, unsure, rule.rate)
+    yield "weight_decay", said, replace(rule, decay=decay), Story("decay", decay, unsure)
+
+
+def _said_of_decay(decay: float, stated: float, unsure: float, rate: float) -> str:
+    if decay == 0.0:
+        return f"the parameter is not decayed, where a decay of {stated:.4g} is stated"
+    if stated and abs(decay * rate - stated) <= unsure * rate:
+        return f"the parameter shrinks by {stated:.4g} of itself, and not by {stated:.4g} times the learning rate of {rate:.4g}"
+    if stated and abs(decay + stated) <= unsure:
+        return f"the decay of {stated:.4g} has the wrong sign"
+    return f"the parameter decays by {decay:.4g} times the learning rate, where {stated:.4g} is stated"

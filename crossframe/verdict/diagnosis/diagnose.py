@@ -1,0 +1,130 @@
+"""Which hypothesis explains the first difference of two recordings."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from crossframe.errors import RecordingError
+from crossframe.recording import Recording
+from crossframe.recording.lines import FORWARD
+from crossframe.verdict.comparable import labels
+from crossframe.verdict.diagnosis import of_modules, of_optimizer, of_values
+from crossframe.verdict.diagnosis.batches import fed_to, other_batches
+from crossframe.verdict.diagnosis.case import Case, case_of
+from crossframe.verdict.diagnosis.fit import SIGNATURES, Fit, best
+from crossframe.verdict.judge import Judgement
+from crossframe.verdict.locate import Divergence
+from crossframe.verdict.metrics import distance
+from crossframe.verdict.pair import Pair
+from crossframe.verdict.quantities import ACTIVATION, Quantity
+from crossframe.verdict.walk import walk
+
+Limit = Callable[[Quantity], float]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a difference looks like.
+
+    Attributes:
+        signature: one of `crossframe.verdict.diagnosis.SIGNATURES`.
+        evidence: a sentence with the numbers that speak for it.
+    """
+
+    signature: str
+    evidence: str
+
+    def __post_init__(self) -> None:
+        assert self.signature in SIGNATURES, self.signature
+
+    def to_json(self) -> dict:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def diagnose(pair: Pair, judgement: Judgement, where: Divergence, limit: Limit) -> Diagnosis | None:
+    """What the first quantity outside its bound looks like; None where no hypothesis explains it.
+
+    Args:
+        where: inside the quantity.
+        limit: the largest norm(a - b) that rounding may leave of a quantity.
+    """
+    if judgement.one_sided or judgement.both_not_finite:
+        return None
+    case = case_of(pair, judgement.quantity, limit)
+    fit = best(_fits(case))
+    part = _part(case, where)
+    if fit is None and part is not None:
+        case, fit = part, best(_fits(part))
+    if fit is None:
+        return None
+    said = f"{fit.evidence}; of a difference of {case.sides.difference:.2g} that leaves {fit.rest:.2g}"
+    if case.start is not None:
+        said = f"in elements {case.start}:{case.stop}, those that differ on rank {where.rank}, {said}"
+    return Diagnosis(fit.signature, f"{said}{_in_others(pair, case, fit, limit)}.")
+
+
+def _fits(case: Case) -> Iterator[Fit]:
+    """All hypotheses that are believed, with either side taken to be right."""
+    if case.quantity.sketched:
+        hypotheses = of_values.LINEAR
+    elif case.quantity.kind == ACTIVATION:
+        hypotheses = (*of_modules.ALL, *of_values.ALL)
+    else:
+        hypotheses = (*of_optimizer.ALL, *of_values.ALL)
+    for either in (case,) if case.quantity.within else (case, case.turn()):
+        for hypothesis in hypotheses:
+            yield from hypothesis(either)
+
+
+def _part(case: Case, where: Divergence) -> Case | None:
+    """The elements that differ on one rank, where these are not all."""
+    if case.quantity.sketched or not case.name or where.start is None or where.stop is None:
+        return None
+    if where.stop - where.start in (0, 1, case.quantity.a.size):
+        return None
+    return case.within(where.start, where.stop)
+
+
+def _in_others(pair: Pair, case: Case, fit: Fit, limit: Limit) -> str:
+    """In how many other parameters, of those that differ in the same phase of the step, the same is found."""
+    if case.phase == FORWARD or not case.name:
+        return ""
+    differ, agree = 0, 0
+    for group in walk(pair, (case.phase,)):
+        quantity = group[0]
+        if quantity.step > case.step:
+            break
+        if quantity.step < case.step or quantity.parameter == case.name or quantity.use != case.quantity.use:
+            continue
+        quantity = max(group, key=lambda each: distance(each.a, each.b))
+        other = case_of(pair, quantity, limit)
+        if not np.isfinite(other.sides.difference) or other.sides.difference <= other.limit:
+            continue
+        differ += 1
+        agree += any(each.signature == fit.signature and each.story.same(fit.story) for each in _fits(other))
+    if not differ:
+        return "; no other parameter differs there"
+    return f"; the same is found in {agree} of {differ} other parameters that differ there"
+
+
+def needs_full_tensors(judgement: Judgement) -> str | None:
+    """What to do to be told what a difference looks like, where only sketches of it were compared; None where that is not so."""
+    if not judgement.quantity.sketched:
+        return None
+    return (
+        f"only a sketch of the {judgement.quantity.name} was compared: record step {judgement.quantity.step} densely and in full "
+        "(detail='full') to be told what it looks like"
+    )
+
+
+def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
+    """In what way two runs were not fed the same; None where they were, as far as both go."""
+    num_steps = min(a.num_steps, b.num_steps)
+    try:
+        fed = fed_to(a, num_steps), fed_to(b, num_steps)
+    except (KeyError, RecordingError):
+        return None
+    found = other_batches(*fed, labels(a, b))
+    return Diagnosis("other_batches", f"from step {found.step} on, {found.said}.") if found else None

@@ -1,0 +1,238 @@
+"""What a module computed otherwise: another epsilon in a norm, another activation function, dropout, a transposed kernel."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.verdict.diagnosis.fit import Contrast, believed
+from crossframe.verdict.metrics import distance, norm
+
+ERF_GELU, TANH_GELU = "x Phi(x) by erf", "x Phi(x) by tanh"
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What normalises: the dims that are averaged over, whether the mean is subtracted, the dim of weight and bias."""
+
+    said: str
+    dims: tuple[int, ...]
+    centred: bool
+    weight_dim: int
+
+
+@dataclass(frozen=True)
+class Epsilons:
+    """The epsilons in both sides of a norm's output, how far they may be off, and what they leave of the wrong side."""
+
+    said: str
+    right: float
+    wrong: float
+    unsure: float
+    rest: float
+
+
+def norm_kinds(shape: Sequence[int], numel: int) -> Iterator[Normed]:
+    """The norms that a weight of so many elements can belong to: layer norm and RMS norm over the last dim, batch norm over all
+    but the dim of channels."""
+    dims = tuple(range(len(shape)))
+    if len(shape) >= 2 and shape[-1] == numel:
+        yield Normed("layer norm", dims[-1:], True, dims[-1])
+        yield Normed("RMS norm", dims[-1:], False, dims[-1])
+    if len(shape) >= 2 and shape[1] == numel:
+        yield Normed("batch norm", (0, *dims[2:]), True, 1)
+
+
+def norm_epsilons(
+    sides: Contrast,
+    inputs: tuple[np.ndarray, np.ndarray],
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    roundoff: float,
+) -> Epsilons | None:
+    """The epsilons that both sides of an output imply, where they explain it and are not the same.
+
+    y = (x - mean) / sqrt(var + epsilon) * w + b, of which only epsilon is not recorded. It is found by Gauss and Newton from
+    dy / d epsilon = -(y - b) / (2 (var + epsilon)).
+
+    Args:
+        inputs: of the right and of the wrong side.
+        roundoff: of the dtype of the output.
+    """
+    for kind in norm_kinds(sides.right.shape, weight.size):
+        shape = [weight.size if dim == kind.weight_dim else 1 for dim in range(sides.right.ndim)]
+        w, b = weight.reshape(shape), 0.0 if bias is None else bias.reshape(shape)
+        found = []
+        for x, y in zip(inputs, (sides.right, sides.wrong), strict=True):
+            centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
+            square = np.square(centred).mean(axis=kind.dims, keepdims=True)
+            epsilon, steep = _epsilon_of(y - b, centred * w, square)
+            rest = distance(y, centred * w / np.sqrt(square + epsilon) + b)
+            # The mean is off by 2 u max|x|, the rest takes 8 operations on numbers as large as what comes out.
+            coarse = 2 * np.abs(x).max(initial=0.0) * np.abs(w) / np.sqrt(square + epsilon)
+            error = roundoff * (8 * norm(y) + norm(np.broadcast_to(coarse, y.shape)) * kind.centred)
+            found.append((epsilon, error / max(steep, np.finfo(np.float64).tiny), rest, error))
+        (right, unsure, right_rest, error), (wrong, other, rest, _) = found
+        unsure += other
+        tolerance = max(sides.limit, error)
+        if right_rest <= tolerance and believed(rest, sides.difference, tolerance) and abs(right - wrong) > 0:
+            return Epsilons(kind.said, right, wrong, unsure, rest)
+    return None
+
+
+def _epsilon_of(y: np.ndarray, numerator: np.ndarray, square: np.ndarray) -> tuple[float, float]:
+    """The epsilon of y = numerator / sqrt(square + epsilon), and norm(dy / d epsilon) there."""
+    epsilon, steep = 0.0, 0.0
+    for _ in range(60):
+        below = np.maximum(square + epsilon, np.finfo(np.float64).tiny)
+        now = numerator / np.sqrt(below)
+        slope = -now / (2 * below)
+        steep = norm(slope)
+        if not 0 < steep < math.inf:
+            break
+        step = float(((y - now) / steep * (slope / steep)).sum())
+        reached = max(epsilon + step, epsilon / 8)
+        if abs(reached - epsilon) <= 1e-12 * reached:
+            break
+        epsilon = reached
+    return epsilon, steep
+
+
+def _elementwise(function: Callable[[float], float]) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda x: np.vectorize(function, otypes=[np.float64])(x) if x.size else x
+
+
+_erf = _elementwise(math.erf)
+
+
+def _logistic(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    ERF_GELU: lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    TANH_GELU: lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "ReLU": lambda x: np.maximum(x, 0.0),
+    "SiLU": lambda x: x * _logistic(x),
+}
+"""Activation functions, in float64."""
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The activation functions of both sides, and what they leave of the wrong one."""
+
+    right: str
+    wrong: str
+    rest: float
+    error: float
+
+
+def functions_of(
+    sides: Contrast,
+    inputs: tuple[np.ndarray, np.ndarray],
+    roundoff: float,
+    gates: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Functions | None:
+    """Which functions of their inputs both sides are, where these are two.
+
+    Each is x * g with 0 <= g <= 1, and g is taken by some five operations on numbers of at most 2, so it is off by at most 10 u;
+    with the product, and that with the gate, by 12 u |x| in all.
+
+    Args:
+        inputs: of the right and of the wrong side.
+        roundoff: of the dtype in which they were computed.
+        gates: what the function's value is multiplied by.
+    """
+    names, rests = [], []
+    error = 0.0
+    for i, side in enumerate((sides.right, sides.wrong)):
+        gate = gates[i] if gates else 1.0
+        error = 12 * roundoff * norm(inputs[i] * gate)
+        tolerance = max(error, sides.limit)
+        left = {name: distance(side, function(inputs[i]) * gate) for name, function in FUNCTIONS.items()}
+        name = min(left, key=left.__getitem__)
+        if not believed(left[name], sides.difference, tolerance):
+            return None
+        names.append(name)
+        rests.append(left[name])
+    return Functions(names[0], names[1], rests[1], error) if names[0] != names[1] else None
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A share of elements is missing, and the others are larger by a factor."""
+
+    share: float
+    factor: float
+    numel: int
+    rest: float
+    both: bool = False
+
+
+def dropout_of(sides: Contrast, through: np.ndarray | None = None) -> Dropped | None:
+    """Which share of a branch was dropped: wrong = right + branch * (mask / (1 - p) - 1).
+
+    The factor of what was kept is the median of what the kept elements say; it must be 1 / (1 - p) for the share p that was
+    dropped, as far as a share of so many draws can tell (five standard deviations).
+
+    Args:
+        through: the branch; None: the right side itself.
+    """
+    x = sides.right if through is None else through
+    apart, occurs = sides.wrong - sides.right, x != 0
+    total = int(occurs.sum())
+    if total < 8:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        grown = np.where(occurs, apart / np.where(occurs, x, 1.0), 0.0)
+    away = occurs & (grown < -0.5)
+    kept = occurs & ~away
+    share = float(away.sum() / total)
+    if not 0 < share < 1:
+        return None
+    factor = 1 + float(np.median(grown[kept]))
+    predicted = sides.right + x * np.where(away, -1.0, np.where(kept, factor - 1, 0.0))
+    tolerance = max(1.0, factor) * sides.limit + 8 * sides.roundoff * norm(sides.wrong)
+    rest = sides.rest(predicted)
+    if not believed(rest, sides.difference, tolerance):
+        return None
+    luck = 5 * math.sqrt(share * (1 - share) / total)
+    return Dropped(share, factor, total, rest) if abs((1 - 1 / factor) - share) <= luck else None
+
+
+def two_masks_of(sides: Contrast) -> Dropped | None:
+    """Whether both sides were dropped out, by other masks: where both are there they agree, elsewhere one of them is zero."""
+    x, y = sides.right, sides.wrong
+    both = (x != 0) & (y != 0)
+    only = ((x != 0) != (y != 0)).sum()
+    rest = distance(np.where(both, x, 0.0), np.where(both, y, 0.0))
+    if x.size < 8 or not both.any() or not only or not believed(rest, sides.difference, sides.limit):
+        return None
+    shares = [float((side == 0).mean()) for side in (x, y)]
+    # Of two masks of one share p, p (1 - p) of all elements are in the first alone, and as many in the second.
+    share = sum(shares) / 2
+    expected, luck = 2 * share * (1 - share), 5 * math.sqrt(0.25 / x.size)
+    alike = abs(only / x.size - expected) <= luck and abs(shares[0] - shares[1]) <= 2 * luck
+    return Dropped(share, 1 / (1 - share), x.size, rest, both=True) if alike and share > 0 else None
+
+
+def kernel_transposed(
+    sides: Contrast, inputs: tuple[np.ndarray, np.ndarray], weight: np.ndarray, bias: np.ndarray | None, roundoff: float
+) -> float | None:
+    """What is left if one side multiplied by a square weight, and the other by its transpose; None where that is not so.
+
+    A sum of n products errs by at most n u times the sum of their magnitudes (Higham, section 4.2).
+    """
+    if weight.ndim != 2 or weight.shape[0] != weight.shape[1] or inputs[0].shape[-1:] != weight.shape[:1]:
+        return None
+    if inputs[0].shape != sides.right.shape:
+        return None
+    add = 0.0 if bias is None else bias
+    size = norm(np.abs(inputs[1]) @ np.abs(weight)) + norm(np.broadcast_to(add, sides.wrong.shape))
+    tolerance = max(sides.limit, (len(weight) + 2) * roundoff * size)
+    if distance(sides.right, inputs[0] @ weight.T + add) > tolerance:
+        return None
+    rest = distance(sides.wrong, inputs[1] @ weight + add)
+    return rest if believed(rest, sides.difference, tolerance) else None

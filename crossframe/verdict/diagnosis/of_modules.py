@@ -1,0 +1,136 @@
+"""Hypotheses about what a module computed of what it was given."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from crossframe.recording.lines import INPUT, OUTPUT
+from crossframe.verdict.diagnosis.case import At, Case
+from crossframe.verdict.diagnosis.fit import Fit, Story
+from crossframe.verdict.diagnosis.forward import (
+    ERF_GELU,
+    TANH_GELU,
+    Dropped,
+    dropout_of,
+    functions_of,
+    kernel_transposed,
+    norm_epsilons,
+    two_masks_of,
+)
+
+NEARBY = 6
+"""How many earlier activations are tried as what an activation was made of."""
+GATES = 3
+"""And how many of these as what multiplied it."""
+
+Both = tuple[np.ndarray, np.ndarray]
+
+
+def norm_epsilon(case: Case) -> Iterator[Fit]:
+    """Both sides normalise, by other epsilons. Tried one way round only: the story is of both sides."""
+    given, params = _input(case), _parameters(case)
+    if case.turned or given is None or params is None or params[0].ndim != 1:
+        return
+    found = norm_epsilons(case.sides, given, *params, case.compute_roundoff)
+    if found is not None:
+        said = (
+            f"{case.quantity.module} is a {found.said}, in which {case.names[0]} has an epsilon of {found.right:.3g} and "
+            f"{case.names[1]} one of {found.wrong:.3g} (either way {found.unsure:.0e})"
+        )
+        yield Fit("norm_epsilon", said, found.rest, 0.0, Story("epsilon", found.wrong, found.unsure))
+
+
+def tanh_gelu(case: Case) -> Iterator[Fit]:
+    """Both sides are functions of what came before, and not the same function. Tried one way round only."""
+    if case.turned:
+        return
+    near = [(at, both) for at in _nearby(case) if (both := _of_both(case, at)) is not None]
+    for i, (at, inputs) in enumerate(near):
+        gates: list[tuple[str, Both] | None] = [None]
+        gates += [(f" times the {gate[2]} of {gate[1]}", both) for j, (gate, both) in enumerate(near[:GATES]) if j != i]
+        for gate in gates:
+            found = functions_of(case.sides, inputs, case.compute_roundoff, gate[1] if gate else None)
+            if found is None:
+                continue
+            # Other functions than these two are told apart too, but have no signature.
+            if {found.right, found.wrong} == {ERF_GELU, TANH_GELU}:
+                of = f"with x the {at[2]} of {at[1]}, {case.names[0]} has {found.right} and {case.names[1]} has {found.wrong}"
+                yield Fit("tanh_gelu", of + (gate[0] if gate else ""), found.rest, found.error, Story("gelu"))
+            return
+
+
+def dropout(case: Case) -> Iterator[Fit]:
+    """Elements are missing at random, of the activation itself or of a branch that was added to it."""
+    if found := dropout_of(case.sides):
+        yield _dropped(case, found, "elements")
+        return
+    for at in _nearby(case):
+        through = case.activation(case.right, case.step, at)
+        if through is not None and (found := dropout_of(case.sides, np.asarray(through, np.float64))):
+            yield _dropped(case, found, f"elements of what came in from the {at[2]} of {at[1]}")
+            return
+    if not case.turned and (found := two_masks_of(case.sides)):
+        said = f"both drop {found.share:.3f} of {found.numel} elements, and not the same ones"
+        yield Fit("dropout", said, found.rest, 0.0, Story("dropout"))
+
+
+def _dropped(case: Case, found: Dropped, what: str) -> Fit:
+    said = (
+        f"in {case.names[1]} {found.share:.3f} of {found.numel} {what} are missing, and the others are {found.factor:.4g} times "
+        f"as large: dropout with p = {1 - 1 / found.factor:.3g}"
+    )
+    return Fit("dropout", said, found.rest, 0.0, Story("dropout", 1 - 1 / found.factor, 1e-6))
+
+
+def transposed_kernel(case: Case) -> Iterator[Fit]:
+    """A module multiplied by the transpose of its weight."""
+    given, params = _input(case), _parameters(case)
+    if given is None or params is None:
+        return
+    rest = kernel_transposed(case.sides, given, *params, case.compute_roundoff)
+    if rest is not None:
+        said = (
+            f"{case.names[1]} multiplies by the weight of {case.quantity.module}, and {case.names[0]} by its transpose"
+        )
+        yield Fit("transposed", said, rest, 0.0, Story("kernel"))
+
+
+def _input(case: Case) -> Both | None:
+    """What the module was given on both sides, where the quantity is what it gave."""
+    if case.quantity.use != OUTPUT or not case.quantity.module:
+        return None
+    return _of_both(case, (case.quantity.microbatch, case.quantity.module, INPUT))
+
+
+def _of_both(case: Case, at: At) -> Both | None:
+    found = [case.activation(recording, case.step, at) for recording in (case.right, case.wrong)]
+    if found[0] is None or found[1] is None:
+        return None
+    return np.asarray(found[0], np.float64), np.asarray(found[1], np.float64)
+
+
+def _parameters(case: Case) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """The weight and the bias of the module, as the rank used them; the bias is the one of that name."""
+    module = case.quantity.module
+    own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == module]
+    weights = [name for name in own if not name.endswith("bias")]
+    biases = [name for name in own if name.endswith("bias")]
+    if len(weights) != 1 or len(biases) > 1:
+        return None
+    found = [case.as_used(case.right, name) for name in (*weights, *biases)]
+    if any(value is None for value in found):
+        return None
+    values = [np.asarray(value, np.float64) for value in found]
+    return values[0], values[1] if biases else None
+
+
+def _nearby(case: Case) -> list[At]:
+    found = []
+    for at in case.earlier(same_shape=True):
+        found.append(at)
+        if len(found) == NEARBY:
+            break
+    return found
+
+
+ALL = (norm_epsilon, tanh_gelu, dropout, transposed_kernel)

@@ -1,0 +1,329 @@
+"""Hypotheses about the values of one quantity: a factor, a place, a step, a rank."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.verdict.diagnosis.case import Case
+from crossframe.verdict.diagnosis.factors import counts_of, factor_of, name_of
+from crossframe.verdict.diagnosis.fit import Contrast, Fit, Story, believed
+from crossframe.verdict.diagnosis.moved import same_as, shift_of, transposition_of
+from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks
+from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
+from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.quantities import COUNT
+
+SHARDED = (PARAMETERS, UNSHARDED, REDUCE, STATE, UPDATE)
+"""Phases whose quantities are put together from ranks' pieces."""
+
+
+def constant_factor(case: Case) -> Iterator[Fit]:
+    """wrong = c * right. Tried one way round only: the other way it is 1 / c."""
+    if case.turned or case.quantity.use == COUNT:
+        return
+    sides = _over_ranks(case)
+    factor = factor_of(sides)
+    if factor is None:
+        return
+    name = name_of(factor.value, factor.error, counts_of(case.wrong.manifest)) or name_of(
+        factor.value, factor.error, counts_of(case.right.manifest)
+    )
+    # One number is always some multiple of another.
+    if name is None and np.unique(sides.right).size < 2:
+        return
+    said = f"{case.names[1]} has {factor.value:.6g} times what {case.names[0]} has"
+    if case.quantity.within:
+        said = f"what was seen is {factor.value:.6g} times what the shards hold"
+    story = Story("factor", factor.value, factor.error)
+    yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, factor.roundoff, story)
+
+
+def _over_ranks(case: Case) -> Contrast:
+    """A loss or a norm together with those of the other ranks: more numbers to fit."""
+    if case.phase not in (FORWARD, NORM) or case.quantity.rank is None or case.both.right.size > 1:
+        return case.sides
+    if case.quantity.event == "loss":
+        rows = [recording.losses()[case.step] for recording in (case.right, case.wrong)]
+    elif case.quantity.event == "grad_norm":
+        rows = [
+            np.array([recording.grad_norm(case.step, rank) for rank in range(recording.manifest.world_size)], float)
+            for recording in (case.right, case.wrong)
+        ]
+    else:
+        return case.sides
+    if rows[0].size != rows[1].size:
+        return case.sides
+    return Contrast(rows[0], rows[1], case.limit * math.sqrt(rows[0].size))
+
+
+def transposed(case: Case) -> Iterator[Fit]:
+    """The same elements in another order of dims."""
+    if case.turned or not case.whole:
+        return
+    if found := transposition_of(case.sides):
+        yield Fit("transposed", f"{_holds(case)}, {found.said}", found.rest, 0.0, Story(found.said))
+
+
+def padding_shift(case: Case) -> Iterator[Fit]:
+    """The same elements some places further on, and how much padding there is."""
+    if case.turned or case.phase not in (*SHARDED, BACKWARD) or case.quantity.sketched or case.quantity.use == COUNT:
+        return
+    paddings = _paddings(case)
+    shift = shift_of(case.both, case.start, case.stop, [*paddings])
+    if shift is None:
+        return
+    places = f"{abs(shift.by)} element{'s' if abs(shift.by) > 1 else ''} {'late' if shift.by > 0 else 'early'}"
+    why = f", and {paddings[abs(shift.by)]}" if abs(shift.by) in paddings else ""
+    said = f"{_holds(case)} {places}, in all {shift.overlap} that do not come in from outside{why}"
+    yield Fit("padding_shift", said, shift.rest, 0.0, Story("shift"))
+
+
+def _paddings(case: Case) -> dict[int, str]:
+    """Lengths of padding in the unit, to what is so long."""
+    found: dict[int, str] = {}
+    for recording in (case.wrong, case.right):
+        manifest = recording.manifest
+        for _, layout in manifest.units:
+            names = [param.name for param in layout.params]
+            spaces = getattr(layout, "spaces", None)
+            if case.name not in names or spaces is None:
+                continue
+            i = names.index(case.name)
+            found.setdefault(sum(spaces[: i + 1]), "so much padding lies ahead of it in its unit")
+            found.setdefault(spaces[i], "so long is the padding right ahead of it")
+            found.setdefault(spaces[i + 1], "so long is the padding right behind it")
+            found.setdefault(spaces[-1], "so long is the padding at the end of its unit")
+    found.pop(0, None)
+    return found
+
+
+def stale_copy(case: Case) -> Iterator[Fit]:
+    """What was there a step before, or what a step should have changed and did not."""
+    if case.quantity.use == COUNT:
+        yield from _lost_count(case)
+        return
+    if case.phase in (STATE, UPDATE):
+        yield from _not_stepped(case)
+        return
+    earlier = _step_before(case)
+    if earlier is None:
+        return
+    which = "was gathered" if case.phase == UNSHARDED else "is there"
+    if found := same_as(case.sides, {f"what {case.names[1]} had a step before {which}": case.cut(earlier)}):
+        yield Fit("stale_copy", f"{found.said} once more", found.rest, 0.0, Story("stale"))
+    if case.phase in (BACKWARD, REDUCE):
+        both = case.sides.right + case.cut(earlier)
+        tolerance = case.limit + 4 * case.sides.roundoff * norm(both)
+        if believed(rest := case.sides.rest(both), case.sides.difference, tolerance):
+            said = f"{case.names[1]} has the gradient of the step before added to that of this one"
+            yield Fit("stale_copy", said, rest, 0.0, Story("added"))
+
+
+def _step_before(case: Case) -> np.ndarray | None:
+    """The same quantity of the wrong recording, a step ago."""
+    if case.phase == UNSHARDED:
+        return case.before(case.wrong, case.step - 1, case.name) if case.step else None
+    if case.phase == REDUCE:
+        return case.read(case.wrong, REDUCE, case.step - 1, case.name)
+    if case.phase == BACKWARD and case.quantity.rank is not None:
+        return case.own(case.wrong, BACKWARD, case.step - 1, case.quantity.rank, case.name)
+    if case.phase == FORWARD and case.quantity.use:
+        at = (case.quantity.microbatch, case.quantity.module, case.quantity.use)
+        return case.activation(case.wrong, case.step - 1, at)
+    return None
+
+
+def _lost_count(case: Case) -> Iterator[Fit]:
+    counts = [float(side.reshape(-1)[0]) for side in (case.both.right, case.both.wrong)]
+    if counts[1] < counts[0]:
+        said = f"the optimizer of {case.names[1]} counts {counts[1]:g} steps, and that of {case.names[0]} {counts[0]:g}"
+        yield Fit("lost_step", said, 0.0, 0.0, Story("count", counts[1]))
+
+
+def _not_stepped(case: Case) -> Iterator[Fit]:
+    slot = case.quantity.use
+    if case.phase == UPDATE:
+        earlier, what = case.before(case.wrong, case.step, case.name), "the parameter"
+    else:
+        earlier, what = case.moment(case.wrong, case.step - 1, case.name, slot), f"{slot}"
+    if earlier is None or (case.quantity.sketched and earlier.shape != case.both.wrong.shape):
+        return
+    if norm(case.sides.right) and distance(case.sides.wrong, case.cut(earlier)) == 0.0:
+        said = f"in {case.names[1]} {what} is bit for bit what it was before the step: nothing was updated"
+        yield Fit("lost_step", said, 0.0, 0.0, Story("lost"))
+
+
+def mixed_parameters(case: Case) -> Iterator[Fit]:
+    """What belongs to another parameter."""
+    if case.quantity.sketched or not case.name or case.quantity.use == COUNT:
+        return
+    specs = case.right.manifest.params
+    numel = specs[case.name].numel
+    others = [name for name, spec in specs.items() if spec.numel == numel and name != case.name]
+    for other in others:
+        theirs = _of_other(case, other)
+        if theirs is None:
+            continue
+        if found := same_as(case.sides, {other: case.cut(theirs)}):
+            said = f"{case.names[1]} has what belongs to {other!r}"
+            yield Fit("mixed_parameters", said, found.rest, 0.0, Story("mixed"))
+        if case.phase == REDUCE:
+            yield from _mixed_on_ranks(case, other)
+
+
+def _of_other(case: Case, other: str) -> np.ndarray | None:
+    """The right side's quantity of another parameter."""
+    if case.phase == UNSHARDED:
+        held = case.before(case.right, case.step, other)
+        return None if held is None else held.astype(case.quantity.a.dtype)
+    if case.phase == BACKWARD and case.quantity.rank is not None:
+        return case.own(case.right, BACKWARD, case.step, case.quantity.rank, other)
+    return case.read(case.right, case.phase, case.step, other, case.quantity.use)
+
+
+def _mixed_on_ranks(case: Case, other: str) -> Iterator[Fit]:
+    own, theirs = case.local_grads(case.wrong, case.name), case.local_grads(case.wrong, other)
+    if own is None or theirs is None:
+        return
+    if found := mixed_ranks(case.sides, [case.cut(grad) for grad in own], [case.cut(grad) for grad in theirs]):
+        said = f"the sum holds the gradients of {other!r} from ranks {list(found.ranks)}, in the place of its own"
+        yield Fit("mixed_parameters", said, found.rest, found.error, Story("mixed"))
+
+
+def missing_rank(case: Case) -> Iterator[Fit]:
+    """What one rank or several should have brought in."""
+    if case.phase == NORM:
+        yield from _norm_of_one(case)
+    if case.phase == REDUCE and (grads := case.local_grads(case.wrong, case.name)) is not None:
+        found = absent_ranks(case.sides, [_cut(case, grad) for grad in grads])
+        if found is not None:
+            divided = f"the sum of the others is divided by {found.divided_by:g}"
+            said = f"the gradients of ranks {list(found.ranks)} of {len(grads)} are not in it; {divided}"
+            yield Fit("missing_rank", said, found.rest, found.error, Story(said))
+    if case.phase in SHARDED and case.whole and case.quantity.use != COUNT:
+        yield from _missing_slice(case)
+
+
+def _cut(case: Case, grad: np.ndarray) -> np.ndarray:
+    """As `Case.cut`, in its own dtype: its roundoff counts."""
+    return grad if case.start is None else grad.reshape(-1)[case.start : case.stop]
+
+
+def _missing_slice(case: Case) -> Iterator[Fit]:
+    """One rank's piece alone is zeros, or was left as it was before."""
+    right, wrong = case.both.right.reshape(-1), case.both.wrong.reshape(-1)
+    fills = {"zeros": np.zeros_like(wrong)}
+    if case.phase == UPDATE and (before := case.before(case.wrong, case.step, case.name)) is not None:
+        fills["what it was before the step"] = np.asarray(before, np.float64).reshape(-1)
+    for rank in range(case.wrong.manifest.mesh.shard):
+        held = case.elements_of(rank)
+        if not 0 < held.size < wrong.size or not norm(right[held]):
+            continue
+        for said, fill in fills.items():
+            predicted = right.copy()
+            predicted[held] = fill[held]
+            if believed(rest := distance(wrong, predicted), case.both.difference, case.limit):
+                evidence = f"the {held.size} elements that rank {rank} holds are {said} in {case.names[1]}, the others are right"
+                yield Fit("missing_rank", evidence, rest, 0.0, Story(f"{rank} {said}"))
+
+
+def _norm_of_one(case: Case) -> Iterator[Fit]:
+    """A norm over what one rank holds, or over what all the others hold."""
+    manifest, squares = case.wrong.manifest, np.zeros(case.wrong.manifest.mesh.shard)
+    for name in manifest.params:
+        for run in case.wrong.runs(REDUCE, case.step, name):
+            if run.rank < squares.size:
+                if run.sketch:
+                    return
+                squares[run.rank] += norm(case.wrong.elements(case.step, run)) ** 2
+    if squares.size < 2:
+        return
+    for rank in range(squares.size):
+        for said, square in (("alone", squares[rank]), ("left out", squares.sum() - squares[rank])):
+            predicted = np.array([math.sqrt(square)])
+            tolerance = case.limit + 4 * case.compute_roundoff * math.sqrt(square)
+            if believed(rest := case.both.rest(predicted), case.both.difference, tolerance):
+                evidence = f"the norm in {case.names[1]} is that over the shards with those of rank {rank} {said}"
+                yield Fit("missing_rank", evidence, rest, 0.0, Story("norm"))
+
+
+def low_precision_reduction(case: Case) -> Iterator[Fit]:
+    """A sum over ranks in a coarser dtype."""
+    if case.phase != REDUCE or case.quantity.sketched:
+        return
+    grads = case.local_grads(case.wrong, case.name)
+    if grads is not None:
+        grads = [_cut(case, grad) for grad in grads]
+    if found := low_reduction(case.sides, grads, case.wrong.manifest.world_size):
+        yield Fit(
+            "low_precision_reduction", f"in {case.names[1]} {found.said}", found.rest, found.error, Story(found.dtype)
+        )
+
+
+def tied_weight(case: Case) -> Iterator[Fit]:
+    """One of two uses of a weight, not counted or counted twice."""
+    if case.phase not in (BACKWARD, REDUCE) or not case.whole or not norm(case.sides.right):
+        return
+    aliases = {alias for side in (case.right, case.wrong) for alias in side.manifest.params[case.name].aliases}
+    if aliases and not norm(case.sides.wrong):
+        said = (
+            f"its gradient is zero in {case.names[1]}: neither {case.name!r} nor {', '.join(map(repr, aliases))} counts"
+        )
+        yield Fit("tied_weight", said, 0.0, 0.0, Story("tied"))
+        return
+    found = uses_of(case.sides, _looked_up(case)) or uses_of(case.sides)
+    if found is None or (found.looked_up is None and not aliases):
+        return
+    also = f" (also {', '.join(map(repr, aliases))})" if aliases else ""
+    if found.looked_up is None:
+        times = "is another"
+    else:
+        times = f"counts {('not at all', 'once', 'twice')[found.looked_up]}"
+    said = (
+        f"in {case.names[1]} what comes from the {found.num_rows} rows that were looked up {times}, and what comes from the "
+        f"use of all {len(case.sides.right)} rows counts {('not at all', 'once', 'twice')[found.all_rows]}{also}"
+    )
+    yield Fit("tied_weight", said, found.rest, 0.0, Story("tied"))
+
+
+def _looked_up(case: Case) -> np.ndarray | None:
+    """Which rows the embedding looked up, on the rank of the quantity or on all ranks."""
+    recording = case.right
+    ranks = [case.quantity.rank] if case.quantity.rank is not None else range(recording.manifest.world_size)
+    rows = None
+    for rank in ranks:
+        weight = case.own(recording, UNSHARDED, case.step, rank, case.name)
+        if weight is None:
+            weight = case.before(recording, case.step, case.name)
+        if weight is None:
+            return None
+        names = (case.name, *recording.manifest.params[case.name].aliases)
+        modules = {name.rpartition(".")[0] for name in names}
+        for at in recording.activations(case.step):
+            if at[1] in modules and at[2] == "output" and not recording.activation_sketch(case.step, rank, *at):
+                found = rows_looked_up(weight, recording.activation(case.step, rank, *at))
+                if found is not None:
+                    rows = found if rows is None else rows | found
+    return rows
+
+
+def _holds(case: Case) -> str:
+    if case.quantity.within:
+        return f"in {case.names[1]} a rank sees what the shards hold"
+    return f"{case.names[1]} has what {case.names[0]} has"
+
+
+ALL = (
+    stale_copy,
+    mixed_parameters,
+    transposed,
+    padding_shift,
+    missing_rank,
+    tied_weight,
+    low_precision_reduction,
+    constant_factor,
+)
+LINEAR = (stale_copy, missing_rank, constant_factor)
+"""Those that sums of elements are enough for."""

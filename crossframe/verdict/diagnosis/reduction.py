@@ -1,0 +1,176 @@
+"""What became of the gradients of single ranks on their way into the mean."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.dtypes import numpy_dtype, unit_roundoff
+from crossframe.reduction import divide_factors
+from crossframe.verdict.diagnosis.fit import Contrast, believed, roundoff_of
+from crossframe.verdict.metrics import norm
+
+LOW = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Ranks whose gradients are not in the sum, and what the others were divided by."""
+
+    ranks: tuple[int, ...]
+    divided_by: float
+    rest: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Low:
+    """A sum that was taken too coarsely."""
+
+    dtype: str
+    said: str
+    rest: float
+    error: float
+
+
+def sum_error(grads: Sequence[np.ndarray], roundoff: float) -> float:
+    """By how much the mean of these may be off for rounding alone: W terms, each rounded at most W + 1 times on its way through
+    sum and division, to first order, in whatever order they are added (Higham, section 4.2): (W + 1) * u * mean |g|, in norm."""
+    magnitudes = np.mean([np.abs(np.asarray(grad, np.float64)) for grad in grads], axis=0)
+    return (len(grads) + 1) * roundoff * norm(magnitudes)
+
+
+def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray]) -> Absent | None:
+    """The ranks whose own gradients are missing from a reduced one.
+
+    Args:
+        grads: each rank's own gradient, float64 or as recorded, of the shape of the sides. The right side must be their mean.
+
+    The weights of all ranks come from least squares; which are absent is read off them, and the rest is that of the sum over the
+    others, divided by the number of all ranks or by that of the others.
+    """
+    num_ranks = len(grads)
+    terms = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in grads])
+    error = sum_error(grads, max(sides.roundoff, *(roundoff_of(grad) for grad in grads)))
+    mean = terms.mean(axis=0)
+    if num_ranks < 2 or norm(sides.right.reshape(-1) - mean) > sides.limit + error:
+        return None
+    wrong = sides.wrong.reshape(-1)
+    weights = np.linalg.lstsq(terms.T, wrong, rcond=None)[0]
+    present = np.abs(weights) > np.abs(weights).max() / 2
+    if present.all() or not present.any():
+        return None
+    found = []
+    for divisor in {num_ranks, int(present.sum())}:
+        rest = norm(wrong - terms[present].sum(axis=0) / divisor)
+        error_here = error * num_ranks / divisor
+        if believed(rest, sides.difference, sides.limit * num_ranks / divisor + error_here):
+            found.append(Absent(tuple(int(i) for i in np.flatnonzero(~present)), divisor, rest, error_here))
+    return min(found, key=lambda absent: absent.rest, default=None)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Ranks whose gradients of another parameter are in the sum, instead of those of this one."""
+
+    ranks: tuple[int, ...]
+    rest: float
+    error: float
+
+
+def mixed_ranks(sides: Contrast, own: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> Mixed | None:
+    """The ranks that brought another parameter's gradient into a sum, where each rank brought one or the other (R29).
+
+    Args:
+        own, theirs: each rank's gradient of this parameter and of the other one, with as many elements.
+    """
+    num_ranks = len(own)
+    ours = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in own])
+    others = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in theirs])
+    error = sum_error([*own, *theirs], sides.roundoff)
+    if norm(sides.right.reshape(-1) - ours.mean(axis=0)) > sides.limit + error:
+        return None
+    weights = np.linalg.lstsq(np.concatenate([ours, others]).T, sides.wrong.reshape(-1), rcond=None)[0]
+    swapped = weights[num_ranks:] > 0.5 / num_ranks
+    if not swapped.any():
+        return None
+    rest = norm(sides.wrong.reshape(-1) - np.where(swapped[:, None], others, ours).mean(axis=0))
+    if not believed(rest, sides.difference, sides.limit + error):
+        return None
+    return Mixed(tuple(int(i) for i in np.flatnonzero(swapped)), rest, error)
+
+
+def low_reduction(sides: Contrast, grads: Sequence[np.ndarray] | None, num_ranks: int) -> Low | None:
+    """The dtype in which a sum over ranks was taken, where that was a coarser one than it should have been.
+
+    Args:
+        grads: each rank's own gradient; None where these were not recorded.
+
+    Tried in bfloat16 and in float16: gradients cast before an exact sum, a sum in the low dtype from rank to rank (from each
+    rank on, and either way round), and a mean that is cast when it is there. A last resort needs no order: every element of the
+    wrong side is a number of the low dtype, none but a few of the right side is, and the sides differ by no more than such a sum
+    may err.
+    """
+    difference, wrong = sides.difference, sides.wrong
+    error = sum_error(grads, sides.roundoff) if grads else 0.0
+    for low in LOW:
+        if unit_roundoff(low) <= sides.roundoff:
+            continue
+        found = [
+            Low(low, said, rest, error)
+            for said, predicted in (_coarse_means(grads, low) if grads else ())
+            if believed(rest := sides.rest(predicted), difference, error)
+        ]
+        if found:
+            return min(found, key=lambda each: each.rest)
+        # Without the terms: they are taken to be as large as their mean would be if they all were orthogonal.
+        apart = (num_ranks + 1) * unit_roundoff(low) * math.sqrt(num_ranks) * norm(sides.right)
+        coarse = 2 * (sum_error(grads, unit_roundoff(low)) if grads else apart)
+        if on_grid(wrong, low) == 1.0 and on_grid(sides.right, low) <= 0.5 and difference <= coarse:
+            return Low(low, f"every element of the mean is a number of {low}", 0.0, error)
+    return None
+
+
+def on_grid(array: np.ndarray, low: str) -> float:
+    """The share of the elements, those other than zero, that a low dtype holds exactly; 0 of none.
+
+    >>> on_grid(np.array([1.0, 0.1, 0.0]), "bfloat16")
+    0.5
+    """
+    array = np.asarray(array, np.float64)
+    values = array[array != 0]
+    if not values.size:
+        return 0.0
+    with np.errstate(over="ignore"):
+        return float(np.mean(values.astype(numpy_dtype(low)).astype(np.float64) == values))
+
+
+def _coarse_means(grads: Sequence[np.ndarray], low: str) -> Iterator[tuple[str, np.ndarray]]:
+    dtype, num_ranks = numpy_dtype(low), len(grads)
+    factors = divide_factors(num_ranks)
+    exact = [np.asarray(grad, np.float64) for grad in grads]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for before, after in {(1.0, float(num_ranks)), (factors.before, factors.after), (float(num_ranks), 1.0)}:
+            cast = [(grad / before).astype(dtype) for grad in exact]
+            yield (
+                f"the gradients were cast to {low} before they were summed",
+                np.sum([c.astype(np.float64) for c in cast], axis=0) / after,
+            )
+            for order in _orders(num_ranks):
+                total = cast[order[0]]
+                for i in order[1:]:
+                    total = (total.astype(np.float64) + cast[i].astype(np.float64)).astype(dtype)
+                mean = total.astype(np.float64) / after
+                yield f"the gradients were summed in {low}", mean
+                yield f"the gradients were summed in {low}", mean.astype(dtype).astype(np.float64)
+        mean = np.mean(exact, axis=0)
+        yield f"the mean was cast to {low}", mean.astype(dtype).astype(np.float64)
+
+
+def _orders(num_ranks: int) -> Iterator[tuple[int, ...]]:
+    """Round a ring, from each rank on, either way."""
+    for first in range(num_ranks):
+        around = tuple((first + i) % num_ranks for i in range(num_ranks))
+        yield around
+        yield around[::-1]
