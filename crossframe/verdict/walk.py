@@ -6,7 +6,7 @@ first, so gradients are walked in reverse order of the units. The first quantity
 causes it inside: that is where a bug is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -36,11 +36,15 @@ Group = list[Quantity]
 """The same thing on several ranks or replicas."""
 
 
-def walk(pair: Pair, phases: Sequence[str] = ALL) -> Iterator[Group]:
-    """Every group of quantities of these phases, causes first."""
+def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = None) -> Iterator[Group]:
+    """Every group of quantities of these phases, causes first.
+
+    Args:
+        steps: only these. None: all that both recordings have.
+    """
     if PARAMETERS in phases:
         yield from _parameters(pair)
-    for step in range(pair.num_steps):
+    for step in range(pair.num_steps) if steps is None else steps:
         recorded = step in pair.steps
         if recorded and UNSHARDED in phases:
             yield from _unsharded(pair, step)
