@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
+from crossframe.layout import Sharding
 from crossframe.recording import Recording
-from crossframe.recording.manifest import Manifest
+from crossframe.recording.lines import twin_folder
+from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.verdict import Bounds, PairVerdict, bounds_for, compare, overall
+from experiments.report.evidence import first_beyond
 from experiments.report.traces import trace_of, trace_table
 
 
@@ -16,26 +20,31 @@ class PairSeries:
     """What is drawn of one pair, and how it was run.
 
     Attributes:
-        a, b: what the recordings are called.
+        verdict: of the comparison.
         losses_a, losses_b: mean loss over ranks at every step.
-        loss_differences: relative, largest over ranks, at every step that was compared.
-        parameter_differences: (step, relative and largest over parameters) at every recorded step that was compared.
         bounds: what was known beforehand of how far rounding goes; None where twins measured it.
+        twins: (what a recording is called, how many twins it has), of those that have any.
+        sharding: of the second recording: its layout says whose elements are off.
+        sketched: whether a recording keeps its large tensors as sketches.
         run: (what, in a, in b) for the table of how it was run.
         command: the command line that led here, or None.
     """
 
-    a: str
-    b: str
-    dtype: str
-    world_size: str
+    verdict: PairVerdict
     losses_a: tuple[float, ...]
     losses_b: tuple[float, ...]
-    loss_differences: tuple[float, ...]
-    parameter_differences: tuple[tuple[int, float], ...]
     bounds: Bounds | None
+    twins: tuple[tuple[str, int], ...]
+    sharding: Sharding
+    sketched: bool
     run: tuple[tuple[str, str, str], ...]
     command: str | None
+
+    @property
+    def parted(self) -> str:
+        """What is outside first, as `crossframe.verdict.Judged` names it; "" where nothing is, or it has no name."""
+        first = first_beyond(self.verdict.judged)
+        return first.name if first else ""
 
 
 def report_of(
@@ -67,16 +76,15 @@ def report_of(
 
 
 def _series(verdict: PairVerdict, a: Recording, b: Recording, command: str | None) -> PairSeries:
+    twins = tuple((label, _num_twins(run)) for label, run in ((verdict.a, a), (verdict.b, b)))
     return PairSeries(
-        a=verdict.a,
-        b=verdict.b,
-        dtype=verdict.dtype,
-        world_size=world_text(verdict.to_json()["world_size"]),
+        verdict=verdict,
         losses_a=_mean_losses(a),
         losses_b=_mean_losses(b),
-        loss_differences=verdict.loss_differences,
-        parameter_differences=verdict.parameter_differences,
         bounds=bounds_for(verdict.dtype) if verdict.envelope_used is None else None,
+        twins=tuple((label, num) for label, num in twins if num),
+        sharding=Sharding(b.manifest.units, b.manifest.mesh),
+        sketched=SKETCH in (a.manifest.detail, b.manifest.detail),
         run=_run_rows(a.manifest, b.manifest),
         command=command,
     )
@@ -93,8 +101,16 @@ def world_text(world_size: int | Sequence[int]) -> str:
     return " and ".join(str(size) for size in world_size) + " ranks"
 
 
+def _num_twins(run: Recording) -> int:
+    return next(i for i in count() if not (run.directory / twin_folder(i + 1)).is_dir())
+
+
 def _mean_losses(recording: Recording) -> tuple[float, ...]:
     return tuple(float(loss) for loss in np.mean(recording.losses(), axis=1))
+
+
+def _told(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _run_rows(a: Manifest, b: Manifest) -> tuple[tuple[str, str, str], ...]:
@@ -109,9 +125,10 @@ def _run_rows(a: Manifest, b: Manifest) -> tuple[tuple[str, str, str], ...]:
                 "mesh": f"replicate {mesh.replicate}, shard {mesh.shard}",
                 "layout": ", ".join(sorted(set(layouts))).replace("_", " "),
                 "strategy": manifest.strategy,
-                "steps": str(manifest.steps),
-                "learning rate": f"{manifest.learning_rate:g}",
-                "seed": str(manifest.seed),
+                "steps": _told(manifest.steps),
+                "learning rate": _told(manifest.learning_rate),
+                "seed": _told(manifest.seed),
+                "recorded": f"every {manifest.schedule.every} steps, {manifest.detail}",
             }
             | {name.replace("_", " "): str(value) for name, value in manifest.settings.items()}
             | {f"version of {name}": str(version) for name, version in manifest.versions.items()}

@@ -11,7 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from crossframe.trace import COLLECTIVES
 from experiments.report import words
 from experiments.report.build import PairSeries, world_text
-from experiments.report.plots import Limit, Line, line_chart
+from experiments.report.drawn import drawn_of
+from experiments.report.plots import GLYPHS
 
 
 def write_report(directory: str | Path, report: dict[str, Any], series: Sequence[PairSeries]) -> Path:
@@ -38,52 +39,42 @@ def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
     )
     environment.filters |= {
         "number": words.number,
+        "used": words.used_text,
         "bytes": words.num_bytes,
         "name": words.display,
+        "unit": words.unit_name,
+        "short": words.short,
+        "isolated": words.isolated,
         "world": world_text,
     }
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    decisive = words.decisive_pair(report)
-    parted = [pair for pair in [decisive, *report["pairs"]] if pair is not None and pair["first_divergence"]]
+    at = words.decisive(report)
     columns = [key for key in report["trace"] or () if key != "equal"]
+    others = [
+        (pair, words.limits(one.bounds), words.first_place(pair, one.parted))
+        for i, (pair, one) in enumerate(zip(report["pairs"], series, strict=True))
+        if i != at
+    ]
     return environment.get_template("report.html.j2").render(
         report=report,
         style=style,
-        headline=words.headline(report),
+        headline=words.headline(report, series[at].parted if at is not None else ""),
         kind=words.KINDS[report["verdict"]],
         kinds=words.KINDS,
-        reason=decisive["reason"] if decisive else "",
-        where=parted[0] if parted else None,
-        limits=[words.limits(one.bounds) for one in series],
-        sections=[(one, _loss_chart(one, i), _difference_chart(one, i)) for i, one in enumerate(series)],
+        pair=report["pairs"][at] if at is not None else None,
+        one=series[at] if at is not None else None,
+        drawn=drawn_of(series[at]) if at is not None else None,
+        limit=words.limits(series[at].bounds) if at is not None else None,
+        phases=words.PHASES,
+        elements=words.elements,
+        glyphs=GLYPHS,
+        looks_like=words.looks_like(report["pairs"][at], series[at].sketched) if at is not None else None,
+        measured=words.measured_by(series[at].bounds, series[at].twins) if at is not None else "",
+        others=others,
         zero_gradient=sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}),
         columns=columns,
         collectives=[(kind, [report["trace"][column][kind] for column in columns]) for kind in COLLECTIVES if columns],
     )
-
-
-def _loss_chart(one: PairSeries, number: int) -> str:
-    lines = [
-        Line(words.display(one.a), tuple(enumerate(one.losses_a)), "first"),
-        Line(words.display(one.b), tuple(enumerate(one.losses_b)), "second", dashed=True),
-    ]
-    return line_chart(lines, name=f"losses {number}", y_label="mean loss over ranks")
-
-
-def _difference_chart(one: PairSeries, number: int) -> str | None:
-    if not one.loss_differences:
-        return None
-    lines = [
-        Line("losses", tuple(enumerate(one.loss_differences)), "first"),
-        Line("parameters", one.parameter_differences, "second"),
-    ]
-    limits = []
-    if one.bounds is not None and one.bounds.decisive:
-        limits = [
-            Limit("bound on losses", one.bounds.loss, "first", above=False),
-            Limit("bound on parameters", one.bounds.parameter, "second", above=True),
-        ]
-    return line_chart(lines, name=f"differences {number}", y_label="relative difference", limits=limits, log=True)
 
 
 def _write(path: Path, text: str) -> None:

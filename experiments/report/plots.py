@@ -18,7 +18,15 @@ WIDTH, HEIGHT = 420, 250
 _MARKED = 15
 _TICKS = 5
 # What matplotlib draws with, and the variable of the style sheet that takes its place.
-_COLOURS = {"first": "#1f6fd0", "second": "#c8560c", "soft": "#5b6570", "line": "#dfe3e8"}
+_COLOURS = {
+    "first": "#1f6fd0", "second": "#c8560c", "curve2": "#1a7f3d", "curve3": "#7d3c98", "curve4": "#007a87",
+    "curve5": "#a3186f", "curve6": "#6b5c00", "curve7": "#4a4f9c", "bad": "#c3261f", "soft": "#5b6570", "line": "#dfe3e8",
+}  # fmt: skip
+STYLES = ("first", "second", *(f"curve{i}" for i in range(2, 8)))
+"""The styles of curves to tell apart."""
+_MARKERS = dict(zip(STYLES, ("o", "s", "^", "D", "v", "P", "X", "*"), strict=True))
+GLYPHS = dict(zip(STYLES, "●■▲◆▼✚✖★", strict=True))
+"""The same markers in a text."""
 _STYLE = {
     "svg.fonttype": "none",
     "font.size": 12,
@@ -36,17 +44,18 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. `style` is a colour of the style sheet ("first", "second"); `dashed` lets what lies beneath shine through."""
+    """One curve. `style` is one of STYLES; `dashed` lets what lies beneath shine through; a strong one is drawn on top."""
 
     label: str
     points: tuple[tuple[int, float], ...]
     style: str
     dashed: bool = False
+    strong: bool = False
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A horizontal line at a bound; its label stands above it or below."""
+    """A horizontal line at a bound, in the colour of a curve or "bad"; its label stands above it or below."""
 
     label: str
     value: float
@@ -55,16 +64,17 @@ class Limit:
 
 
 def line_chart(
-    lines: Sequence[Line], *, name: str, y_label: str, limits: Sequence[Limit] = (), log: bool = False
+    lines: Sequence[Line], *, name: str, about: str, y_label: str, limits: Sequence[Limit] = (), log: bool = False
 ) -> Markup:
     """A chart over steps.
 
     Args:
         name: no other chart of the page has it; the ids inside the chart derive from it.
-        log: logarithmic in y, and at the lower edge 0.
+        about: what it shows, for those who do not see it.
+        log: logarithmic in y, at the lower edge 0, and if there is any infinity, that at the upper edge.
         limits: horizontal lines; they are always inside the chart.
 
-    Values that are not finite interrupt a line.
+    Values that are not a number interrupt a line, and without `log` also infinities do.
     """
     # Imported when a page is written: this is slow, and the command line is to start at once.
     from matplotlib import style
@@ -74,28 +84,32 @@ def line_chart(
     with style.context(["default", _STYLE | {"svg.hashsalt": name}]):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
         axes = figure.subplots()
-        _draw(axes, lines, limits)
-        if log:
-            _logarithmic(
-                axes, [value for line in lines for _, value in line.points] + [limit.value for limit in limits]
-            )
+        top = _logarithmic(axes, lines, limits) if log else math.nan
+        _draw(axes, lines, limits, top)
         figure.savefig(text, format="svg", transparent=True)
     # The page has a head of its own for a chart, and a font. The ids of groups are the same in every chart.
     body = re.sub(r'(?<=<g) id="[^"]*"| font-family: [^;"]*;', "", text.getvalue().partition("</defs>")[2])
     for variable, colour in _COLOURS.items():
         body = body.replace(colour, f"var(--{variable})")
-    about = escape(f"{y_label} over steps: {', '.join(line.label for line in lines)}")
-    return Markup(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{about}">{body}')
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{name}-title {name}-desc">'
+        f'<title id="{name}-title">{escape(y_label)} over steps</title><desc id="{name}-desc">{escape(about)}</desc>{body}'
+    )
 
 
-def _draw(axes: "Axes", lines: Sequence[Line], limits: Sequence[Limit]) -> None:
+def _draw(axes: "Axes", lines: Sequence[Line], limits: Sequence[Limit], top: float) -> None:
     for line in lines:
+        values = [top if value == math.inf else value for _, value in line.points]
+        few = len(line.points) <= _MARKED
         axes.plot(
             [step for step, _ in line.points],
-            [value if math.isfinite(value) else math.nan for _, value in line.points],
+            [value if math.isfinite(value) else math.nan for value in values],
             color=_COLOURS[line.style],
             linestyle="dashed" if line.dashed else "solid",
-            marker="o" if len(line.points) <= _MARKED else "",
+            linewidth=2.6 if line.strong else 1.5,
+            marker=_MARKERS[line.style] if few or len(lines) > 2 else "",
+            markevery=1 if few else math.ceil(len(line.points) / _MARKED),
+            zorder=4 if line.strong else 3,
             clip_on=False,
         )
     for limit in limits:
@@ -115,16 +129,24 @@ def _draw(axes: "Axes", lines: Sequence[Line], limits: Sequence[Limit]) -> None:
     axes.set_xlim(min(steps), max(max(steps), min(steps) + 1))
     axes.set_xlabel("step")
     axes.locator_params(axis="x", nbins=6, integer=True)
-    axes.locator_params(axis="y", nbins=_TICKS)
+    if math.isnan(top):
+        axes.locator_params(axis="y", nbins=_TICKS)
 
 
-def _logarithmic(axes: "Axes", values: Sequence[float]) -> None:
-    """Between the decades around all that is drawn, and one more on top; below them is room for 0, on the lower edge."""
-    exponents = [math.log10(value) for value in values if 0 < value < math.inf] or [0.0]
+def _logarithmic(axes: "Axes", lines: Sequence[Line], limits: Sequence[Limit]) -> float:
+    """Between the decades around all that is drawn, and one more on top; below them is room for 0, on the lower edge. Returns
+    where an infinity is drawn: on the upper edge, with room below it."""
+    values = [value for line in lines for _, value in line.points] + [limit.value for limit in limits]
+    exponents = [min(max(math.log10(value), -300.0), 300.0) for value in values if 0 < value < math.inf] or [0.0]
     low, high = math.floor(min(exponents)), math.ceil(max(exponents)) + 1
     stride = math.ceil((high - low) / _TICKS)
+    ticks = [*range(low, high + 1, stride)]
+    labels = ["0", *(f"1e{tick:+03d}" for tick in ticks)]
+    if math.inf in values:
+        high = ticks[-1] + stride
+        ticks, labels = [*ticks, high], [*labels, "∞"]
     axes.set_yscale("symlog", linthresh=10.0**low, linscale=stride)
     axes.set_ylim(0, 10.0**high)
-    ticks = range(low, high + 1, stride)
-    axes.set_yticks([0, *(10.0**tick for tick in ticks)], labels=["0", *(f"1e{tick:+03d}" for tick in ticks)])
+    axes.set_yticks([0, *(10.0**tick for tick in ticks)], labels=labels)
     axes.set_yticks([], minor=True)
+    return 10.0**high

@@ -1,5 +1,6 @@
 """The report in a few lines of a terminal."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,40 +10,81 @@ from rich.text import Text
 
 from experiments.report import words
 from experiments.report.build import PairSeries
+from experiments.report.evidence import Worst
 
 _STYLES = {"equal": "green", "rounding": "green", "bug": "bold red", "inconclusive": "yellow", "incomparable": "yellow"}
-_ROWS = 4
-_NAMES = 3
+MOST_LINES = 9
+"""With the line that names the page, ten."""
+_HEADLINE, _ROWS = 4, 4
 
 
 def print_report(console: Console, report: dict[str, Any], series: Sequence[PairSeries]) -> None:
-    """Print the verdict in a sentence, a table of pairs, the trace and the zero-gradient parameters.
+    """Print the verdict in a sentence, where and what, a table of pairs, the trace and the zero-gradient parameters.
 
-    Of more than four pairs the first four are shown, those with the report's verdict first.
+    Of more pairs than there is room for the first are shown, those with the report's verdict first.
     """
-    console.print(Text(words.headline(report), style=_STYLES[report["verdict"]]))
-    both = list(zip(report["pairs"], (words.limits(one.bounds) for one in series), strict=True))
-    both.sort(key=lambda row: row[0]["verdict"] != report["verdict"])
-    pairs = [pair for pair, _ in both]
-    if pairs:
-        console.print(_table(both[:_ROWS]))
-    if len(pairs) > _ROWS:
-        console.print(Text(f"… and {len(pairs) - _ROWS} more pairs, in report.json"))
+    at, width = words.decisive(report), console.width
+    style = _STYLES[report["verdict"]]
+    said = words.headline(report, series[at].parted if at is not None else "")
+    head = [Text(line, style=style) for line in _lines(said, width, _HEADLINE)]
+    if at is not None:
+        head += [Text(line) for line in _lines(_found(report["pairs"][at], series[at]), width, 1)]
+    tail = [Text(line) for said in _besides(report) for line in _lines(said, width, 1)]
+    pairs = sorted(zip(report["pairs"], series, strict=True), key=lambda both: both[0]["verdict"] != report["verdict"])
+    # One line is the table's head.
+    room = min(_ROWS, MOST_LINES - len(head) - len(tail) - 1)
+    shown, hidden = (pairs, []) if len(pairs) <= room else (pairs[: room - 1], pairs[room - 1 :])
+    for line in head:
+        console.print(line, no_wrap=True, crop=True)
+    if shown:
+        console.print(_table(shown))
+    if hidden:
+        more = (
+            f"{'… and ' if shown else ''}{len(hidden)} {'more ' if shown else ''}pair{'s' if len(hidden) > 1 else ''}"
+        )
+        console.print(Text(*_lines(f"{more}, in report.json: {words.counted(pair for pair, _ in hidden)}", width, 1)))
+    for line in tail:
+        console.print(line, no_wrap=True, crop=True)
+
+
+def _lines(said: str, width: int, most: int) -> list[str]:
+    """A sentence in at most so many lines."""
+    return textwrap.wrap(said, width, max_lines=most, placeholder=" …", break_on_hyphens=False) if said else []
+
+
+def _found(pair: dict[str, Any], one: PairSeries) -> str:
+    """Where both part, in the words of the recording, or how near they are."""
+    if (where := pair["first_divergence"]) is not None:
+        place = [
+            f"step {where['step']}",
+            words.PHASES[where["phase"]],
+            f"unit {words.short(words.unit_name(where['unit']), 30)}",
+        ]
+        return f"where: {', '.join([*place, 'made by ' + where['event'].replace('_', '-')])}"
+    if not one.verdict.judged:
+        return ""
+    worst = Worst.of(one.verdict.judged)
+    return f"compared: {worst.num:,} quantities, {worst.num_equal:,} equal; {words.worst_of(worst)}"
+
+
+def _besides(report: dict[str, Any]) -> list[str]:
+    """What is said of collectives, and of parameters that are not counted."""
+    said = []
     if (trace := report["trace"]) is not None:
         counts = ", ".join(f"{entry['count']} {kind}" for kind, entry in trace["plan"].items() if entry["count"])
         verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"
-        console.print(Text(f"collectives {verdict}: {counts or 'none'} a step"))
-    if zero := sorted({name for pair in pairs for name in pair["zero_gradient_parameters"]}):
-        named = ", ".join(zero[:_NAMES]) + (f" and {len(zero) - _NAMES} more" if len(zero) > _NAMES else "")
-        console.print(Text(f"not counted, their gradient is zero but for rounding: {named}"))
+        said.append(f"collectives {verdict}: {counts or 'none'} a step")
+    if zero := sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}):
+        said.append(f"not counted, their gradient is zero but for rounding: {len(zero)}, as {words.short(zero[0], 30)}")
+    return said
 
 
-def _table(rows: list[tuple[dict[str, Any], tuple[str, str]]]) -> Table:
+def _table(rows: Sequence[tuple[dict[str, Any], PairSeries]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("dtype", "ranks", "steps", "verdict", "loss diff.", "bound", "param. diff.", "bound"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis", justify="left" if heading == "dtype" else "right")
-    for pair, limits in rows:
-        worlds = pair["world_size"]
+    for pair, one in rows:
+        worlds, limits = pair["world_size"], words.limits(one.bounds)
         table.add_row(
             pair["dtype"],
             str(worlds) if isinstance(worlds, int) else "/".join(map(str, worlds)),

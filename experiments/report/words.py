@@ -1,9 +1,14 @@
 """The report in plain English, and its numbers as text. The page and the terminal share these."""
 
 import math
+import re
+from collections.abc import Iterable
 from typing import Any
 
+from crossframe.draw.amounts import ROOT, one_line
+from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict import Bounds
+from experiments.report.evidence import Worst
 
 _DISPLAY = {"jax": "JAX"}
 KINDS = {
@@ -13,28 +18,137 @@ KINDS = {
     "inconclusive": "Inconclusive",
     "incomparable": "Incomparable",
 }
+PHASES = {
+    PARAMETERS: "initial parameters",
+    UNSHARDED: "unsharded parameters",
+    FORWARD: "activations and losses",
+    BACKWARD: "local gradients",
+    REDUCE: "reduced gradients",
+    NORM: "gradient norm",
+    STATE: "optimizer state",
+    UPDATE: "updated parameters",
+}
+_NOUNS = {
+    PARAMETERS: "initial value",
+    UNSHARDED: "unsharded value",
+    BACKWARD: "local gradient",
+    REDUCE: "reduced gradient",
+    STATE: "optimizer state",
+    UPDATE: "updated value",
+}
+SIGNATURES = {
+    "constant_factor": "a constant factor",
+    "transposed": "a transposed tensor",
+    "padding_shift": "a shift by padding",
+    "stale_copy": "a stale copy, that of the step before",
+    "missing_rank": "the share of a rank that is missing",
+    "low_precision_reduction": "a reduction in low precision",
+    "tied_weight": "a tied weight whose uses are counted wrongly",
+    "mixed_parameters": "parameters mixed up with one another",
+    "weight_decay": "weight decay of another size or in another place",
+    "optimizer_epsilon": "another epsilon in the optimizer, or in another place of it",
+    "bias_correction": "moments whose bias is not corrected alike",
+    "lost_step": "a step that the optimizer lost",
+    "norm_epsilon": "another epsilon in a norm",
+    "tanh_gelu": "a GELU by tanh in the place of one by erf",
+    "dropout": "dropout",
+    "other_batches": "other batches",
+}
+"""What a signature looks like."""
+_LONGEST_NAME = 80
+_RIGHT_TO_LEFT = re.compile(r"\S*[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]\S*")
 
 
 def display(name: str) -> str:
     """A framework as it writes itself."""
-    return _DISPLAY.get(name, name)
+    return _DISPLAY.get(name, one_line(name))
 
 
-def decisive_pair(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The first pair that has the report's verdict."""
-    return next((pair for pair in report["pairs"] if pair["verdict"] == report["verdict"]), None)
+def unit_name(name: str) -> str:
+    """A unit's name, or what the root is called.
+
+    >>> unit_name("h.0"), unit_name("")
+    ('h.0', '(root)')
+    """
+    return one_line(name) or ROOT
 
 
-def headline(report: dict[str, Any]) -> str:
+def short(name: str, most: int = _LONGEST_NAME) -> str:
+    """A name that fits into a sentence; a longer one loses its middle.
+
+    >>> short("w"), short("abcdefghij", 7)
+    ('w', 'abc…hij')
+    """
+    name = one_line(name)
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-((most - 1) // 2) :]}"
+
+
+def isolated(text: str) -> str:
+    """A sentence in which words written from right to left do not turn those around them.
+
+    >>> [hex(ord(c)) for c in isolated("of \u05d0 (rank 1)")[3:6]]
+    ['0x2068', '0x5d0', '0x2069']
+    """
+    return _RIGHT_TO_LEFT.sub(lambda found: f"\u2068{found[0]}\u2069", text)
+
+
+def decisive(report: dict[str, Any]) -> int | None:
+    """Which pair is the first that has the report's verdict; None of none."""
+    return next((i for i, pair in enumerate(report["pairs"]) if pair["verdict"] == report["verdict"]), None)
+
+
+def what_parted(where: dict[str, Any], name: str) -> str:
+    """The quantity that is outside first, by where it is.
+
+    Args:
+        where: a divergence as JSON.
+        name: as `crossframe.verdict.Judged` has it: the parameter, "output of" a module, or the slot of a parameter.
+
+    >>> where = {"phase": "reduce", "event": "all_reduce", "rank": 1, "parameter": "h.0.w", "start": 0, "stop": 1512}
+    >>> what_parted(where, "h.0.w")
+    'the reduced gradient of h.0.w (rank 1, elements 0:1,512)'
+    >>> what_parted({**where, "event": "output", "parameter": None}, "output of h.0.mlp")
+    'the output of h.0.mlp (rank 1, elements 0:1,512)'
+    >>> what_parted({"phase": "forward", "event": "loss", "rank": None, "parameter": None, "start": None}, "")
+    'the mean loss over ranks'
+    """
+    rank, event = where["rank"], where["event"]
+    by = f" of rank {rank}" if rank is not None else ""
+    if event == "loss":
+        return f"the loss{by}" if by else "the mean loss over ranks"
+    if event == "grad_norm":
+        return f"the norm of all gradients{by}"
+    if event in ("input", "output"):
+        what = f"the {short(name or event)}"
+    elif where["phase"] == STATE:
+        what = f"the optimizer state {short(name or where['parameter'])}"
+    else:
+        what = f"the {_NOUNS[where['phase']]} of {short(where['parameter'])}"
+    inside = [f"rank {rank}"] if rank is not None else []
+    if where["start"] is not None:
+        inside.append(f"elements {elements(where)}")
+    return f"{what} ({', '.join(inside)})" if inside else what
+
+
+def elements(where: dict[str, Any]) -> str:
+    """The range of a divergence."""
+    return f"{where['start']:,}:{where['stop']:,}"
+
+
+def headline(report: dict[str, Any], name: str) -> str:
     """The verdict in one sentence.
 
+    Args:
+        name: of the first quantity of the decisive pair that is outside (`what_parted`), "" without one.
+
     >>> pair = {"a": "torch", "b": "jax", "verdict": "rounding", "reason": "..."}
-    >>> headline({"verdict": "rounding", "pairs": [pair]})
+    >>> headline({"verdict": "rounding", "pairs": [pair]}, "")
     'torch and JAX agree: the differences are rounding.'
     """
-    pair = decisive_pair(report)
-    if pair is None:
+    at = decisive(report)
+    if at is None:
         return "Nothing was compared."
+    pair = report["pairs"][at]
     both = f"{display(pair['a'])} and {display(pair['b'])}"
     match report["verdict"]:
         case "equal":
@@ -42,11 +156,62 @@ def headline(report: dict[str, Any]) -> str:
         case "rounding":
             return f"{both} agree: the differences are rounding."
         case "bug":
-            return f"There is a bug: {pair['reason']}."
+            return f"There is a bug: {_bug(pair, name)}."
         case "inconclusive":
-            return f"Nothing can be concluded yet: {pair['reason']}."
+            return f"Nothing can be concluded yet: {_sentence(pair['reason'])}."
         case _:
-            return f"These are not recordings of the same run: {pair['reason']}."
+            return f"These are not recordings of the same run: {_sentence(pair['reason'])}."
+
+
+def _bug(pair: dict[str, Any], name: str) -> str:
+    where, diagnosis = pair["first_divergence"], pair["diagnosis"]
+    if where is None or diagnosis is None:
+        return _sentence(pair["reason"])
+    # What is behind it is how well it fits, which is said elsewhere.
+    why = diagnosis["evidence"].partition("; of a difference of ")[0]
+    return f"at step {where['step']} {what_parted(where, name)} differs: {_sentence(why)}"
+
+
+def _sentence(text: str) -> str:
+    """Of a recording's words what fits into a sentence: without what cannot be printed, and without its full stop."""
+    return one_line(text).rstrip(".")
+
+
+def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:
+    """What the first quantity outside looks like; None where nothing is.
+
+    Args:
+        sketched: whether a recording has sketches in the place of large tensors.
+
+    >>> looks_like({"first_divergence": {}, "diagnosis": None, "verdict": "bug"}, False)
+    'It looks like none of the common faults.'
+    """
+    if pair["diagnosis"] is not None:
+        looks = SIGNATURES[pair["diagnosis"]["signature"]]
+        return f"It looks like {looks}: {_sentence(pair['diagnosis']['evidence'])}."
+    if pair["first_divergence"] is None:
+        return None
+    if sketched:
+        return "What it looks like cannot be told from sketches: record the step in full."
+    return "It looks like none of the common faults."
+
+
+def first_place(pair: dict[str, Any], name: str) -> str:
+    """Where a pair parts first, in short; "-" where it does not."""
+    where = pair["first_divergence"]
+    return f"step {where['step']}, {what_parted(where, name)}" if where else "-"
+
+
+def counted(pairs: Iterable[dict[str, Any]]) -> str:
+    """How many pairs of each verdict there are.
+
+    >>> counted([{"verdict": "bug"}, {"verdict": "equal"}, {"verdict": "bug"}])
+    '2 bug, 1 equal'
+    """
+    found: dict[str, int] = {}
+    for pair in pairs:
+        found[pair["verdict"]] = found.get(pair["verdict"], 0) + 1
+    return ", ".join(f"{count} {verdict}" for verdict, count in found.items())
 
 
 def number(value: float | None) -> str:
@@ -60,6 +225,50 @@ def number(value: float | None) -> str:
     if math.isinf(value):
         return "∞"
     return f"{value:.1e}" if value else "0"
+
+
+def used_text(used: float | None) -> str:
+    """How much is used of what rounding may reach.
+
+    >>> [used_text(used) for used in (None, 0.0, 0.00012, 0.123, 7.0, 456.7, 1e9, float("inf"))]
+    ['-', '0', '1.2e-04', '0.12', '7', '457', '1.0e+09', '∞']
+    """
+    if used is None or used == 0 or not 0.005 <= used < 9999.5:
+        return number(used)
+    return f"{used:.2g}" if used < 99.5 else f"{used:.0f}"
+
+
+def worst_of(worst: Worst) -> str:
+    """A cell of the map, or a row of the table of phases, in words.
+
+    >>> worst_of(Worst(3, 2, 0, 0.25, "w")), worst_of(Worst(3, 3, 0, 0.0, "w")), worst_of(Worst(1, 0, 0, None, "w"))
+    ('at most 0.25 of what rounding may reach', 'equal bits', 'differs; no bound is known')
+    >>> worst_of(Worst(3, 2, 1, 12.0, "w")), worst_of(Worst(3, 2, 1, math.inf, "w"))
+    ('12 times what rounding may reach', 'differs where nothing may')
+    """
+    if worst.num_equal == worst.num:
+        return "equal bits"
+    if worst.used is None:
+        return "differs; no bound is known"
+    if not worst.num_beyond:
+        return f"at most {used_text(worst.used)} of what rounding may reach"
+    if math.isinf(worst.used):
+        return "differs where nothing may"
+    return f"{used_text(worst.used)} times what rounding may reach"
+
+
+def measured_by(bounds: Bounds | None, twins: tuple[tuple[str, int], ...]) -> str:
+    """Where it comes from how far rounding may reach.
+
+    Args:
+        bounds, twins: as a `PairSeries` has them.
+    """
+    if twins:
+        said = " and ".join(f"{count} twins of {display(name)}" for name, count in twins)
+        return f"measured on {said}: the run once more, rounded otherwise"
+    if bounds is None or not bounds.decisive:
+        return "not known: there are no twins, and the dtype is too coarse for a bound"
+    return f"bounded beforehand: {number(bounds.loss)} for losses, {number(bounds.parameter)} for tensors"
 
 
 def limits(bounds: Bounds | None) -> tuple[str, str]:

@@ -1,0 +1,92 @@
+"""The map of units and steps, as inline SVG without a scale of its own: its columns are parts of whatever width it is given."""
+
+from html import escape
+from itertools import takewhile
+
+from markupsafe import Markup
+
+from crossframe.draw.amounts import count_ticks
+from experiments.report import words
+from experiments.report.evidence import HeatMap, Worst, level
+
+ROW = 17
+"""The height of a row in pixels; the style sheet gives the names beside it the same."""
+_LABELS = 6
+_LONG = 16
+LEVELS = {
+    "in0": "equal bits", "in1": "up to 0.01", "in2": "up to 0.1", "in3": "up to 1",
+    "out1": "up to 10", "out2": "up to 1000", "out3": "up to a million", "out4": "more", "free": "no bound",
+}  # fmt: skip
+"""The classes of cells, and what a legend says of them."""
+
+
+def row_names(heat: HeatMap) -> list[tuple[str, str]]:
+    """(what stands beside a row, all of its units) for each row; beside it the names' common beginning is left out."""
+    skip = len(common_beginning(heat))
+    short = [tuple(unit[skip:] for unit in row) for row in heat.rows]
+    return [
+        (group_name(s), ", ".join(words.unit_name(unit) for unit in row))
+        for s, row in zip(short, heat.rows, strict=True)
+    ]
+
+
+def common_beginning(heat: HeatMap) -> str:
+    """Whole parts of names that all units but the root begin with, where names are long; else ""."""
+    units = [unit for row in heat.rows for unit in row if unit]
+    if len(units) < 2 or max(map(len, units)) <= _LONG:
+        return ""
+    # What the first and the last in alphabetical order share, all share.
+    ends = zip(min(units).split(".")[:-1], max(units).split(".")[:-1], strict=False)
+    return "".join(f"{part}." for part, other in takewhile(lambda both: both[0] == both[1], ends))
+
+
+def group_name(units: tuple[str, ...]) -> str:
+    """A unit, or the first and the last of several.
+
+    >>> group_name(("",)), group_name(("h.0", "h.1", "h.2"))
+    ('(root)', 'h.0 … h.2')
+    """
+    first, last = words.unit_name(units[0]), words.unit_name(units[-1])
+    return first if len(units) == 1 else f"{first} … {last}"
+
+
+def step_names(heat: HeatMap) -> list[tuple[float, str]]:
+    """(percent from the left, step) of some columns, evenly spaced, the first among them."""
+    count = len(heat.columns)
+    return [((at + 0.5) * 100 / count, str(heat.columns[at][0])) for at, _ in count_ticks(count - 1, _LABELS)]
+
+
+def heat_levels(heat: HeatMap) -> list[tuple[str, str]]:
+    """(class, words) of the cells that there are, in order."""
+    there = {level(worst) for worst in heat.cells.values()}
+    return [(kind, said) for kind, said in LEVELS.items() if kind in there]
+
+
+def heat_chart(heat: HeatMap, *, name: str, about: str) -> Markup:
+    """The cells; names of rows and columns stand beside it (`row_names`, `step_names`).
+
+    Args:
+        name: no other chart of the page has it.
+        about: what it shows, for those who do not see it.
+    """
+    wide = 100 / max(1, len(heat.columns))
+    cells = "".join(
+        f'<rect x="{column * wide:.3f}%" y="{row * ROW}" width="{wide:.3f}%" height="{ROW}" class="{level(worst)}">'
+        f"<title>{escape(_tip(heat, row, column, worst))}</title></rect>"
+        for (row, column), worst in sorted(heat.cells.items())
+    )
+    if heat.first is not None:
+        row, column = heat.first
+        cells += f'<rect x="{column * wide:.3f}%" y="{row * ROW}" width="{wide:.3f}%" height="{ROW}" class="decisive"/>'
+    return Markup(
+        f'<svg class="heat" width="100%" height="{max(1, len(heat.rows)) * ROW}" role="img" '
+        f'aria-labelledby="{name}-title {name}-desc"><title id="{name}-title">Units over steps</title>'
+        f'<desc id="{name}-desc">{escape(about)}</desc>{cells}</svg>'
+    )
+
+
+def _tip(heat: HeatMap, row: int, column: int, worst: Worst) -> str:
+    steps = heat.columns[column]
+    at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    said = f"{words.short(group_name(heat.rows[row]))}, {at}: {words.worst_of(worst)}"
+    return f"{said} ({words.short(worst.name)})" if worst.name else said
