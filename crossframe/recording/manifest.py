@@ -48,7 +48,8 @@ class Manifest:
         units: (name, layout) in the order of forward, the root first. A unit of several buckets stands once a bucket.
         strategy: value of `crossframe.plan.Strategy`.
         versions: of the packages that ran.
-        settings: whatever else is worth knowing; JSON. "command" is the command line that records the run again.
+        settings: whatever else is worth knowing; JSON. "command" is the command line that records the run again, but for
+            where to (--output).
 
     Raises:
         RecordingError: a field that cannot be so; the message names it.

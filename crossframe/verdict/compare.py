@@ -239,14 +239,11 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
 
 def _settle(pair: Pair) -> str:
     """What would tell."""
-    commands = [recording.manifest.settings.get("command") for recording in (pair.a, pair.b)]
-    command = next((each for each in commands if isinstance(each, str)), None)
-    if command is None:
-        return "record one of both again with twins (--twins 4), or both with --dtype float64, and compare those"
-    return (
-        f"measure what rounding does with `{command} --twins 4 --overwrite` and compare again, or record both with "
-        "--dtype float64"
-    )
+    for recording in (pair.a, pair.b):
+        if isinstance(command := recording.manifest.settings.get("command"), str):
+            again = f"{command} --output {recording.directory} --overwrite --twins 4"
+            return f"measure what rounding does with `{again}` and compare again, or record both with --dtype float64"
+    return "record one of both again with twins (--twins 4), or both with --dtype float64, and compare those"
 
 
 def _conclude_by_envelope(

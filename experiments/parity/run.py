@@ -70,7 +70,7 @@ def _clear_report(folder: Path) -> None:
 
 
 def _record(framework: str, settings: RunSettings, path: Path, twins: int) -> None:
-    arguments = [*settings.arguments(framework, path), "--twins", str(twins)]
+    arguments = [*settings.arguments(framework), "--output", str(path), "--overwrite", "--twins", str(twins)]
     command = [sys.executable, "-m", "experiments.entry", *arguments]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if ended.returncode:

@@ -1,6 +1,7 @@
 """What a run is: everything that both frameworks must agree on before they start."""
 
 import importlib.metadata
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -157,6 +158,7 @@ class RunSettings:
                 "batch_size": self.batch_size,
                 "optimizer": OPTIMIZERS[self.optimizer],
                 "weight_decay": self.weight_decay,
+                "command": shlex.join(["crossframe", *self.arguments(framework)]),
             }
             | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
             | ({"clip": self.clip} if self.clip is not None else {})
@@ -178,9 +180,9 @@ class RunSettings:
         others = [(replace(self, twin=i), output / twin_folder(i)) for i in range(1, twins + 1)]
         return [(self, output), *others]
 
-    def arguments(self, framework: str, output: Path) -> list[str]:
-        """The command line that records this run."""
-        arguments = ["record", framework, self.model, "--output", str(output), "--overwrite"]
+    def arguments(self, framework: str) -> list[str]:
+        """The command line that records this run, but for where to."""
+        arguments = ["record", framework, self.model]
         for name, value in asdict(self).items():
             if name not in ("model", "weight_decay", "twin") and value not in ("", None):
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
