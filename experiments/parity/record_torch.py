@@ -3,32 +3,28 @@
 import os
 import socket
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from crossframe.errors import UsageError
-from crossframe.recording import Manifest, RecordingWriter, create_recording
+from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
-from crossframe.trace import Event
 from experiments.data import Batch
-from experiments.parity.faults import fault_in_effect
+from experiments.faults import fault_in_effect
+from experiments.parity.resume import resume_torch
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from torch_backend import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
-from torch_backend.dtypes import to_numpy
-from torch_backend.observe import Observer, observe
 from torch_backend.other_rounding import OtherRounding
-from torch_backend.shards import layouts_of, local_pieces
-from torch_backend.slots import without_wrapper
+from torch_backend.recorder import Recorder
 
 PACKAGES = ("torch", "numpy")
 
@@ -44,13 +40,24 @@ def record_torch(settings: RunSettings, output: Path, *, twins: int = 0, overwri
         RecordingError: an output that cannot be written to.
         multiprocessing.ProcessRaisedException: a rank failed; the others were ended.
     """
-    device = choose_device(settings.device, torch.cuda.device_count(), settings.world_size)
-    runs = [(run, run.manifest("torch", PACKAGES), path) for run, path in settings.runs(output, twins)]
-    for _, manifest, path in runs:
+    record_many(settings.runs(output, twins), overwrite=overwrite)
+
+
+def record_many(runs: Sequence[tuple[RunSettings, Path]], *, overwrite: bool = False) -> None:
+    """Record runs of one number of ranks and one kind of device in the same processes, one run behind the other.
+
+    Raises:
+        UsageError, RecordingError, ProcessRaisedException: as `record_torch`.
+    """
+    first = runs[0][0]
+    device = choose_device(first.device, torch.cuda.device_count(), first.world_size)
+    assert {(run.world_size, run.device) for run, _ in runs} == {(first.world_size, first.device)}, runs
+    begun = [(run, run.manifest("torch", PACKAGES), path) for run, path in runs]
+    for _, manifest, path in begun:
         create_recording(path, manifest, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (runs, device, str(Path(folder, "store")))
-        multiprocessing.spawn(_rank, args=arguments, nprocs=settings.world_size)  # type: ignore[attr-defined]
+        arguments = (begun, device, str(Path(folder, "store")))
+        multiprocessing.spawn(_rank, args=arguments, nprocs=first.world_size)  # type: ignore[attr-defined]
 
 
 def _rank(rank: int, runs: list[tuple[RunSettings, Manifest, Path]], device: str, store_path: str) -> None:
@@ -77,22 +84,8 @@ def join(rank: int, world_size: int, device: str, store_path: str) -> None:
 def record_rank(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
     """Train and record one rank of the default process group, into a recording that was created."""
     rounding = OtherRounding(settings.twin) if settings.twin else nullcontext()
-    with fault_in_effect(settings.fault), rounding, RecordingWriter(output, manifest, rank) as writer:
-        _train(settings, manifest, writer, rank, device)
-
-
-class _Watcher(Observer):
-    """Keeps what the engine tells of one step."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.grads: dict[str, dict[str, np.ndarray]] = {}
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def local_grads(self, unit: str, grads: Mapping[str, Tensor]) -> None:
-        self.grads[unit] = {name: _numpy(grad) for name, grad in grads.items()}
+    with fault_in_effect(settings.fault), rounding:
+        _train(settings, manifest, output, rank, device)
 
 
 def optimizer_of(settings: RunSettings, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -101,10 +94,6 @@ def optimizer_of(settings: RunSettings, params: Iterable[nn.Parameter]) -> torch
     if settings.optimizer == "sgd":
         return torch.optim.SGD(params, settings.learning_rate, momentum=MOMENTUM, weight_decay=decay)
     return torch.optim.AdamW(params, settings.learning_rate, weight_decay=decay)
-
-
-def _numpy(tensor: Tensor) -> np.ndarray:
-    return to_numpy(tensor).copy()
 
 
 def build_model(settings: RunSettings, device: torch.device) -> FullyShardedDataParallel:
@@ -148,56 +137,20 @@ def load_initial(module: nn.Module, params: Mapping[str, np.ndarray]) -> None:
             param.copy_(torch.from_numpy(params[name]))
 
 
-def _train(settings: RunSettings, manifest: Manifest, writer: RecordingWriter, rank: int, device: torch.device) -> None:
+def _train(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
     model = build_model(settings, device)
     optimizer = optimizer_of(settings, model.parameters())
-    for step in range(settings.steps):
-        batch = settings.batch(step, rank)
-        writer.batch(step, batch.digest, batch.sample_ids)
-        if step == 0:
-            _record_pieces(writer.parameters, step, model, rank, manifest, grads=False)
-        dense = manifest.schedule.is_dense(step)
-        with observe(watcher := _Watcher()), outputs_of(model, manifest) if dense else nullcontext([]) as outputs:
+    # The settings have moved a twin's initial values already.
+    with Recorder(output, model=model, optimizer=optimizer, manifest=manifest, twin=0) as recorder:
+        for step in range(settings.steps):
+            resume_torch(settings, step, output, model, optimizer)
+            batch = settings.batch(step, rank)
             loss = _backward(settings, model, batch, device)
-        writer.loss(step, loss)
-        writer.collectives(step, watcher.events)
-        seen: Counter[str] = Counter()
-        for unit, output in outputs:
-            writer.output(step, seen[unit], unit, output)
-            seen[unit] += 1
-        if dense:
-            for unit, grads in watcher.grads.items():
-                writer.local_grads(step, unit, grads)
-        if writer.records(step):
-            _record_pieces(writer.reduced_grads, step, model, rank, manifest, grads=True)
-        if settings.clip is not None:
-            model.clip_grad_norm_(settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if writer.records(step):
-            _record_pieces(writer.updated, step, model, rank, manifest, grads=False)
-        writer.end_step(step)
-    if layouts_of(model) != list(manifest.units):
-        raise UsageError("the layouts of the model's definition are not those that torch_backend computed")
-
-
-@contextmanager
-def outputs_of(model: nn.Module, manifest: Manifest) -> Iterator[list[tuple[str, np.ndarray]]]:
-    """(unit, output) of every forward of a unit while the context lasts, in the order in which they end; the model is unit ""."""
-    found: list[tuple[str, np.ndarray]] = []
-    units, handles, seen = {"", *(unit for unit, _ in manifest.units)}, [], set()
-    for name, module in model.named_modules():
-        unit = without_wrapper(name)
-        if unit in units and unit not in seen:
-            seen.add(unit)  # the wrapper stands before what it wraps
-            handles.append(
-                module.register_forward_hook(lambda _, __, output, unit=unit: found.append((unit, _numpy(output))))
-            )
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+            if settings.clip is not None:
+                model.clip_grad_norm_(settings.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss, batch=batch.digest, sample_ids=batch.sample_ids)
 
 
 def _backward(settings: RunSettings, model: FullyShardedDataParallel, batch: Batch, device: torch.device) -> float:
@@ -214,17 +167,3 @@ def _backward(settings: RunSettings, model: FullyShardedDataParallel, batch: Bat
             loss.backward()
         total += loss.item()
     return total
-
-
-def _record_pieces(write, step: int, model: nn.Module, rank: int, manifest: Manifest, *, grads: bool) -> None:
-    """Write this rank's pieces of parameters or of reduced gradients, unit by unit."""
-    by_unit: dict[str, dict[str, tuple[int, int, np.ndarray]]] = {}
-    prefixed = manifest.params
-    for piece in local_pieces(model, manifest.mesh.coordinate(rank)[1]):
-        # Before the root has run, names are relative to their unit.
-        name = piece.name if piece.name in prefixed else f"{piece.unit}.{piece.name}"
-        values = piece.grad if grads else piece.values
-        if values is not None:
-            by_unit.setdefault(piece.unit, {})[name] = (piece.start, piece.stop, _numpy(values))
-    for unit, pieces in by_unit.items():
-        write(step, unit, pieces)
