@@ -77,7 +77,9 @@ def heat_chart(heat: HeatMap, *, name: str, about: str) -> Markup:
     )
     if heat.first is not None:
         row, column = heat.first
-        cells += f'<rect x="{column * wide:.3f}%" y="{row * ROW}" width="{wide:.3f}%" height="{ROW}" class="decisive"/>'
+        box = f'x="{column * wide:.3f}%" y="{row * ROW}" width="{wide:.3f}%" height="{ROW}"'
+        # Two frames, one dark and one light, so that it is seen on any cell.
+        cells += f'<rect {box} class="around"/><rect {box} class="decisive"/>'
     return Markup(
         f'<svg class="heat" width="100%" height="{max(1, len(heat.rows)) * ROW}" role="img" '
         f'aria-labelledby="{name}-title {name}-desc"><title id="{name}-title">Units over steps</title>'

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # A phone shows a chart a little smaller than this many pixels, a desktop a little larger.
 WIDTH, HEIGHT = 420, 250
 _MARKED = 15
+# Numbers beyond this are drawn as infinite, as matplotlib cannot reckon with them.
+_LARGEST = 1e300
 _TICKS = 5
 # What matplotlib draws with, and the variable of the style sheet that takes its place.
 _COLOURS = {
@@ -99,11 +101,11 @@ def line_chart(
 
 def _draw(axes: "Axes", lines: Sequence[Line], limits: Sequence[Limit], top: float) -> None:
     for line in lines:
-        values = [top if value == math.inf else value for _, value in line.points]
+        values = [top if value > _LARGEST else value for _, value in line.points]
         few = len(line.points) <= _MARKED
         axes.plot(
             [step for step, _ in line.points],
-            [value if math.isfinite(value) else math.nan for value in values],
+            [value if abs(value) <= _LARGEST else math.nan for value in values],
             color=_COLOURS[line.style],
             linestyle="dashed" if line.dashed else "solid",
             linewidth=2.6 if line.strong else 1.5,
@@ -137,12 +139,12 @@ def _logarithmic(axes: "Axes", lines: Sequence[Line], limits: Sequence[Limit]) -
     """Between the decades around all that is drawn, and one more on top; below them is room for 0, on the lower edge. Returns
     where an infinity is drawn: on the upper edge, with room below it."""
     values = [value for line in lines for _, value in line.points] + [limit.value for limit in limits]
-    exponents = [min(max(math.log10(value), -300.0), 300.0) for value in values if 0 < value < math.inf] or [0.0]
+    exponents = [math.log10(max(value, 1 / _LARGEST)) for value in values if 0 < value <= _LARGEST] or [0.0]
     low, high = math.floor(min(exponents)), math.ceil(max(exponents)) + 1
     stride = math.ceil((high - low) / _TICKS)
     ticks = [*range(low, high + 1, stride)]
     labels = ["0", *(f"1e{tick:+03d}" for tick in ticks)]
-    if math.inf in values:
+    if any(value > _LARGEST for value in values):
         high = ticks[-1] + stride
         ticks, labels = [*ticks, high], [*labels, "∞"]
     axes.set_yscale("symlog", linthresh=10.0**low, linscale=stride)

@@ -84,12 +84,12 @@ def short(name: str, most: int = _LONGEST_NAME) -> str:
 
 
 def isolated(text: str) -> str:
-    """A sentence in which words written from right to left do not turn those around them.
+    """A sentence without what cannot be printed, in which words written from right to left do not turn those around them.
 
     >>> [hex(ord(c)) for c in isolated("of \u05d0 (rank 1)")[3:6]]
     ['0x2068', '0x5d0', '0x2069']
     """
-    return _RIGHT_TO_LEFT.sub(lambda found: f"\u2068{found[0]}\u2069", text)
+    return _RIGHT_TO_LEFT.sub(lambda found: f"\u2068{found[0]}\u2069", one_line(text))
 
 
 def decisive(report: dict[str, Any]) -> int | None:
