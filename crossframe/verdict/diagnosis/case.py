@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from crossframe.dtypes import unit_roundoff
+from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
@@ -174,6 +174,13 @@ class Case:
         return np.concatenate(
             [np.arange(run.param_start, run.param_start + run.numel) for run in runs] or [np.zeros(0, int)]
         )
+
+    @property
+    def reduce_roundoff(self) -> float:
+        """The unit roundoff of the dtype in which gradients should be reduced (R33); 0 where that is the one they are kept in."""
+        settings = self.right.manifest.settings
+        dtype = settings.get("reduce_dtype") or settings.get("param_dtype")
+        return unit_roundoff(dtype) if dtype in FLOATING else 0.0
 
     @property
     def compute_roundoff(self) -> float:

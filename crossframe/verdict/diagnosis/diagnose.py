@@ -92,11 +92,8 @@ def _in_others(pair: Pair, case: Case, fit: Fit, limit: Limit) -> str:
     if case.phase == FORWARD or not case.name:
         return ""
     differ, agree = 0, 0
-    for group in walk(pair, (case.phase,)):
-        quantity = group[0]
-        if quantity.step > case.step:
-            break
-        if quantity.step < case.step or quantity.parameter == case.name or quantity.use != case.quantity.use:
+    for group in walk(pair, (case.phase,), range(case.step, case.step + 1)):
+        if group[0].parameter == case.name or group[0].use != case.quantity.use:
             continue
         quantity = max(group, key=lambda each: distance(each.a, each.b))
         other = case_of(pair, quantity, limit)

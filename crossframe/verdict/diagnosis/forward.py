@@ -9,6 +9,7 @@ import numpy as np
 from crossframe.verdict.diagnosis.fit import Contrast, believed
 from crossframe.verdict.metrics import distance, norm
 
+_SAMPLE = 4096
 ERF_GELU, TANH_GELU = "x Phi(x) by erf", "x Phi(x) by tanh"
 
 
@@ -147,6 +148,15 @@ def functions_of(
     """
     names, rests = [], []
     error = 0.0
+    if inputs[0].size > _SAMPLE:
+        # What a part of the elements leaves, all of them do.
+        some = tuple(x.reshape(-1)[:_SAMPLE] for x in inputs)
+        gated = tuple(x.reshape(-1)[:_SAMPLE] for x in gates) if gates else None
+        tolerance = max(12 * roundoff * norm(inputs[0] * (gates[0] if gates else 1.0)), sides.limit)
+        part = sides.right.reshape(-1)[:_SAMPLE]
+        least = min(distance(part, f(some[0]) * (gated[0] if gated else 1.0)) for f in FUNCTIONS.values())
+        if least > tolerance:
+            return None
     for i, side in enumerate((sides.right, sides.wrong)):
         gate = gates[i] if gates else 1.0
         error = 12 * roundoff * norm(inputs[i] * gate)
@@ -218,21 +228,88 @@ def two_masks_of(sides: Contrast) -> Dropped | None:
     return Dropped(share, 1 / (1 - share), x.size, rest, both=True) if alike and share > 0 else None
 
 
-def kernel_transposed(
+def kernel_reordered(
     sides: Contrast, inputs: tuple[np.ndarray, np.ndarray], weight: np.ndarray, bias: np.ndarray | None, roundoff: float
-) -> float | None:
-    """What is left if one side multiplied by a square weight, and the other by its transpose; None where that is not so.
+) -> tuple[str, float] | None:
+    """In which other order one side had the dims of a module's weight, and what that leaves; the other side has them as they are.
 
     A sum of n products errs by at most n u times the sum of their magnitudes (Higham, section 4.2).
     """
-    if weight.ndim != 2 or weight.shape[0] != weight.shape[1] or inputs[0].shape[-1:] != weight.shape[:1]:
+    say = _times if weight.ndim == 2 else _with_bias_of_channels
+    tolerance = sides.limit + (weight[0].size + 2) * roundoff * norm(
+        _or_nothing(say(np.abs(inputs[1]), np.abs(weight), None if bias is None else np.abs(bias)))
+    )
+    right = say(inputs[0], weight, bias)
+    if right is None or right.shape != sides.right.shape or distance(sides.right, right) > tolerance:
         return None
-    if inputs[0].shape != sides.right.shape:
+    for said, other in _kernels(weight):
+        wrong = say(inputs[1], other, bias)
+        if wrong is not None and wrong.shape == sides.wrong.shape:
+            rest = distance(sides.wrong, wrong)
+            if believed(rest, sides.difference, tolerance):
+                return said, rest
+    return None
+
+
+def _kernels(weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    if weight.ndim == 2:
+        yield "transposed", weight.T
+    elif weight.ndim == 4:
+        yield "with height and width exchanged", weight.transpose(0, 1, 3, 2)
+        yield "with channels in and out exchanged", weight.transpose(1, 0, 2, 3)
+        yield "transposed, all of it", weight.transpose(1, 0, 3, 2)
+
+
+def _times(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray | None:
+    return x @ weight.T + (0.0 if bias is None else bias) if x.ndim and x.shape[-1] == weight.shape[1] else None
+
+
+def _with_bias_of_channels(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray | None:
+    found = convolved(x, weight)
+    return found if found is None or bias is None else found + bias[:, None, None]
+
+
+def _or_nothing(array: np.ndarray | None) -> np.ndarray:
+    return np.zeros(0) if array is None else array
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What was added is another multiple of what should have been."""
+
+    factor: float
+    error: float
+    rest: float
+
+
+def branch_of(sides: Contrast, through: np.ndarray) -> Branch | None:
+    """The c of wrong = right + (c - 1) * branch, where a branch is added to others and that explains the difference."""
+    size = norm(through)
+    if not size or not math.isfinite(size):
         return None
-    add = 0.0 if bias is None else bias
-    size = norm(np.abs(inputs[1]) @ np.abs(weight)) + norm(np.broadcast_to(add, sides.wrong.shape))
-    tolerance = max(sides.limit, (len(weight) + 2) * roundoff * size)
-    if distance(sides.right, inputs[0] @ weight.T + add) > tolerance:
+    more = float(((sides.wrong - sides.right).reshape(-1) @ (through.reshape(-1) / size)) / size)
+    tolerance = sides.limit * (1 + abs(more)) + 4 * sides.roundoff * norm(sides.wrong)
+    rest = sides.rest(sides.right + more * through)
+    return Branch(1 + more, tolerance / size, rest) if believed(rest, sides.difference, tolerance) else None
+
+
+def convolved(x: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
+    """What a convolution without stride gives whose output is as large as its input: (batch, channels, height, width) with a
+    weight of (channels out, channels in, height, width), both odd. None of anything else.
+
+    >>> x = np.arange(4.0).reshape(1, 1, 2, 2)
+    >>> convolved(x, np.ones((1, 1, 3, 3)))[0, 0].tolist()
+    [[6.0, 6.0], [6.0, 6.0]]
+    """
+    if (
+        x.ndim != 4
+        or weight.ndim != 4
+        or x.shape[1] != weight.shape[1]
+        or weight.shape[2] % 2 == 0
+        or weight.shape[3] % 2 == 0
+    ):
         return None
-    rest = distance(sides.wrong, inputs[1] @ weight + add)
-    return rest if believed(rest, sides.difference, tolerance) else None
+    half = [size // 2 for size in weight.shape[2:]]
+    padded = np.pad(x, ((0, 0), (0, 0), (half[0], half[0]), (half[1], half[1])))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, weight.shape[2:], axis=(2, 3))
+    return np.einsum("bihwyx,oiyx->bohw", windows, weight, optimize=True)

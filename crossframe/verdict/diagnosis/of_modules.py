@@ -11,9 +11,10 @@ from crossframe.verdict.diagnosis.forward import (
     ERF_GELU,
     TANH_GELU,
     Dropped,
+    branch_of,
     dropout_of,
     functions_of,
-    kernel_transposed,
+    kernel_reordered,
     norm_epsilons,
     two_masks_of,
 )
@@ -83,16 +84,26 @@ def _dropped(case: Case, found: Dropped, what: str) -> Fit:
 
 
 def transposed_kernel(case: Case) -> Iterator[Fit]:
-    """A module multiplied by the transpose of its weight."""
+    """A module multiplied by the transpose of its weight, or of some dims of it."""
     given, params = _input(case), _parameters(case)
-    if given is None or params is None:
+    if given is None or params is None or params[0].ndim not in (2, 4):
         return
-    rest = kernel_transposed(case.sides, given, *params, case.compute_roundoff)
-    if rest is not None:
-        said = (
-            f"{case.names[1]} multiplies by the weight of {case.quantity.module}, and {case.names[0]} by its transpose"
-        )
-        yield Fit("transposed", said, rest, 0.0, Story("kernel"))
+    if found := kernel_reordered(case.sides, given, *params, case.compute_roundoff):
+        said = f"{case.names[0]} uses the weight of {case.quantity.module} as it is, and {case.names[1]} {found[0]}"
+        yield Fit("transposed", said, found[1], 0.0, Story("kernel"))
+
+
+def factor_of_branch(case: Case) -> Iterator[Fit]:
+    """One of several things that are added comes in another number of times. Tried one way round only."""
+    if case.turned:
+        return
+    for at in _nearby(case):
+        through = case.activation(case.right, case.step, at)
+        if through is not None and (found := branch_of(case.sides, np.asarray(through, np.float64))):
+            times = 0.0 if abs(found.factor) <= found.error else found.factor
+            said = f"what {case.names[1]} adds of the {at[2]} of {at[1]} is {times:.6g} times what {case.names[0]} adds of it"
+            yield Fit("constant_factor", said, found.rest, 0.0, Story("branch", times, found.error))
+            return
 
 
 def _input(case: Case) -> Both | None:
@@ -133,4 +144,4 @@ def _nearby(case: Case) -> list[At]:
     return found
 
 
-ALL = (norm_epsilon, tanh_gelu, dropout, transposed_kernel)
+ALL = (norm_epsilon, tanh_gelu, dropout, transposed_kernel, factor_of_branch)

@@ -27,9 +27,11 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     factor = factor_of(sides)
     if factor is None:
         return
-    name = name_of(factor.value, factor.error, counts_of(case.wrong.manifest)) or name_of(
-        factor.value, factor.error, counts_of(case.right.manifest)
+    names = (
+        name_of(factor.value, factor.error, counts)
+        for counts in (counts_of(case.wrong.manifest), counts_of(case.right.manifest), _sizes(case))
     )
+    name = next((name for name in names if name), None)
     # One number is always some multiple of another.
     if name is None and np.unique(sides.right).size < 2:
         return
@@ -38,6 +40,12 @@ def constant_factor(case: Case) -> Iterator[Fit]:
         said = f"what was seen is {factor.value:.6g} times what the shards hold"
     story = Story("factor", factor.value, factor.error)
     yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, factor.roundoff, story)
+
+
+def _sizes(case: Case) -> dict[str, float]:
+    """Of an activation, the size that it may have been scaled by."""
+    shape = case.both.right.shape
+    return {"the size of its last dim": float(shape[-1])} if case.phase == FORWARD and len(shape) > 1 else {}
 
 
 def _over_ranks(case: Case) -> Contrast:
@@ -187,7 +195,8 @@ def _mixed_on_ranks(case: Case, other: str) -> Iterator[Fit]:
     own, theirs = case.local_grads(case.wrong, case.name), case.local_grads(case.wrong, other)
     if own is None or theirs is None:
         return
-    if found := mixed_ranks(case.sides, [case.cut(grad) for grad in own], [case.cut(grad) for grad in theirs]):
+    both = [[case.cut(grad) for grad in grads] for grads in (own, theirs)]
+    if found := mixed_ranks(case.sides, both[0], both[1], case.reduce_roundoff):
         said = f"the sum holds the gradients of {other!r} from ranks {list(found.ranks)}, in the place of its own"
         yield Fit("mixed_parameters", said, found.rest, found.error, Story("mixed"))
 
@@ -197,18 +206,13 @@ def missing_rank(case: Case) -> Iterator[Fit]:
     if case.phase == NORM:
         yield from _norm_of_one(case)
     if case.phase == REDUCE and (grads := case.local_grads(case.wrong, case.name)) is not None:
-        found = absent_ranks(case.sides, [_cut(case, grad) for grad in grads])
+        found = absent_ranks(case.sides, [case.cut(grad) for grad in grads], case.reduce_roundoff)
         if found is not None:
             divided = f"the sum of the others is divided by {found.divided_by:g}"
             said = f"the gradients of ranks {list(found.ranks)} of {len(grads)} are not in it; {divided}"
             yield Fit("missing_rank", said, found.rest, found.error, Story(said))
     if case.phase in SHARDED and case.whole and case.quantity.use != COUNT:
         yield from _missing_slice(case)
-
-
-def _cut(case: Case, grad: np.ndarray) -> np.ndarray:
-    """As `Case.cut`, in its own dtype: its roundoff counts."""
-    return grad if case.start is None else grad.reshape(-1)[case.start : case.stop]
 
 
 def _missing_slice(case: Case) -> Iterator[Fit]:
@@ -254,9 +258,8 @@ def low_precision_reduction(case: Case) -> Iterator[Fit]:
     if case.phase != REDUCE or case.quantity.sketched:
         return
     grads = case.local_grads(case.wrong, case.name)
-    if grads is not None:
-        grads = [_cut(case, grad) for grad in grads]
-    if found := low_reduction(case.sides, grads, case.wrong.manifest.world_size):
+    cut = None if grads is None else [case.cut(grad) for grad in grads]
+    if found := low_reduction(case.sides, cut, case.wrong.manifest.world_size, case.reduce_roundoff):
         yield Fit(
             "low_precision_reduction", f"in {case.names[1]} {found.said}", found.rest, found.error, Story(found.dtype)
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.reduction import divide_factors
-from crossframe.verdict.diagnosis.fit import Contrast, believed, roundoff_of
+from crossframe.verdict.diagnosis.fit import Contrast, believed
 from crossframe.verdict.metrics import norm
 
 LOW = ("bfloat16", "float16")
@@ -37,14 +37,15 @@ class Low:
 def sum_error(grads: Sequence[np.ndarray], roundoff: float) -> float:
     """By how much the mean of these may be off for rounding alone: W terms, each rounded at most W + 1 times on its way through
     sum and division, to first order, in whatever order they are added (Higham, section 4.2): (W + 1) * u * mean |g|, in norm."""
-    magnitudes = np.mean([np.abs(np.asarray(grad, np.float64)) for grad in grads], axis=0)
+    magnitudes = np.mean([np.abs(np.asarray(grad, np.float64)).reshape(-1) for grad in grads], axis=0)
     return (len(grads) + 1) * roundoff * norm(magnitudes)
 
 
-def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray]) -> Absent | None:
+def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float = 0.0) -> Absent | None:
     """The ranks whose own gradients are missing from a reduced one.
 
     Args:
+        roundoff: of the dtype in which they are reduced, where that is coarser than the one that they are kept in.
         grads: each rank's own gradient, float64 or as recorded, of the shape of the sides. The right side must be their mean.
 
     The weights of all ranks come from least squares; which are absent is read off them, and the rest is that of the sum over the
@@ -52,7 +53,7 @@ def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray]) -> Absent | None:
     """
     num_ranks = len(grads)
     terms = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in grads])
-    error = sum_error(grads, max(sides.roundoff, *(roundoff_of(grad) for grad in grads)))
+    error = sum_error(grads, max(sides.roundoff, roundoff))
     mean = terms.mean(axis=0)
     if num_ranks < 2 or norm(sides.right.reshape(-1) - mean) > sides.limit + error:
         return None
@@ -79,16 +80,19 @@ class Mixed:
     error: float
 
 
-def mixed_ranks(sides: Contrast, own: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> Mixed | None:
+def mixed_ranks(
+    sides: Contrast, own: Sequence[np.ndarray], theirs: Sequence[np.ndarray], roundoff: float = 0.0
+) -> Mixed | None:
     """The ranks that brought another parameter's gradient into a sum, where each rank brought one or the other (R29).
 
     Args:
         own, theirs: each rank's gradient of this parameter and of the other one, with as many elements.
+        roundoff: as of `absent_ranks`.
     """
     num_ranks = len(own)
     ours = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in own])
     others = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in theirs])
-    error = sum_error([*own, *theirs], sides.roundoff)
+    error = sum_error([*own, *theirs], max(sides.roundoff, roundoff))
     if norm(sides.right.reshape(-1) - ours.mean(axis=0)) > sides.limit + error:
         return None
     weights = np.linalg.lstsq(np.concatenate([ours, others]).T, sides.wrong.reshape(-1), rcond=None)[0]
@@ -101,11 +105,14 @@ def mixed_ranks(sides: Contrast, own: Sequence[np.ndarray], theirs: Sequence[np.
     return Mixed(tuple(int(i) for i in np.flatnonzero(swapped)), rest, error)
 
 
-def low_reduction(sides: Contrast, grads: Sequence[np.ndarray] | None, num_ranks: int) -> Low | None:
+def low_reduction(
+    sides: Contrast, grads: Sequence[np.ndarray] | None, num_ranks: int, roundoff: float = 0.0
+) -> Low | None:
     """The dtype in which a sum over ranks was taken, where that was a coarser one than it should have been.
 
     Args:
         grads: each rank's own gradient; None where these were not recorded.
+        roundoff: as of `absent_ranks`.
 
     Tried in bfloat16 and in float16: gradients cast before an exact sum, a sum in the low dtype from rank to rank (from each
     rank on, and either way round), and a mean that is cast when it is there. A last resort needs no order: every element of the
@@ -113,9 +120,10 @@ def low_reduction(sides: Contrast, grads: Sequence[np.ndarray] | None, num_ranks
     may err.
     """
     difference, wrong = sides.difference, sides.wrong
-    error = sum_error(grads, sides.roundoff) if grads else 0.0
+    roundoff = max(sides.roundoff, roundoff)
+    error = sum_error(grads, roundoff) if grads else 0.0
     for low in LOW:
-        if unit_roundoff(low) <= sides.roundoff:
+        if unit_roundoff(low) <= roundoff:
             continue
         found = [
             Low(low, said, rest, error)

@@ -63,7 +63,8 @@ def uses_of(sides: Contrast, rows: np.ndarray | None = None) -> Uses | None:
     rest = distance(wrong[never], all_rows * right[never])
     if looked_up is None:
         # No softmax: what is left is that the rows that were looked up differ, and they alone.
-        alone = all_rows == 1 and norm(apart[found]) > sides.limit
+        softmax = min(norm(sums[0]), norm(sums[1])) <= 4 * sides.limit * np.sqrt(len(right))
+        alone = all_rows == 1 and norm(apart[found]) > sides.limit and not softmax
         return Uses(None, 1, int(found.sum()), rest) if alone else None
     if looked_up == all_rows:
         return None
