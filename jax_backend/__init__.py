@@ -18,6 +18,7 @@ from jax_backend.init import init
 from jax_backend.local_grads import LocalGrads
 from jax_backend.mesh import make_mesh, per_rank
 from jax_backend.optim import apply_updates, sharded_optimizer
+from jax_backend.recorder import Recorder
 from jax_backend.scan import scan
 from jax_backend.sharded import ShardedParams, pieces_of, shard, shards_of
 from jax_backend.summon import Holder, Summoned, summon_full_params
@@ -33,6 +34,7 @@ __all__ = [
     "Holder",
     "LocalGrads",
     "ParamTree",
+    "Recorder",
     "Result",
     "ShardedParams",
     "Summoned",

@@ -1,8 +1,9 @@
 """What modules are given and give, as the functions that do so tell it while they are traced.
 
-A model tells by `tell`, or by `jax_backend.nnx.watch`, which makes modules of flax do so. Unless someone listens it costs nothing.
-The order is that of Python's calls. jit sorts the keys of dicts, so what was told travels as a tuple, with its names beside it as
-static data.
+A model tells by `tell`, or by `jax_backend.nnx.watch`, which makes modules of flax do so. Unless someone listens it costs
+nothing.
+The order is that of Python's calls. jit sorts the keys of dicts, so what was told travels as a tuple, with its names beside it
+as static data.
 """
 
 from collections.abc import Iterator

@@ -19,8 +19,8 @@ from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
 from crossframe.trace import Event
 from experiments.data import Batch
-from experiments.models.definition import ModelDefinition
 from experiments.faults import fault_in_effect
+from experiments.models.definition import ModelDefinition
 from experiments.parity.resume import resume_jax
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from jax_backend import (
@@ -261,7 +261,7 @@ def _train(settings: RunSettings, manifest: Manifest, output: Path, mesh: Mesh) 
             seen = Seen(
                 {rank: RecordedBatch(batch.digest, batch.sample_ids) for rank, batch in enumerate(batches)},
                 {rank: float(loss) for rank, loss in enumerate(losses)},
-                sharded if step == 0 else None,
+                writers.source.pieces(sharded) if step == 0 else None,
                 result.grads,
                 None if norm is None else float(norm),
                 opt_state,

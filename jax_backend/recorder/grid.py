@@ -101,6 +101,12 @@ class Grid:
             return whole
         return whole.reshape(size, whole.shape[0] // size, *whole.shape[1:])[rank]
 
+    def numbers(self, value: Any) -> dict[int, float]:
+        """A number for each rank of this process: its own of an array of all ranks', or the one that all have."""
+        if np.shape(value) == ():
+            return dict.fromkeys(self.here, float(value))
+        return {rank: float(self.rows(value, rank)[0]) for rank in self.here}
+
 
 def _axes(spec: P) -> Iterable[str]:
     for axis in spec:

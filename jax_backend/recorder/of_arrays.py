@@ -18,7 +18,7 @@ from jax_backend.checkpoint_state import counts_of, fields_in_torch
 from jax_backend.recorder.grid import Grid
 from jax_backend.tree import dtype_name, leaves_by_path, path_name
 
-Pieces = dict[str, dict[str, tuple[int, int, np.ndarray]]]
+Pieces = dict[str, dict[str, tuple[int, int, Any]]]
 """By unit, of each parameter (start, stop, values)."""
 
 

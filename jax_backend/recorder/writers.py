@@ -24,7 +24,7 @@ class Seen:
     Attributes:
         batches: by rank.
         losses: by rank.
-        initial: the parameters before the first step.
+        initial: what each rank holds of the parameters before the first step.
         grads: reduced gradients, before they are clipped.
         grad_norm: their norm, if the loop computed it.
         state: the optimizer's, after the step.
@@ -36,7 +36,7 @@ class Seen:
 
     batches: Mapping[int, Batch]
     losses: Mapping[int, float]
-    initial: Any = None
+    initial: Mapping[int, Pieces] | None = None
     grads: Any = None
     grad_norm: float | None = None
     state: Any = None
@@ -66,7 +66,7 @@ class Writers:
         """Write a step and end it; of one that is not recorded what is no tensor."""
         records, spec = self.records(step), self._manifest.mesh
         if seen.initial is not None:
-            self._put("parameters", step, self.source.pieces(seen.initial))
+            self._put("parameters", step, seen.initial)
         if records and seen.grads is not None:
             self._put("reduced_grads", step, self.source.pieces(seen.grads))
         if records and seen.updated is not None:

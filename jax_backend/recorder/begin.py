@@ -1,0 +1,135 @@
+"""How a recording begins: what is known of the run before its first step, and the directory."""
+
+import importlib.metadata
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from crossframe.errors import RecordingError, UsageError
+from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
+from crossframe.recording.lines import twin_folder
+from crossframe.recording.sketch import sketches_of
+from crossframe.strategy import Strategy
+from jax_backend.processes import together
+from jax_backend.recorder.of_arrays import OfArrays, Pieces
+from jax_backend.recorder.of_shards import OfShards
+
+FULL_NUMEL = 1_000_000
+"""With the detail "auto", models of more elements are sketched."""
+TWIN = "CROSSFRAME_TWIN"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "equinox", "numpy")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a Recorder was told of its run; the arguments of `Recorder`, which says what they mean."""
+
+    schedule: Schedule
+    detail: str
+    steps: int | None
+    name: str
+    dtype: str | None
+    strategy: str | None
+    learning_rate: float | None
+    seed: int | None
+    terms: int | None
+    settings: Mapping[str, Any]
+    twin: int
+
+
+def twin_number(given: int | None) -> int:
+    """Which twin a run is, by argument or environment; UsageError for no number of 0 or more."""
+    said: Any = os.environ.get(TWIN, "0") if given is None else given
+    if isinstance(said, str) and said.isdecimal():
+        said = int(said)
+    if type(said) is not int or said < 0:
+        where = TWIN if given is None else "twin"
+        raise UsageError(f"{where}: expected 0, or the number of a twin, got {said!r}")
+    return said
+
+
+def place_of(directory: str | Path, twin: int) -> Path:
+    """Where a run, or one of its twins, is recorded."""
+    return Path(directory, twin_folder(twin)) if twin else Path(directory)
+
+
+def check_directory(path: Path, overwrite: bool) -> None:
+    """Raise RecordingError if something is there that must not be replaced, before the first step is computed."""
+    if not overwrite and path.is_dir() and any(path.iterdir()):
+        raise RecordingError(f"{path}: not empty; choose another directory, or overwrite a recording (overwrite=True)")
+
+
+def is_sketched(source: OfArrays | OfShards, detail: str) -> bool:
+    """Whether large tensors are kept as sketches."""
+    numel = sum(spec.numel for _, layout in source.units for spec in layout.params)
+    return numel > FULL_NUMEL if detail == "auto" else detail == "sketch"
+
+
+def kept(source: OfArrays | OfShards, params: Any, detail: str) -> dict[int, Pieces]:
+    """What each rank of this process holds of the first parameters, kept until the recording begins, which is when the first step
+    has told what is recorded. The step may destroy them (donation)."""
+    pieces = source.pieces(params)
+    if is_sketched(source, detail):
+        sizes = {spec.name: spec.numel for _, layout in source.units for spec in layout.params}
+        for by_unit in pieces.values():
+            for by_name in by_unit.values():
+                for name, (start, stop, values) in by_name.items():
+                    if sizes[name] > WHOLE:
+                        by_name[name] = (start, stop, sketches_of(name, [values], start)[0])
+    return pieces
+
+
+def manifest_of(source: OfArrays | OfShards, about: About, says: Mapping[str, Any]) -> Manifest:
+    """The manifest of a run.
+
+    Args:
+        says: settings that the first step has told.
+    """
+    spec, stored = source.grid.spec, Counter[str]()
+    for _, layout in source.units:
+        stored.update({param.dtype: param.numel for param in layout.params})
+    computed = source.tree.policy.param_dtype if isinstance(source, OfShards) else None
+    strategy = Strategy.FULL_SHARD if spec.replicate == 1 else Strategy.HYBRID_SHARD
+    if spec.shard == 1 < spec.replicate:
+        strategy = Strategy.NO_SHARD
+    found = dict(says) | {"command": shlex.join(["python", *sys.argv])} | ({"twin": about.twin} if about.twin else {})
+    return Manifest(
+        framework="jax",
+        model=about.name,
+        dtype=about.dtype or computed or stored.most_common(1)[0][0],
+        mesh=spec,
+        steps=about.steps,
+        learning_rate=about.learning_rate,
+        seed=about.seed,
+        terms=about.terms,
+        schedule=about.schedule,
+        param_map=source.param_map,
+        units=source.units,
+        strategy=about.strategy or strategy.value,
+        versions={name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules},
+        settings=found | dict(about.settings),
+        detail="sketch" if is_sketched(source, about.detail) else "full",
+    )
+
+
+def begun(path: Path, manifest: Manifest, *, overwrite: bool) -> Manifest:
+    """Let the first process create the recording; all go on once it has.
+
+    Raises:
+        RecordingError: a directory that cannot be recorded to; AgreementError in the other processes.
+    """
+
+    def create() -> None:
+        if jax.process_index() == 0:
+            create_recording(path, manifest, overwrite=overwrite)
+
+    together("beginning of a recording", create)
+    # The command line may differ between processes: what the first one wrote is the run's.
+    return replace(manifest, settings=Manifest.read(path).settings) if jax.process_index() else manifest
