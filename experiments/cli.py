@@ -14,6 +14,7 @@ from crossframe.recording import Recording
 from crossframe.verdict import Verdict
 from experiments.bench.cli import bench
 from experiments.console import console, errors, exit_on_error
+from experiments.faults.cli import add_commands
 from experiments.parity.settings import RunSettings, mesh_of
 from experiments.report import print_report, report_of, write_report
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     help="Sharded training in torch and in JAX: is a difference rounding, or a bug, and where?",
 )
 app.add_typer(bench, name="bench")
+add_commands(app)
 Model = Annotated[str, typer.Argument(help="Name of a model, for instance gpt.", show_default=False)]
 WorldSize = Annotated[
     int | None, typer.Option(help="Number of ranks (torch) and of devices (JAX). Default: 2, or the mesh's")
@@ -151,6 +153,7 @@ def record(
     resume_at: Annotated[
         int | None, typer.Option(help="Go on from a checkpoint before this step. Default: run through")
     ] = None,
+    rounding: Annotated[int, typer.Option(help="Torch: another order of sums; 0: its own.")] = DEFAULTS.rounding,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
     fault: Fault = "",
 ) -> None:
@@ -174,6 +177,7 @@ def record(
             accumulate,
             dense=dense,
             resume_at=resume_at,
+            rounding=rounding,
         )
         if framework not in ("torch", "jax"):
             raise UsageError(f"framework: expected torch or jax, got {framework!r}")

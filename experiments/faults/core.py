@@ -38,7 +38,7 @@ def root_of_the_ranks() -> Iterator[None]:
 
 @CORE.fault(
     "gradients are divided by the number of shards, and the replicas are forgotten",
-    Answer("reduce", "all_reduce", signature="constant_factor"),
+    Answer(*REDUCED, signature="constant_factor"),
     within=(JAX, TORCH),
     **HYBRID,
 )
@@ -125,7 +125,7 @@ def reduced_in_bfloat16() -> Iterator[None]:
 
 @CORE.fault(
     "replicas never meet: each averages over its own shard group, and divides by all ranks",
-    Answer("reduce", "all_reduce", signature="missing_rank"),
+    Answer(*REDUCED, signature="missing_rank"),
     within=(TORCH,),
     **HYBRID,
 )
@@ -168,7 +168,7 @@ def norm_counts_replicas() -> Iterator[None]:
 
 @CORE.fault(
     "clipping divides by the norm plus 0.01, and not plus 1e-6",
-    Answer("state", "state", signature=None),
+    Answer("state", "state", signature="constant_factor"),
     within=(JAX,),
     clip=0.5,
 )

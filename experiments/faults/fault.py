@@ -19,7 +19,8 @@ class Answer:
     """What a comparison must say of a fault. None: whatever it says.
 
     Attributes:
-        phase, event: of the quantity in which the fault shows first, in the order of causes; "" of runs that cannot be compared.
+        phase, event: of the quantity in which the fault shows first, in the order of causes, by the names that the verdict has
+            for them (a reduction as a whole is "reduce_scatter"); "" of runs that cannot be compared.
         step: the first step at which it shows.
         unit: where the fault sits in one place, its unit; None where it sits in several at once.
         parameter: the parameter, or of an activation the module.

@@ -102,7 +102,7 @@ def heads_tiled() -> Iterator[None]:
 
 @MODELS.fault(
     "the weights of the chosen experts are not made to add up to 1",
-    Answer(*OUTPUT, unit="blocks.0", parameter="blocks.0", signature=None),
+    Answer(*INPUT, unit="blocks.0", parameter="blocks.0.experts.1.up", signature=None),
     source="pytorch/torchtitan#1448",
     model="moe",
 )
@@ -156,7 +156,7 @@ def patches_by_column() -> Iterator[None]:
 
 @MODELS.fault(
     "attention's softmax runs in float32, as jax.nn.dot_product_attention has it, in a run of float64",
-    Answer(*OUTPUT, unit="blocks.0", parameter="blocks.0", signature=None),
+    Answer(*INPUT, unit="blocks.0", parameter="blocks.0.mlp_norm", signature=None),
     model="vit",
     dtypes=("float64",),
 )

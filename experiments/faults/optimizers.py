@@ -58,7 +58,7 @@ def flat_shards_not_decayed() -> Iterator[None]:
     yield from _calls("adam", "adam", change)
 
 
-@OPTIMIZERS.fault("the second moment keeps 0.99 of itself, not 0.999", Answer(*STATE, signature=None))
+@OPTIMIZERS.fault("the second moment keeps 0.99 of itself, not 0.999", Answer(*STATE, signature="constant_factor"))
 def other_beta() -> Iterator[None]:
     yield from _adam(beta2=0.99)
 
@@ -79,7 +79,7 @@ def step_skipped() -> Iterator[None]:
 
 @OPTIMIZERS.fault(
     "a schedule of the learning rate was left in: it falls by a hundredth each step",
-    Answer(*UPDATE, step=1, signature=None),
+    Answer(*UPDATE, step=1, signature="constant_factor"),
     source="huggingface/accelerate#2142",
 )
 def rate_falls() -> Iterator[None]:
@@ -90,7 +90,9 @@ def rate_falls() -> Iterator[None]:
     yield from _calls("adam", "adam", change)
 
 
-@OPTIMIZERS.fault("the learning rate is 1e-4 of itself too large", Answer(*UPDATE, signature=None), dtypes=TELLABLE)
+@OPTIMIZERS.fault(
+    "the learning rate is 1e-4 of itself too large", Answer(*UPDATE, signature="constant_factor"), dtypes=TELLABLE
+)
 def rate_slightly_off() -> Iterator[None]:
     def change(step: int, args: tuple, kwargs: dict[str, Any]) -> bool:
         kwargs["lr"] = kwargs["lr"] * 1.0001
@@ -99,7 +101,9 @@ def rate_slightly_off() -> Iterator[None]:
     yield from _calls("adam", "adam", change)
 
 
-@OPTIMIZERS.fault("momentum is Nesterov's", Answer(*UPDATE, signature=None), source="pytorch/pytorch#1099", **SGD)
+@OPTIMIZERS.fault(
+    "momentum is Nesterov's", Answer(*UPDATE, signature="constant_factor"), source="pytorch/pytorch#1099", **SGD
+)
 def nesterov() -> Iterator[None]:
     yield from _sgd(nesterov=True)
 
@@ -211,6 +215,9 @@ def decay_behind_momentum() -> Iterator[None]:
     within=(JAX,),
 )
 def unit_left_out() -> Iterator[None]:
+    from dataclasses import replace
+
+    import jax
     from jax import numpy as jnp
     from optax import GradientTransformation
 
@@ -223,16 +230,14 @@ def unit_left_out() -> Iterator[None]:
             late = before.count == 2
 
             def kept(after: Any, before: Any) -> Any:
-                """`after`, but what was `before` in that unit and step."""
-                from dataclasses import replace
-
-                line = jnp.where(late, before, after.shards["blocks.1"])
-                return replace(after, shards={**after.shards, "blocks.1": line})
+                """`after`, but what was `before` in that unit and step. While it is tried out, a unit is a dict of parameters."""
+                unit = jax.tree.map(lambda old, new: jnp.where(late, old, new), before, after.shards["blocks.1"])
+                return replace(after, shards={**after.shards, "blocks.1": unit})
 
             moments = {
                 name: kept(getattr(adam, name), getattr(before, name).shards["blocks.1"]) for name in ("mu", "nu")
             }
-            zeros = jnp.zeros_like(updates.shards["blocks.1"])
+            zeros = jax.tree.map(jnp.zeros_like, updates.shards["blocks.1"])
             return kept(updates, zeros), (adam._replace(**moments), *new[1:])
 
         return GradientTransformation(given.init, update)

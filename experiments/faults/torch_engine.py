@@ -219,7 +219,7 @@ def gradients_mixed() -> Iterator[None]:
 
 @TORCH_ENGINE.fault(
     "clipping goes by the norm of a rank's own shard",
-    Answer("norm", "grad_norm", signature=None),
+    Answer("norm", "grad_norm", signature="missing_rank"),
     source="pytorch/torchtitan#766",
     clip=0.5,
 )

@@ -1,7 +1,7 @@
 """Processes that record one run after another: starting torch, and JAX, costs more than a small run does."""
 
 import tempfile
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,10 @@ from crossframe.recording import create_recording
 from experiments.parity.record_torch import PACKAGES
 from experiments.parity.settings import RunSettings
 
-Job = tuple[RunSettings, Path]
+Job = tuple[RunSettings, Path, int]
+"""A run, where it is recorded, and how many twins of it."""
+# How long the other ranks may still take once one has failed: they may be waiting for it in a collective.
+PATIENCE_SECONDS = 5.0
 
 
 class _Workers:
@@ -34,13 +37,21 @@ class _Workers:
         """Run a job on all; UsageError with what they said, if it failed on one."""
         for pipe in self._pipes:
             pipe.send(job)
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                said = pipe.recv()
-            except EOFError:
-                said = "it ended"
-            if said is not None:
-                raise UsageError(f"{job[0].model} on {job[0].world_size} ranks, process {rank}: {said}")
+        waiting, failed = dict(zip(self._pipes, range(len(self._pipes)), strict=True)), ""
+        while waiting:
+            ready = wait(list(waiting), PATIENCE_SECONDS if failed else None)
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    said = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    said = "it ended"
+                if said is not None and not failed:
+                    failed = f"{job[0].model} on {job[0].world_size} ranks, process {rank}: {said}"
+        if failed:
+            raise UsageError(failed)
 
     def close(self) -> None:
         """End them."""
@@ -52,9 +63,9 @@ class _Workers:
 def _serve(pipe: Connection, target: Any, rank: int, *arguments: Any) -> None:
     record = target(rank, *arguments)
     while True:
-        settings, path = pipe.recv()
+        job = pipe.recv()
         try:
-            record(settings, path)
+            record(*job)
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
         else:
@@ -79,7 +90,7 @@ class TorchRuns:
         """Record a run and so many twins of it; UsageError if it fails."""
         for run, where in settings.runs(path, twins):
             create_recording(where, run.manifest("torch", PACKAGES))
-            self._workers.run((run, where))
+        self._workers.run((settings, path, twins))
 
 
 def _torch_rank(rank: int, world_size: int, store_path: str) -> Any:
@@ -89,18 +100,22 @@ def _torch_rank(rank: int, world_size: int, store_path: str) -> Any:
 
     join(rank, world_size, "cpu", store_path)
 
-    def record(settings: RunSettings, path: Path) -> None:
-        manifest = settings.manifest("torch", PACKAGES)
-        record_rank(settings, manifest, path, rank, torch.device("cpu"))
+    def record(settings: RunSettings, path: Path, twins: int) -> None:
+        for run, where in settings.runs(path, twins):
+            record_rank(run, run.manifest("torch", PACKAGES), where, rank, torch.device("cpu"))
 
     return record
 
 
 class JaxRuns:
-    """One process of JAX, with so many devices."""
+    """One process of JAX, with so many devices.
 
-    def __init__(self, num_devices: int) -> None:
-        self._workers = _Workers(1, _jax_process, num_devices)
+    Args:
+        wide: whether it knows 64-bit numbers: with them, what runs in lower precision may round otherwise.
+    """
+
+    def __init__(self, num_devices: int, *, wide: bool = True) -> None:
+        self._workers = _Workers(1, _jax_process, num_devices, wide)
 
     def __enter__(self) -> Self:
         return self
@@ -108,22 +123,23 @@ class JaxRuns:
     def __exit__(self, *_: Any) -> None:
         self._workers.close()
 
-    def record(self, settings: RunSettings, path: Path) -> None:
-        """Record a run; UsageError if it fails."""
-        self._workers.run((settings, path))
+    def record(self, settings: RunSettings, path: Path, twins: int = 0) -> None:
+        """Record a run and so many twins of it; UsageError if it fails."""
+        self._workers.run((settings, path, twins))
 
 
-def _jax_process(_: int, num_devices: int) -> Any:
+def _jax_process(_: int, num_devices: int, wide: bool) -> Any:
     import jax
 
     from experiments.parity.record_jax import record_on_devices
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", wide)
 
-    def record(settings: RunSettings, path: Path) -> None:
-        record_on_devices(settings, path, jax.devices("cpu"))
+    def record(settings: RunSettings, path: Path, twins: int) -> None:
+        for run, where in settings.runs(path, twins):
+            record_on_devices(run, where, jax.devices("cpu"))
         jax.clear_caches()
 
     return record

@@ -45,6 +45,7 @@ class RunSettings:
         dense: so many steps at the beginning are recorded in full.
         resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.parity.resume`); None: it
             runs through.
+        rounding: 0, or one of many other orders of sums, in torch alone: not a twin, since it begins with the same values.
 
     Raises:
         UsageError: anything out of range; the message names it.
@@ -68,6 +69,7 @@ class RunSettings:
     twin: int = 0
     dense: int = 2
     resume_at: int | None = None
+    rounding: int = 0
 
     def __post_init__(self) -> None:
         model_named(self.model)
@@ -79,6 +81,7 @@ class RunSettings:
             ("accumulate", 1),
             ("twin", 0),
             ("dense", 0),
+            ("rounding", 0),
         ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -165,6 +168,7 @@ class RunSettings:
             | ({"accumulate": self.accumulate} if self.accumulate > 1 else {})
             | {name: value for name, value in asdict(self.policy).items() if isinstance(value, str)}
             | ({"resume_at": self.resume_at} if self.resume_at is not None else {})
+            | ({"rounding": self.rounding} if self.rounding else {})
             | ({"fault": self.fault} if self.fault else {})
             | ({"twin": self.twin} if self.twin else {}),
         )

@@ -1,0 +1,51 @@
+"""The commands `crossframe faults` and `crossframe clean-pairs`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.console import console, exit_on_error
+
+Dtypes = Annotated[
+    list[str] | None, typer.Option("--dtype", help="float64, float32 or bfloat16. May be repeated. Default: all")
+]
+Output = Annotated[Path | None, typer.Option(help="Markdown file for the table, and beside it JSON. Default: none")]
+Keep = Annotated[Path | None, typer.Option(help="Folder in which recordings stay. Default: they are deleted")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Give the command line both."""
+    app.command()(faults)
+    app.command("clean-pairs")(clean_pairs)
+
+
+def faults(
+    fault: Annotated[list[str] | None, typer.Option(help="Only this fault. May be repeated. Default: all")] = None,
+    dtype: Dtypes = None,
+    output: Output = None,
+    keep: Keep = None,
+    jobs: Annotated[int, typer.Option(help="So many processes judge, each with recorders of its own.")] = 1,
+    names: Annotated[bool, typer.Option("--list", help="Only name the faults, and say what they are.")] = False,
+) -> None:
+    """Put known faults into runs one by one, and say of each whether it is found, where, and what it is said to be."""
+    from experiments.faults.run import list_faults, run_faults
+
+    with exit_on_error():
+        if names:
+            list_faults(console)
+            return
+        raise typer.Exit(run_faults(fault or (), dtype or (), output=output, keep=keep, jobs=jobs, console=console))
+
+
+def clean_pairs(
+    model: Annotated[list[str] | None, typer.Option(help="Only this model. May be repeated. Default: all")] = None,
+    dtype: Dtypes = None,
+    output: Output = None,
+    keep: Keep = None,
+) -> None:
+    """Compare runs that are right, over worlds, strategies, frameworks and orders of sums, and count false alarms."""
+    from experiments.faults.clean import run_clean
+
+    with exit_on_error():
+        raise typer.Exit(run_clean(model or (), dtype or (), output=output, keep=keep, console=console))
