@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torch_backend.piece_tensor import PieceTensor
+
 aten = torch.ops.aten
 
 _ROUNDS = """
@@ -86,7 +88,7 @@ class OtherRounding(TorchDispatchMode):
         )
 
     def _move(self, tensor: Tensor) -> None:
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = tensor.local if isinstance(tensor, PieceTensor) else getattr(tensor, "_local_tensor", tensor)
         integers = _INTEGERS.get(local.element_size())
         if not local.is_floating_point() or integers is None or local.numel() == 0:
             return
