@@ -56,12 +56,12 @@ def overheard(listener: Listener, model: nn.Module | None = None) -> Iterator[No
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
-        stack.enter_context(_replaced(torch.autograd, "backward", lambda own: _backward(own, listener)))
+        stack.enter_context(replaced(torch.autograd, "backward", lambda own: _backward(own, listener)))
         for cls in _with_subclasses(torch.amp.GradScaler):
             if "scale" in cls.__dict__:
-                stack.enter_context(_replaced(cls, "scale", _scale))
+                stack.enter_context(replaced(cls, "scale", _scale))
         for module, name in _CLIPS:
-            stack.enter_context(_replaced(module, name, lambda own: _clip_with_norm(own, listener)))
+            stack.enter_context(replaced(module, name, lambda own: _clip_with_norm(own, listener)))
         if model is not None and callable(own := getattr(model, "clip_grad_norm_", None)):
             model.__dict__["clip_grad_norm_"] = _clip_of_model(own, listener)
             stack.callback(model.__dict__.pop, "clip_grad_norm_")
@@ -75,7 +75,8 @@ def _with_subclasses(cls: type) -> Iterator[type]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, an attribute of a module or class is what `make` makes of its own."""
     own = owner.__dict__[name]
     setattr(owner, name, make(own))
     try:

@@ -1,0 +1,77 @@
+"""`crossframe record script.py`: a training script of anyone's, run and recorded, and its twins behind it."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from crossframe.errors import UsageError
+
+_MODULE = "torch_backend.recorder.script"
+
+
+def record_script(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    output: Path | None,
+    nproc_per_node: int | None,
+    twins: int,
+    every: int,
+    dense: int,
+    overwrite: bool,
+    console: Console,
+) -> int:
+    """Run the script once, and once for each twin; returns 0, or the exit status of the first run that failed.
+
+    Args:
+        output: where the recording goes. None: runs/ and the script's name.
+        nproc_per_node: processes that torchrun starts; None: one, without torchrun.
+        twins: how many twins are recorded inside of the recording.
+
+    Raises:
+        UsageError: no such script; numbers out of range.
+    """
+    if not script.is_file():
+        raise UsageError(f"record: there is no script {script}")
+    for name, value, least in (("nproc-per-node", nproc_per_node, 1), ("every", every, 1), ("dense", dense, 0)):
+        if value is not None and value < least:
+            raise UsageError(f"{name}: expected at least {least}, got {value}")
+    if twins < 0 or twins == 1:
+        raise UsageError(f"twins: expected 0, or 2 and more (4 are good), got {twins}: one alone shows no spread")
+    directory = output or Path("runs", script.stem)
+    command = ["crossframe", "record", str(script), "--output", str(directory)]
+    if nproc_per_node is not None:
+        command += ["--nproc-per-node", str(nproc_per_node)]
+    command += ["--every", str(every), "--dense", str(dense), "--overwrite"]
+    said = shlex.join(command + (["--", *arguments] if arguments else []))
+    for twin in range(twins + 1):
+        options = {
+            "directory": str(directory.resolve()),
+            "every": every,
+            "dense": dense,
+            "twin": twin,
+            "overwrite": overwrite or twin > 0,
+            "settings": {"command": said},
+        }
+        status = subprocess.run(_command(script, arguments, options, nproc_per_node), check=False).returncode
+        if status:
+            what = f"twin {twin} of {script}" if twin else str(script)
+            console.print(
+                f"crossframe: {what} was not recorded: exit status {status}", style="bold red", highlight=False
+            )
+            return status
+        console.print(f"recorded {'twin ' + str(twin) + ' ' if twin else ''}in {directory}", highlight=False)
+    return 0
+
+
+def _command(script: Path, arguments: Sequence[str], options: dict[str, Any], nproc_per_node: int | None) -> list[str]:
+    launch = [sys.executable]
+    if nproc_per_node is not None:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc_per_node)]
+    return [*launch, "-m", _MODULE, json.dumps(options), str(script), *arguments]

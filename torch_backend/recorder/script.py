@@ -1,0 +1,171 @@
+"""A script's training, recorded with nothing changed in it: `python -m torch_backend.recorder.script OPTIONS SCRIPT ARGUMENTS`.
+
+What is recorded is told by what the script does. An optimizer that is made is noted, with the parameters that it holds. The first
+module that is called by no other, with gradients enabled, and has all the parameters of an optimizer, is the model; the recording
+begins there. A step ends when every optimizer of the model has stepped, and its loss is what backward was called on. An optimizer
+of other parameters makes this no one training: that is refused, and a `Recorder` in the script can say what is meant.
+"""
+
+import json
+import runpy
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from crossframe.errors import CrossframeError, UsageError
+from torch_backend.recorder.around import replaced
+from torch_backend.recorder.recorder import Recorder
+from torch_backend.recorder.watch import in_backward
+
+NOT_RECORDED = 3
+"""Exit status of a script that was run, but not recorded."""
+_USE_RECORDER = "use torch_backend.recorder.Recorder in the script, which is told the model"
+
+
+class ScriptRecorder:
+    """Finds the model of a running script, and records it.
+
+    Args:
+        directory, options: of `Recorder`.
+    """
+
+    def __init__(self, directory: str | Path, **options: Any) -> None:
+        self._directory, self._options = directory, options
+        self._made: list[weakref.ref[Optimizer]] = []
+        self._depth = 0
+        self._recorder: Recorder | None = None
+        self._params: set[int] = set()
+        self._optimizers: list[Optimizer] = []
+        self._stepped: set[int] = set()
+        self._num_strange_steps = self._num_steps = 0
+        self._until_found = ExitStack()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the script runs."""
+        with ExitStack() as stack:
+            stack.enter_context(replaced(Optimizer, "__init__", self._noting))
+            stack.callback(register_optimizer_step_post_hook(self._steps).remove)
+            stack.enter_context(self._until_found)
+            # Calls are looked at only until the model is found: after that they cost nothing.
+            self._until_found.enter_context(replaced(nn.Module, "__call__", self._looking))
+            yield
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The script is over. If it failed, what it has recorded gets no end.
+
+        Raises:
+            UsageError: it did not fail, and nothing was trained.
+        """
+        if self._recorder is not None and (self._num_steps or error is not None):
+            self._recorder.__exit__(type(error) if error else None, error, None)
+        elif error is None:
+            raise UsageError(self._why_nothing())
+
+    def _why_nothing(self) -> str:
+        if self._num_strange_steps:
+            return (
+                "an optimizer stepped, but no module that the script calls by itself has all of its parameters; put what is "
+                f"trained together into one module, or {_USE_RECORDER}"
+            )
+        return (
+            "nothing was trained in this process: no optimizer of torch stepped. Processes that a script starts by itself are "
+            "not followed: let --nproc-per-node start them"
+        )
+
+    def _noting(self, own: Any) -> Any:
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            own(optimizer, *args, **kwargs)
+            self._made.append(weakref.ref(optimizer))
+
+        return init
+
+    def _looking(self, own: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._recorder is None and not self._depth and torch.is_grad_enabled() and not in_backward():
+                self._consider(module)
+            self._depth += 1
+            try:
+                return own(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def _consider(self, module: nn.Module) -> None:
+        """Record this module, if it is what an optimizer trains."""
+        own = {id(param) for param in module.parameters()}
+        held = [optimizer for ref in self._made if (optimizer := ref()) is not None]
+        mine = [optimizer for optimizer in held if own >= _params_of(optimizer)]
+        if not mine:
+            return
+        self._params, self._optimizers = own, mine
+        only = mine[0] if len(mine) == 1 else None
+        self._recorder = Recorder(self._directory, model=module, optimizer=only, **self._options).__enter__()
+        self._until_found.close()
+
+    def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer has stepped."""
+        if self._recorder is None:
+            self._num_strange_steps += 1
+            return
+        if all(optimizer is not own for own in self._optimizers):
+            if not _params_of(optimizer) & self._params:
+                raise UsageError(
+                    f"the script trains more than one model: a {type(optimizer).__name__} stepped whose parameters are none of "
+                    f"those of the first model that was trained; {_USE_RECORDER}"
+                )
+            self._optimizers.append(optimizer)
+        self._stepped.add(id(optimizer))
+        if self._stepped >= {id(own) for own in self._optimizers}:
+            self._stepped.clear()
+            self._recorder.step()
+            self._num_steps += 1
+
+
+def _params_of(optimizer: Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -> int:
+    """Run a script as `python SCRIPT ARGUMENTS` would, and record it; returns its exit status, or NOT_RECORDED.
+
+    Args:
+        directory, options: of `Recorder`.
+    """
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    recorder = ScriptRecorder(directory, **options)
+    try:
+        with recorder.watching():
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as ended:
+                if ended.code not in (None, 0):
+                    raise
+        recorder.finish()
+    except SystemExit as ended:
+        recorder.finish(ended)
+        raise
+    except CrossframeError as error:
+        recorder.finish(error)
+        traceback.print_exc()
+        print(f"crossframe: not recorded: {error}", file=sys.stderr)
+        return NOT_RECORDED
+    except BaseException as error:
+        recorder.finish(error)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    _options, _script, *_arguments = sys.argv[1:]
+    sys.exit(run(_script, _arguments, **json.loads(_options)))
