@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Fit, Story, believed
+from crossframe.verdict.diagnosis.fit import Fit, Story, believed, factor_between
 from crossframe.verdict.diagnosis.rules import SGD, AdamW
 from crossframe.verdict.metrics import distance, norm
 
@@ -52,17 +52,6 @@ class Update:
     def way(self, rule: Rule) -> np.ndarray:
         """Where a rule goes at a learning rate of 1."""
         return replace(rule, rate=1.0).updated(self.before, *self.moments) - self.before
-
-
-def factor_between(x: np.ndarray, y: np.ndarray) -> float:
-    """The c of y = c * x, by least squares; 0 of zeros.
-
-    >>> factor_between(np.array([1.0, 2.0]), np.array([3.0, 6.0]))
-    3.0
-    """
-    x, y = x.reshape(-1), y.reshape(-1)
-    size = norm(x)
-    return float((x / size) @ y) / size if size and math.isfinite(size) else 0.0
 
 
 def departures(right: Update, wrong: Update, stated: Rule, counted: float | None, difference: float) -> list[Fit]:

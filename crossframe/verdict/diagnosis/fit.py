@@ -12,13 +12,14 @@ A hypothesis without a constant of its own that is believed by its own error has
 then goes before a more general one. Otherwise the smaller rest decides.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from crossframe.dtypes import FLOATING, unit_roundoff
-from crossframe.verdict.metrics import distance
+from crossframe.verdict.metrics import distance, norm
 
 SIGNATURES = (
     "lost_step",
@@ -91,6 +92,17 @@ def believed(rest: float, difference: float, tolerance: float) -> bool:
     (True, False)
     """
     return rest <= tolerance and 2 * rest <= difference
+
+
+def factor_between(x: np.ndarray, y: np.ndarray) -> float:
+    """The c of y = c * x, by least squares; 0 of zeros.
+
+    >>> factor_between(np.array([1.0, 2.0]), np.array([3.0, 6.0]))
+    3.0
+    """
+    x, y = x.reshape(-1), y.reshape(-1)
+    size = norm(x)
+    return float((x / size) @ y) / size if size and math.isfinite(size) else 0.0
 
 
 def roundoff_of(array: np.ndarray) -> float:

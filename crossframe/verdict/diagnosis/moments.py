@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.departures import TINY, factor_between
-from crossframe.verdict.diagnosis.fit import Fit, Story, believed
+from crossframe.verdict.diagnosis.departures import TINY
+from crossframe.verdict.diagnosis.fit import Fit, Story, believed, factor_between
 from crossframe.verdict.diagnosis.rules import Average
 from crossframe.verdict.metrics import distance, norm
 

@@ -197,7 +197,7 @@ def _mixed_on_ranks(case: Case, other: str) -> Iterator[Fit]:
         return
     both = [[case.cut(grad) for grad in grads] for grads in (own, theirs)]
     if found := mixed_ranks(case.sides, both[0], both[1], case.reduce_roundoff):
-        said = f"the sum holds the gradients of {other!r} from ranks {list(found.ranks)}, in the place of its own"
+        said = f"in {case.names[1]} the sum holds the gradients of {other!r} from ranks {list(found.ranks)}, not its own"
         yield Fit("mixed_parameters", said, found.rest, found.error, Story("mixed"))
 
 
@@ -209,7 +209,7 @@ def missing_rank(case: Case) -> Iterator[Fit]:
         found = absent_ranks(case.sides, [case.cut(grad) for grad in grads], case.reduce_roundoff)
         if found is not None:
             divided = f"the sum of the others is divided by {found.divided_by:g}"
-            said = f"the gradients of ranks {list(found.ranks)} of {len(grads)} are not in it; {divided}"
+            said = f"in {case.names[1]} the gradients of ranks {list(found.ranks)} of {len(grads)} are not in it; {divided}"
             yield Fit("missing_rank", said, found.rest, found.error, Story(said))
     if case.phase in SHARDED and case.whole and case.quantity.use != COUNT:
         yield from _missing_slice(case)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Contrast
+from crossframe.verdict.diagnosis.fit import Contrast, factor_between
 from crossframe.verdict.metrics import distance, norm
 
 COUNTS = (0, 1, 2)
@@ -62,8 +62,10 @@ def uses_of(sides: Contrast, rows: np.ndarray | None = None) -> Uses | None:
     looked_up = _count(*sums, sides.limit * np.sqrt(len(right)))
     rest = distance(wrong[never], all_rows * right[never])
     if looked_up is None:
-        # No softmax: what is left is that the rows that were looked up differ, and they alone.
-        softmax = min(norm(sums[0]), norm(sums[1])) <= 4 * sides.limit * np.sqrt(len(right))
+        # No softmax, whose sums would be multiples of one another: what is left is that the rows that were looked up differ, and
+        # they alone.
+        factor = factor_between(*sums)
+        softmax = distance(sums[1], factor * sums[0]) <= sides.limit * np.sqrt(len(right)) * (1 + abs(factor))
         alone = all_rows == 1 and norm(apart[found]) > sides.limit and not softmax
         return Uses(None, 1, int(found.sum()), rest) if alone else None
     if looked_up == all_rows:
