@@ -131,11 +131,12 @@ def grid(
         raise typer.Exit(run_grid(*asked, steps, dtype=dtype, output=output, console=console))
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def record(
-    framework: Annotated[str, typer.Argument(help="torch or jax.", show_default=False)],
-    model: Model,
-    output: Annotated[Path, typer.Option(help="Folder of the recording.", show_default=False)],
+    context: typer.Context,
+    framework: Annotated[str, typer.Argument(help="torch, jax, or a training script of torch.", show_default=False)],
+    model: Annotated[str | None, typer.Argument(help="Name of a model. For a script: -- and its arguments.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the recording. A script's default: runs/...")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = DEFAULTS.dtype,
     world_size: WorldSize = None,
     steps: Steps = DEFAULTS.steps,
@@ -156,9 +157,34 @@ def record(
     rounding: Annotated[int, typer.Option(help="Torch: another order of sums; 0: its own.")] = DEFAULTS.rounding,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
     fault: Fault = "",
+    nproc_per_node: Annotated[
+        int | None, typer.Option(help="Script: processes that torchrun starts. Default: one, without it")
+    ] = None,
+    every: Annotated[int, typer.Option(help="Script: tensors of every so many steps are recorded.")] = 100,
 ) -> None:
-    """Train one model in one framework and record the run."""
+    """Train one model in one framework and record the run; or run a script of torch, as it is, and record its training."""
     with exit_on_error():
+        if framework.endswith(".py"):
+            from experiments.record_script import record_script
+
+            _refuse_other(
+                context, {"framework", "model", "output", "nproc_per_node", "twins", "every", "dense", "overwrite"}
+            )
+            status = record_script(
+                Path(framework),
+                [*([model] if model is not None else []), *context.args],
+                output=output,
+                nproc_per_node=nproc_per_node,
+                twins=twins,
+                every=every,
+                dense=dense,
+                overwrite=overwrite,
+                console=console,
+            )
+            raise typer.Exit(status)
+        if model is None or output is None or context.args:
+            raise UsageError("record: expected a framework, a model and --output, or a script that ends in .py")
+        _refuse_other(context, set(context.params) - {"nproc_per_node", "every"})
         settings = RunSettings(
             model,
             dtype,
@@ -186,6 +212,17 @@ def record(
         with watch(console, bars(f"{framework} {dtype}", settings, output, twins), settings):
             _record(framework, settings, output, twins, overwrite)
         console.print(f"recorded {steps} steps in {output}", highlight=False)
+
+
+def _refuse_other(context: typer.Context, known: set[str]) -> None:
+    """UsageError for an option that does not go with what is recorded."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in known and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(
+                f"--{name.replace('_', '-')}: not with this; options of a script itself stand behind --, as in "
+                "record train.py -- --epochs 3"
+            )
 
 
 def _record(framework: str, settings: RunSettings, output: Path, twins: int, overwrite: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from crossframe.errors import UsageError
+from crossframe.recording.manifest import MANIFEST_NAME
 
 _MODULE = "torch_backend.recorder.script"
 
@@ -45,6 +46,10 @@ def record_script(
     if twins < 0 or twins == 1:
         raise UsageError(f"twins: expected 0, or 2 and more (4 are good), got {twins}: one alone shows no spread")
     directory = output or Path("runs", script.stem)
+    if (directory / MANIFEST_NAME).exists() and not overwrite:
+        raise UsageError(
+            f"{directory} holds a recording already; choose another with --output, or replace it with --overwrite"
+        )
     command = ["crossframe", "record", str(script), "--output", str(directory)]
     if nproc_per_node is not None:
         command += ["--nproc-per-node", str(nproc_per_node)]
