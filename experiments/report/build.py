@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import INPUT, OUTPUT, twin_folder
 from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.verdict import Bounds, PairVerdict, bounds_for, compare, overall
 from experiments.report.evidence import first_beyond
@@ -25,6 +25,7 @@ class PairSeries:
         bounds: what was known beforehand of how far rounding goes; None where twins measured it.
         twins: (what a recording is called, how many twins it has), of those that have any.
         sharding: of the second recording: its layout says whose elements are off.
+        shape: of the activation where both part first; None where they do not, or elsewhere.
         sketched: whether a recording keeps its large tensors as sketches.
         run: (what, in a, in b) for the table of how it was run.
         command: the command line that led here, or None.
@@ -36,6 +37,7 @@ class PairSeries:
     bounds: Bounds | None
     twins: tuple[tuple[str, int], ...]
     sharding: Sharding
+    shape: tuple[int, ...] | None
     sketched: bool
     run: tuple[tuple[str, str, str], ...]
     command: str | None
@@ -84,6 +86,7 @@ def _series(verdict: PairVerdict, a: Recording, b: Recording, command: str | Non
         bounds=bounds_for(verdict.dtype) if verdict.envelope_used is None else None,
         twins=tuple((label, num) for label, num in twins if num),
         sharding=Sharding(b.manifest.units, b.manifest.mesh),
+        shape=_shape(verdict, b),
         sketched=SKETCH in (a.manifest.detail, b.manifest.detail),
         run=_run_rows(a.manifest, b.manifest),
         command=command,
@@ -99,6 +102,17 @@ def world_text(world_size: int | Sequence[int]) -> str:
     if isinstance(world_size, int):
         return f"{world_size} rank{'s' if world_size != 1 else ''}"
     return " and ".join(str(size) for size in world_size) + " ranks"
+
+
+def _shape(verdict: PairVerdict, run: Recording) -> tuple[int, ...] | None:
+    where, first = verdict.first_divergence, first_beyond(verdict.judged)
+    if where is None or first is None or where.event not in (INPUT, OUTPUT):
+        return None
+    of = {
+        f"{use} of {module or 'the model'}": (microbatch, module, use)
+        for microbatch, module, use in run.activations(where.step)
+    }
+    return run.activation_shape(where.step, where.rank or 0, *of[first.name])
 
 
 def _num_twins(run: Recording) -> int:

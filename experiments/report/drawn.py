@@ -1,5 +1,6 @@
 """What the page draws of the pair that decides."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,24 @@ def drawn_of(one: PairSeries) -> Drawn:
     )
 
 
+@dataclass(frozen=True)
+class Strip:
+    """A range of an activation's elements, in percent of all, and how many they are."""
+
+    left: float
+    width: float
+    numel: int
+
+
+def strip_of(one: PairSeries) -> Strip | None:
+    """The elements that are off, where they are an activation's."""
+    where = one.verdict.first_divergence
+    if one.shape is None or where is None or where.start is None or where.stop is None:
+        return None
+    numel = math.prod(one.shape)
+    return Strip(round(100 * where.start / numel, 3), round(100 * (where.stop - where.start) / numel, 3), numel)
+
+
 def _excess_lines(one: PairSeries, parted: str) -> tuple[Line, ...]:
     # A phase has its style whatever other phases there are: the same in all reports.
     styles = dict(zip(words.PHASES, STYLES, strict=True))
@@ -73,7 +92,7 @@ def _excess_lines(one: PairSeries, parted: str) -> tuple[Line, ...]:
 
 def _excess_chart(lines: Sequence[Line], found: dict[str, Worst]) -> Markup:
     about = "; ".join(f"{words.PHASES[phase]}: {words.worst_of(worst)}" for phase, worst in found.items())
-    limit = Limit("as far as rounding may reach", 1.0, "bad", above=True)
+    limit = Limit("", 1.0, "bad", above=True)
     return line_chart(
         lines, name="excess", about=about, y_label="used of what rounding may reach", limits=[limit], log=True
     )

@@ -14,8 +14,8 @@ ROW = 17
 _LABELS = 6
 _LONG = 16
 LEVELS = {
-    "in0": "equal bits", "in1": "up to 0.01", "in2": "up to 0.1", "in3": "up to 1",
-    "out1": "up to 10", "out2": "up to 1000", "out3": "up to a million", "out4": "more", "free": "no bound",
+    "in0": "equal bits", "in1": "up to 0.01", "in2": "up to 0.1", "in3": "up to 1", "free": "differs, no bound is known",
+    "out1": "up to 10 times", "out2": "up to 1000 times", "out3": "up to a million times", "out4": "over a million times",
 }  # fmt: skip
 """The classes of cells, and what a legend says of them."""
 

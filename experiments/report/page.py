@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from crossframe.trace import COLLECTIVES
 from experiments.report import words
 from experiments.report.build import PairSeries, world_text
-from experiments.report.drawn import drawn_of
+from experiments.report.drawn import drawn_of, strip_of
 from experiments.report.plots import GLYPHS
 
 
@@ -65,6 +65,7 @@ def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
         one=series[at] if at is not None else None,
         drawn=drawn_of(series[at]) if at is not None else None,
         limit=words.limits(series[at].bounds) if at is not None else None,
+        strip=strip_of(series[at]) if at is not None else None,
         phases=words.PHASES,
         elements=words.elements,
         glyphs=GLYPHS,

@@ -75,7 +75,7 @@ def _besides(report: dict[str, Any]) -> list[str]:
         verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"
         said.append(f"collectives {verdict}: {counts or 'none'} a step")
     if zero := sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}):
-        said.append(f"not counted, their gradient is zero but for rounding: {len(zero)}, as {words.short(zero[0], 30)}")
+        said.append(f"not counted, as their gradient is zero: {len(zero)}, for instance {words.short(zero[0], 24)}")
     return said
 
 

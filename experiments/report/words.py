@@ -173,8 +173,8 @@ def _bug(pair: dict[str, Any], name: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Of a recording's words what fits into a sentence: without what cannot be printed, and without its full stop."""
-    return one_line(text).rstrip(".")
+    """Of a recording's words what fits into a sentence: no very long names, nothing that cannot be printed, no full stop."""
+    return " ".join(short(word) for word in one_line(text).rstrip(".").split(" "))
 
 
 def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:

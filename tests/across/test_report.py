@@ -440,7 +440,16 @@ def made_up(names, units, *, steps=2, where=None, diagnosis=None, phase="reduce"
         envelope_used=0.5,
     )
     one = PairSeries(
-        *(verdict, (1.0,) * steps, (1.0,) * steps, None, (("torch", 4),), Sharding(tuple(layouts), MeshSpec(4)), False),
+        *(
+            verdict,
+            (1.0,) * steps,
+            (1.0,) * steps,
+            None,
+            (("torch", 4),),
+            Sharding(tuple(layouts), MeshSpec(4)),
+            None,
+            False,
+        ),
         *((("setting", names[0], names[0]),), None),
     )
     return {"verdict": "bug", "pairs": [verdict.to_json()], "trace": None}, [one]
@@ -524,6 +533,20 @@ def test_the_elements_that_are_off_are_drawn_on_the_layout(tmp_path, where, draw
     text = write_report(tmp_path, report, series).read_text()
     assert said in text
     assert [len(outlines) for outlines in drawings(text)] == ([drawn] * 2 if drawn else [])
+
+
+def test_the_elements_of_an_activation_are_drawn_too(tmp_path):
+    def off(phase, step, rank, name, array):
+        if (phase, rank, name) == ("output", 1, "block"):
+            array.reshape(-1)[4:7] += 1.0
+        return array
+
+    report, series = report_of([pair(tmp_path, off)])
+    text = write_report(tmp_path, report, series).read_text()
+    assert "<dd>4:7</dd>" in text and "in the output of block of rank 1" in text
+    assert "elements 4:7 of 12, of shape (3, 4)" in text
+    assert 'style="left:33.333%;width:25.0%"' in text
+    assert drawings(text) == []
 
 
 def test_what_cannot_be_told_from_sketches_is_said(tmp_path):
