@@ -10,6 +10,7 @@ from crossframe.verdict.diagnosis.fit import Contrast, believed
 from crossframe.verdict.metrics import distance, norm
 
 _SAMPLE = 4096
+TINY = np.finfo(np.float64).tiny
 ERF_GELU, TANH_GELU = "x Phi(x) by erf", "x Phi(x) by tanh"
 
 
@@ -24,13 +25,28 @@ class Normed:
 
 
 @dataclass(frozen=True)
+class Epsilon:
+    """What keeps a norm from dividing by zero: its value, how far that may be off, and whether it stands under the root.
+
+    >>> str(Epsilon(1e-5, 1e-8, True)), str(Epsilon(1e-6, 1e-8, False))
+    ('1e-05', '1e-06 added to the root')
+    """
+
+    value: float
+    unsure: float
+    under_root: bool
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g}{'' if self.under_root else ' added to the root'}"
+
+
+@dataclass(frozen=True)
 class Epsilons:
-    """The epsilons in both sides of a norm's output, how far they may be off, and what they leave of the wrong side."""
+    """The epsilons in both sides of a norm's output, and what they leave of the wrong side."""
 
     said: str
-    right: float
-    wrong: float
-    unsure: float
+    right: Epsilon
+    wrong: Epsilon
     rest: float
 
 
@@ -54,8 +70,8 @@ def norm_epsilons(
 ) -> Epsilons | None:
     """The epsilons that both sides of an output imply, where they explain it and are not the same.
 
-    y = (x - mean) / sqrt(var + epsilon) * w + b, of which only epsilon is not recorded. It is found by Gauss and Newton from
-    dy / d epsilon = -(y - b) / (2 (var + epsilon)).
+    y = (x - mean) / sqrt(var + epsilon) * w + b, or with sqrt(var) + epsilon below; only epsilon is not recorded. It is found by
+    Gauss and Newton from dy / d epsilon.
 
     Args:
         inputs: of the right and of the wrong side.
@@ -64,36 +80,50 @@ def norm_epsilons(
     for kind in norm_kinds(sides.right.shape, weight.size):
         shape = [weight.size if dim == kind.weight_dim else 1 for dim in range(sides.right.ndim)]
         w, b = weight.reshape(shape), 0.0 if bias is None else bias.reshape(shape)
-        found = []
-        for x, y in zip(inputs, (sides.right, sides.wrong), strict=True):
-            centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
-            square = np.square(centred).mean(axis=kind.dims, keepdims=True)
-            epsilon, steep = _epsilon_of(y - b, centred * w, square)
-            rest = distance(y, centred * w / np.sqrt(square + epsilon) + b)
-            # The mean is off by 2 u max|x|, the rest takes 8 operations on numbers as large as what comes out.
-            coarse = 2 * np.abs(x).max(initial=0.0) * np.abs(w) / np.sqrt(square + epsilon)
-            error = roundoff * (8 * norm(y) + norm(np.broadcast_to(coarse, y.shape)) * kind.centred)
-            found.append((epsilon, error / max(steep, np.finfo(np.float64).tiny), rest, error))
-        (right, unsure, right_rest, error), (wrong, other, rest, _) = found
-        unsure += other
-        tolerance = max(sides.limit, error)
-        if right_rest <= tolerance and believed(rest, sides.difference, tolerance) and abs(right - wrong) > 0:
-            return Epsilons(kind.said, right, wrong, unsure, rest)
+        right = _one_side(kind, inputs[0], sides.right, w, b, roundoff, sides.limit)
+        wrong = _one_side(kind, inputs[1], sides.wrong, w, b, roundoff, sides.limit)
+        if right is None or wrong is None:
+            continue
+        (first, _), (second, rest) = right, wrong
+        same = first.under_root == second.under_root and first.value == second.value
+        if believed(rest, sides.difference, math.inf) and not same:
+            return Epsilons(kind.said, first, second, rest)
     return None
 
 
-def _epsilon_of(y: np.ndarray, numerator: np.ndarray, square: np.ndarray) -> tuple[float, float]:
-    """The epsilon of y = numerator / sqrt(square + epsilon), and norm(dy / d epsilon) there."""
+def _one_side(
+    kind: Normed, x: np.ndarray, y: np.ndarray, w: np.ndarray, b: np.ndarray | float, roundoff: float, limit: float
+) -> tuple[Epsilon, float] | None:
+    """The epsilon of one side and what it leaves, where that is no more than rounding may."""
+    centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
+    square = np.square(centred).mean(axis=kind.dims, keepdims=True)
+    for under_root in (True, False):
+        value, steep = _epsilon_of(y - b, centred * w, square, under_root)
+        below = _below(square, value, under_root)
+        rest = distance(y, centred * w / below + b)
+        # The mean is off by 2 u max|x|, the rest takes 8 operations on numbers as large as what comes out.
+        coarse = 2 * np.abs(x).max(initial=0.0) * np.abs(w) / below
+        error = roundoff * (8 * norm(y) + norm(np.broadcast_to(coarse, y.shape)) * kind.centred)
+        if rest <= max(limit, error):
+            return Epsilon(value, error / max(steep, TINY), under_root), rest
+    return None
+
+
+def _below(square: np.ndarray, epsilon: float, under_root: bool) -> np.ndarray:
+    return np.sqrt(np.maximum(square + epsilon, TINY)) if under_root else np.maximum(np.sqrt(square) + epsilon, TINY)
+
+
+def _epsilon_of(y: np.ndarray, numerator: np.ndarray, square: np.ndarray, under_root: bool) -> tuple[float, float]:
+    """The epsilon of y = numerator / root, and norm(dy / d epsilon) there."""
     epsilon, steep = 0.0, 0.0
     for _ in range(60):
-        below = np.maximum(square + epsilon, np.finfo(np.float64).tiny)
-        now = numerator / np.sqrt(below)
-        slope = -now / (2 * below)
+        below = _below(square, epsilon, under_root)
+        now = numerator / below
+        slope = -now / (2 * below**2) if under_root else -now / below
         steep = norm(slope)
         if not 0 < steep < math.inf:
             break
-        step = float(((y - now) / steep * (slope / steep)).sum())
-        reached = max(epsilon + step, epsilon / 8)
+        reached = max(epsilon + float(((y - now) / steep * (slope / steep)).sum()), epsilon / 8)
         if abs(reached - epsilon) <= 1e-12 * reached:
             break
         epsilon = reached

@@ -35,10 +35,10 @@ def norm_epsilon(case: Case) -> Iterator[Fit]:
     found = norm_epsilons(case.sides, given, *params, case.compute_roundoff)
     if found is not None:
         said = (
-            f"{case.quantity.module} is a {found.said}, in which {case.names[0]} has an epsilon of {found.right:.3g} and "
-            f"{case.names[1]} one of {found.wrong:.3g} (either way {found.unsure:.0e})"
+            f"{case.quantity.module} is a {found.said}, in which {case.names[0]} has an epsilon of {found.right} and "
+            f"{case.names[1]} one of {found.wrong} (give or take {found.right.unsure + found.wrong.unsure:.0e})"
         )
-        yield Fit("norm_epsilon", said, found.rest, 0.0, Story("epsilon", found.wrong, found.unsure))
+        yield Fit("norm_epsilon", said, found.rest, 0.0, Story("epsilon", found.wrong.value, found.wrong.unsure))
 
 
 def tanh_gelu(case: Case) -> Iterator[Fit]:

@@ -197,7 +197,9 @@ def _mixed_on_ranks(case: Case, other: str) -> Iterator[Fit]:
         return
     both = [[case.cut(grad) for grad in grads] for grads in (own, theirs)]
     if found := mixed_ranks(case.sides, both[0], both[1], case.reduce_roundoff):
-        said = f"in {case.names[1]} the sum holds the gradients of {other!r} from ranks {list(found.ranks)}, not its own"
+        said = (
+            f"in {case.names[1]} the sum holds the gradients of {other!r} from ranks {list(found.ranks)}, not its own"
+        )
         yield Fit("mixed_parameters", said, found.rest, found.error, Story("mixed"))
 
 
@@ -219,11 +221,16 @@ def _missing_slice(case: Case) -> Iterator[Fit]:
     """One rank's piece alone is zeros, or was left as it was before."""
     right, wrong = case.both.right.reshape(-1), case.both.wrong.reshape(-1)
     fills = {"zeros": np.zeros_like(wrong)}
-    if case.phase == UPDATE and (before := case.before(case.wrong, case.step, case.name)) is not None:
-        fills["what it was before the step"] = np.asarray(before, np.float64).reshape(-1)
+    if case.phase in (UNSHARDED, UPDATE):
+        before = case.before(case.wrong, case.step - (case.phase == UNSHARDED), case.name) if case.step else None
+        if before is not None:
+            fills["what they were before the step"] = np.asarray(before, np.float64).reshape(-1)
+    own = case.wrong.manifest.mesh.coordinate(case.quantity.rank)[1] if case.quantity.rank is not None else None
     for rank in range(case.wrong.manifest.mesh.shard):
         held = case.elements_of(rank)
-        if not 0 < held.size < wrong.size or not norm(right[held]):
+        # What lies on one rank as a whole says little, but that another rank should see zeros in its place.
+        least_said = held.size == wrong.size and (case.phase != UNSHARDED or rank == own)
+        if not held.size or not norm(right[held]) or least_said:
             continue
         for said, fill in fills.items():
             predicted = right.copy()

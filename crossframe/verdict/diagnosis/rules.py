@@ -52,7 +52,7 @@ class AdamW:
         """By how much `updated` rises with epsilon."""
         root = self._squares(v)
         if self.epsilon_in_root:
-            below = 2 * np.maximum(root + self.epsilon, np.finfo(np.float64).tiny) ** 1.5
+            below = 2 * np.maximum(root + self.epsilon, 1e-200) ** 1.5
         else:
             below = np.maximum(np.sqrt(root) + self.epsilon, 1e-150) ** 2
         return self.rate * self._corrected(m) / below
