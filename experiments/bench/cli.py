@@ -1,4 +1,4 @@
-"""The commands `crossframe bench core|torch|state|jax`."""
+"""The commands `crossframe bench core|torch|state|recorder|jax`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +58,20 @@ def bench_state(
 
     with exit_on_error():
         raise typer.Exit(run_state_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+
+
+@bench.command("recorder")
+def bench_recorder(
+    json: Json = None,
+    output: Output = None,
+    quick: Quick = False,
+    strict: Strict = False,
+) -> None:
+    """Measure what recording costs a training loop of torch: steps with and without it, for our sharding, torch's, and DDP."""
+    from experiments.bench.command import run_recorder_bench
+
+    with exit_on_error():
+        raise typer.Exit(run_recorder_bench(console, output=output, json_output=json, quick=quick, strict=strict))
 
 
 @bench.command("jax")

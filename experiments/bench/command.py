@@ -129,6 +129,29 @@ def run_state_bench(
     return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict)
 
 
+def run_recorder_bench(
+    console: Console,
+    *,
+    output: Path | None = None,
+    json_output: Path | None = None,
+    quick: bool = False,
+    strict: bool = False,
+) -> int:
+    """Measure what `torch_backend.recorder` costs a training loop.
+
+    Args, returns and raises: as `run_torch_bench`.
+    """
+    from experiments.bench.recorder import recorder_section
+    from experiments.bench.sizes import FULL, QUICK
+
+    where = torch_machine()
+    with console.status("measuring"):
+        measured = [recorder_section(QUICK if quick else FULL)]
+    _print_section(console, measured[0])
+    title = "The recorder"
+    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title=title)
+
+
 def run_jax_bench(
     console: Console,
     *,

@@ -1,0 +1,110 @@
+"""What a recorder costs: steps with and without it, in one run."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.bench.figure import TIMES, Figure, Section, median_figure
+from experiments.bench.ranks import GLOO, on_ranks
+from experiments.bench.sizes import Sizes
+from experiments.bench.timing import Times, alternate, slowest
+from experiments.bench.training import LEARNING_RATE, definition_of, losses, meet
+from experiments.models.gpt import GPTConfig
+from torch_backend.recorder import Recorder
+
+WORLD_SIZE = 2
+ENGINES = ("our FSDP1", "torch FSDP2", "torch DDP")
+WITHOUT, AGAIN, BETWEEN, RECORDED, DENSE = "without", "without, again", "between", "recorded", "dense"
+# Each kind of step by the schedule of a recorder all of whose timed steps are such; the first step of all is recorded anyway.
+_NEVER = 10**9
+SCHEDULES = {
+    BETWEEN: {"every": _NEVER, "dense": 0},
+    RECORDED: {"every": 1, "dense": 0},
+    DENSE: {"every": 1, "dense": _NEVER},
+}
+DEFAULT_PERIOD, LIMIT = 100, 1.05
+
+
+def recorder_section(sizes: Sizes) -> Section:
+    """Time steps of each kind in alternation."""
+    with tempfile.TemporaryDirectory() as folder:
+        by_rank = on_ranks(WORLD_SIZE, GLOO, _times, sizes.gpt, sizes.step_batch, sizes.step_rounds, folder)
+    how = (
+        f"GPT of {definition_of(sizes.gpt).numel / 1e6:.1f} million parameters in float32, {sizes.step_batch} x "
+        f"{sizes.gpt.context} tokens a rank, AdamW; {WORLD_SIZE} ranks of one thread, gloo; {sizes.step_rounds} rounds; the rank "
+        f"that takes longest. With the recorder's defaults one step in {DEFAULT_PERIOD} is recorded, in sketches, of gradients, "
+        "parameters and the optimizer's state; the loss and a digest of the batch are of every step. Dense steps, on demand and "
+        "the first two, have activations, full parameters and each rank's own gradients too."
+    )
+    return Section("Cost of recording", how, recorder_figures(slowest(by_rank)))
+
+
+def _times(_rank: int, config: GPTConfig, batch_size: int, rounds: int, folder: str) -> Times:
+    with ExitStack() as stack:
+        steps: dict[str, Callable[[], None]] = {}
+        for engine in ENGINES:
+            steps[f"{engine}, {WITHOUT}"] = _step(engine, config, batch_size)
+            steps[f"{engine}, {AGAIN}"] = _step(engine, config, batch_size)
+            for kind, schedule in SCHEDULES.items():
+                directory = Path(folder, f"{engine}-{kind}".replace(" ", "-"))
+                steps[f"{engine}, {kind}"] = _step(engine, config, batch_size, stack, directory, schedule)
+        return alternate(steps, rounds, lambda: meet("cpu"))["wall"]
+
+
+def _step(
+    engine: str,
+    config: GPTConfig,
+    batch_size: int,
+    stack: ExitStack | None = None,
+    directory: Path | None = None,
+    schedule: Mapping[str, Any] | None = None,
+) -> Callable[[], None]:
+    model, loss_of = losses(engine, config, batch_size, config.context, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+    recorder = None
+    if stack is not None and directory is not None:
+        recorder = Recorder(directory, model=model, optimizer=optimizer, detail="sketch", **(schedule or {}))
+        stack.enter_context(recorder)
+
+    def step() -> None:
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        if recorder is not None:
+            recorder.step(loss=loss)
+        optimizer.zero_grad()
+
+    return step
+
+
+def recorder_figures(wall: Times) -> tuple[Figure, ...]:
+    """Of each engine what a step costs on average at the default period, within LIMIT, and what of that each kind of step is."""
+    found: list[Figure] = []
+    for engine in ENGINES:
+        taken = {kind: wall[f"{engine}, {kind}"] for kind in (WITHOUT, AGAIN, BETWEEN, RECORDED, DENSE)}
+        ratios = {
+            kind: [a / b for a, b in zip(taken[kind], taken[WITHOUT], strict=True)] for kind in taken if kind != WITHOUT
+        }
+        # Medians: one disturbed round of one kind of step is not to count a hundredfold.
+        between, recorded = (median_figure("", ratios[kind], TIMES).value for kind in (BETWEEN, RECORDED))
+        average = ((DEFAULT_PERIOD - 1) * between + recorded) / DEFAULT_PERIOD
+        found += [
+            Figure(
+                f"{engine}: a step on average, one in {DEFAULT_PERIOD} recorded, to one without", average, TIMES, LIMIT
+            ),
+            median_figure(f"{engine}: a step that is not recorded to one without", ratios[BETWEEN], TIMES),
+            median_figure(f"{engine}: a recorded step to one without", ratios[RECORDED], TIMES),
+            median_figure(f"{engine}: a dense step to one without", ratios[DENSE], TIMES),
+            median_figure(f"{engine}: a step without to one without: noise", ratios[AGAIN], TIMES),
+            median_figure(f"{engine}: without", [1e3 * seconds for seconds in taken[WITHOUT]], "ms"),
+            median_figure(
+                f"{engine}: what a recorded step takes longer",
+                [1e3 * (a - b) for a, b in zip(taken[RECORDED], taken[WITHOUT], strict=True)],
+                "ms",
+            ),
+        ]
+    return tuple(found)
