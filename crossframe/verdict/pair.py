@@ -11,7 +11,7 @@ from crossframe.verdict.bounds import Bounds, bounds_for
 from crossframe.verdict.metrics import distance, norm, root_mean_square
 from crossframe.verdict.quantities import finite
 from crossframe.verdict.sides import Sides, matched, on_rank, put_together
-from crossframe.verdict.zero_gradient import gradient_sizes, zero_gradient_parameters
+from crossframe.verdict.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
 
 
 class Pair:
@@ -35,7 +35,7 @@ class Pair:
         self._update_norms: dict[str, float] = {}
 
     @cached_property
-    def sizes(self):
+    def sizes(self) -> tuple[GradientSizes, GradientSizes]:
         """How large the reduced gradients are, of a and of b."""
         return gradient_sizes(self.a, self.steps), gradient_sizes(self.b, self.steps)
 
@@ -68,10 +68,10 @@ class Pair:
         sides = (on_rank(recording, phase, step, rank, name) for recording in (self.a, self.b))
         return matched(name, *sides, by_sketch=self.sketched)
 
-    @property
+    @cached_property
     def terms(self) -> int:
-        """How many terms the sum behind a gradient element has; 1 where neither loop told."""
-        return max(recording.manifest.terms or 1 for recording in (self.a, self.b))
+        """How many terms the sum behind a gradient element has."""
+        return max(terms_of(recording) for recording in (self.a, self.b))
 
     def typical_local(self, step: int, rank: int) -> float:
         """The root mean square of all of a rank's own gradients."""

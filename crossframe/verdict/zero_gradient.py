@@ -11,6 +11,7 @@ A gradient that is recorded as exactly 0.0 on both sides, always, is no noise: n
 parameter (weight decay, or nothing) is the same on both sides. It stays among the parameters that are compared.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +54,18 @@ def gradient_sizes(recording: Recording, steps: tuple[int, ...]) -> GradientSize
     return GradientSizes(of, typical)
 
 
+def terms_of(recording: Recording) -> int:
+    """How many terms the sum behind one gradient element has. Where the loop did not tell: as many as there are rows in the
+    largest thing that a module was given or gave, since that is what a backward sums over; 1 where none was recorded."""
+    if recording.manifest.terms is not None:
+        return recording.manifest.terms
+    step = next((step for step in recording.recorded_steps() if recording.activations(step)), None)
+    if step is None:
+        return 1
+    shapes = (recording.activation_shape(step, 0, *at) for at in recording.activations(step))
+    return max(max(math.prod(shape[:-1]), 1) for shape in shapes)
+
+
 def zero_gradient_parameters(
     a: Recording, b: Recording, steps: tuple[int, ...], sizes: tuple[GradientSizes, GradientSizes]
 ) -> tuple[str, ...]:
@@ -60,7 +73,7 @@ def zero_gradient_parameters(
 
     None where terms * u passes a hundredth: small gradients and noise can then not be told apart.
     """
-    tolerated = [(recording.manifest.terms or 1) * unit_roundoff(recording.manifest.dtype) for recording in (a, b)]
+    tolerated = [terms_of(recording) * unit_roundoff(recording.manifest.dtype) for recording in (a, b)]
     if max(tolerated) > _TELLABLE:
         return ()
 

@@ -9,12 +9,13 @@ import pytest
 from crossframe.layout import PerParamLayout
 from crossframe.names import identity_map
 from crossframe.params import ParamSpec
+from crossframe.recording import Schedule
 from crossframe.verdict.judge import judge
 from crossframe.verdict.locate import locate
 from crossframe.verdict.metrics import distance, norm
 from crossframe.verdict.quantities import Quantity
 from crossframe.verdict.words import in_words
-from crossframe.verdict.zero_gradient import GradientSizes, gradient_sizes, zero_gradient_parameters
+from crossframe.verdict.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
 from tests.core import synthetic
 
 NAN, INF = math.nan, math.inf
@@ -268,3 +269,11 @@ def test_gradients_are_measured_by_what_is_finite(tmp_path):
         for name, grad in grads.items():
             expected = INF if (name, step) == ("bias", 1) else np.sqrt(np.mean(grad**2))
             assert found.of[step][name] == pytest.approx(expected, rel=1e-12)
+
+
+def test_where_the_loop_did_not_tell_the_rows_of_what_modules_saw_are_the_terms(tmp_path):
+    made = synthetic.manifest(terms=None)
+    assert terms_of(synthetic.record(tmp_path / "a", made)) == 3  # activations are (3, 4)
+    assert terms_of(synthetic.record(tmp_path / "b", synthetic.manifest(terms=7))) == 7
+    sparse = synthetic.manifest(terms=None, schedule=Schedule(dense=0, every=1))
+    assert terms_of(synthetic.record(tmp_path / "c", sparse)) == 1
