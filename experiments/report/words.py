@@ -84,12 +84,13 @@ def short(name: str, most: int = _LONGEST_NAME) -> str:
 
 
 def isolated(text: str) -> str:
-    """A sentence without what cannot be printed, in which words written from right to left do not turn those around them.
+    """A sentence without what cannot be printed, in which names written from right to left stand as they are
+    written and do not turn what is around them.
 
     >>> [hex(ord(c)) for c in isolated("of \u05d0 (rank 1)")[3:6]]
-    ['0x2068', '0x5d0', '0x2069']
+    ['0x2066', '0x5d0', '0x2069']
     """
-    return _RIGHT_TO_LEFT.sub(lambda found: f"\u2068{found[0]}\u2069", one_line(text))
+    return _RIGHT_TO_LEFT.sub(lambda found: f"\u2066{found[0]}\u2069", one_line(text))
 
 
 def decisive(report: dict[str, Any]) -> int | None:
