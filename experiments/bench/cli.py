@@ -86,3 +86,37 @@ def bench_jax(
 
     with exit_on_error():
         raise typer.Exit(run_jax_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+
+
+@bench.command("own")
+def bench_own(
+    model: Annotated[list[str] | None, typer.Option(help="Only this model. May be repeated. Default: all")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(help="Only on 1, 2, 3 or 4. May be repeated. Default: all")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float64, float32 or bfloat16. May be repeated. Default: the first two")
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="adamw, or 'sgd, clipped, 2 microbatches'. May be repeated. Default: both")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="How many each run makes, all of them recorded.")] = 6,
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the tables, and beside it JSON.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Folder in which recordings stay. Default: they are deleted")
+    ] = None,
+) -> None:
+    """Hold torch's FSDP1, FSDP2 and DDP and one device against one another, and ours beside them, by their recordings."""
+    from experiments.bench.own.run import run_own
+
+    with exit_on_error():
+        raise typer.Exit(
+            run_own(
+                console,
+                models=model or (),
+                ranks=ranks or (),
+                dtypes=dtype or (),
+                settings=setting or (),
+                steps=steps,
+                output=output,
+                keep=keep,
+            )
+        )

@@ -53,11 +53,12 @@ def machine() -> str:
 
 def core_markdown(figures: Sequence[Figure]) -> str:
     """The figures of the core as a Markdown table with the machine above it."""
-    lines = ["# The core", "", f"`{_command()}`: {machine()}.", "", *markdown_table(figures)]
+    lines = ["# The core", "", f"`{command_line()}`: {machine()}.", "", *markdown_table(figures)]
     return "\n".join(lines) + "\n"
 
 
-def _command() -> str:
+def command_line() -> str:
+    """The command line that this process was started with."""
     return " ".join(["crossframe", *sys.argv[1:]])
 
 
@@ -257,7 +258,7 @@ def torch_machine_line(where: dict[str, Any]) -> str:
 def torch_report(where: dict[str, Any], sections: Sequence[Section], *, quick: bool) -> dict[str, Any]:
     """Everything for a JSON file."""
     return {
-        "command": _command(),
+        "command": command_line(),
         **where,
         "quick": quick,
         "sections": [section.as_json() for section in sections],
@@ -272,7 +273,7 @@ def torch_markdown(
     lines = [
         f"# {title}",
         "",
-        f"`{_command()}`: {torch_machine_line(where)}.",
+        f"`{command_line()}`: {torch_machine_line(where)}.",
         "",
         "All take turns, round after round in an order drawn anew; a ratio is the median of the rounds' ratios, with "
         "their quartiles.",

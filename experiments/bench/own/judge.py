@@ -1,0 +1,77 @@
+"""What comes of two recordings of a set."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from crossframe.errors import RecordingError
+from crossframe.recording import Recording
+from crossframe.verdict import Verdict, compare
+from experiments.bench.own.cells import Both
+
+FINE = (Verdict.EQUAL.value, Verdict.ROUNDING.value)
+ANOTHER = "another function"
+NOT_COMPARED = "not compared"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One line of what was found.
+
+    Attributes:
+        kind, a, b: as in `Both`; what the runs are called.
+        verdict: that of the comparison; ANOTHER where runs that compute different functions by definition were found to part;
+            NOT_COMPARED where one of both failed.
+        difference: the largest of any parameter, relative; None if not taken.
+        used: how much of what twins reach was used where it was most; None without twins.
+        where, signature: the first divergence, and what it looks like.
+        why: the verdict's reason.
+    """
+
+    model: str
+    dtype: str
+    setting: str
+    kind: str
+    a: str
+    b: str
+    verdict: str
+    difference: float | None = None
+    used: float | None = None
+    where: dict[str, Any] | None = None
+    signature: str | None = None
+    evidence: str | None = None
+    why: str = ""
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the two agree."""
+        return self.verdict in FINE
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+def judged(both: Both, a: Recording | None, b: Recording | None) -> Judged:
+    """Compare two recordings; None is one that failed."""
+    run = both.a
+    what = (run.model, run.dtype, run.setting, both.kind, str(both.a), str(both.b))
+    if a is None or b is None:
+        return Judged(*what, NOT_COMPARED, why=f"{both.a if a is None else both.b} failed")
+    try:
+        said = compare(a, b)
+    except RecordingError as error:
+        return Judged(*what, NOT_COMPARED, why=str(error))
+    verdict = said.verdict.value
+    if both.by_definition and verdict not in FINE:
+        verdict = ANOTHER
+    where, diagnosis = said.first_divergence, said.diagnosis
+    return Judged(
+        *what,
+        verdict,
+        said.max_relative_parameter_difference,
+        said.envelope_used,
+        where.to_json() if where else None,
+        diagnosis.signature if diagnosis else None,
+        diagnosis.evidence if diagnosis else None,
+        said.reason,
+    )
