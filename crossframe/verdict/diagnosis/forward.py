@@ -121,7 +121,7 @@ def _epsilon_of(y: np.ndarray, numerator: np.ndarray, square: np.ndarray, under_
         now = numerator / below
         slope = -now / (2 * below**2) if under_root else -now / below
         steep = norm(slope)
-        if not 0 < steep < math.inf:
+        if not 1e-150 < steep < math.inf:
             break
         reached = max(epsilon + float(((y - now) / steep * (slope / steep)).sum()), epsilon / 8)
         if abs(reached - epsilon) <= 1e-12 * reached:
