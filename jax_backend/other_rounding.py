@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 _ROUNDS = """
     dot_general conv_general_dilated reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum
@@ -24,6 +25,7 @@ _ROUNDS = """
 ROUNDING = frozenset(_ROUNDS.split())
 """Primitives whose results other implementations round otherwise: sums, quotients, elementary functions, and what holds
 functions of its own. Not single additions and products: they round alike everywhere, and are too many to compile in good time."""
+_BLOCK = 512
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
@@ -47,12 +49,16 @@ def other_rounding(fun: Callable, seed: int | jax.Array) -> Callable:
 
 class _Walk:
     def __init__(self, seed: jax.Array) -> None:
-        self._seed, self._place = seed, 0
+        self._seed, self._place = _mixed(seed + jnp.uint32(1)), 0
+        self._numbers = jnp.zeros(0, jnp.uint32)
 
     def _drawn(self) -> jax.Array:
-        """Another number at each place of the program."""
+        """Another number at each place of the program, of which many are made at once."""
+        block, place = divmod(self._place, _BLOCK)
+        if place == 0:
+            self._numbers = _mixed(self._seed + jnp.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=jnp.uint32))
         self._place += 1
-        return _mixed(_mixed(self._seed + jnp.uint32(1)) + jnp.uint32(self._place))
+        return jax.lax.index_in_dim(self._numbers, place, keepdims=False)
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, each that rounds moved."""
@@ -93,15 +99,17 @@ class _Walk:
     def _on_ranks(self, equation: core.JaxprEqn, operands: list[Any]) -> list[Any]:
         """What ranks do each for themselves rounds otherwise too; all of them alike."""
         params, inner = equation.params, equation.params["jaxpr"]
+        # What JAX calls them differs between its versions; an empty set means all axes.
+        axes = next((params[name] for name in ("newly_manual_axes", "manual_axes") if name in params), frozenset())
         run = jax.shard_map(
-            lambda *args: self.run(inner, (), args),
+            lambda seed, *args: _Walk(seed).run(inner, (), args),
             mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
+            in_specs=(PartitionSpec(), *params["in_specs"]),
             out_specs=list(params["out_specs"]),
-            axis_names=params["manual_axes"],
+            axis_names=axes,
             check_vma=params["check_vma"],
         )
-        return list(run(*operands))
+        return run(self._drawn(), *operands)
 
     def _moved(self, array: Any) -> Any:
         if not jnp.issubdtype(array.dtype, jnp.floating) or not array.size:

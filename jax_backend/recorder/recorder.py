@@ -251,7 +251,11 @@ class Recorder:
             A function that takes and returns what `step` does. In a twin it begins with `recorder.params`, whatever it is first
             given, rounds otherwise, is jitted, and leaves parameters where they lay.
         """
-        run = jax.jit(other_rounding(step, self.twin)) if self.twin else step
+        run = step
+        if self.twin:  # one program for all twins, which JAX may keep from one process to the next
+            run = functools.partial(
+                jax.jit(lambda twin, *args: other_rounding(step, twin)(*args)), np.uint32(self.twin)
+            )
 
         @functools.wraps(step)
         def recorded(params: Any, opt_state: Any, batch: Any) -> Any:

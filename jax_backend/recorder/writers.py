@@ -1,6 +1,7 @@
 """One recorded step of a run in one process: what its ranks saw, written by one writer each."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -114,8 +115,9 @@ class Writers:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        for writer in self.by_rank.values():
-            writer.__exit__(kind, error, trace)
+        with ExitStack() as stack:  # each closes its file, whatever becomes of another's
+            for writer in self.by_rank.values():
+                stack.callback(writer.__exit__, kind, error, trace)
 
 
 def _row(array: Any, rank: int, source: OfShards) -> np.ndarray:

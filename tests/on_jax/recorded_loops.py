@@ -40,7 +40,11 @@ def step_of(tx, fault=lambda grads: grads, told=True):
         loss, grads = jax.value_and_grad(small_loss)(params, batch)
         grads = fault(grads)
         updates, opt_state = tx.update(grads, opt_state, params)
-        more = ({"grads": grads, "grad_norm": jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))},) if told else ()
+        more = (
+            ({"grads": grads, "grad_norm": jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))},)
+            if told
+            else ()
+        )
         return optax.apply_updates(params, updates), opt_state, loss, *more
 
     return step

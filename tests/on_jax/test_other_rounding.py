@@ -8,6 +8,7 @@ import pytest
 import jax_backend
 from crossframe.mesh import MeshSpec
 from jax_backend.other_rounding import other_rounding
+from tests.on_jax.recorded_loops import mesh_of
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -64,3 +65,48 @@ def test_a_step_differs_by_rounding_alone_in_loss_and_gradients(mode):
     for a, b, c, d in zip(*(jax.tree.leaves(each[1]) for each in (run, twin, other, again)), strict=True):
         assert not (a == b).all() and not (b == c).all() and (b == d).all()
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_seed_that_is_traced_gives_what_it_gives_otherwise():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 5)), "float32")
+
+    def fun(x):
+        return jax.nn.softmax(x @ x.T).sum(0)
+
+    compiled = jax.jit(lambda seed: other_rounding(fun, seed)(x))
+    found = [compiled(np.uint32(seed)) for seed in (1, 2)]
+    for seed, each in zip((1, 2), found, strict=True):
+        np.testing.assert_allclose(each, fun(x), rtol=1e-5)
+        assert (each == jax.jit(lambda seed=seed: other_rounding(fun, seed)(x))()).all()
+    assert not (found[0] == found[1]).all()
+    assert compiled._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 12, 97, 100_003])
+def test_sums_go_through_all_their_terms_in_another_order(numel):
+    ones, places = jnp.ones(numel, "float64"), jnp.arange(numel, dtype="float64")
+    for seed in range(3):
+        # Sums of integers are exact in any order: a term that is left out or taken twice shows.
+        found = [float(other_rounding(lambda a: jnp.dot(a, places), seed)(each)) for each in (ones, places)]
+        np.testing.assert_allclose(found, [places.sum(), (places * places).sum()], rtol=3e-16)
+
+
+def test_what_ranks_do_each_for_themselves_rounds_otherwise_too():
+    mesh = mesh_of(x=2)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), "float32")
+
+    def mean(x):
+        part = jnp.tanh(x @ x.T)
+        return jax.lax.pmean(part, "x"), x
+
+    P = jax.sharding.PartitionSpec
+    whole = jax.shard_map(mean, mesh=mesh, in_specs=P("x"), out_specs=(P(), P("x")))
+
+    def fun(x):
+        one, two = whole(x)
+        return jnp.exp(one), two
+
+    right, found = (jax.jit(each)(x) for each in (fun, other_rounding(fun, 3)))
+    assert not (found[0] == right[0]).all() and (found[1] == right[1]).all()
+    np.testing.assert_allclose(found[0], right[0], rtol=1e-5)
+    assert not (found[0] == jax.jit(other_rounding(fun, 4))(x)[0]).all()

@@ -17,7 +17,7 @@ from crossframe.verdict import Verdict, compare
 from jax_backend import Recorder
 from jax_backend.recorder.modules import Dims, module_paths
 from jax_backend.recorder.of_arrays import state_by_path
-from tests.on_jax.recorded_loops import STEPS, mesh_of, placed, record
+from tests.on_jax.recorded_loops import mesh_of, placed, record
 from tests.on_jax.small import canonical, small_batch, small_loss, small_map, small_params
 
 
@@ -190,19 +190,30 @@ def test_large_models_are_sketched_and_small_tensors_of_them_are_whole(tmp_path)
     np.testing.assert_array_equal(sketched.full("update", 0, "small"), params["small"])
 
 
-@pytest.mark.parametrize("mesh", [None, {"fsdp": 2}])
-def test_twins_begin_and_round_otherwise_and_lie_inside_of_the_run(tmp_path, mesh):
-    mesh = None if mesh is None else mesh_of(**mesh)
-    run = record(tmp_path / "run", mesh, param_map=small_map(), dtype="float32")
-    for twin in (1, 2):
-        record(tmp_path / "run", mesh, param_map=small_map(), dtype="float32", twin=twin, overwrite=False)
+def test_twins_begin_and_round_otherwise_and_lie_inside_of_the_run(tmp_path):
+    """A loop that is wrapped: whatever it begins with, and wherever XLA would leave its results."""
+    mesh = mesh_of(fsdp=2)
+    params = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype("float32"), "b": np.ones(3, "float32")}
+    start, x = placed(params, mesh), np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(lambda p: jnp.tanh(batch @ p["w"] + p["b"]).sum())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), opt_state, loss, {"grads": grads}
+
+    for twin in (0, 1, 2):
+        with Recorder(tmp_path / "run", start, twin=twin, steps=3, dense=3) as recorder:
+            wrapped, after = recorder.wrap(step), start
+            for _ in range(3):
+                after, *_ = wrapped(after, (), x)
+            assert jax.tree.map(lambda leaf: leaf.sharding, after) == jax.tree.map(lambda leaf: leaf.sharding, start)
+    run = Recording.open(tmp_path / "run")
     twins = run.twins()
     assert [twin.manifest.settings["twin"] for twin in twins] == [1, 2]
     for i, twin in enumerate(twins, 1):
         assert twin.manifest.mesh == run.manifest.mesh
-        for name in run.manifest.params:
-            before = run.full("parameters", 0, name)
-            np.testing.assert_array_equal(twin.full("parameters", 0, name), moved(name, before, i))
+        for name in params:
+            np.testing.assert_array_equal(twin.full("parameters", 0, name), moved(name, params[name], i))
         assert not (twin.losses() == run.losses()).all()
         np.testing.assert_allclose(twin.losses(), run.losses(), rtol=1e-4)
     assert not (twins[0].losses() == twins[1].losses()).all()
@@ -323,4 +334,3 @@ def test_a_loop_that_fails_leaves_a_recording_without_its_end(tmp_path):
     with pytest.raises(RecordingError, match="cut off"):
         Recording.open(tmp_path / "r")
     assert Recording.open(tmp_path / "r", partial=True).num_steps == 1
-    assert STEPS
