@@ -1,4 +1,4 @@
-"""Small runs with one fault each: a norm, a GELU, a residual branch, square kernels and a tied embedding, trained by AdamW or SGD.
+"""Small runs with one fault each: a norm, a GELU, a residual branch, square kernels, a tied embedding, under AdamW or SGD.
 
 What modules give is computed; gradients are drawn, with what is true of real ones: that of the embedding is nonzero in the rows
 of tokens that occur, and that of the head sums to zero over the vocabulary. Everything is computed in float64, moved by `noise`
@@ -78,7 +78,9 @@ class Faults:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def manifest(world_size: int, dtype: str, optimizer: str, clip: float | None, replicate: int = 1) -> Manifest:
+def manifest(
+    world_size: int, dtype: str, optimizer: str, clip: float | None, replicate: int = 1, detail: str = "full"
+) -> Manifest:
     """The manifest of a run of four steps, all of them dense."""
     shard = world_size // replicate
     units = tuple(
@@ -108,6 +110,7 @@ def manifest(world_size: int, dtype: str, optimizer: str, clip: float | None, re
         param_map=identity_map(SHAPES),
         units=units,
         settings=settings,
+        detail=detail,
     )
 
 
@@ -121,9 +124,10 @@ def record(
     optimizer: str = "AdamW",
     clip: float | None = CLIP,
     replicate: int = 1,
+    detail: str = "full",
 ) -> Recording:
     """A finished recording of a run with these faults, opened. Another `noise` is other rounding."""
-    made = manifest(world_size, dtype, optimizer, clip, replicate)
+    made = manifest(world_size, dtype, optimizer, clip, replicate, detail)
     create_recording(directory, made)
     run = _Run(made, faults or Faults(), noise)
     writers = [RecordingWriter(directory, made, rank) for rank in range(world_size)]

@@ -10,9 +10,9 @@ import pytest
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
-from crossframe.verdict.diagnosis import Diagnosis, diagnose
+from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
 from crossframe.verdict.judge import judge
-from crossframe.verdict.locate import locate
+from crossframe.verdict.locate import locate, locate_sketch
 from crossframe.verdict.metrics import distance
 from crossframe.verdict.pair import Pair
 from crossframe.verdict.quantities import Quantity
@@ -180,8 +180,9 @@ def first_diagnosis(pair: Pair, dtype: str) -> tuple[Quantity, Diagnosis | None]
     for group in walk(pair):
         for q in group:
             judged = judge(q)
-            if not judged.equal and (q.bound is None or distance(q.a, q.b) > limit(q)):
-                where = locate(judge(q.with_scale(limit(q) / (q.bound or 1.0) or 1.0)), pair.b.manifest)
+            if not judged.equal and (q.bound is None or not distance(q.a, q.b) <= limit(q)):
+                scaled = judge(q.with_scale(limit(q) / (q.bound or 1.0) or 1.0))
+                where = locate_sketch(scaled, pair) if q.sketched else locate(scaled, pair.b.manifest)
                 return q, diagnose(pair, judged, where, limit)
     raise AssertionError("nothing differs")
 
@@ -280,3 +281,108 @@ UNNAMED: dict[str, Faults] = {
 def test_a_fault_that_has_no_name_is_given_none(name: str, clean: Clean, tmp_path: Path) -> None:
     for quantity, found in both_ways(clean(**SINGLE), tmp_path, UNNAMED[name], **SINGLE):
         assert found is None, (quantity.event, quantity.name, found)
+
+
+SGD = SINGLE | {"optimizer": "SGD", "clip": None}
+OF_SGD: dict[str, tuple[str, str, Faults]] = {
+    "no decay": (
+        "weight_decay",
+        "has nothing of the parameter added to it, where 0.1 times is stated",
+        Faults(decay=0.0),
+    ),
+    "twice the decay": ("weight_decay", "has 0.2 times the parameter added to it", Faults(decay=2 * DECAY)),
+    "rate": ("constant_factor", "1.1 times as far", Faults(rate=1.1 * RATE)),
+    "a step left out": ("lost_step", "nothing was updated", Faults(skips=lambda s, n: s == 2)),
+    "buffer lost": (
+        "lost_step",
+        "begins anew",
+        Faults(moments=lambda s, n, state: np.zeros(state[n]["momentum_buffer"].shape) if s == 2 else None),
+    ),
+    "buffers exchanged": (
+        "mixed_parameters",
+        f"momentum_buffer of '{KEY}'",
+        Faults(moments=lambda s, n, state: 0.9 * state[KEY]["momentum_buffer"] if (s, n) == (2, QUERY) else None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SGD)
+def test_what_sgd_did_otherwise_is_said(name: str, clean: Clean, tmp_path: Path) -> None:
+    signature, said, faults = OF_SGD[name]
+    for quantity, found in both_ways(clean(**SGD), tmp_path, faults, **SGD):
+        assert found is not None and found.signature == signature, (quantity.name, found)
+        assert said in found.evidence and "in wrong" in found.evidence, found.evidence
+
+
+def test_R28_replicas_that_never_meet_are_ranks_that_are_missing(clean: Clean, tmp_path: Path) -> None:
+    hybrid = {"dtype": "float64", "world_size": 4, "replicate": 2}
+    alone = Faults(mean=mean_of(lambda s, n, grads: sum(grads[:2]) / 4))
+    for _, found in both_ways(clean(**hybrid), tmp_path, alone, **hybrid):
+        assert found is not None and found.signature == "missing_rank", found
+        assert "ranks [2, 3] of 4" in found.evidence and "divided by 4" in found.evidence
+    forgotten = Faults(mean=mean_of(lambda s, n, grads: sum(grads) / 2))
+    for _, found in both_ways(clean(**hybrid), tmp_path / "forgotten", forgotten, **hybrid):
+        assert found is not None and found.signature == "constant_factor", found
+        assert "the number of replicas" in found.evidence
+
+
+def test_a_factor_that_all_parameters_share_is_said_to_be_shared(clean: Clean, tmp_path: Path) -> None:
+    summed = FAULTS["gradients summed"][1]
+    (_, found), (_, turned) = both_ways(clean(**SINGLE), tmp_path, summed, **SINGLE)
+    assert found is not None and turned is not None
+    assert "wrong has 3 times what right has (the world size)" in found.evidence
+    assert "right has 0.333333 times what wrong has (1 / the world size)" in turned.evidence
+    assert "the same is found in 7 of 7 other parameters" in found.evidence
+    one = Faults(mean=mean_of(lambda s, n, grads: (3 if n == KEY else 1) * np.mean(grads, axis=0)))
+    (_, found), _ = both_ways(clean(**SINGLE), tmp_path / "one", one, **SINGLE)
+    assert found is not None and "no other parameter differs there" in found.evidence
+
+
+BY_SKETCH: dict[str, str] = {
+    "gradients summed": "constant_factor",
+    "rank 1 missing": "missing_rank",
+    "stale gather": "stale_copy",
+    "gradient of the step before": "stale_copy",
+    "a step left out": "lost_step",
+}
+
+
+@pytest.mark.parametrize("name", [*BY_SKETCH, "seen transposed", "tanh"])
+def test_sketches_are_enough_for_what_is_linear(
+    name: str, clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("verdict.sides", "recording.writer"):
+        monkeypatch.setattr(f"crossframe.{module}.WHOLE", 16)
+    UNDER_TEST["world_size"] = 3
+    options = SINGLE | {"detail": "sketch"}
+    wrong = record(tmp_path / "wrong", FAULTS[name][1], noise=1, **options)
+    quantity, found = first_diagnosis(Pair(clean(**options), wrong), "float32")
+    assert quantity.sketched
+    if name in BY_SKETCH:
+        assert found is not None and found.signature == BY_SKETCH[name], (quantity.name, found)
+    else:
+        assert found is None, found
+    wanted = needs_full_tensors(judge(quantity))
+    assert wanted is not None and "detail='full'" in wanted and quantity.name in wanted
+
+
+def test_elements_ask_for_nothing_more(clean: Clean, tmp_path: Path) -> None:
+    wrong = record(tmp_path / "wrong", FAULTS["tanh"][1], **SINGLE)
+    quantity, _ = first_diagnosis(Pair(clean(**SINGLE), wrong), "float32")
+    assert needs_full_tensors(judge(quantity)) is None
+
+
+def test_other_batches_are_said_from_recordings(clean: Clean, tmp_path: Path) -> None:
+    right = clean(**SINGLE)
+    turned = Faults(sample_ids=lambda s, r, ids: ids[::-1] if s == 2 else ids)
+    found = diagnose_batches(right, record(tmp_path / "wrong", turned, **SINGLE))
+    assert found is not None and found.signature == "other_batches"
+    assert found.evidence == "from step 2 on, ranks [0, 1, 2] were fed the same samples in another order."
+    assert diagnose_batches(right, right) is None
+    assert found.to_json() == {"signature": found.signature, "evidence": found.evidence}
+
+
+def test_what_is_not_finite_is_given_no_name(clean: Clean, tmp_path: Path) -> None:
+    nan = Faults(mean=mean_of(lambda s, n, grads: np.where(np.mean(grads, axis=0) > 1, np.nan, np.mean(grads, axis=0))))
+    for _, found in both_ways(clean(**SINGLE), tmp_path, nan, **SINGLE):
+        assert found is None

@@ -64,6 +64,8 @@ def departures(right: Update, wrong: Update, stated: Rule, counted: float | None
     """
     rule = stated
     if right.rest(rule) > right.error(rule):
+        if wrong.rest(rule) <= wrong.error(rule):
+            return []  # it is the other one that departs
         rule = replace(stated, rate=factor_between(right.way(stated), right.moved))
         if rule.rate <= 0 or right.rest(rule) > right.error(rule):
             return []

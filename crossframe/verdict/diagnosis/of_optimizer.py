@@ -14,6 +14,7 @@ from crossframe.verdict.diagnosis.moments import Moment, Other, moment_departure
 from crossframe.verdict.diagnosis.rules import SGD, AdamW, Average
 from crossframe.verdict.metrics import norm
 from crossframe.verdict.quantities import COUNT
+from crossframe.verdict.sides import put_together
 
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 """By optimizer, as settings name it, the slots that its update reads."""
@@ -126,8 +127,8 @@ def _clipping(case: Case, recording: Recording) -> float:
     if clip is None:
         return 1.0
     names = [name for name in recording.manifest.params if recording.has(REDUCE, case.step, name)]
-    grads = [case.read(recording, REDUCE, case.step, name) for name in names]
-    total = norm(np.array([norm(grad) for grad in grads if grad is not None]))
+    replica = case.replica_of(recording)
+    total = norm(np.array([put_together(recording, REDUCE, case.step, name, "", replica).norm for name in names]))
     return min(1.0, float(clip) / (total + EPSILON))
 
 
