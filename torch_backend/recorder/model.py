@@ -131,9 +131,11 @@ def _view(model: nn.Module, places: Sequence[tree.Place], engine: Engine) -> Mod
     by_name = {place.name: place.module for place in places if not place.compiled}
     units = dict.fromkeys(bucket.unit for bucket in engine.buckets)
     entries: dict[nn.Module, tuple[str, ...]] = {}
+    # What is gathered inside of a compiled module cannot be read.
+    hidden = set() if engine.reads_all_at_once else {place.name for place in places if place.compiled}
     for unit in units:
         for name in engine.entries_of(unit):
-            if name in by_name:
+            if name in by_name and name not in hidden:
                 entries[by_name[name]] = (*entries.get(by_name[name], ()), unit)
     owners = {module for where in read.values() for module, _ in where}
     wanted = {"", *units, *(place.name for place in places if place.module in owners)}
