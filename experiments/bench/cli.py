@@ -67,7 +67,7 @@ def bench_recorder(
     quick: Quick = False,
     strict: Strict = False,
 ) -> None:
-    """Measure what recording costs a training loop of torch: steps with and without it, for our sharding, torch's, and DDP."""
+    """Measure what recording costs a training loop of torch: steps with and without it, for our FSDP1 and torch's DDP."""
     from experiments.bench.command import run_recorder_bench
 
     with exit_on_error():
