@@ -179,7 +179,7 @@ def _sentence(text: str) -> str:
 
 
 def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:
-    """What the first quantity outside looks like; None where nothing is.
+    """What the first quantity outside looks like; None where nothing is, or where that may be rounding.
 
     Args:
         sketched: whether a recording has sketches in the place of large tensors.
@@ -190,7 +190,7 @@ def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:
     if pair["diagnosis"] is not None:
         looks = SIGNATURES[pair["diagnosis"]["signature"]]
         return f"It looks like {looks}: {_sentence(pair['diagnosis']['evidence'])}."
-    if pair["first_divergence"] is None:
+    if pair["first_divergence"] is None or pair["verdict"] != "bug":
         return None
     if sketched:
         return "What it looks like cannot be told from sketches: record the step in full."

@@ -481,6 +481,7 @@ def test_names_of_all_kinds_do_no_harm(tmp_path, name):
     assert not [key for _, attrs in tags.found for key in attrs if key.startswith("on")]
     assert "\u202e" not in text and "49" not in re.findall("<h1>.*</h1>", text)[0]
     assert "<h1>There is a bug: at step 0 the reduced gradient of " in text
+    assert max(len(line) for line in re.findall("<h1>.*</h1>|<p class=.looks.>.*", text)) < 700
     headline = re.findall("<h1>(.*)</h1>", text)[0]
     assert "(rank 1, elements 4:7) differs: jax has what belongs to" in headline.replace("\u2066", "").replace(
         "\u2069", ""
@@ -554,6 +555,17 @@ def test_what_cannot_be_told_from_sketches_is_said(tmp_path):
     report, (one,) = made_up(["w"], ["b"], where=where, some=[judged(0, "b", 5.0)])
     assert "It looks like none of the common faults." in page(report, [one])
     assert "cannot be told from sketches" in page(report, [replace(one, sketched=True)])
+
+
+def test_an_inconclusive_pair_says_where_and_accuses_nobody(tmp_path):
+    made = synthetic.manifest(dtype="bfloat16")
+    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=doubled)
+    report, series = report_of([(a, b)])
+    assert report["verdict"] == "inconclusive"
+    report["pairs"][0]["diagnosis"] = None
+    text = page(report, series)
+    assert headings(text) == ["Where", "Evidence", "What else was compared"]
+    assert "common faults" not in text and "too coarse for a bound" in text
 
 
 def test_words_for_all_phases_and_all_signatures():

@@ -101,6 +101,13 @@ def test_one_rank_of_very_many_has_a_bar_of_its_own_and_is_seen():
     assert len(outlines(everyone)) >= 3  # the first rank, the last, and all in between as one
 
 
+def test_what_is_marked_is_drawn_where_others_are_left_out():
+    layout = FlatLayout(tuple(ParamSpec(f"p{i}", (1000,)) for i in range(40)), 400, True)
+    plain, drawing = layout_svg(layout), layout_svg(layout, mark=Mark("p20", 500, 501))
+    assert len(frames(plain)) == 24 and len(outlines(drawing)) == 1
+    assert len([text for text in texts(drawing) if "are not drawn" in text]) == 2
+
+
 def test_what_is_not_marked_is_pale_and_little_of_it_is_named():
     params = tuple(ParamSpec(f"p{i}", (4,)) for i in range(12))
     drawing = layout_svg(FlatLayout(params, 2, True), mark=Mark("p3", 1, 2))
