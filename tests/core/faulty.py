@@ -75,7 +75,8 @@ class Faults:
     skips: Callable[[int, str], bool] = lambda s, n: False
     moments: Callable[[int, str, dict[str, dict[str, np.ndarray]]], np.ndarray | None] = lambda s, n, state: None
     sample_ids: Callable[[int, int, list[int]], list[int]] = lambda s, r, ids: ids
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, int] = field(default_factory=dict)
+    """"labels" and "tokens": what a batch is fed besides."""
 
 
 def manifest(
@@ -163,9 +164,9 @@ class _Run:
                 name: np.asarray(faults.gathered(step, rank, name, value, self.past), self.dtype)
                 for name, value in self.params.items()
             }
-            tokens = _tokens(step, rank)
+            tokens = (_tokens(step, rank) + faults.extra.get("tokens", 0)) % VOCABULARY
             ids = faults.sample_ids(step, rank, [100 * step + 10 * rank + i for i in range(3)])
-            writer.batch(step, hashlib.sha256(str(ids).encode()).hexdigest(), ids)
+            writer.batch(step, hashlib.sha256(f"{ids} {faults.extra.get('labels')}".encode()).hexdigest(), ids)
             self.forward(step, rank, writer, tokens, {n: v.astype(np.float64) for n, v in seen.items()})
             writer.loss(step, float(faults.loss(step, 1 + abs(_draw((), 7, str((step, rank)))))))
             grads = {name: _draw(SHAPES[name], 2, f"{step} {rank} {name}") for name in SHAPES}

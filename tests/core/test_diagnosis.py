@@ -28,7 +28,7 @@ from crossframe.verdict.diagnosis.forward import (
 )
 from crossframe.verdict.diagnosis.moments import Moment, moment_departures
 from crossframe.verdict.diagnosis.moved import reorderings, same_as, shift_of, transposition_of
-from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks, on_grid
+from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks, on_grid, weighted_ranks
 from crossframe.verdict.diagnosis.rules import AdamW, Average
 from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
 from crossframe.verdict.metrics import norm
@@ -134,6 +134,20 @@ def test_nobody_is_missing_from_a_sum_whose_right_side_is_no_mean_of_these() -> 
     grads = [drawn(i, 9, 4) for i in range(3)]
     assert absent_ranks(contrast(drawn(7, 9, 4), grads[0] / 3), grads) is None
     assert absent_ranks(contrast(np.mean(grads, axis=0), 2 * np.mean(grads, axis=0)), grads) is None
+
+
+@QUICK
+@given(SEEDS, st.integers(2, 5), st.data())
+def test_how_often_each_rank_counts_is_told(seed: int, num_ranks: int, data: st.DataObject) -> None:
+    grads = [drawn(seed + i, 30) for i in range(num_ranks)]
+    times = np.ones(num_ranks)
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    times[rank] = data.draw(st.sampled_from([0.5, 1.001, 2.0, -1.0]))
+    wrong = sum(t * grad for t, grad in zip(times, grads, strict=True)) / num_ranks
+    found = weighted_ranks(contrast(np.mean(grads, axis=0), wrong, seed), grads)
+    assert found is not None and found.ranks == [rank]
+    assert np.allclose(found.times, times, rtol=0, atol=found.unsure) and found.unsure < 1e-4
+    assert weighted_ranks(contrast(np.mean(grads, axis=0), 2 * np.mean(grads, axis=0), seed), grads) is None
 
 
 @QUICK
@@ -403,6 +417,7 @@ def unrelated(seed: int, numel: int) -> Iterator[tuple[str, object]]:
     yield "shift", shift_of(sides)
     yield "same", same_as(sides, {"q": others[0]})
     yield "absent", absent_ranks(sides, grads)
+    yield "weighted", weighted_ranks(sides, grads)
     yield "mixed", mixed_ranks(sides, grads, others)
     yield "low", low_reduction(sides, grads, 2)
     yield "low without gradients", low_reduction(sides, None, 2)
@@ -463,7 +478,7 @@ RIGHT = fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]])
         (fed([[90, 91], [92, 93]], [[0, 1], [2, 3]], [[4, 5], [6, 7]]), 0, "b is 1 step behind a"),
         (fed([[0, 1], [8, 9]], [[4, 5], [6, 7]], [[2, 3], [10, 11]]), 0, "all steps together were fed the same samples"),
         (fed([[0, 1], [2, 77]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
-        (fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], labels="other"), 0, "inputs or labels differ"),
+        (fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], labels="other"), 0, "but with other values"),
         (fed([[0, 1, 2, 4]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
     ],
 )  # fmt: skip

@@ -130,6 +130,10 @@ FAULTS: dict[str, tuple[str, Faults]] = {
         "missing_rank",
         Faults(gathered=lambda s, r, n, now, old: in_own_shard(1, n, now, np.zeros_like) if n == DOWN else now),
     ),
+    "a rank counts more": (
+        "constant_factor",
+        Faults(mean=mean_of(lambda s, n, grads: np.mean([*grads[:-1], 1.001 * grads[-1]], axis=0))),
+    ),
     "a rank's own twice": ("constant_factor", Faults(mean=mean_of(doubled_on_rank_1))),
     "cast before the sum": ("low_precision_reduction", Faults(mean=mean_of(in_bfloat16))),
     "summed coarsely": ("low_precision_reduction", Faults(mean=mean_of(summed_in_bfloat16))),
@@ -379,6 +383,12 @@ def test_other_batches_are_said_from_recordings(clean: Clean, tmp_path: Path) ->
     assert found is not None and found.signature == "other_batches"
     assert found.evidence == "from step 2 on, ranks [0, 1, 2] were fed the same samples in another order."
     assert diagnose_batches(right, right) is None
+    for name, faults, said in (
+        ("labels", Faults(extra={"labels": 1}), "the output of embed does not differ, so it is the labels."),
+        ("inputs", Faults(extra={"labels": 1, "tokens": 1}), "the output of embed differs, so inputs do."),
+    ):
+        found = diagnose_batches(right, record(tmp_path / name, faults, **SINGLE))
+        assert found is not None and found.evidence.endswith(f"in the same order, but with other values; {said}"), found
     assert found.to_json() == {"signature": found.signature, "evidence": found.evidence}
 
 

@@ -18,10 +18,15 @@ def fed_to(recording: Recording, num_steps: int) -> Fed:
 
 @dataclass(frozen=True)
 class Other:
-    """The first step at which two runs were fed otherwise, and in what way."""
+    """The first step at which two runs were fed otherwise, and in what way.
+
+    Attributes:
+        same_samples: whether each rank was fed the same samples in the same order, with other values.
+    """
 
     step: int
     said: str
+    same_samples: bool = False
 
 
 def other_batches(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
@@ -35,7 +40,7 @@ def other_batches(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
         return None
     for tell in (_own_contents, _own_order, _other_ranks, _repeated, _order, _shifted):
         if said := tell(a, b, step, names):
-            return Other(step, said)
+            return Other(step, said, same_samples=tell is _own_contents)
     return Other(step, _other_samples(a, b, step, names))
 
 
@@ -52,9 +57,7 @@ def _own_contents(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | No
     if len(x) != len(y) or any(p.sample_ids != q.sample_ids for p, q in zip(x, y, strict=True)):
         return None
     ranks = [rank for rank, (p, q) in enumerate(zip(x, y, strict=True)) if p.digest != q.digest]
-    return (
-        f"ranks {ranks} were fed the same samples in the same order, but not the same values: inputs or labels differ"
-    )
+    return f"ranks {ranks} were fed the same samples in the same order, but with other values"
 
 
 def _own_order(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:

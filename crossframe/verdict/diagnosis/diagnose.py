@@ -8,14 +8,15 @@ import numpy as np
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD
+from crossframe.verdict.bounds import bounds_for
 from crossframe.verdict.comparable import labels
 from crossframe.verdict.diagnosis import of_modules, of_optimizer, of_values
-from crossframe.verdict.diagnosis.batches import fed_to, other_batches
+from crossframe.verdict.diagnosis.batches import Other, fed_to, other_batches
 from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.fit import SIGNATURES, Fit, best
 from crossframe.verdict.judge import Judgement
 from crossframe.verdict.locate import Divergence
-from crossframe.verdict.metrics import distance
+from crossframe.verdict.metrics import distance, norm
 from crossframe.verdict.pair import Pair
 from crossframe.verdict.quantities import ACTIVATION, Quantity
 from crossframe.verdict.walk import walk
@@ -124,4 +125,20 @@ def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
     except (KeyError, RecordingError):
         return None
     found = other_batches(*fed, labels(a, b))
-    return Diagnosis("other_batches", f"from step {found.step} on, {found.said}.") if found else None
+    if found is None:
+        return None
+    told = _inputs_or_labels(a, b, found) if found.same_samples else ""
+    return Diagnosis("other_batches", f"from step {found.step} on, {found.said}{told}.")
+
+
+def _inputs_or_labels(a: Recording, b: Recording, found: Other) -> str:
+    """Which of both differ, as the first thing that forward met tells; "" where that was not recorded."""
+    both = [at for at in a.activations(found.step) if at in b.activations(found.step)]
+    if not both or a.activation_sketch(found.step, 0, *both[0]) or b.activation_sketch(found.step, 0, *both[0]):
+        return ""
+    bound = bounds_for(a.manifest.dtype).parameter
+    for rank in range(a.manifest.world_size):
+        x, y = (recording.activation(found.step, rank, *both[0]) for recording in (a, b))
+        if x.shape != y.shape or distance(x, y) > bound * norm(x):
+            return f"; the {both[0][2]} of {both[0][1] or 'the model'} differs, so inputs do"
+    return f"; the {both[0][2]} of {both[0][1] or 'the model'} does not differ, so it is the labels"

@@ -10,7 +10,7 @@ from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factors import counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.fit import Contrast, Fit, Story, believed
 from crossframe.verdict.diagnosis.moved import same_as, shift_of, transposition_of
-from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks
+from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks, weighted_ranks
 from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
 from crossframe.verdict.metrics import distance, norm
 from crossframe.verdict.quantities import COUNT
@@ -40,6 +40,19 @@ def constant_factor(case: Case) -> Iterator[Fit]:
         said = f"what was seen is {factor.value:.6g} times what the shards hold"
     story = Story("factor", factor.value, factor.error)
     yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, factor.roundoff, story)
+
+
+def factor_of_ranks(case: Case) -> Iterator[Fit]:
+    """Some ranks' gradients count another number of times than once."""
+    if case.phase != REDUCE or case.quantity.sketched or (grads := case.local_grads(case.wrong, case.name)) is None:
+        return
+    found = weighted_ranks(case.sides, [case.cut(grad) for grad in grads], case.reduce_roundoff)
+    if found is not None:
+        said = ", ".join(f"those of rank {rank} count {found.times[rank]:.6g} times" for rank in found.ranks)
+        story = Story(f"times of rank {found.ranks}", found.times[found.ranks[0]], found.unsure)
+        yield Fit(
+            "constant_factor", f"of the gradients that {case.names[1]} averages {said}", found.rest, found.error, story
+        )
 
 
 def _sizes(case: Case) -> dict[str, float]:
@@ -334,6 +347,7 @@ ALL = (
     tied_weight,
     low_precision_reduction,
     constant_factor,
+    factor_of_ranks,
 )
 LINEAR = (stale_copy, missing_rank, constant_factor)
 """Those that sums of elements are enough for."""

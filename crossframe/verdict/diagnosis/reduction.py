@@ -72,6 +72,52 @@ def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float =
 
 
 @dataclass(frozen=True)
+class Weighted:
+    """Ranks whose gradients count another number of times than those of the others, which are as they should be.
+
+    Attributes:
+        times: how often each rank's count; 1 is right.
+        unsure: how far that may be off.
+    """
+
+    times: tuple[float, ...]
+    unsure: float
+    rest: float
+    error: float
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that count otherwise."""
+        return [rank for rank, times in enumerate(self.times) if abs(times - 1) > self.unsure]
+
+
+def weighted_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float = 0.0) -> Weighted | None:
+    """How often each rank's gradients count in a reduced one, where some but not all count otherwise than once, and none not at all
+    (that is `absent_ranks`).
+
+    Args:
+        grads, roundoff: as of `absent_ranks`.
+
+    A weight by least squares is off by at most norm(rest) / (the least singular value of the terms).
+    """
+    num_ranks = len(grads)
+    terms = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in grads])
+    error = sum_error(grads, max(sides.roundoff, roundoff))
+    tolerance = sides.limit + error
+    if num_ranks < 2 or norm(sides.right.reshape(-1) - terms.mean(axis=0)) > tolerance:
+        return None
+    weights, _, _, singular = np.linalg.lstsq(terms.T, sides.wrong.reshape(-1), rcond=None)
+    times = weights * num_ranks
+    if not singular.min(initial=np.inf) > 0:
+        return None
+    rest, largest = norm(sides.wrong.reshape(-1) - weights @ terms), max(1.0, float(np.abs(times).max()))
+    unsure = tolerance * largest * num_ranks / float(singular.min())
+    found = Weighted(tuple(map(float, times)), unsure, rest, error * largest)
+    fits = believed(rest, sides.difference, tolerance * largest) and min(map(abs, found.times)) > unsure
+    return found if fits and 0 < len(found.ranks) < num_ranks else None
+
+
+@dataclass(frozen=True)
 class Mixed:
     """Ranks whose gradients of another parameter are in the sum, instead of those of this one."""
 
