@@ -82,7 +82,7 @@ class Faults:
 def manifest(
     world_size: int, dtype: str, optimizer: str, clip: float | None, replicate: int = 1, detail: str = "full"
 ) -> Manifest:
-    """The manifest of a run of four steps, all of them dense."""
+    """The manifest of a run of three steps, all of them dense."""
     shard = world_size // replicate
     units = tuple(
         (
@@ -103,11 +103,11 @@ def manifest(
         model="toy",
         dtype=dtype,
         mesh=MeshSpec(shard=shard, replicate=replicate),
-        steps=4,
+        steps=3,
         learning_rate=RATE,
         seed=0,
         terms=TOKENS,
-        schedule=Schedule(dense=4, every=1),
+        schedule=Schedule(dense=3, every=1),
         param_map=identity_map(SHAPES),
         units=units,
         settings=settings,
@@ -132,7 +132,7 @@ def record(
     create_recording(directory, made)
     run = _Run(made, faults or Faults(), noise)
     writers = [RecordingWriter(directory, made, rank) for rank in range(world_size)]
-    for step in range(4):
+    for step in range(3):
         run.step(step, writers)
     for writer in writers:
         writer.finish()

@@ -92,7 +92,7 @@ class Weighted:
 
 
 def weighted_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float = 0.0) -> Weighted | None:
-    """How often each rank's gradients count in a reduced one, where some but not all count otherwise than once, and none not at all
+    """How often each rank's gradients count in a reduced one, where some count otherwise than once, and none not at all
     (that is `absent_ranks`).
 
     Args:
