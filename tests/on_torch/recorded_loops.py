@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional
@@ -50,14 +51,18 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _fsdp1(package: Any, module: nn.Module, **options: Any) -> nn.Module:
+def _fsdp1(package: Any, module: nn.Module, *, low: bool = False, **options: Any) -> nn.Module:
+    if low:
+        options["mixed_precision"] = package.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     policy = ours.ModuleWrapPolicy if package is ours else ModuleWrapPolicy
     return package.FullyShardedDataParallel(
         module, auto_wrap_policy=policy({Block}), device_id=torch.device("cpu"), **options
     )
 
 
-def _fsdp2(package: Any, module: Any, *, hybrid: bool = False, **options: Any) -> nn.Module:
+def _fsdp2(package: Any, module: Any, *, hybrid: bool = False, low: bool = False, **options: Any) -> nn.Module:
+    if low:
+        options["mp_policy"] = package.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if hybrid:
         half = (2, dist.get_world_size() // 2)
         options["mesh"] = init_device_mesh("cpu", half, mesh_dim_names=("replicate", "shard"))
@@ -98,12 +103,22 @@ def train(
     clip: float | None = None,
     microbatches: int = 1,
     faulty: bool = False,
+    checkpointing: bool | None = None,
     recorder: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Record so many steps on this rank."""
     torch.manual_seed(0)
-    model = KINDS[kind](Net().to(dtype), **options)
+    net = Net().to(dtype)
+    if checkpointing is not None:
+        kinds = wrapping.CheckpointImpl
+        wrapper = partial(
+            wrapping.checkpoint_wrapper, checkpoint_impl=kinds.REENTRANT if checkpointing else kinds.NO_REENTRANT
+        )
+        wrapping.apply_activation_checkpointing(
+            net, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Block)
+        )
+    model = KINDS[kind](net, **options)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     with Recorder(directory, model=model, optimizer=optimizer, name="net", **(recorder or {})) as record:
         for step in range(steps):
@@ -112,7 +127,9 @@ def train(
             for i, tokens in enumerate(parts):
                 with _held_back(model, i == len(parts) - 1):
                     logits = model(tokens[:, :-1])
-                    loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / len(parts)
+                    loss = functional.cross_entropy(logits.flatten(0, 1).to(dtype), tokens[:, 1:].flatten()) / len(
+                        parts
+                    )
                     loss.backward()
                 total += loss.item()
             if faulty:
@@ -124,6 +141,20 @@ def train(
             optimizer.step()
             record.step(loss=total)
             optimizer.zero_grad()
+
+
+def train_with_checkpointing(rank: int, world_size: int, kind: str, directory: str, reentrant: bool) -> None:
+    """Each block is computed again in the backward."""
+    train(rank, world_size, kind, directory, checkpointing=reentrant, microbatches=2)
+
+
+def train_without_a_rank(rank: int, world_size: int, kind: str, directory: str) -> str:
+    """What each rank says where recording cannot begin."""
+    try:
+        train(rank, world_size, kind, directory)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it began"
 
 
 def _clip(model: nn.Module, limit: float) -> None:
