@@ -1,7 +1,7 @@
 """`crossframe faults`: every fault of the catalogue put into a run, and what a comparison with a clean run says of it.
 
-The clean run is of the other framework, so that real rounding lies between the two. Below float64 it has twins. All runs of one
-framework and size share processes; a recording is deleted once it was judged.
+The clean run is of the other framework, so that real rounding lies between the two. Below float64 it has twins, and so has what
+runs in JAX. All runs of one framework and size share processes; a recording is deleted once it was judged.
 """
 
 import json
@@ -89,11 +89,15 @@ def in_order(faults: Sequence[Fault]) -> list[Fault]:
 
 
 class References:
-    """Clean recordings with twins, made when they are asked for and kept."""
+    """Clean recordings, made when they are asked for and kept.
+
+    Attributes:
+        twins: so many has each below float64.
+    """
 
     def __init__(self, recorders: Recorders, folder: Path, dtype: str) -> None:
         self._recorders, self._folder = recorders, folder
-        self._twins = 0 if dtype == "float64" else TWINS
+        self.twins = 0 if dtype == "float64" else TWINS
         self._made: dict[tuple[str, RunSettings], Recording] = {}
         self._tried = 0
 
@@ -104,7 +108,7 @@ class References:
         key = (framework, clean)
         if key not in self._made:
             path, self._tried = self._folder / f"clean-{self._tried}", self._tried + 1
-            self._recorders.record(framework, clean, path, self._twins)
+            self._recorders.record(framework, clean, path, self.twins)
             self._made[key] = Recording.open(path)
         return self._made[key]
 
@@ -114,7 +118,9 @@ def judge_fault(fault: Fault, dtype: str, recorders: Recorders, references: Refe
     began = time.monotonic()
     try:
         reference = references.of(fault, dtype)
-        recorders.record(fault.frameworks[0], settings_of(fault, dtype), path)
+        # What JAX rounds and torch does not, an optimizer's constants, no twin of torch's shows.
+        own = references.twins if fault.frameworks[0] == JAX else 0
+        recorders.record(fault.frameworks[0], settings_of(fault, dtype), path, own)
         faulty = Recording.open(path)
         said, sketched = compare(reference, faulty), compare(reference, faulty, sketched=True)
     except Exception as error:  # one that fails is no reason not to go on with the others

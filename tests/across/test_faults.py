@@ -2,6 +2,7 @@
 
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.lines import TENSOR_USES
-from crossframe.verdict import compare
+from crossframe.verdict import Divergence, PairVerdict, Verdict, compare
+from crossframe.verdict.compare import Judged
 from experiments.faults import FAMILIES, FAULTS, check_fault, fault_in_effect
 from experiments.faults.clean import MODELS, SEEDS, kind_of, pairs_of, runs_of
-from experiments.faults.fault import ALL_DTYPES, JAX, TORCH, patched
-from experiments.faults.judging import Found, loss_differs, parameters_close
+from experiments.faults.fault import ALL_DTYPES, JAX, TORCH, Answer, other_batches, patched
+from experiments.faults.judging import Found, is_localised, loss_differs, parameters_close
 from experiments.faults.run import References, in_order, judge_fault, settings_of
 from experiments.faults.table import table
 from experiments.parity.settings import RunSettings
@@ -255,3 +257,50 @@ def test_faults_are_judged_so_that_processes_are_started_seldom(tmp_path, monkey
 
     said = judge_fault(order[0], "float64", Broken(), References(Broken(), tmp_path, "float64"), tmp_path / "faulty")
     assert (said.verdict, said.detected) == ("failed", False) and "it ended" in said.why
+
+
+# What counts as localised
+
+
+def _said(
+    parameter=None, unit="blocks.0", rank=1, step=0, phase="forward", event="input", name="input of blocks.0.mlp.down"
+):
+    where = Divergence(step, phase, rank, unit, parameter, 0, 4, event)
+    judged = (
+        Judged(0, "forward", "input", "", "input of the model", 0.0, 0.0, False, True),
+        Judged(step, phase, event, unit, name, 1.0, 9.0, True, False),
+    )
+    return PairVerdict("torch", "jax", "float64", 2, 5, Verdict.BUG, "", first_divergence=where, judged=judged)
+
+
+def test_only_the_place_itself_counts_as_localised():
+    answer = FAULTS["gelu_by_erf"].answer
+    assert is_localised(_said(), answer)
+    other = (
+        {"unit": "blocks.1"},
+        {"step": 1},
+        {"event": "output", "name": "output of blocks.0.mlp.down"},
+        {"phase": "backward"},
+        {"name": "input of blocks.0.mlp"},
+        {"name": "input of the model"},
+    )
+    for fields in other:
+        assert not is_localised(_said(**fields), answer), fields
+    assert not is_localised(replace(_said(), first_divergence=None), answer)
+    # A parameter by its name, one rank by its number.
+    answer = Answer("backward", "backward", unit="blocks.1", parameter="blocks.1.w", rank=1)
+    of_w = {
+        "phase": "backward",
+        "event": "backward",
+        "unit": "blocks.1",
+        "parameter": "blocks.1.w",
+        "name": "blocks.1.w",
+    }
+    assert is_localised(_said(**of_w), answer)
+    assert not is_localised(_said(**of_w | {"rank": 0}), answer)
+    assert not is_localised(_said(**of_w | {"parameter": "blocks.1.v"}), answer)
+    # Where no single place is named, any will do.
+    assert is_localised(_said(**of_w | {"unit": ""}), Answer("backward", "backward"))
+    # Runs that were not fed the same have no place at which they part.
+    assert is_localised(replace(_said(), first_divergence=None), other_batches())
+    assert not is_localised(_said(), other_batches())
