@@ -24,6 +24,7 @@ from jax_backend.recorder.of_shards import OfShards
 FULL_NUMEL = 1_000_000
 """With the detail "auto", models of more elements are sketched."""
 TWIN = "CROSSFRAME_TWIN"
+_TITLE = "beginning of a recording"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "equinox", "numpy")
 
 
@@ -61,9 +62,16 @@ def place_of(directory: str | Path, twin: int) -> Path:
 
 
 def check_directory(path: Path, overwrite: bool) -> None:
-    """Raise RecordingError if something is there that must not be replaced, before the first step is computed."""
-    if not overwrite and path.is_dir() and any(path.iterdir()):
-        raise RecordingError(f"{path}: not empty; choose another directory, or overwrite a recording (overwrite=True)")
+    """Raise RecordingError if something is there that must not be replaced, before the first step runs: in the first process, and
+    AgreementError in the others. All processes call it."""
+
+    def check() -> None:
+        if jax.process_index() == 0 and not overwrite and path.is_dir() and any(path.iterdir()):
+            raise RecordingError(
+                f"{path}: not empty; choose another directory, or overwrite a recording (overwrite=True)"
+            )
+
+    together(_TITLE, check)
 
 
 def is_sketched(source: OfArrays | OfShards, detail: str) -> bool:
@@ -130,6 +138,6 @@ def begun(path: Path, manifest: Manifest, *, overwrite: bool) -> Manifest:
         if jax.process_index() == 0:
             create_recording(path, manifest, overwrite=overwrite)
 
-    together("beginning of a recording", create)
+    together(_TITLE, create)
     # The command line may differ between processes: what the first one wrote is the run's.
     return replace(manifest, settings=Manifest.read(path).settings) if jax.process_index() else manifest

@@ -21,6 +21,8 @@ from crossframe.checkpoint import MODEL, STATE, CheckpointError, read
 from crossframe.errors import UsageError
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
+from crossframe.recording import Recording
+from crossframe.verdict import Verdict, compare
 from crossframe.verdict.bounds import bounds_for
 from experiments import train_jax
 from experiments.data import text_batch
@@ -30,6 +32,8 @@ from experiments.train.settings import TrainSettings
 from experiments.train_jax import train
 from jax_backend.nnx import split, with_params
 from tests.conftest import EXHAUSTIVE
+from tests.on_jax.recorded_loops import record
+from tests.on_jax.small import small_map
 
 WHAT = {
     "model": "gpt-tiny",
@@ -142,6 +146,22 @@ def test_R36_R37_checkpoints_of_two_processes_load_on_another_mesh_and_what_is_d
 def test_R18_R20_full_parameters_are_shown_to_and_edited_by_two_processes(processes):
     for each in processes[1]:
         assert each["summons"] == [True] * 10
+
+
+def test_two_processes_record_into_one_directory_what_one_process_records(processes, tmp_path):
+    folder, found, _ = processes
+    refused = [each["recordings"] for each in found]
+    assert refused[0].startswith("RecordingError") and "not empty" in refused[0]
+    assert refused[1].startswith("AgreementError: process 0 failed in the beginning of a recording")
+    alone = record(tmp_path / "alone", param_map=small_map())  # on one device
+    for name in ("by-hand", "sharded"):
+        verdict = compare(alone, Recording.open(folder / name))
+        assert verdict.verdict is Verdict.ROUNDING, verdict.reason
+    inside = Recording.open(folder / "sharded")
+    for rank in range(4):
+        for name in inside.manifest.params:
+            np.testing.assert_array_equal(inside.unsharded(0, rank, name), inside.full("parameters", 0, name))
+            assert inside.has("backward", 0, name, rank)
 
 
 def test_orbax_saves_and_restores_in_two_processes(processes):

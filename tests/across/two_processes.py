@@ -23,6 +23,7 @@ from experiments import train_jax
 from experiments.train import loop
 from experiments.train.settings import TrainSettings
 from jax_backend import (
+    Recorder,
     ShardedParams,
     load_checkpoint,
     make_mesh,
@@ -32,7 +33,8 @@ from jax_backend import (
     summon_full_params,
     unshard,
 )
-from tests.on_jax.small import UNITS, small_map, small_params
+from tests.on_jax import recorded_loops
+from tests.on_jax.small import UNITS, small_loss, small_map, small_params
 
 MESHES = {"shard": MeshSpec(4), "hybrid": MeshSpec(shard=2, replicate=2)}
 STOPPED_IN = 2  # the step, from 0, in which the second process is asked to stop
@@ -142,7 +144,22 @@ def training(folder: Path, rank: int) -> Any:
     return [stopped, there, ended, signal.getsignal(signal.SIGTERM) is before]
 
 
-CHECKS = (checkpoints, summons, orbax, training)
+def recordings(folder: Path, rank: int) -> Any:
+    """FSDP by hand, and ShardedParams with what is inside of a step: all ranks in one recording, begun by the first process."""
+    recorded_loops.run(folder / "by-hand", recorded_loops.mesh_of(data=2, fsdp=2), param_map=small_map())
+    sharded = recorded_loops.sharded_small(2, 2)
+    with Recorder(folder / "sharded", sharded, **recorded_loops.TOLD) as recorder:
+        recorded_loops.train(recorder, sharded, small_loss)
+    multihost_utils.sync_global_devices("recorded")
+
+    def again() -> None:
+        with Recorder(folder / "sharded", sharded):
+            raise AssertionError("it was to be refused")
+
+    return said(again)
+
+
+CHECKS = (checkpoints, summons, orbax, recordings, training)
 
 
 def main(rank: int, port: str, folder: Path) -> None:

@@ -7,12 +7,19 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from crossframe.mesh import MeshSpec
 from crossframe.recording import Recording
-from jax_backend import Recorder
-from tests.on_jax.small import small_batch, small_loss, small_params
+from jax_backend import Recorder, apply_updates, make_mesh, shard, sharded_optimizer
+from tests.on_jax.small import UNITS, small_batch, small_loss, small_map, small_params
 
 STEPS = 5
-SETTINGS = {"optimizer": "AdamW", "weight_decay": 0.01}
+TOLD = {
+    "steps": STEPS,
+    "dense": 1,
+    "every": 2,
+    "learning_rate": 1e-2,
+    "settings": {"optimizer": "AdamW", "weight_decay": 0.01},
+}
 
 
 def mesh_of(**axes):
@@ -50,18 +57,44 @@ def step_of(tx, fault=lambda grads: grads, told=True):
     return step
 
 
-def record(
-    folder, mesh=None, *, axis="fsdp", dtype="float64", fault=lambda grads: grads, told=True, jit=True, **options
-):
-    """A recording of the small model, trained with AdamW, on a mesh or on one device."""
+def run(folder, mesh=None, *, axis="fsdp", dtype="float64", fault=lambda grads: grads, told=True, **options):
+    """Record the small model, trained with AdamW, on a mesh or on one device."""
     params = small_params(dtype)
     params = jax.tree.map(jnp.asarray, params) if mesh is None else placed(params, mesh, axis)
     tx = optax.adamw(1e-2, weight_decay=0.01)
     opt_state = tx.init(params)
-    step = step_of(tx, fault, told)
-    told = {"steps": STEPS, "dense": 1, "every": 2, "learning_rate": 1e-2, "settings": SETTINGS, "overwrite": True}
-    with Recorder(folder, params, **(told | options)) as recorder:
-        step = recorder.wrap(jax.jit(step) if jit else step)
+    with Recorder(folder, params, **(TOLD | options)) as recorder:
+        step = recorder.wrap(jax.jit(step_of(tx, fault, told)))
         for i in range(STEPS):
             params, opt_state, *_ = step(params, opt_state, small_batch(8, dtype, seed=i))
-    return Recording.open(folder) if not recorder.twin else None
+
+
+def record(folder, mesh=None, **options):
+    """The same, opened."""
+    run(folder, mesh, **options)
+    return Recording.open(folder)
+
+
+def sharded_small(num_ranks=2, replicate=1, dtype="float64", **options):
+    """The small model as ShardedParams."""
+    mesh = make_mesh(MeshSpec(num_ranks, replicate), jax.devices("cpu"))
+    return shard(small_params(dtype), mesh, units=UNITS, param_map=small_map(), **options)
+
+
+def train(recorder, sharded, loss, steps=STEPS, microbatches=1, **options):
+    """AdamW, through the recorder's own transformation; each microbatch is all ranks' part of the batch."""
+    optimizer = sharded_optimizer(optax.adamw(1e-2, weight_decay=0.01))
+    opt_state = optimizer.init(sharded)
+    update = jax.jit(optimizer.update)
+    waits = recorder.value_and_grad(loss, reduces=False, **options)
+    reduces = recorder.value_and_grad(loss, **options)
+    for i in range(steps):
+        batch, waiting = small_batch(8, sharded.tree.buckets[0].layout.dtype, seed=i), None
+        for _ in range(microbatches - 1):
+            result = waits(sharded, batch)
+            waiting = result.grads if waiting is None else waiting + result.grads
+        result = reduces(sharded, batch, accumulated=waiting)
+        updates, opt_state = update(result.grads, opt_state, sharded)
+        sharded = apply_updates(sharded, updates)
+        recorder.step(params=sharded, grads=result.grads, loss=result.losses, opt_state=opt_state, batch=batch)
+    return sharded, opt_state, result

@@ -13,43 +13,18 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
 from crossframe.recording.twins import moved
 from crossframe.verdict import Verdict, compare
-from jax_backend import Recorder, apply_updates, make_mesh, scan, shard, sharded_optimizer, unshard
+from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
 from jax_backend.recorder.of_shards import OfShards
-from tests.on_jax.recorded_loops import SETTINGS, STEPS, record
-from tests.on_jax.small import UNITS, canonical, small_batch, small_loss, small_map, small_params
+from tests.on_jax.recorded_loops import STEPS, TOLD, record, sharded_small, train
+from tests.on_jax.small import canonical, small_batch, small_loss, small_map, small_params
 
-TOLD = {"steps": STEPS, "dense": 1, "every": 2, "learning_rate": 1e-2, "settings": SETTINGS}
 LAYOUTS = {"flat": {}, "per_param": {"layout": "per_param"}, "ragged": {"layout": "ragged"}}
 
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
     return record(tmp_path_factory.mktemp("recorded") / "one", param_map=small_map())
-
-
-def train(recorder, sharded, loss, steps=STEPS, microbatches=1, **options):
-    """AdamW, through the recorder's own transformation; each microbatch is all ranks' part of the batch."""
-    optimizer = sharded_optimizer(optax.adamw(1e-2, weight_decay=0.01))
-    opt_state = optimizer.init(sharded)
-    update = jax.jit(optimizer.update)
-    waits = recorder.value_and_grad(loss, reduces=False, **options)
-    reduces = recorder.value_and_grad(loss, **options)
-    for i in range(steps):
-        batch, waiting = small_batch(8, sharded.tree.buckets[0].layout.dtype, seed=i), None
-        for _ in range(microbatches - 1):
-            result = waits(sharded, batch)
-            waiting = result.grads if waiting is None else waiting + result.grads
-        result = reduces(sharded, batch, accumulated=waiting)
-        updates, opt_state = update(result.grads, opt_state, sharded)
-        sharded = apply_updates(sharded, updates)
-        recorder.step(params=sharded, grads=result.grads, loss=result.losses, opt_state=opt_state, batch=batch)
-    return sharded, opt_state, result
-
-
-def sharded_small(num_ranks=2, replicate=1, dtype="float64", **options):
-    mesh = make_mesh(MeshSpec(num_ranks, replicate), jax.devices("cpu"))
-    return shard(small_params(dtype), mesh, units=UNITS, param_map=small_map(), **options)
 
 
 @pytest.mark.parametrize(("layout", "replicate"), [("flat", 1), ("per_param", 2), ("ragged", 1)])
