@@ -53,7 +53,7 @@ def _lines(said: str, width: int, most: int) -> list[str]:
 
 
 def _found(pair: dict[str, Any], one: PairSeries) -> str:
-    """Where both part, in the words of the recording, or how near they are."""
+    """Where both part, why they cannot be compared, or how near they are."""
     if (where := pair["first_divergence"]) is not None:
         place = [
             f"step {where['step']}",
@@ -62,7 +62,7 @@ def _found(pair: dict[str, Any], one: PairSeries) -> str:
         ]
         return f"where: {', '.join([*place, 'made by ' + where['event'].replace('_', '-')])}"
     if not one.verdict.judged:
-        return ""
+        return words.looks_like(pair, one.sketched) or ""
     worst = Worst.of(one.verdict.judged)
     return f"compared: {worst.num:,} quantities, {worst.num_equal:,} equal; {words.worst_of(worst)}"
 

@@ -239,8 +239,22 @@ def test_an_incomparable_pair_is_reported_too(tmp_path):
     page = write_report(tmp_path, report, series).read_text()
     assert "These are not recordings of the same run: seed differs: 0 in torch, 1 in jax." in page
     assert charts(page) == ["losses"]
-    assert headings(page) == ["What else was compared"]
+    assert headings(page) == ["The two runs"]
     assert "seed differs" in printed(report, series)
+
+
+def test_other_batches_are_named(tmp_path):
+    a = synthetic.record(tmp_path / "a")
+    digest = synthetic.digest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "digest", lambda text: digest(f"other {text}"))
+        b = synthetic.record(tmp_path / "b", synthetic.manifest(framework="jax"))
+    report, series = report_of([(a, b)])
+    assert report["verdict"] == "incomparable" and report["pairs"][0]["first_divergence"] is None
+    text = page(report, series)
+    assert headings(text) == ["What it looks like", "The two runs"]
+    assert "It looks like other batches: from step 0 on" in text
+    assert "It looks like other batches: from step 0 on" in printed(report, series)
 
 
 def test_other_world_sizes_and_a_loss_that_is_not_finite(tmp_path):
