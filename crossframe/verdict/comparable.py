@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 
 from crossframe.recording import Recording
+from crossframe.shown import shown
 
 _SAME = ("model", "dtype", "steps", "learning_rate", "seed")
 # Of the free settings those that make another training, where both recordings name them.
 _SAME_SETTINGS = ("optimizer", "weight_decay", "momentum", "clip", "accumulate")
+PER_RANK = "per_rank_statistics"
+"""The setting that names modules which see the other samples of their rank, as batch norm does in training."""
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:
@@ -24,7 +27,8 @@ def why_incomparable(a: Recording, b: Recording) -> str | None:
 
     At one world size every rank must have been fed the same batch (by digest) at every step. At two, the ranks of each must
     together have been fed the same samples, all ranks the same number of them: a mean over ranks is a mean over samples only
-    then. What a loop did not tell (its seed, its learning rate, how many steps it was to make) is not asked for.
+    then, and where no module computes with all samples of its rank at once, as batch norm does. What a loop did not tell (its
+    seed, its learning rate, how many steps it was to make) is not asked for.
     """
     return next(_reasons(a, b), None)
 
@@ -48,6 +52,13 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
                 x, y = getattr(ours[name], field), getattr(theirs[name], field)
                 if x != y:
                     yield f"parameter {name!r} has {field} {x!r} in {first}, {y!r} in {second}"
+    if a.manifest.world_size != b.manifest.world_size:
+        for recording, label in ((a, first), (b, second)):
+            if found := recording.manifest.settings.get(PER_RANK):
+                yield (
+                    f"in {label} {shown(found)} normalises over the samples of its own rank, so that another world size computes "
+                    "something else; compare at one world size"
+                )
     if min(a.num_steps, b.num_steps) == 0:
         yield f"no step is whole in {first if a.num_steps == 0 else second}"
     for step in range(min(a.num_steps, b.num_steps)):

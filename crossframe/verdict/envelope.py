@@ -98,17 +98,23 @@ class Spread:
         num_twins: how many.
         factors: by kind, how many times the spread is allowed.
         of: the spread, by place.
+        numel: how many elements lie so far apart, by place.
     """
 
     run: str
     num_twins: int
     factors: dict[str, float]
     of: dict[Place, float]
+    numel: dict[Place, int]
 
-    def limit(self, place: Place) -> float | None:
-        """How far another recording may lie there; None where the twins were not recorded."""
-        spread = self.of.get(place)
-        return None if spread is None else self.factors[place[1]] * spread
+    def limit(self, quantity: Quantity) -> float | None:
+        """How far another recording may lie there; None where the twins were not recorded. At another world size an activation
+        may have more samples, and be of another microbatch: its limit is that of as many elements."""
+        step, kind, name, _ = place = place_of(quantity)
+        place = place if place in self.of else (step, kind, name, 0)
+        if place not in self.of:
+            return None
+        return self.factors[kind] * self.of[place] * math.sqrt(quantity.numel / max(self.numel[place], 1))
 
 
 def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: bool = False) -> Spread:
@@ -128,7 +134,7 @@ def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: boo
     # Which elements of updates are steady, the spread of gradients says: it comes first.
     before = _measured(name, pairs, (REDUCE,), None)
     rest = _measured(name, pairs, tuple(phase for phase in _COMPUTED if phase != REDUCE), before)
-    return Spread(name, len(twins), before.factors | rest.factors, before.of | rest.of)
+    return Spread(name, len(twins), before.factors | rest.factors, before.of | rest.of, before.numel | rest.numel)
 
 
 _COMPUTED = (FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
@@ -153,6 +159,7 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
         before: of the gradients, where it is known: it says which elements are steady.
     """
     found: dict[Place, list[float]] = {}
+    numel: dict[Place, int] = {}
     for pair in pairs:
         steady = Steady(before.limit if before else None)
         for group in walk(pair, (*phases, REDUCE)):
@@ -160,7 +167,9 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
             if group[0].phase in phases and group[0].bound is not None:
                 apart = max(_apart(steady.of(quantity)) for quantity in group)
                 least = max(_resolution(quantity, pair.a.manifest.dtype) for quantity in group)
-                found.setdefault(_place(group[0]), []).append(math.hypot(apart, least))
+                place = place_of(group[0])
+                numel[place] = group[0].numel
+                found.setdefault(place, []).append(math.hypot(apart, least))
     whole = {place: np.array(apart) for place, apart in found.items() if len(apart) == len(pairs)}
     factors = {}
     for kind in MEASURES:
@@ -168,13 +177,13 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
         if strayed:
             factors[kind] = margin(len(pairs)) * max(strayed)
     of = {place: float(np.sqrt(np.mean(np.square(apart)))) for place, apart in whole.items()}
-    return Spread(run, len(pairs), factors, of)
+    return Spread(run, len(pairs), factors, of, numel)
 
 
 class Steady:
     """Which elements of parameters are steady: see the note above. A walk through one pair of recordings."""
 
-    def __init__(self, limit: Callable[[Place], float | None] | None) -> None:
+    def __init__(self, limit: Callable[[Quantity], float | None] | None) -> None:
         """`limit` is of reduced gradients; None: all elements are steady."""
         self._limit = limit
         self._unsteady: dict[str, np.ndarray] = {}
@@ -183,7 +192,7 @@ class Steady:
         """Look at reduced gradients as they come by."""
         if self._limit is None or group[0].phase != REDUCE or group[0].sketched:
             return
-        limit, name = self._limit(_place(group[0])), group[0].parameter
+        limit, name = self._limit(group[0]), group[0].parameter
         if limit is None:
             return
         element = limit / math.sqrt(group[0].a.size)
@@ -222,7 +231,7 @@ class Envelope:
 
     def limit(self, quantity: Quantity) -> float:
         """The largest distance that rounding may reach there; inf where the twins say nothing."""
-        limit = self._limit(_place(quantity))
+        limit = self._limit(quantity)
         return math.inf if limit is None else limit
 
     def judge(self, group: list[Quantity]) -> list[Judgement]:
@@ -231,11 +240,11 @@ class Envelope:
             return [judge(quantity) for quantity in group]
         self._steady.note(group)
         self._note_chaos(group)
-        return [self._held(quantity, self.limit(group[0])) for quantity in group]
+        return [self._held(quantity, self.limit(quantity)) for quantity in group]
 
-    def _limit(self, place: Place) -> float | None:
+    def _limit(self, quantity: Quantity) -> float | None:
         # The wider of both sides: what one framework rounds more often may lie outside the other's twins.
-        limits = [limit for spread in self.spreads if (limit := spread.limit(place)) is not None]
+        limits = [limit for spread in self.spreads if (limit := spread.limit(quantity)) is not None]
         return max(limits, default=None)
 
     def _held(self, quantity: Quantity, limit: float) -> Judgement:
@@ -257,7 +266,7 @@ class Envelope:
         return self._updated[0] / self._updated[1] if self._updated[1] else 1.0
 
     def _note_chaos(self, group: list[Quantity]) -> None:
-        place = _place(group[0])
+        place = place_of(group[0])
         if place[1] == REDUCE:
             squares = self._chaos.setdefault(place[0], [0.0, 0.0])
             squares[0] += max(spread.of.get(place, 0.0) for spread in self.spreads) ** 2
@@ -272,13 +281,14 @@ class Envelope:
     def in_words(self) -> str:
         """What was measured.
 
-        >>> Envelope([Spread("torch", 4, {}, {})]).in_words()
+        >>> Envelope([Spread("torch", 4, {}, {}, {})]).in_words()
         '4 twins of torch'
         """
         return " and ".join(f"{spread.num_twins} twins of {spread.run}" for spread in self.spreads)
 
 
-def _place(quantity: Quantity) -> Place:
+def place_of(quantity: Quantity) -> Place:
+    """What the quantity is in all recordings of a run."""
     return quantity.step, quantity.kind, quantity.name, quantity.microbatch
 
 

@@ -17,8 +17,8 @@ class Divergence:
     """The first place at which two recordings part, while everything that causes it agrees.
 
     Attributes:
-        rank: whose it is: the owner, in the second recording, of the worst element; None for a mean over ranks, and where only
-            a sketch of all ranks together can be compared.
+        rank: whose it is: the owner, in the second recording, of the worst element; None for a mean over ranks, for samples that
+            came to other ranks, and where only a sketch of all ranks together can be compared.
         unit: whose parameter it is, or whose code made it.
         parameter: None for an activation, a loss and a norm.
         start, stop: the smallest range of elements of the parameter, taken as one row-major line and cut to that rank's
@@ -57,6 +57,9 @@ def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
     if q.phase == STATE and q.use == COUNT:
         return Divergence(q.step, q.phase, None, q.unit, q.parameter, None, None, q.event)
     off, size = _off(judgement)
+    if not q.parameter:
+        inside = np.flatnonzero(off)
+        return Divergence(q.step, q.phase, q.rank, q.unit, None, int(inside[0]), int(inside[-1]) + 1, q.event)
     worst = int(np.flatnonzero(off)[np.argmax(size[off])])
     rank, held = q.rank, np.arange(off.size)
     if rank is None:

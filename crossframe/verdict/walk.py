@@ -2,7 +2,8 @@
 
 Initial parameters; then at each step the parameters that forward saw, what modules were given and gave, the losses, the gradients
 of each rank, the reduced ones, their norm, the optimizer's state, the updated parameters. The backward reaches the last unit
-first, so gradients are walked in reverse order of the units. The first quantity that is outside its bound has everything that
+first, so gradients are walked in reverse order of the units. What is a rank's own is compared at one world size; at two only
+activations are, sample by sample. The first quantity that is outside its bound has everything that
 causes it inside: that is where a bug is.
 """
 
@@ -24,6 +25,7 @@ from crossframe.recording.lines import (
     UPDATE,
 )
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from crossframe.verdict.aligned import At, aligned
 from crossframe.verdict.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.pair import Pair
 from crossframe.verdict.quantities import COUNT, Quantity
@@ -49,8 +51,7 @@ def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = 
         if recorded and UNSHARDED in phases:
             yield from _unsharded(pair, step)
         if FORWARD in phases:
-            if pair.same_world:
-                yield from _activations(pair, step)
+            yield from (_activations if pair.same_world else _aligned_activations)(pair, step)
             yield _losses(pair, step)
         if recorded and BACKWARD in phases and pair.same_world:
             yield from _local_grads(pair, step)
@@ -160,37 +161,37 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
     for at in pair.a.activations(step):
         if at not in theirs:
             continue
-        microbatch, module, use = at
         group = []
         for rank in range(pair.a.manifest.world_size):
             shapes = [recording.activation_shape(step, rank, *at) for recording in (pair.a, pair.b)]
             if shapes[0] != shapes[1]:
+                _, module, use = at
                 raise RecordingError(
                     f"step {step}, rank {rank}: the {use} of module {module!r} is of shape {shapes[0]} in {pair.a.directory} and "
                     f"{shapes[1]} in {pair.b.directory}; record both in one order of dims"
                 )
             sides = (of_activation(recording, step, rank, at) for recording in (pair.a, pair.b))
-            a, b, sketches = matched(activation_name(at), *sides, by_sketch=pair.sketched)
-            unit = pair.b.manifest.maker(module, use)
-            made = Quantity(
-                step,
-                FORWARD,
-                use,
-                unit,
-                "",
-                rank,
-                0,
-                a,
-                b,
-                1.0,
-                pair.bounds.parameter,
-                microbatch,
-                module=module,
-                use=use,
-                sketches=sketches,
+            group.append(
+                _activation(pair, step, at, rank, matched(activation_name(at), *sides, by_sketch=pair.sketched))
             )
-            group.append(made.with_scale(made.norms[0]))
         yield group
+
+
+def _aligned_activations(pair: Pair, step: int) -> Iterator[Group]:
+    found: dict[At, Group] = {}
+    for at, _, a, b in aligned(pair.a, pair.b, step):
+        sides = matched(activation_name(at), Side(a), Side(b), by_sketch=pair.sketched)
+        found.setdefault(at, []).append(_activation(pair, step, at, None, sides))
+    yield from found.values()
+
+
+def _activation(pair: Pair, step: int, at: At, rank: int | None, sides: Sides) -> Quantity:
+    (microbatch, module, use), (a, b, sketches) = at, sides
+    unit, bound = pair.b.manifest.maker(module, use), pair.bounds.parameter
+    made = Quantity(
+        step, FORWARD, use, unit, "", rank, 0, a, b, 1.0, bound, microbatch, module=module, use=use, sketches=sketches
+    )
+    return made.with_scale(made.norms[0])
 
 
 def _losses(pair: Pair, step: int) -> Group:

@@ -152,7 +152,8 @@ def _steps(made: Manifest, rank: int, tamper: Tamper) -> Iterable[tuple[int, Cal
                 writer.collectives(step, collectives(events))
             if made.schedule.is_dense(step):
                 for unit, use in (("block", "input"), ("block", "output"), ("", "output")):
-                    value = _draw((len(mine), 4), 4, step, rank, *use.encode(), *unit.encode()).astype(dtype)
+                    rows = [_draw((4,), 4, step, sample, *use.encode(), *unit.encode()) for sample in mine]
+                    value = np.stack(rows).astype(dtype)
                     writer.activation(step, 0, unit, use, tamper(use, step, rank, unit, value))
             norm = np.sqrt(sum(np.square(grad.astype(np.float64)).sum() for grad in reduced.values()))
             writer.grad_norm(step, float(tamper("norm", step, rank, "", np.array([norm]))[0]))

@@ -1,0 +1,81 @@
+"""Activations of two world sizes: held against one another sample by sample, where it was recorded who was fed which.
+
+What a module makes of a sample must not depend on the rank that the sample came to. Rows of the first dim are samples, in the
+order of the rank's sample ids, one microbatch behind the other; where an activation has another first dim (tokens in one line,
+time first) its rows cannot be told, and it is left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.recording import Recording
+
+At = tuple[int, str, str]
+"""(microbatch, module, use)."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the samples of a step lie in one recording.
+
+    Attributes:
+        ids: by rank and microbatch, the samples in order.
+        place: by sample, (rank, microbatch, row).
+    """
+
+    ids: list[list[tuple[int, ...]]]
+    place: dict[int, tuple[int, int, int]]
+
+
+def rows_of(recording: Recording, step: int) -> Rows | None:
+    """Where samples lie; None where that cannot be told."""
+    microbatches = 1 + max((at[0] for at in recording.activations(step)), default=0)
+    ids: list[list[tuple[int, ...]]] = []
+    place: dict[int, tuple[int, int, int]] = {}
+    for rank in range(recording.manifest.world_size):
+        fed = recording.batch(step, rank).sample_ids
+        size = len(fed) // microbatches
+        if not fed or size * microbatches != len(fed):
+            return None
+        ids.append([fed[i * size : (i + 1) * size] for i in range(microbatches)])
+        for i, sample in enumerate(fed):
+            place.setdefault(sample, (rank, i // size, i % size))
+    return Rows(ids, place)
+
+
+def aligned(a: Recording, b: Recording, step: int) -> Iterator[tuple[At, int, np.ndarray, np.ndarray]]:
+    """(activation, rank of a, its elements, the same samples' in b), in the order in which the ranks of a met them."""
+    rows = rows_of(a, step), rows_of(b, step)
+    if rows[0] is None or rows[1] is None:
+        return
+    theirs = set(b.activations(step))
+    for at in a.activations(step):
+        microbatch, module, use = at
+        held: dict[tuple[int, int], np.ndarray | None] = {}
+        for rank, fed in enumerate(rows[0].ids):
+            ids = fed[microbatch]
+            ours = _elements(a, step, rank, at, len(ids))
+            found = []
+            for sample in ids:
+                where = rows[1].place.get(sample)
+                if where is None or (where[1], module, use) not in theirs:
+                    break
+                if where[:2] not in held:
+                    size = len(rows[1].ids[where[0]][where[1]])
+                    held[where[:2]] = _elements(b, step, where[0], (where[1], module, use), size)
+                block = held[where[:2]]
+                if block is None:
+                    break
+                found.append(block[where[2]])
+            if ours is not None and len(found) == len(ids) and found[0].shape == ours.shape[1:]:
+                yield at, rank, ours, np.stack(found)
+
+
+def _elements(recording: Recording, step: int, rank: int, at: At, num_rows: int) -> np.ndarray | None:
+    """An activation whose rows are samples; None of another, and of a sketch."""
+    shape = recording.activation_shape(step, rank, *at)
+    if not shape or shape[0] != num_rows or recording.activation_sketch(step, rank, *at) is not None:
+        return None
+    return recording.activation(step, rank, *at)
