@@ -114,8 +114,8 @@ def test_twins_of_any_kind_part_by_rounding_and_judge_the_run(ranks, tmp_path, k
         assert apart.min() > 0 and apart.max() < 2.0**-22
         assert twin.manifest.settings["twin"] in (1, 2)
         if kind == "ddp":
-            pair = [twin.full(UPDATE, 1, "scale", replica=replica) for replica in range(2)]
-            assert np.array_equal(*pair)
+            first, second = (twin.full(UPDATE, 1, "scale", replica=replica) for replica in range(2))
+            assert np.array_equal(first, second)
     assert len(recording.twins()) == 2
     ranks.run(1, partial(train, dtype=torch.float32), "one", where(tmp_path, "one"))
     assert compare(recording, Recording.open(where(tmp_path, "one"))).verdict in FINE

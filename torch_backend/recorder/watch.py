@@ -77,7 +77,7 @@ class Watch:
     def __init__(self, model: nn.Module, sink: Sink) -> None:
         self._sink = sink
         self._view: ModelView | None = None
-        self._inside = False
+        self._inside, self._trains_in = False, True
         self._handles: list[Any] = []
         self._engine = _Engine()
         self._grads: dict[str, Tensor] = {}
@@ -222,6 +222,9 @@ class Watch:
             return
         if self._view is None:
             self._sink.begins()
+            self._trains_in = model.training
+        if model.training != self._trains_in:  # an evaluation, which forgot no_grad
+            return
         self._inside = True
         self.microbatches += 1
         with quietly():
@@ -229,7 +232,7 @@ class Watch:
 
     @_disable_dynamo
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not in_backward():
+        if not in_backward():
             self._inside = False
 
 
