@@ -15,6 +15,7 @@ from crossframe.recording.twins import moved
 from crossframe.verdict import Verdict, compare
 from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
+from jax_backend.recorder.inner import with_inner
 from jax_backend.recorder.of_shards import OfShards
 from tests.on_jax.recorded_loops import STEPS, TOLD, record, sharded_small, train
 from tests.on_jax.small import canonical, small_batch, small_loss, small_map, small_params
@@ -93,6 +94,30 @@ def test_what_is_inside_of_a_dense_step_is_each_ranks_own(tmp_path):
         "reduce_scatter",
     }
     assert {event.microbatch for event in events if event.kind == "reduce_scatter"} == {1}
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_loss_function_that_tells_returns_what_it_returned_before(has_state, has_aux):
+    params, state, aux = {"a": [jnp.arange(2.0)]}, {"count": jnp.int32(3)}, jnp.ones(2)
+
+    def loss(params, *rest):
+        tell("m", "output", params["a"][0] * 2)
+        found = params["a"][0].sum()
+        after = {"count": rest[0]["count"] + 1} if has_state else None
+        also = (after, aux) if has_state and has_aux else after if has_state else aux
+        return (found, also) if has_state or has_aux else found
+
+    args = (params, state, 0) if has_state else (params, 0)
+    found, own = with_inner(loss, has_state=has_state, has_aux=has_aux)(*args)
+    if has_state:
+        after, own = own
+        assert after["count"] == 4
+    assert found == 1.0 and (own[0] is aux if has_aux else own[0] is None)
+    assert list(own[1].params) == ["a.0"] and own[1].activations.names == (("m", "output"),)
+    np.testing.assert_array_equal(own[1].activations.values[0], [0.0, 2.0])
+    # Another form than was declared is left to the step, which says what it expected.
+    assert with_inner(lambda params, batch: 1.0, has_aux=True)(params, 0) == 1.0
 
 
 def test_a_fault_inside_is_found_where_it_begins(tmp_path):
