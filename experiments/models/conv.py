@@ -49,7 +49,16 @@ def define_conv(name: str, config: ConvConfig) -> ModelDefinition:
     """A convolutional net of these sizes, in both frameworks."""
     units = tuple(f"blocks.{i}" for i in range(config.num_blocks))
     make_torch, make_flax = lambda: _make_torch(config), lambda _: _make_flax(config)
-    return define(name, config, _table(config), units, make_torch, make_flax, terms=config.image**2)
+    return define(
+        name,
+        config,
+        _table(config),
+        units,
+        make_torch,
+        make_flax,
+        terms=config.image**2,
+        per_rank_statistics=tuple(f"{unit}.norm" for unit in units),
+    )
 
 
 CONV = define_conv("conv", ConvConfig())

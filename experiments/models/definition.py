@@ -134,6 +134,7 @@ class ModelDefinition:
         make_flax: dtype to the flax module. Imports flax when called.
         context: how many tokens of text a sample has; None: a sample is an image of a digit.
         terms: how many terms one sample has in the sum behind an element of a gradient: tokens, patches, places of an image.
+        per_rank_statistics: modules that normalise over all samples of their rank, as batch norm does.
     """
 
     name: str
@@ -146,6 +147,7 @@ class ModelDefinition:
     make_flax: Callable[[str], Any]
     context: int | None = None
     terms: int = 1
+    per_rank_statistics: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -196,13 +198,24 @@ def define(
     make_flax: Callable[[str], Any],
     context: int | None = None,
     terms: int = 1,
+    per_rank_statistics: tuple[str, ...] = (),
 ) -> ModelDefinition:
     """The model whose parameters stand in a table, in torch's order of registration; the rest as in `ModelDefinition`."""
     table = tuple(table)
     shapes = {entry.name: shape for entry, shape in table}
     param_map = ParamMap(tuple(entry for entry, _ in table))
     return ModelDefinition(
-        name, config, shapes, param_map, units, initial_by_shape, make_torch, make_flax, context, terms
+        name,
+        config,
+        shapes,
+        param_map,
+        units,
+        initial_by_shape,
+        make_torch,
+        make_flax,
+        context,
+        terms,
+        per_rank_statistics,
     )
 
 

@@ -14,6 +14,7 @@ from crossframe.recording import Manifest, Schedule
 from crossframe.recording.lines import twin_folder
 from crossframe.recording.twins import moved
 from crossframe.strategy import Strategy
+from crossframe.verdict.comparable import PER_RANK
 from experiments.data import Batch
 from experiments.faults import check_fault
 from experiments.models import ModelDefinition, model_named
@@ -166,6 +167,7 @@ class RunSettings:
             | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
             | ({"clip": self.clip} if self.clip is not None else {})
             | ({"accumulate": self.accumulate} if self.accumulate > 1 else {})
+            | ({PER_RANK: list(self.definition.per_rank_statistics)} if self.definition.per_rank_statistics else {})
             | {name: value for name, value in asdict(self.policy).items() if isinstance(value, str)}
             | ({"resume_at": self.resume_at} if self.resume_at is not None else {})
             | ({"rounding": self.rounding} if self.rounding else {})

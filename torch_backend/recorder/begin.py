@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossframe.errors import UsageError
 from crossframe.names import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
 from crossframe.recording.twins import moved
+from crossframe.verdict.comparable import PER_RANK
 from torch_backend.dtypes import to_numpy
 from torch_backend.recorder.model import ModelView
-from torch_backend.recorder.tree import class_name, innermost
+from torch_backend.recorder.tree import class_name, innermost, named_places
 from torch_backend.rounds import agree, withdraw
 
 FULL_NUMEL = 1_000_000
@@ -86,6 +88,8 @@ def manifest_of(
                 found[option] = [float(x) for x in group[option]] if option == "betas" else float(group[option])
     if view.left_out:
         found["not_recorded"] = list(view.left_out)
+    if alone := [place.name for place in named_places(model) if _sees_its_rank(place.module)]:
+        found[PER_RANK] = alone
     if twin:
         found["twin"] = twin
     names = [spec.name for _, layout in view.units for spec in layout.params]
@@ -106,6 +110,11 @@ def manifest_of(
         settings=found | {"command": _command()} | dict(settings),
         detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
     )
+
+
+def _sees_its_rank(module: nn.Module) -> bool:
+    """Whether it normalises over the samples of its own rank."""
+    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
 def _command() -> str:
