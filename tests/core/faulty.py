@@ -80,7 +80,13 @@ class Faults:
 
 
 def manifest(
-    world_size: int, dtype: str, optimizer: str, clip: float | None, replicate: int = 1, detail: str = "full"
+    world_size: int,
+    dtype: str,
+    optimizer: str,
+    clip: float | None,
+    replicate: int = 1,
+    detail: str = "full",
+    other: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """The manifest of a run of three steps, all of them dense."""
     shard = world_size // replicate
@@ -98,6 +104,7 @@ def manifest(
     settings = {"optimizer": optimizer, "weight_decay": DECAY, "batch_size": 5}
     settings |= {"clip": clip} if clip is not None else {}
     settings |= {"momentum": MOMENTUM} if optimizer == "SGD" else {}
+    settings |= other or {}
     return Manifest(
         framework="torch",
         model="toy",
@@ -126,9 +133,10 @@ def record(
     clip: float | None = CLIP,
     replicate: int = 1,
     detail: str = "full",
+    other: Mapping[str, Any] | None = None,
 ) -> Recording:
     """A finished recording of a run with these faults, opened. Another `noise` is other rounding."""
-    made = manifest(world_size, dtype, optimizer, clip, replicate, detail)
+    made = manifest(world_size, dtype, optimizer, clip, replicate, detail, other)
     create_recording(directory, made)
     run = _Run(made, faults or Faults(), noise)
     writers = [RecordingWriter(directory, made, rank) for rank in range(world_size)]
@@ -146,7 +154,7 @@ class _Run:
         self.roundoff = unit_roundoff(made.dtype)
         self.params = {name: self.kept(_draw(SHAPES[name], 1, name) * 0.5, exact=True) for name in SHAPES}
         self.past: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
-        slots = ("exp_avg", "exp_avg_sq") if made.settings["optimizer"] == "AdamW" else ("momentum_buffer",)
+        slots = ("exp_avg", "exp_avg_sq") if made.settings["optimizer"] != "SGD" else ("momentum_buffer",)
         self.state = {name: {slot: np.zeros(SHAPES[name], self.dtype) for slot in slots} for name in SHAPES}
         self.reduced_before: list[dict[str, np.ndarray]] = []
 
@@ -230,7 +238,7 @@ class _Run:
         for rank, writer in enumerate(writers):
             writer.grad_norm(step, float(faults.norm(step, rank, norm, wide)))
         scale = min(1.0, clip / (norm + 1e-6)) if clip and faults.clips else 1.0
-        adam, t = self.made.settings["optimizer"] == "AdamW", step + 1
+        adam, t = self.made.settings["optimizer"] != "SGD", step + 1
         new_params, new_state = {}, {}
         for name, param in self.params.items():
             p, g, old = param.astype(np.float64), scale * wide[name], self.state[name]

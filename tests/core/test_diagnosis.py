@@ -109,6 +109,12 @@ def test_a_shift_of_one_ranks_elements_takes_them_from_the_elements_ahead() -> N
     assert found is not None and (found.by, found.overlap) == (3, 10)
 
 
+def test_a_few_elements_that_reappear_are_no_shift() -> None:
+    x, y = drawn(0, 40), drawn(1, 40)
+    y[30:] = x[:10]
+    assert shift_of(Contrast(x, y, 0.0), also=[30]) is None
+
+
 def test_zeros_and_ones_lie_everywhere_and_say_nothing() -> None:
     x, ones = drawn(0, 6, 6), np.ones((6, 6))
     assert same_as(Contrast(x, np.zeros((6, 6)), 0.0), {"q": np.zeros((6, 6))}) is None
@@ -181,6 +187,16 @@ def test_a_sum_in_low_precision_is_told_by_what_it_leaves(low: str, num_ranks: i
     right = np.mean(grads, axis=0, dtype=np.float64).astype(np.float32)
     found = low_reduction(Contrast.of(right, wrong.astype(np.float32), 1e-7 * norm(right)), grads, num_ranks)
     assert found is not None and found.dtype == low and low in found.said, (low, num_ranks, way)
+
+
+def test_a_sum_in_bfloat16_is_told_whatever_the_order_of_ranks_in_each_part_of_it() -> None:
+    grads = [drawn(i, 300).astype(np.float32) for i in range(3)]
+    cast = [grad.astype(ml_dtypes.bfloat16) for grad in grads]
+    parts = [(cast[i] + cast[(i + 1) % 3]) + cast[(i + 2) % 3] for i in range(3)]
+    total = np.concatenate([part[100 * i : 100 * (i + 1)] for i, part in enumerate(parts)]).astype(np.float64)
+    right = np.mean(grads, axis=0, dtype=np.float64).astype(np.float32)
+    found = low_reduction(Contrast.of(right, (total / 3).astype(np.float32), 1e-7 * norm(right)), grads, 3)
+    assert found is not None and found.said == "every element of the sum is a number of bfloat16"
 
 
 def test_a_mean_on_the_grid_of_bfloat16_needs_no_local_gradients() -> None:
@@ -277,6 +293,15 @@ def test_a_schedules_rate_is_read_off_the_right_side() -> None:
     wrong = updates(0, changed(rate=0.0031, decay=0.0))[1]
     found = best(departures(right[1], wrong, RULE, None, norm(right[1].after - wrong.after)))
     assert found is not None and found.signature == "weight_decay", found
+
+
+def test_a_count_that_was_lost_long_ago_is_told_from_how_far_the_update_goes() -> None:
+    due, began = changed(count_m=40_000, count_v=40_000), changed(count_m=170, count_v=170)
+    (_, right), (_, wrong) = updates(0, due), updates(0, began)
+    found = best(departures(right, wrong, due, None, norm(right.after - wrong.after)))
+    assert found is not None and "as at step 170 of the optimizer, where it is step 40000" in found.evidence, found
+    counted = best(departures(right, wrong, due, 170.0, norm(right.after - wrong.after)))
+    assert counted is not None and counted.signature == "lost_step"
 
 
 @QUICK

@@ -318,6 +318,26 @@ def test_what_sgd_did_otherwise_is_said(name: str, clean: Clean, tmp_path: Path)
         assert said in found.evidence and "in wrong" in found.evidence, found.evidence
 
 
+def test_adams_decay_belongs_in_its_gradient(clean: Clean, tmp_path: Path) -> None:
+    adam = SINGLE | {"optimizer": "Adam"}
+    right = record(tmp_path / "right", Faults(decay=0.0, coupled=DECAY), **adam)
+    for _, found in both_ways(right, tmp_path, Faults(decay=DECAY), **adam):
+        assert found is not None and found.signature == "weight_decay", found
+        assert "has nothing of the parameter added to it, where 0.1 times is stated" in found.evidence
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"optimizer": ["AdamW"]}, {"betas": 0.9}, {"betas": [0.9]}, {"eps": "1e-8"}, {"weight_decay": None}, {"clip": -1.0},
+     {"optimizer": "Lion"}],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_state_no_rule_are_let_be(settings: dict, tmp_path: Path) -> None:
+    right = record(tmp_path / "right", **SINGLE, other=settings)
+    for quantity, found in both_ways(right, tmp_path, Faults(adam_epsilon=1e-4), **SINGLE, other=settings):
+        assert quantity.event == "optimizer" and found is None, found
+
+
 def test_R28_replicas_that_never_meet_are_ranks_that_are_missing(clean: Clean, tmp_path: Path) -> None:
     hybrid = {"dtype": "float64", "world_size": 4, "replicate": 2}
     alone = Faults(mean=mean_of(lambda s, n, grads: sum(grads[:2]) / 4))

@@ -89,12 +89,12 @@ def _changes(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chang
         )
         yield "constant_factor", said, replace(rule, rate=rate), Story("rate", factor, unsure)
     if isinstance(rule, AdamW):
-        yield from _of_correction(rule, counted)
+        yield from _of_correction(rule, counted, rate / rule.rate)
         yield from _of_epsilon(rule, wrong)
         yield from _of_decay(rule, wrong)
 
 
-def _of_correction(rule: AdamW, counted: float | None) -> Iterator[Change]:
+def _of_correction(rule: AdamW, counted: float | None, factor: float) -> Iterator[Change]:
     for said, changed in (
         ("neither moment is", replace(rule, count_m=None, count_v=None)),
         ("the first moment is not", replace(rule, count_m=None)),
@@ -102,15 +102,27 @@ def _of_correction(rule: AdamW, counted: float | None) -> Iterator[Change]:
     ):
         yield "bias_correction", f"{said} corrected for its start at zero", changed, Story(said)
     due = int(rule.count_m or 0)
-    for count in range(1, due + 2):
-        if count == due:
-            continue
+    for count in _likely_counts(rule, due, counted, factor):
         said = f"both moments are corrected as at step {count} of the optimizer, where it is step {due}"
         changed = replace(rule, count_m=count, count_v=count)
         if counted == count or (count == 1 and due > 2):
             yield "lost_step", f"{said}: its count of steps was lost", changed, Story("count", count)
         else:
             yield "bias_correction", said, changed, Story("count", count)
+
+
+def _likely_counts(rule: AdamW, due: int, counted: float | None, factor: float) -> list[int]:
+    """Other steps as of which moments may be corrected: those beside it, the first, the one counted, and of all up to it
+    the three that scale the update most nearly as it is scaled.
+
+    Args:
+        factor: how many times as far the update moves.
+    """
+    counts = np.arange(1, due + 2)
+    scales = np.sqrt(1 - rule.beta2**counts) / (1 - rule.beta1**counts)
+    nearest = counts[np.argsort(np.abs(scales - factor * scales[due - 1]))[:3]] if due else []
+    own = [] if counted is None or not 1 <= counted <= due + 1 else [int(counted)]
+    return sorted({1, due - 1, due + 1, *own, *map(int, nearest)} - {due, 0, -1})
 
 
 def _of_epsilon(rule: AdamW, wrong: Update) -> Iterator[Change]:

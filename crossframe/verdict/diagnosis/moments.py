@@ -4,7 +4,7 @@ As with updates (`departures`), one side's moment is explained by the rule, from
 with one thing changed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,9 @@ from crossframe.verdict.diagnosis.departures import TINY
 from crossframe.verdict.diagnosis.fit import Fit, Story, believed, factor_between
 from crossframe.verdict.diagnosis.rules import Average
 from crossframe.verdict.metrics import distance, norm
+
+Offer = Callable[[str, str, float, float, Story], None]
+"""Takes a signature, how it is said, its rest, its error and its story."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def moment_departures(
     return fits
 
 
-def _offer_factor(offer, wrong: Moment, stated: Average, error: float, squared: bool) -> None:
+def _offer_factor(offer: Offer, wrong: Moment, stated: Average, error: float, squared: bool) -> None:
     factor = factor_between(wrong.gradient, wrong.went_in(stated))
     size = norm(wrong.gradient)
     if not size:
@@ -109,7 +112,7 @@ def _offer_factor(offer, wrong: Moment, stated: Average, error: float, squared: 
     )
 
 
-def _offer_decay(offer, wrong: Moment, stated: Average, error: float, decay: float) -> None:
+def _offer_decay(offer: Offer, wrong: Moment, stated: Average, error: float, decay: float) -> None:
     size = norm(wrong.before)
     if not size:
         return
@@ -122,7 +125,7 @@ def _offer_decay(offer, wrong: Moment, stated: Average, error: float, decay: flo
     offer("weight_decay", said, wrong.rest(stated, gradient=predicted), error, Story("decay", total, unsure))
 
 
-def _offer_keep(offer, wrong: Moment, stated: Average, error: float) -> None:
+def _offer_keep(offer: Offer, wrong: Moment, stated: Average, error: float) -> None:
     """Another beta: new - g = beta (old - g); of a buffer that takes the gradient whole, new - g = beta old."""
     behind = wrong.gradient if stated.gain != 1.0 else np.zeros_like(wrong.gradient)
     gap = wrong.old - behind

@@ -36,7 +36,7 @@ def transposition_of(sides: Contrast) -> Found | None:
     say, and the width of each) with its parts exchanged.
     """
     x, y = sides.right, sides.wrong
-    if x.ndim == 0 or x.ndim > 4 or says_nothing(x) or abs(norm(x) - norm(y)) > sides.limit + 1e-12 * norm(y):
+    if x.ndim == 0 or x.ndim > 4 or abs(norm(x) - norm(y)) > sides.limit + 1e-12 * norm(y):
         return None
     return _first(sides, ((said, moved.reshape(x.shape)) for said, moved in reorderings(x)))
 

@@ -1,6 +1,8 @@
 """Hypotheses about an optimizer's step, from what each side's own recording holds of it."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,93 +18,128 @@ from crossframe.verdict.metrics import norm
 from crossframe.verdict.quantities import COUNT
 from crossframe.verdict.sides import put_together
 
-MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
+MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}
 """By optimizer, as settings name it, the slots that its update reads."""
 
 
 def optimizer(case: Case) -> Iterator[Fit]:
     """What the wrong side's optimizer did otherwise than its rule says, and than the right side's did."""
-    kind = case.right.manifest.settings.get("optimizer")
-    if kind not in MOMENTS or kind != case.wrong.manifest.settings.get("optimizer") or case.quantity.sketched:
+    kinds = [recording.manifest.settings.get("optimizer") for recording in (case.right, case.wrong)]
+    if case.quantity.sketched or not isinstance(kinds[0], str) or kinds[0] not in MOMENTS or kinds[0] != kinds[1]:
+        return
+    stated = stated_rule(case.right.manifest, kinds[0], case.right.count(case.step, case.name) or case.step + 1)
+    if stated is None:
         return
     if case.phase == UPDATE:
-        yield from _update(case, kind)
-    elif case.phase == STATE and case.quantity.use in MOMENTS[kind] and case.quantity.use != COUNT:
-        yield from _moment(case, kind)
+        yield from _update(case, stated)
+    elif case.phase == STATE and case.quantity.use in MOMENTS[kinds[0]]:
+        yield from _moment(case, stated)
 
 
-def _update(case: Case, kind: str) -> Iterator[Fit]:
-    sides = [_update_of(case, recording, kind) for recording in (case.right, case.wrong)]
+@dataclass(frozen=True)
+class Stated:
+    """What a manifest states of its optimizer.
+
+    Attributes:
+        kind: one of MOMENTS.
+        rule: of the update.
+        coupled: how many times the parameter is added to its gradient.
+        clip: the largest norm of the gradient; inf: whatever it is.
+    """
+
+    kind: str
+    rule: Rule
+    coupled: float
+    clip: float
+
+
+def stated_rule(manifest: Manifest, kind: str, count: float) -> Stated | None:
+    """The rule that the manifest states, at the optimizer's step `count`. What it leaves out is as torch and optax have it; None
+    where it holds something else than numbers."""
+    settings, rate = manifest.settings, manifest.learning_rate or 1.0
+    betas = settings.get("betas", (0.9, 0.999))
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        return None
+    numbers = [
+        settings.get("weight_decay", 0.01 if kind == ADAMW else 0.0),
+        settings.get("momentum", 0.0),
+        settings.get("eps", 1e-8),
+        settings.get("clip", math.inf),
+        *betas,
+    ]
+    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+        return None
+    decay, momentum, epsilon, clip, beta1, beta2 = map(float, numbers)
+    if kind == SGD_:
+        return Stated(kind, SGD(rate, momentum, decay), decay, clip)
+    own = decay if kind == ADAMW else 0.0
+    return Stated(kind, AdamW(rate, beta1, beta2, epsilon, own, count, count), decay - own, clip)
+
+
+def _update(case: Case, stated: Stated) -> Iterator[Fit]:
+    sides = [_update_of(case, recording, stated) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
-    rule = stated_rule(case.right.manifest, kind, case.right.count(case.step, case.name) or case.step + 1)
     counted = case.wrong.count(case.step, case.name)
-    for fit in departures(sides[0], sides[1], rule, counted, case.both.difference):
+    for fit in departures(sides[0], sides[1], stated.rule, counted, case.both.difference):
         yield _of_side(case, fit)
 
 
-def stated_rule(manifest: Manifest, kind: str, count: float) -> Rule:
-    """The rule that the manifest states, at the optimizer's step `count`. What it leaves out is as torch and optax have it."""
-    settings, rate = manifest.settings, manifest.learning_rate or 1.0
-    decay = float(settings.get("weight_decay", 0.01 if kind == "AdamW" else 0.0))
-    if kind == "SGD":
-        return SGD(rate, float(settings.get("momentum", 0.0)), decay, float(settings.get("dampening", 0.0)))
-    beta1, beta2 = settings.get("betas", (0.9, 0.999))
-    return AdamW(rate, float(beta1), float(beta2), float(settings.get("eps", 1e-8)), decay, count, count)
-
-
-def _update_of(case: Case, recording: Recording, kind: str) -> Update | None:
+def _update_of(case: Case, recording: Recording, stated: Stated) -> Update | None:
     before = case.before(recording, case.step, case.name)
     after = case.read(recording, UPDATE, case.step, case.name)
-    slots = MOMENTS[kind]
-    moments = [case.moment(recording, case.step, case.name, slot) for slot in slots]
-    if kind == "SGD" and moments[0] is None and not recording.manifest.settings.get("momentum"):
-        moments = [_gradient(case, recording, kind)]
+    moments = [case.moment(recording, case.step, case.name, slot) for slot in MOMENTS[stated.kind]]
+    if isinstance(stated.rule, SGD) and not stated.rule.momentum:
+        moments = [_gradient(case, recording, stated)]
     if before is None or after is None or any(moment is None for moment in moments):
         return None
     wide = [np.asarray(moment, np.float64) for moment in moments]
     return Update(np.asarray(before, np.float64), np.asarray(after, np.float64), tuple(wide), roundoff_of(after))
 
 
-def _moment(case: Case, kind: str) -> Iterator[Fit]:
-    slot, settings = case.quantity.use, case.right.manifest.settings
-    rule = stated_rule(case.right.manifest, kind, case.step + 1)
-    stated, squared, decay = _average(rule, slot, case.step)
-    sides = [_moment_of(case, recording, kind, slot, squared) for recording in (case.right, case.wrong)]
+def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
+    slot = case.quantity.use
+    average, squared = _average(stated.rule, slot)
+    sides = [_moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
-    others = list(_other_moments(case, slot))
-    fits = moment_departures(sides[0], sides[1], stated, others, case.both.difference, decay=decay, squared=squared)
-    clipped = _clipping(case, case.wrong)
-    for fit in fits:
-        yield _of_side(case, fit, _as_unclipped(fit, clipped, squared, settings.get("clip")))
-
-
-def _as_unclipped(fit: Fit, clipped: float, squared: bool, clip: float | None) -> str:
-    """That a factor is what clipping would have taken away."""
-    undone = 1 / clipped**2 if squared else 1 / clipped
-    if fit.story.kind != "gradient" or fit.story.value is None or clipped == 1.0:
-        return ""
-    return (
-        f", as without clipping to {clip:g}" if abs(fit.story.value - undone) <= fit.story.error + 1e-6 * undone else ""
+    fits = moment_departures(
+        sides[0],
+        sides[1],
+        average,
+        list(_other_moments(case, slot)),
+        case.both.difference,
+        decay=stated.coupled,
+        squared=squared,
     )
+    kept = _clipping(case, case.wrong, stated)
+    for fit in fits:
+        yield _of_side(case, fit, _as_unclipped(fit, kept**2 if squared else kept, stated.clip))
 
 
-def _average(rule: Rule, slot: str, step: int) -> tuple[Average, bool, float]:
-    """The rule of a moment, whether it is of squares, and how much of the parameter its gradient holds."""
+def _as_unclipped(fit: Fit, kept: float, clip: float) -> str:
+    """That a factor is what clipping would have taken away."""
+    if fit.story.kind != "gradient" or fit.story.value is None or kept == 1.0:
+        return ""
+    alike = abs(fit.story.value * kept - 1) <= fit.story.error * kept + 1e-6
+    return f", as without clipping to {clip:g}" if alike else ""
+
+
+def _average(rule: Rule, slot: str) -> tuple[Average, bool]:
+    """The rule of a moment, and whether it is of squares."""
     if isinstance(rule, SGD):
-        # The first buffer is the gradient itself.
-        gain = 1.0 if step == 0 else 1.0 - rule.dampening
-        return Average(rule.momentum, gain), False, rule.decay
-    if slot == "exp_avg_sq":
-        return Average(rule.beta2, 1 - rule.beta2), True, 0.0
-    return Average(rule.beta1, 1 - rule.beta1), False, 0.0
+        return Average(rule.momentum, 1.0), False
+    squared = slot == "exp_avg_sq"
+    beta = rule.beta2 if squared else rule.beta1
+    return Average(beta, 1 - beta), squared
 
 
-def _moment_of(case: Case, recording: Recording, kind: str, slot: str, squared: bool) -> Moment | None:
+def _moment_of(case: Case, recording: Recording, stated: Stated, squared: bool) -> Moment | None:
+    slot = case.quantity.use
     old = case.moment(recording, case.step - 1, case.name, slot)
     new = case.moment(recording, case.step, case.name, slot)
-    before, gradient = case.before(recording, case.step, case.name), _gradient(case, recording, kind)
+    before, gradient = case.before(recording, case.step, case.name), _gradient(case, recording, stated)
     if old is None or new is None or before is None or gradient is None:
         return None
     goes_in = np.square(gradient) if squared else gradient
@@ -110,26 +147,24 @@ def _moment_of(case: Case, recording: Recording, kind: str, slot: str, squared: 
     return Moment(wide[0], wide[1], wide[2], wide[3], roundoff_of(new))
 
 
-def _gradient(case: Case, recording: Recording, kind: str) -> np.ndarray | None:
-    """What goes into the moments: the reduced gradient, clipped, and under SGD with its decay."""
+def _gradient(case: Case, recording: Recording, stated: Stated) -> np.ndarray | None:
+    """What goes into the moments: the reduced gradient, clipped, and with the decay that belongs to it."""
     grad = case.read(recording, REDUCE, case.step, case.name)
     before = case.before(recording, case.step, case.name)
     if grad is None or before is None:
         return None
-    rule = stated_rule(recording.manifest, kind, case.step + 1)
-    decay = rule.decay if isinstance(rule, SGD) else 0.0
-    return _clipping(case, recording) * np.asarray(grad, np.float64) + decay * np.asarray(before, np.float64)
+    decay = stated.coupled * np.asarray(before, np.float64)
+    return _clipping(case, recording, stated) * np.asarray(grad, np.float64) + decay
 
 
-def _clipping(case: Case, recording: Recording) -> float:
+def _clipping(case: Case, recording: Recording, stated: Stated) -> float:
     """What clipping multiplies gradients by at this step (R30)."""
-    clip = recording.manifest.settings.get("clip")
-    if clip is None:
+    if math.isinf(stated.clip):
         return 1.0
     names = [name for name in recording.manifest.params if recording.has(REDUCE, case.step, name)]
     replica = case.replica_of(recording)
     total = norm(np.array([put_together(recording, REDUCE, case.step, name, "", replica).norm for name in names]))
-    return min(1.0, float(clip) / (total + EPSILON))
+    return min(1.0, stated.clip / (total + EPSILON))
 
 
 def _other_moments(case: Case, slot: str) -> Iterator[Other]:

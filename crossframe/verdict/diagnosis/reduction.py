@@ -12,6 +12,7 @@ from crossframe.verdict.diagnosis.fit import Contrast, believed
 from crossframe.verdict.metrics import norm
 
 LOW = ("bfloat16", "float16")
+MANY = 8
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,8 @@ def low_reduction(
 
     Tried in bfloat16 and in float16: gradients cast before an exact sum, a sum in the low dtype from rank to rank (from each
     rank on, and either way round), and a mean that is cast when it is there. A last resort needs no order: every element of the
-    wrong side is a number of the low dtype, none but a few of the right side is, and the sides differ by no more than such a sum
-    may err.
+    wrong side, or of the sum that it comes from, is a number of the low dtype, of the right side most are not, and the sides
+    differ by no more than such a sum may err.
     """
     difference, wrong = sides.difference, sides.wrong
     roundoff = max(sides.roundoff, roundoff)
@@ -181,13 +182,15 @@ def low_reduction(
         # Without the terms: they are taken to be as large as their mean would be if they all were orthogonal.
         apart = (num_ranks + 1) * unit_roundoff(low) * math.sqrt(num_ranks) * norm(sides.right)
         coarse = 2 * (sum_error(grads, unit_roundoff(low)) if grads else apart)
-        if on_grid(wrong, low) == 1.0 and on_grid(sides.right, low) <= 0.5 and difference <= coarse:
-            return Low(low, f"every element of the mean is a number of {low}", 0.0, error)
+        for times, what in ((1, "the mean"), (num_ranks, "the sum")):
+            fits, others = (on_grid(times * side, low, roundoff) for side in (wrong, sides.right))
+            if fits == 1.0 and others <= 0.5 and difference <= coarse:
+                return Low(low, f"every element of {what} is a number of {low}", 0.0, error)
     return None
 
 
-def on_grid(array: np.ndarray, low: str) -> float:
-    """The share of the elements, those other than zero, that a low dtype holds exactly; 0 of none.
+def on_grid(array: np.ndarray, low: str, roundoff: float = 0.0) -> float:
+    """The share of the elements, those other than zero, that a low dtype holds, but for two roundings; 0 of none.
 
     >>> on_grid(np.array([1.0, 0.1, 0.0]), "bfloat16")
     0.5
@@ -197,7 +200,8 @@ def on_grid(array: np.ndarray, low: str) -> float:
     if not values.size:
         return 0.0
     with np.errstate(over="ignore"):
-        return float(np.mean(values.astype(numpy_dtype(low)).astype(np.float64) == values))
+        off = np.abs(values.astype(numpy_dtype(low)).astype(np.float64) - values)
+    return float(np.mean(off <= 2 * roundoff * np.abs(values)))
 
 
 def _coarse_means(grads: Sequence[np.ndarray], low: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -223,8 +227,8 @@ def _coarse_means(grads: Sequence[np.ndarray], low: str) -> Iterator[tuple[str, 
 
 
 def _orders(num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Round a ring, from each rank on, either way."""
-    for first in range(num_ranks):
+    """Round a ring, from each rank on, either way; of many ranks from the first one on."""
+    for first in range(num_ranks if num_ranks <= MANY else 1):
         around = tuple((first + i) % num_ranks for i in range(num_ranks))
         yield around
         yield around[::-1]

@@ -5,9 +5,9 @@ AdamW (I. Loshchilov, F. Hutter, Decoupled weight decay regularization, ICLR 201
     m = beta1 m' + (1 - beta1) g        v = beta2 v' + (1 - beta2) g^2
     p = p' - rate * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + decay p')
 
-SGD with momentum, as torch has it: the decay is part of the gradient, and the first buffer is the gradient itself:
+SGD with momentum, as torch has it: the decay is part of the gradient.
 
-    b = momentum b' + (1 - dampening) (g + decay p')        p = p' - rate * b
+    b = momentum b' + (g + decay p')        p = p' - rate * b
 """
 
 from dataclasses import dataclass
@@ -61,13 +61,13 @@ class AdamW:
         """By how much rounding alone may carry `updated` away, in norm.
 
         Decay and the final difference each round a number as large as p': 2 u |p'|. The step itself comes from less than 16
-        operations: 16 u |p - p'|. And 1 - beta^t inherits what rounding beta^t leaves, an error of (t + 2) u, of which it is only
-        a part: relative to it (t + 2) u / (1 - beta^t), in both corrections.
+        operations: 16 u |p - p'|. And 1 - beta^t inherits what rounding leaves of beta^t, (t + 2) u beta^t: relative to it
+        (t + 2) u beta^t / (1 - beta^t), and u for the difference itself, in both corrections.
         """
         lost = 16.0
         for beta, count in ((self.beta1, self.count_m), (self.beta2, self.count_v)):
             if count:
-                lost += (count + 2) / (1 - beta**count)
+                lost += 1 + (count + 2) * beta**count / (1 - beta**count)
         return roundoff * (2 * norm(before) + lost * norm(moved))
 
     def _corrected(self, m: np.ndarray) -> np.ndarray:
@@ -84,7 +84,6 @@ class SGD:
     rate: float
     momentum: float
     decay: float
-    dampening: float = 0.0
 
     def updated(self, before: np.ndarray, buffer: np.ndarray) -> np.ndarray:
         """p, from p' and the buffer behind this step's gradient (without momentum: the gradient with its decay)."""
