@@ -15,7 +15,7 @@ from crossframe.verdict.judge import judge
 from crossframe.verdict.locate import locate, locate_sketch
 from crossframe.verdict.metrics import distance
 from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.quantities import Quantity, finite
 from crossframe.verdict.walk import walk
 from tests.core.faulty import CLIP, DECAY, RATE, Faults, manifest, record
 
@@ -184,7 +184,8 @@ def first_diagnosis(pair: Pair, dtype: str) -> tuple[Quantity, Diagnosis | None]
     for group in walk(pair):
         for q in group:
             judged = judge(q)
-            if not judged.equal and (q.bound is None or not distance(q.a, q.b) <= limit(q)):
+            apart = judged.one_sided or distance(finite(q.a), finite(q.b)) > limit(q)
+            if not judged.equal and (q.bound is None or apart):
                 scaled = judge(q.with_scale(limit(q) / (q.bound or 1.0) or 1.0))
                 where = locate_sketch(scaled, pair) if q.sketched else locate(scaled, pair.b.manifest)
                 return q, diagnose(pair, judged, where, limit)
@@ -410,6 +411,19 @@ def test_other_batches_are_said_from_recordings(clean: Clean, tmp_path: Path) ->
         found = diagnose_batches(right, record(tmp_path / name, faults, **SINGLE))
         assert found is not None and found.evidence.endswith(f"in the same order, but with other values; {said}"), found
     assert found.to_json() == {"signature": found.signature, "evidence": found.evidence}
+
+
+def test_gradients_that_are_not_finite_explain_nothing(clean: Clean, tmp_path: Path) -> None:
+    def spoilt(step: int, rank: int, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: np.where(grad > 2, np.inf, grad) if name == QUERY else grad for name, grad in grads.items()}
+
+    def mended(step: int, name: str, grads: list[dict[str, np.ndarray]], old: list) -> np.ndarray:
+        return np.mean([np.where(np.isfinite(grad[name]), grad[name], 0.5) for grad in grads], axis=0)
+
+    right = record(tmp_path / "right", Faults(local=spoilt, mean=mended), **SINGLE)
+    wrong = Faults(local=spoilt, mean=lambda *args: np.tanh(mended(*args)) if args[1] == QUERY else mended(*args))
+    for quantity, found in both_ways(right, tmp_path, wrong, **SINGLE):
+        assert quantity.name == QUERY and found is None, found
 
 
 def test_what_is_not_finite_is_given_no_name(clean: Clean, tmp_path: Path) -> None:

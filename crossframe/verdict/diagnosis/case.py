@@ -141,12 +141,13 @@ class Case:
         return self.read(recording, STATE, step, name, slot)
 
     def local_grads(self, recording: Recording, name: str) -> list[np.ndarray] | None:
-        """Every rank's own gradient of a parameter at this step; zeros where a rank has none (R29)."""
+        """Every rank's own gradient of a parameter at this step; zeros where a rank has none (R29). None too where some are not
+        finite: nothing can be made of their sum."""
         ranks = range(recording.manifest.world_size)
         if self.step >= recording.num_steps or not recording.has(BACKWARD, self.step, name):
             return None
         found = [self._values(name, on_rank(recording, BACKWARD, self.step, rank, name)) for rank in ranks]
-        grads = [grad for grad in found if grad is not None]
+        grads = [grad for grad in found if grad is not None and np.isfinite(grad.astype(np.float64)).all()]
         return grads if len(grads) == len(found) else None
 
     def earlier(self, *, same_shape: bool) -> Iterator[At]:

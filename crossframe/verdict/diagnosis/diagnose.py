@@ -53,6 +53,11 @@ def diagnose(pair: Pair, judgement: Judgement, where: Divergence, limit: Limit) 
     """
     if judgement.one_sided or judgement.both_not_finite:
         return None
+    with np.errstate(all="ignore"):  # what is not finite, elsewhere in the recordings, fits nothing
+        return _diagnose(pair, judgement, where, limit)
+
+
+def _diagnose(pair: Pair, judgement: Judgement, where: Divergence, limit: Limit) -> Diagnosis | None:
     case = case_of(pair, judgement.quantity, limit)
     fit = best(_fits(case))
     part = _part(case, where)
