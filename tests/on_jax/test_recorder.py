@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import RecordingError, UsageError
@@ -129,6 +129,21 @@ def test_a_rank_tells_what_its_own_device_holds(tmp_path):
     np.testing.assert_array_equal(found.full("update", 0, "v"), cut)
 
 
+def test_a_rank_tells_its_own_part_of_what_others_have_copies_of_too(tmp_path):
+    """Two axes that each cut another parameter: all four devices share one copy of the model, and hold halves of each twice."""
+    mesh = mesh_of(a=2, b=2)
+    parts = [jax.device_put(np.arange(4.0) + 10 * i, device) for i, device in enumerate(mesh.devices.flat)]
+    u = jax.make_array_from_single_device_arrays((8,), NamedSharding(mesh, P("a")), parts)
+    v = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("b")))
+    with Recorder(tmp_path / "r", {"u": u, "v": v}) as recorder:
+        recorder.step(params={"u": u, "v": v}, loss=1.0)
+    found = Recording.open(tmp_path / "r")
+    assert found.manifest.mesh == MeshSpec(4)
+    # Ranks 0 and 1 have the first half, each as its own device has it; 2 and 3 the second.
+    assert found.full("update", 0, "u").tolist() == [0, 1, 12, 13, 20, 21, 32, 33]
+    assert found.full("update", 0, "v").tolist() == list(range(8))
+
+
 def test_each_replica_tells_its_own_copy(tmp_path):
     mesh = mesh_of(data=2, fsdp=2)
     parts = [jax.device_put(np.full(2, 10.0 * i), device) for i, device in enumerate(mesh.devices.flat)]
@@ -148,7 +163,8 @@ def test_batches_are_known_by_their_values_and_ranks_by_their_samples(tmp_path, 
     both = small_batch(8, seed=0)
     assert one_device.batch(0, 0) == Batch(digest_of([both["x"], both["y"]]), row_ids([both["x"], both["y"]]))
     mesh = mesh_of(fsdp=2)
-    cut = jax.device_put(x, NamedSharding(mesh, P(None, "fsdp") if x.shape[1] % 2 == 0 else P("fsdp")))
+    turned = Mesh(mesh.devices[::-1], mesh.axis_names)  # the first rank's device holds the second half
+    cut = jax.device_put(x, NamedSharding(turned, P("fsdp")))
     own = [Batch("0" * 64, (1, 2)), Batch("1" * 64, (3,))]
     params = placed(small_params(), mesh)
     with Recorder(tmp_path / "given", params, every=1) as recorder:
@@ -156,7 +172,7 @@ def test_batches_are_known_by_their_values_and_ranks_by_their_samples(tmp_path, 
         recorder.step(params=params, loss=1.0, batch=own)
         recorder.step(params=params, loss=1.0)
     found = Recording.open(tmp_path / "given")
-    assert found.batch(0, 1).sample_ids == row_ids([x[4:]])
+    assert [found.batch(0, rank).sample_ids for rank in (0, 1)] == [row_ids([x[4:]]), row_ids([x[:4]])]
     assert [found.batch(1, rank) for rank in (0, 1)] == own
     assert found.batch(2, 0).sample_ids == ()
 
