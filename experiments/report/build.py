@@ -106,13 +106,13 @@ def world_text(world_size: int | Sequence[int]) -> str:
 
 def _shape(verdict: PairVerdict, run: Recording) -> tuple[int, ...] | None:
     where, first = verdict.first_divergence, first_beyond(verdict.judged)
-    if where is None or first is None or where.event not in (INPUT, OUTPUT):
-        return None
+    if where is None or first is None or where.event not in (INPUT, OUTPUT) or where.rank is None:
+        return None  # without a rank, the elements are those of a sample that came to other ranks
     of = {
         f"{use} of {module or 'the model'}": (microbatch, module, use)
         for microbatch, module, use in run.activations(where.step)
     }
-    return run.activation_shape(where.step, where.rank or 0, *of[first.name])
+    return run.activation_shape(where.step, where.rank, *of[first.name])
 
 
 def _num_twins(run: Recording) -> int:

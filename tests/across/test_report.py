@@ -267,7 +267,7 @@ def test_other_world_sizes_and_a_loss_that_is_not_finite(tmp_path):
     page = write_report(tmp_path, report, series).read_text()
     assert "2 and 3 ranks" in page
     assert "nan" not in "".join(re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL))
-    assert "all together" in page
+    assert "no single one" in page
     assert "There is a bug: at step 1 the mean loss over ranks is not finite" in page
     assert ">∞</text>" in page
 
@@ -562,6 +562,18 @@ def test_the_elements_of_an_activation_are_drawn_too(tmp_path):
     assert "elements 4:7 of 12, of shape (3, 4)" in text
     assert 'style="left:33.333%;width:25.0%"' in text
     assert drawings(text) == []
+
+
+def test_an_activation_at_two_world_sizes_has_no_rank(tmp_path):
+    def off(phase, step, rank, name, array):
+        return array + 1.0 if (phase, name) == ("output", "block") else array
+
+    report, series = report_of([pair(tmp_path, off, b=synthetic.manifest(3, framework="jax"))])
+    where = report["pairs"][0]["first_divergence"]
+    assert (where["event"], where["unit"], where["rank"]) == ("output", "block", None)
+    text = page(report, series)
+    assert "no single one" in text and "of shape" not in text
+    assert "output of block" in text
 
 
 def test_what_cannot_be_told_from_sketches_is_said(tmp_path):
