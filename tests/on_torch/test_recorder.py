@@ -1,5 +1,7 @@
 """Loops of every kind, recorded and held against one another."""
 
+import copy
+import pickle
 from functools import partial
 from pathlib import Path
 
@@ -191,6 +193,25 @@ def test_hooks_and_replaced_functions_are_gone_afterwards(tmp_path):
     assert (torch.amp.GradScaler.scale, nn.utils.clip_grad._clip_grads_with_norm_) == (scale, clip)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(param._backward_hooks for param in model.parameters())
+
+
+def test_a_model_may_be_copied_and_pickled_and_call_a_module_twice_while_it_is_recorded(tmp_path):
+    block = nn.Linear(4, 4)
+    model = nn.Sequential(block, nn.GELU(), block)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(tmp_path, model=model, optimizer=optimizer) as recorder:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+            copied(torch.zeros(2, 4))
+            loaded(torch.zeros(2, 4))
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+    recording = Recording.open(tmp_path)
+    assert recording.activations(1) == [(0, "", "input"), (0, "0", "input"), (0, "0", "output"), (0, "", "output")]
+    grad = recording.local(0, 0, "0.weight")
+    assert np.array_equal(grad, recording.full(REDUCE, 0, "0.weight"))
 
 
 def test_a_loop_that_fails_leaves_no_end(tmp_path):

@@ -14,8 +14,10 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from crossframe.dtypes import FLOATING
 from crossframe.recording.lines import INPUT, OUTPUT
 from crossframe.trace import Event
+from torch_backend.dtypes import dtype_name
 from torch_backend.inputs import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder.model import ModelView
@@ -61,6 +63,21 @@ def quietly() -> Iterator[None]:
         yield
 
 
+class _Hook:
+    """A hook of a module that belongs to this model alone: in a copy of the model, and in a file, it does nothing."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    @_disable_dynamo
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None:
+            self._function(*args)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+
 def in_backward() -> bool:
     """Whether autograd is at work: a forward is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
@@ -81,17 +98,18 @@ class Watch:
         self._handles: list[Any] = []
         self._engine = _Engine()
         self._grads: dict[str, Tensor] = {}
-        # By id the parameters, as forward read them, whose gradients are listened for; and those that were told.
+        # By id the parameters, as forward read them, whose gradients are listened for; and what of the step was told.
         self._hooked: dict[int, Tensor] = {}
         self._told: set[str] = set()
+        self._seen: set[tuple[int, str, str]] = set()
         self.is_dense = False
         self.microbatches = 0
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
         self._root = [place.module for place in named_places(model) if not place.name and not place.compiled][-1]
         self._own = [
-            model.register_forward_pre_hook(self._model_begins, prepend=True, with_kwargs=True),
+            model.register_forward_pre_hook(_Hook(self._model_begins), prepend=True, with_kwargs=True),
             *self._around(self._root, ""),
-            model.register_forward_hook(self._model_ends, always_call=True),
+            model.register_forward_hook(_Hook(self._model_ends), always_call=True),
         ]
 
     def close(self) -> None:
@@ -110,7 +128,7 @@ class Watch:
         """
         self._drop()
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
-        self._engine, self._grads, self._told = _Engine(), {}, set()
+        self._engine, self._grads, self._told, self._seen = _Engine(), {}, set(), set()
         if collects or is_dense:
             observers.append(self._engine)
         if is_dense:
@@ -158,7 +176,6 @@ class Watch:
     def _around(self, module: nn.Module, name: str) -> list[Any]:
         """Hooks that tell a module's input and output while steps are dense."""
 
-        @_disable_dynamo
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_dense and in_backward():
                 self._listen(module)
@@ -168,20 +185,22 @@ class Watch:
                     self._tell(name, INPUT, (args, kwargs))
                 self._listen(module)
 
-        @_disable_dynamo
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if self.is_dense and self._inside and not in_backward():
                 with quietly():
                     self._tell(name, OUTPUT, output)
 
         return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
+            module.register_forward_pre_hook(_Hook(before), with_kwargs=True),
+            module.register_forward_hook(_Hook(after)),
         ]
 
     def _tell(self, name: str, use: str, value: Any) -> None:
-        found = next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
-        if found is not None and not isinstance(found, DTensor):
+        at = (self.microbatches, name, use)
+        found = next((tensor for tensor in tensors_in(value) if dtype_name(tensor.dtype) in FLOATING), None)
+        # Of a module that is called several times in a forward the first call is recorded.
+        if found is not None and _is_plain(found) and at not in self._seen:
+            self._seen.add(at)
             self._sink.activation(self.microbatches - 1, name, use, found.detach())
 
     def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -216,7 +235,6 @@ class Watch:
 
         return add
 
-    @_disable_dynamo
     def _model_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or in_backward():
             return
@@ -228,12 +246,16 @@ class Watch:
         self._inside = True
         self.microbatches += 1
         with quietly():
-            self._sink.batch([tensor.detach() for tensor in tensors_in((args, kwargs))])
+            self._sink.batch([tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)])
 
-    @_disable_dynamo
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
             self._inside = False
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it lies here as a whole, element by element."""
+    return tensor.layout == torch.strided and not isinstance(tensor, DTensor) and not tensor.is_meta
 
 
 def _add(sums: dict[str, Tensor], name: str, grad: Tensor) -> None:
