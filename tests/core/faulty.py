@@ -153,6 +153,7 @@ class _Run:
         self.rounding = np.random.default_rng(noise + 99)
         self.roundoff = unit_roundoff(made.dtype)
         self.params = {name: self.kept(_draw(SHAPES[name], 1, name) * 0.5, exact=True) for name in SHAPES}
+        self.params["norm.weight"] = np.ones(WIDTH, self.dtype)
         self.past: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
         slots = ("exp_avg", "exp_avg_sq") if made.settings["optimizer"] != "SGD" else ("momentum_buffer",)
         self.state = {name: {slot: np.zeros(SHAPES[name], self.dtype) for slot in slots} for name in SHAPES}

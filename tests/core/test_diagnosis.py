@@ -118,6 +118,10 @@ def test_a_few_elements_that_reappear_are_no_shift() -> None:
 def test_zeros_and_ones_lie_everywhere_and_say_nothing() -> None:
     x, ones = drawn(0, 6, 6), np.ones((6, 6))
     assert same_as(Contrast(x, np.zeros((6, 6)), 0.0), {"q": np.zeros((6, 6))}) is None
+    noise = 1e-18 * drawn(1, 6, 6)
+    assert same_as(Contrast(x, np.zeros((6, 6)), 1e-12), {"q": noise}) is None
+    grads = [x, x.T]
+    assert mixed_ranks(Contrast(np.mean(grads, axis=0), np.zeros((6, 6)), 1e-12), grads, [noise, noise.T]) is None
     assert transposition_of(Contrast(ones, ones + 1, 0.0)) is None
     assert shift_of(Contrast(np.zeros(9), np.eye(9)[3], 0.0)) is None
     assert factor_of(Contrast(np.zeros(5), drawn(0, 5), 1e-9)) is None
@@ -207,6 +211,9 @@ def test_a_mean_on_the_grid_of_bfloat16_needs_no_local_gradients() -> None:
     assert found is not None and found.dtype == "bfloat16"
     assert low_reduction(Contrast.of(right, wrong + np.float32(1e-3), 1e-6), None, 2) is None
     assert low_reduction(Contrast.of(right, wrong, 1e-6), None, 2, roundoff=2.0**-8) is None  # as it should be
+    assert (
+        low_reduction(Contrast.of(wrong, wrong * np.float32(1 + 2.0**-6), 1e-6), None, 2) is None
+    )  # nor is it finer on the other
 
 
 def tied(seed: int, lookups: float, head: float) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from crossframe.verdict.quantities import Quantity, finite
 from crossframe.verdict.walk import walk
 from tests.core.faulty import CLIP, DECAY, RATE, Faults, manifest, record
 
-QUERY, KEY, DOWN = "block.query.weight", "block.key.weight", "block.down.weight"
+QUERY, KEY, DOWN, NORM = "block.query.weight", "block.key.weight", "block.down.weight", "norm.weight"
 
 
 def tanh_gelu(x: np.ndarray) -> np.ndarray:
@@ -117,6 +117,10 @@ FAULTS: dict[str, tuple[str, Faults]] = {
     "stale gather": (
         "stale_copy",
         Faults(gathered=lambda s, r, name, now, old: old[name][-1] if s == 2 and name == QUERY else now),
+    ),
+    "stale from the start": (
+        "stale_copy",
+        Faults(gathered=lambda s, r, name, now, old: old[name][-1] if s == 1 and name == NORM else now),
     ),
     "gradient not zeroed": ("stale_copy", Faults(mean=added_to_the_last)),
     "gradient of the step before": (
@@ -278,6 +282,7 @@ UNNAMED: dict[str, Faults] = {
     "the norm alone": Faults(norm=lambda s, r, x, grads: 1.234567 * x),
     "the median of ranks": Faults(mean=mean_of(lambda s, n, grads: np.median(grads, axis=0))),
     "ranks reversed": Faults(gathered=seen_as(lambda x: x[::-1], "block.up.weight")),
+    "a gradient lost": Faults(local=lambda s, r, g: {n: 0 * x if n == QUERY else x for n, x in g.items()}),
     "moments from elsewhere": Faults(moments=lambda s, n, state: np.full(state[n]["exp_avg"].shape, 0.01)),
 }
 

@@ -49,7 +49,7 @@ class Contrast:
     Attributes:
         right, wrong: of one shape.
         limit: the largest norm(right - wrong) that rounding may leave; 0 where data is only moved.
-        roundoff: unit roundoff of the dtype in which the wrong side is held.
+        roundoff: unit roundoff of the finer of the dtypes in which both are held: a coarser one is no excuse.
     """
 
     right: np.ndarray
@@ -64,7 +64,8 @@ class Contrast:
         >>> Contrast.of(np.ones(2, np.float32), np.zeros(2, np.float32), 0.0).roundoff == 2.0**-24
         True
         """
-        return cls(np.asarray(right, np.float64), np.asarray(wrong, np.float64), float(limit), roundoff_of(wrong))
+        wide = [np.asarray(side, np.float64) for side in (right, wrong)]
+        return cls(wide[0], wide[1], float(limit), min(roundoff_of(right), roundoff_of(wrong)))
 
     @property
     def difference(self) -> float:
@@ -110,9 +111,14 @@ def roundoff_of(array: np.ndarray) -> float:
     return unit_roundoff(array.dtype.name) if array.dtype.name in FLOATING else 0.0
 
 
-def says_nothing(array: np.ndarray) -> bool:
-    """Whether all elements are the same: zeros, or the ones that a norm starts from, lie in many places at once."""
-    return array.size == 0 or bool((array == array.reshape(-1)[0]).all())
+def says_nothing(array: np.ndarray, limit: float = 0.0) -> bool:
+    """Whether all elements are the same, but for what rounding may leave: zeros, or the ones that a norm starts from, lie in many
+    places at once.
+
+    >>> says_nothing(np.ones(3)), says_nothing(np.array([1e-9, 0.0]), 1e-8), says_nothing(np.arange(3.0), 0.1)
+    (True, True, False)
+    """
+    return array.size == 0 or norm(array.astype(np.float64) - float(array.reshape(-1)[0])) <= limit
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def shift_of(
             if 2 * (high - low) < last - first or high - low < 2:
                 continue
             target, source = y[low:high], x[low - shift : high - shift]
-            if says_nothing(source):
+            if says_nothing(source, 2 * sides.limit):
                 continue
             rest = distance(target, source)
             if believed(rest, distance(target, x[low:high]), sides.limit):
@@ -96,10 +96,10 @@ def shift_of(
 
 
 def same_as(sides: Contrast, candidates: Mapping[str, np.ndarray]) -> Found | None:
-    """The first of these arrays that the wrong side is; they are read into its shape. Arrays of one value tell nothing."""
+    """The first of these arrays that the wrong side is; they are read into its shape. Those of one value tell nothing."""
     shaped = (
         (name, np.asarray(array, np.float64).reshape(sides.wrong.shape))
         for name, array in candidates.items()
-        if array.size == sides.wrong.size and not says_nothing(array)
+        if array.size == sides.wrong.size and not says_nothing(array, 2 * sides.limit)
     )
     return _first(sides, shaped)

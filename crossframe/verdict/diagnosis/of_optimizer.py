@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,6 +81,7 @@ def _update(case: Case, stated: Stated) -> Iterator[Fit]:
     sides = [_update_of(case, recording, stated) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
+    sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
     counted = case.wrong.count(case.step, case.name)
     for fit in departures(sides[0], sides[1], stated.rule, counted, case.both.difference):
         yield _of_side(case, fit)
@@ -104,6 +105,8 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
     sides = [_moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
+    # A moment that is kept in a coarser dtype than the other one is no excuse for what its rounding does.
+    sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
     fits = moment_departures(
         sides[0],
         sides[1],

@@ -132,8 +132,12 @@ def stale_copy(case: Case) -> Iterator[Fit]:
     if earlier is None:
         return
     which = "was gathered" if case.phase == UNSHARDED else "is there"
-    if found := same_as(case.sides, {f"what {case.names[1]} had a step before {which}": case.cut(earlier)}):
-        yield Fit("stale_copy", f"{found.said} once more", found.rest, 0.0, Story("stale"))
+    said = f"what {case.names[1]} had a step before {which} once more"
+    if case.phase == UNSHARDED and distance(case.sides.wrong, case.cut(earlier)) == 0.0:
+        # Bit for bit, and the shards hold something else: so it was, zeros and ones too.
+        yield Fit("stale_copy", said, 0.0, 0.0, Story("stale"))
+    elif found := same_as(case.sides, {said: case.cut(earlier)}):
+        yield Fit("stale_copy", said, found.rest, 0.0, Story("stale"))
     if case.phase in (BACKWARD, REDUCE):
         both = case.sides.right + case.cut(earlier)
         tolerance = case.limit + 4 * case.sides.roundoff * norm(both)

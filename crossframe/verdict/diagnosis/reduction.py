@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.reduction import divide_factors
-from crossframe.verdict.diagnosis.fit import Contrast, believed
+from crossframe.verdict.diagnosis.fit import Contrast, believed, says_nothing
 from crossframe.verdict.metrics import norm
 
 LOW = ("bfloat16", "float16")
@@ -144,7 +144,7 @@ def mixed_ranks(
         return None
     weights = np.linalg.lstsq(np.concatenate([ours, others]).T, sides.wrong.reshape(-1), rcond=None)[0]
     swapped = weights[num_ranks:] > 0.5 / num_ranks
-    if not swapped.any():
+    if not swapped.any() or any(says_nothing(grad, 2 * sides.limit) for grad in others[swapped]):
         return None
     rest = norm(sides.wrong.reshape(-1) - np.where(swapped[:, None], others, ours).mean(axis=0))
     if not believed(rest, sides.difference, sides.limit + error):
