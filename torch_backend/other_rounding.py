@@ -6,12 +6,16 @@ itself in the same ways and no other: products of matrices are summed in another
 rounds is moved, element by element, to one of its neighbours or left, at random (D. Parker, Monte Carlo arithmetic, UCLA
 1997). What moves, selects or casts data is left alone: it has one right answer. So are zeros (masks, padding, unused
 parameters), what is not finite, and single whole numbers (an optimizer's count of its steps).
+
+Adam's constants, such as 1 - beta2**t, torch computes in Python's numbers, and others in the dtype of the parameters: in float32
+1 - 0.999 is off by 1e-5 of itself. A twin computes them so, on the path that Adam has for constants that are tensors.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,6 +42,7 @@ _ROUNDS = """
 ROUNDING = frozenset(getattr(aten, name) for name in _ROUNDS.split() if hasattr(aten, name))
 """Operations whose results are rounded."""
 
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,6 +57,37 @@ class OtherRounding(TorchDispatchMode):
         super().__init__()
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._hooks: list[Any] = []
+        self._as_they_were: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._constants_are_tensors(optimizer)),
+            register_optimizer_step_post_hook(lambda *_: self._restore_groups()),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *of: Any) -> None:
+        super().__exit__(*of)
+        for hook in self._hooks:
+            hook.remove()
+        self._restore_groups()
+
+    def _constants_are_tensors(self, optimizer: torch.optim.Optimizer) -> None:
+        """For one step. In float64 Python's numbers are of that dtype already."""
+        if not isinstance(optimizer, _ADAMS):
+            return
+        for group in optimizer.param_groups:
+            wide = all(param.dtype == torch.float64 for param in group["params"])
+            if not wide and not group["fused"] and not group["capturable"]:
+                other = {"differentiable": True, "foreach": False}
+                self._as_they_were.append((group, {name: group[name] for name in other}))
+                group.update(other)
+
+    def _restore_groups(self) -> None:
+        for group, was in self._as_they_were:
+            group.update(was)
+        self._as_they_were = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         packet = func.overloadpacket

@@ -89,3 +89,22 @@ def test_the_optimizer_alone_rounds_otherwise_too():
                     optimizer.step()
         assert not (params[0] == params[1]).all()
         torch.testing.assert_close(*params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_constants_of_adam_are_rounded_in_the_dtype_of_parameters(optimizer):
+    """1 - 0.999 in float32 is a difference of two numbers of unit roundoff 2^-24: off by up to 2^-24 / 1e-3 = 6e-5 of itself, and
+    as much again where a twin moves the power; the root halves that, and a first step is as long as the learning rate."""
+
+    def step(seed, dtype):
+        param = nn.Parameter(torch.zeros(40, dtype=dtype))
+        param.grad = torch.linspace(1, 2, 40, dtype=dtype)
+        made = optimizer([param], lr=1.0, weight_decay=0.0, eps=0.0, foreach=None)
+        before = {name: value for name, value in made.param_groups[0].items() if name != "params"}
+        made.step() if seed == 0 else rounded(seed, made.step)
+        assert {name: value for name, value in made.param_groups[0].items() if name != "params"} == before
+        return param.detach()
+
+    apart = [(step(seed, torch.float32) - step(0, torch.float32)).abs().max().item() for seed in range(1, 7)]
+    assert max(apart) > 5e-6 and all(each <= 6.1e-5 for each in apart), apart
+    assert (step(1, torch.float64) - step(0, torch.float64)).abs().max() < 1e-14
