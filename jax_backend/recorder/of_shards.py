@@ -44,11 +44,9 @@ class OfShards:
         for name, arrays in values.buckets.items():
             if _is_by_rows(bucket := self.tree.by_name[name]):
                 continue
-            stack = () if bucket.num_layers is None else (slice(None),)
+            # Padding is behind the last row, where a parameter is padded at all.
             for spec in bucket.layout.params:
-                cut = (*stack, *(slice(size) for size in spec.shape))
-                copies = self.grid.copies(arrays[spec.name])
-                self._add_whole(found, bucket, spec.name, {rank: whole[cut] for rank, whole in copies.items()})
+                self._add_whole(found, bucket, spec.name, self.grid.copies(arrays[spec.name]))
         for rank in self.grid.here:
             place = self.grid.spec.coordinate(rank)[1]
             for name, buffer in shards_of(values, rank).items():

@@ -91,6 +91,13 @@ def test_sums_go_through_all_their_terms_in_another_order(numel):
         np.testing.assert_allclose(found, [places.sum(), (places * places).sum()], rtol=3e-16)
 
 
+def test_the_order_of_a_sum_is_drawn_by_the_seed():
+    """Where terms cancel, the order says which of the small ones are lost."""
+    terms = np.random.default_rng(0).permutation(np.repeat([1e16, 1.0, -1e16], 30))
+    found = {float(other_rounding(jnp.dot, seed)(jnp.asarray(terms), jnp.ones(90))) for seed in range(6)}
+    assert max(found) - min(found) >= 2, found
+
+
 def test_what_ranks_do_each_for_themselves_rounds_otherwise_too():
     mesh = mesh_of(x=2)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), "float32")
