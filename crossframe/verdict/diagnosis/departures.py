@@ -55,7 +55,7 @@ class Update:
 
 
 def departures(right: Update, wrong: Update, stated: Rule, counted: float | None, difference: float) -> list[Fit]:
-    """The changes to a rule that explain the wrong side's update, where the rule itself explains the right side's.
+    """The changes to a rule that explain the wrong side's update, where the rule itself explains the right side's and not this.
 
     Args:
         stated: its rate, where a schedule makes another of it, is corrected by the right side.
@@ -63,9 +63,9 @@ def departures(right: Update, wrong: Update, stated: Rule, counted: float | None
         difference: norm of what is to be explained.
     """
     rule = stated
+    if wrong.rest(rule) <= wrong.error(rule):
+        return []  # the other one departs, or neither does
     if right.rest(rule) > right.error(rule):
-        if wrong.rest(rule) <= wrong.error(rule):
-            return []  # it is the other one that departs
         rule = replace(stated, rate=factor_between(right.way(stated), right.moved))
         if rule.rate <= 0 or right.rest(rule) > right.error(rule):
             return []

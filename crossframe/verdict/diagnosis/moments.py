@@ -69,13 +69,15 @@ def moment_departures(
     decay: float = 0.0,
     squared: bool = False,
 ) -> list[Fit]:
-    """The changes to a moment's rule that explain the wrong side's, where the rule itself explains the right side's.
+    """The changes to a moment's rule that explain the wrong side's, where the rule itself explains the right side's and not this.
 
     Args:
         difference: norm of what is to be explained.
         decay: what `gradient` holds of the parameter before the step.
         squared: whether it is a second moment.
     """
+    if wrong.rest(stated) <= wrong.error(stated):
+        return []  # the other one departs, or neither does
     if right.rest(stated) > right.error(stated):
         # Something that was not recorded, such as a gradient scaler, may have scaled the gradients of both sides alike.
         scale = factor_between(right.gradient, right.went_in(stated))

@@ -61,13 +61,13 @@ class AdamW:
         """By how much rounding alone may carry `updated` away, in norm.
 
         Decay and the final difference each round a number as large as p': 2 u |p'|. The step itself comes from less than 16
-        operations: 16 u |p - p'|. And 1 - beta^t inherits what rounding leaves of beta^t, (t + 2) u beta^t: relative to it
-        (t + 2) u beta^t / (1 - beta^t), and u for the difference itself, in both corrections.
+        operations: 16 u |p - p'|. And 1 - beta^t inherits what rounding leaves of beta, t u beta^t, and of its power, u beta^t:
+        relative to it (t + 1) u beta^t / (1 - beta^t), of which the root of the second moment's takes half.
         """
         lost = 16.0
-        for beta, count in ((self.beta1, self.count_m), (self.beta2, self.count_v)):
+        for beta, count, share in ((self.beta1, self.count_m, 1.0), (self.beta2, self.count_v, 0.5)):
             if count:
-                lost += 1 + (count + 2) * beta**count / (1 - beta**count)
+                lost += share * (count + 1) * beta**count / (1 - beta**count)
         return roundoff * (2 * norm(before) + lost * norm(moved))
 
     def _corrected(self, m: np.ndarray) -> np.ndarray:
