@@ -123,6 +123,35 @@ def edit_events(directory: Path, old: str, new: str, *, rank: int = 0, seal: boo
     path.write_text(head + mark + end)
 
 
+def jitter(seed: int, size: float, *, by_rank: bool = False) -> Tamper:
+    """Everything that is computed moved by about `size` of a typical element, as another order of sums does.
+
+    Args:
+        by_rank: what is a rank's own differs between ranks.
+    """
+
+    def change(phase: str, step: int, rank: int, name: str, array: np.ndarray) -> np.ndarray:
+        if phase in ("parameters", "unsharded"):
+            return array
+        own = [rank] if by_rank and phase in ("input", "output", "backward") else []
+        noise = np.random.default_rng([seed, *own, step, *phase.encode(), *name.encode()]).normal(size=array.shape)
+        # An update by what the gradient's noise makes of it, times the learning rate.
+        return (array + size * (LEARNING_RATE if phase == "update" else 1.0) * noise).astype(array.dtype)
+
+    return change
+
+
+def both(*tampers: Tamper) -> Tamper:
+    """One change after the other."""
+
+    def change(phase: str, step: int, rank: int, name: str, array: np.ndarray) -> np.ndarray:
+        for tamper in tampers:
+            array = tamper(phase, step, rank, name, array)
+        return array
+
+    return change
+
+
 def _draw(shape: tuple[int, ...], *seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 

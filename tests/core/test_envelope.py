@@ -13,23 +13,14 @@ from crossframe.verdict import Verdict, compare
 from crossframe.verdict.envelope import eccentricity, margin, spread_of
 from tests.conftest import EXHAUSTIVE
 from tests.core import synthetic
+from tests.core.synthetic import both
 
 NOISE = 1e-3
 """Far more than float32 rounds by: what a bound known beforehand would call a bug."""
 
 
 def jitter(seed, size=NOISE):
-    """Everything that is computed moved by about `size` of a typical element, as another order of sums does."""
-
-    def change(phase, step, rank, name, array):
-        if phase in ("parameters", "unsharded"):
-            return array
-        noise = np.random.default_rng([seed, step, *phase.encode(), *name.encode()]).normal(size=array.shape)
-        # An update by what the gradient's noise makes of it, times the learning rate.
-        scale = size * (synthetic.LEARNING_RATE if phase == "update" else 1.0)
-        return (array + scale * noise).astype(array.dtype)
-
-    return change
+    return synthetic.jitter(seed, size)
 
 
 def run(folder, twins=0, *, seed=0, tamper=None, made=None):
@@ -39,17 +30,6 @@ def run(folder, twins=0, *, seed=0, tamper=None, made=None):
     for i in range(1, twins + 1):
         synthetic.record(folder / twin_folder(i), made, tamper=jitter(1000 * seed + i))
     return recording
-
-
-def both(*changes):
-    """One change after the other."""
-
-    def change(phase, step, rank, name, array):
-        for each in changes:
-            array = each(phase, step, rank, name, array)
-        return array
-
-    return change
 
 
 def scaled(phase, name, factor, step=0):

@@ -47,14 +47,7 @@ def test_a_sample_that_differs_shows_in_what_the_module_made_of_it(tmp_path):
 
 def test_the_limit_of_more_samples_is_that_of_so_many_elements(tmp_path):
     def noise(seed, size):
-        def change(phase, step, rank, name, array):
-            if phase in ("parameters", "unsharded"):
-                return array
-            own = rank if phase in ("input", "output", "backward") else 0
-            apart = np.random.default_rng([seed, own, step, *phase.encode(), *name.encode()]).normal(size=array.shape)
-            return array + size * (synthetic.LEARNING_RATE if phase == "update" else 1.0) * apart
-
-        return change
+        return synthetic.jitter(seed, size, by_rank=True)
 
     a = run(tmp_path / "a", 1)
     for i in range(1, 5):

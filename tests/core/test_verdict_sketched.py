@@ -12,6 +12,7 @@ from crossframe.recording.lines import twin_folder
 from crossframe.recording.sketch import WHOLE, sketches_of
 from crossframe.verdict import Verdict, compare
 from tests.core import synthetic
+from tests.core.synthetic import both
 
 SHAPES = {"": {"embed": (40, 30), "bias": (3,)}, "block": {"block.w": (50, 30), "block.k_bias": (3,)}}
 NOISE = 1e-6
@@ -36,24 +37,8 @@ def made(world_size=2, *, detail="full", dtype="float32", kind="flat", **other):
     return synthetic.manifest(world_size, dtype=dtype, units=units, param_map=maps, detail=detail, **other)
 
 
-def jitter(seed, size=NOISE):
-    def change(phase, step, rank, name, array):
-        if phase in ("parameters", "unsharded"):
-            return array
-        noise = np.random.default_rng([seed, step, *phase.encode(), *name.encode()]).normal(size=array.shape)
-        scale = size * (synthetic.LEARNING_RATE if phase == "update" else 1.0)
-        return (array + scale * noise).astype(array.dtype)
-
-    return change
-
-
-def both(*tampers):
-    def change(phase, step, rank, name, array):
-        for tamper in tampers:
-            array = tamper(phase, step, rank, name, array)
-        return array
-
-    return change
+def jitter(seed):
+    return synthetic.jitter(seed, NOISE)
 
 
 def at(phase, name, change, *, step=0, rank=None):
