@@ -231,8 +231,8 @@ def norm_of_the_shard() -> Iterator[None]:
 
 
 @TORCH_ENGINE.fault(
-    "gradients are never set to zero",
-    Answer(*REDUCED, step=1, signature=None),
+    "gradients are never set to zero, so that those of the step before are in them",
+    Answer(*REDUCED, step=1, signature="stale_copy"),
     source="wenet-e2e/wekws#72",
 )
 def zero_grad_forgotten() -> Iterator[None]:

@@ -35,7 +35,7 @@ SHORT = (
     "sum_gradients",
     "stale_gradient",
     "gradient_transposed",
-    "gelu_by_erf",
+    "dropout_left_on",
     "step_skipped",
     "a_step_ahead",
     "moments_lost",
@@ -274,7 +274,7 @@ def _said(
 
 
 def test_only_the_place_itself_counts_as_localised():
-    answer = FAULTS["gelu_by_erf"].answer
+    answer = FAULTS["dropout_left_on"].answer
     assert is_localised(_said(), answer)
     other = (
         {"unit": "blocks.1"},
