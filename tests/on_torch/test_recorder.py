@@ -195,6 +195,60 @@ def test_hooks_and_replaced_functions_are_gone_afterwards(tmp_path):
     assert not any(param._backward_hooks for param in model.parameters())
 
 
+def test_a_scaled_loss_is_recorded_unscaled_and_autocast_is_the_dtype_of_the_run(tmp_path):
+    losses = {}
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with Recorder(tmp_path / str(scale), model=model, optimizer=optimizer) as recorder:
+            for step in range(2):
+                tokens = batches(step, 0, 1)[0]
+                with torch.autocast("cpu", torch.bfloat16):
+                    logits = model(tokens[:, :-1])
+                    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                recorder.step()
+                losses.setdefault(scale, []).append(loss.item())
+    plain, scaled = (Recording.open(tmp_path / str(scale)) for scale in losses)
+    assert plain.manifest.dtype == scaled.manifest.dtype == "bfloat16"
+    assert plain.losses()[:, 0].tolist() == losses[1.0] and scaled.losses()[:, 0].tolist() == losses[1024.0]
+    # A power of two: not even rounding differs.
+    assert np.array_equal(plain.full(REDUCE, 1, "scale"), scaled.full(REDUCE, 1, "scale"))
+    assert plain.grad_norm(1, 0) == scaled.grad_norm(1, 0)
+
+
+def test_what_nothing_reached_has_zeros_as_its_own_gradient_and_no_reduced_one(tmp_path):
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def forward(self, x):
+            return self.used(x * self.frozen)
+
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(tmp_path, model=model, optimizer=optimizer) as recorder:
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        recorder.step()
+    recording = Recording.open(tmp_path)
+    assert recording.local(0, 0, "unused.weight").tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert not recording.has(BACKWARD, 0, "frozen") and recording.has(UNSHARDED, 0, "frozen")
+    assert [name for name in recording.manifest.params if recording.has(REDUCE, 0, name)] == [
+        "used.weight",
+        "used.bias",
+    ]
+
+
 def test_a_model_may_be_copied_and_pickled_and_call_a_module_twice_while_it_is_recorded(tmp_path):
     block = nn.Linear(4, 4)
     model = nn.Sequential(block, nn.GELU(), block)
