@@ -12,7 +12,7 @@ from torch import nn
 
 from crossframe.errors import AgreementError, RecordingError, UsageError
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, STATE, UPDATE
+from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict import Verdict, compare
 from tests.on_torch.recorded_loops import (
     KINDS,
