@@ -212,7 +212,7 @@ class Bucket:
                     waits = any(grad is not None for grad in self.exposure.grads())
                     waits = waits or any(has_grad_hooks(param) for param in self.exposure.managed())
                     shard = shard.to(device, non_blocking=not waits)
-                unused = self.unused.everywhere(len(self.layout.params), self._streams.join_host)
+                unused = self.unused.everywhere(self._streams.join_host)
                 self.exposure.add_grad(shard, self._reduced, unused)
         return True
 

@@ -3,6 +3,9 @@
 A rank that lacks the gradient of a parameter sends zeros for it, and cannot tell from the sum whether another rank had one. So,
 before it issues the reduction, it says in the store what it lacks. When its reduction is over, all ranks have issued theirs, and
 have said so if they lack something: what every rank lacks has no gradient. Ranks that lack nothing do nothing.
+
+Each rank has a key of its own: appending to one that they share is not atomic in every store (a FileStore loses what two append
+at the same time).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +23,8 @@ class Unused:
     def __init__(self, mesh: UnitMesh) -> None:
         self._mesh = mesh
         self._asks = any(some.size > 1 and spans_ranks(some.group) for some in (mesh.shards, mesh.replicas))
-        # How many reductions there were; those that no gradient has come of yet, and what this rank lacks in each; and the keys
-        # in the store of those of which the last one came.
+        # How many reductions there were; those that no gradient has come of yet, and what this rank lacks in each; and this
+        # rank's keys in the store of those of which the last one came.
         self._key, self._turn = "", 0
         self._waiting: list[tuple[int, frozenset[int]]] = []
         self._read: list[str] = []
@@ -43,13 +46,13 @@ class Unused:
         lacking = frozenset(i for i, lacks in enumerate(params) if lacks)
         self._waiting.append((self._turn, lacking))
         if lacking and self._asks:
-            _store().append(f"{self._key}/{self._turn}", "".join("01"[lacks] for lacks in params))
+            _store().set(self._keys(self._turn)[self._place], "".join("01"[lacks] for lacks in params))
 
     def forget(self) -> None:
         """The reductions under way, and those that only came to a partial sum, are void."""
         self._waiting.clear()
 
-    def everywhere(self, num_params: int, join_host: Callable[[], None]) -> frozenset[int]:
+    def everywhere(self, join_host: Callable[[], None]) -> frozenset[int]:
         """Of the gradient that has come, by one reduction, or by several of which the earlier ones left partial sums (R28): the
         parameters that no rank had a gradient of in any of them.
 
@@ -64,16 +67,25 @@ class Unused:
             return unused
         if unused:
             join_host()
-        keys = [f"{self._key}/{turn}" for turn, lacking in waiting if lacking]
-        for key in keys if unused else ():
-            said = _store().get(key).decode()
-            if len(said) < num_params * self._mesh.spec.world_size:  # some rank lacks nothing
-                unused = frozenset()
-            unused = frozenset(i for i in unused if set(said[i::num_params]) == {"1"})
+        turns = [self._keys(turn) for turn, lacking in waiting if lacking]
+        for keys in turns:
+            if unused:
+                # A rank that lacks nothing has no key.
+                said = _store().multi_get(keys) if _store().check(keys) else []
+                unused = frozenset(i for i in unused if said and all(each[i : i + 1] == b"1" for each in said))
         for key in self._read:  # whoever issued this reduction has read what was said of the last gradient
             _store().delete_key(key)
-        self._read = keys
+        self._read = [keys[self._place] for keys in turns]
         return unused
+
+    def _keys(self, turn: int) -> list[str]:
+        """Of each rank of the mesh the key under which it says what it lacks."""
+        return [f"{self._key}/{turn}/{place}" for place in range(self._mesh.spec.world_size)]
+
+    @property
+    def _place(self) -> int:
+        shards, replicas = self._mesh.shards, self._mesh.replicas
+        return replicas.rank * shards.size + shards.rank
 
 
 def _store() -> Any:
