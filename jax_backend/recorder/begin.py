@@ -15,11 +15,11 @@ import jax
 from crossframe.errors import RecordingError, UsageError
 from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
 from crossframe.recording.lines import twin_folder
-from crossframe.recording.sketch import sketches_of
 from crossframe.strategy import Strategy
 from jax_backend.processes import together
 from jax_backend.recorder.of_arrays import OfArrays, Pieces
 from jax_backend.recorder.of_shards import OfShards
+from jax_backend.recorder.sketch import sketch_of
 
 FULL_NUMEL = 1_000_000
 """With the detail "auto", models of more elements are sketched."""
@@ -90,7 +90,7 @@ def kept(source: OfArrays | OfShards, params: Any, detail: str) -> dict[int, Pie
             for by_name in by_unit.values():
                 for name, (start, stop, values) in by_name.items():
                     if sizes[name] > WHOLE:
-                        by_name[name] = (start, stop, sketches_of(name, [values], start)[0])
+                        by_name[name] = (start, stop, sketch_of(name, values, start))
     return pieces
 
 

@@ -9,13 +9,15 @@ from typing import Any, Self
 import numpy as np
 
 from crossframe.mesh import MeshSpec
-from crossframe.recording import Batch, Manifest, RecordingWriter
+from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
+from crossframe.recording.lines import activation_key
 from crossframe.trace import Event
 from jax_backend.local_grads import LocalGrads
 from jax_backend.recorder.inner import Inner
 from jax_backend.recorder.modules import Dims
 from jax_backend.recorder.of_arrays import OfArrays, Pieces
 from jax_backend.recorder.of_shards import OfShards
+from jax_backend.recorder.sketch import sketch_of
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Writers:
     def __init__(self, directory: str | Path, manifest: Manifest, source: OfArrays | OfShards) -> None:
         self.source, self._manifest = source, manifest
         self._dims = Dims(source.param_map)
+        self._sketches = manifest.detail == "sketch"
+        self._sizes = {name: spec.numel for name, spec in manifest.params.items()}
         self.by_rank = {rank: RecordingWriter(directory, manifest, rank) for rank in source.grid.here}
 
     def records(self, step: int) -> bool:
@@ -90,21 +94,39 @@ class Writers:
     def _put(self, method: str, step: int, by_rank: Mapping[int, Pieces], *slot: str) -> None:
         for rank, by_unit in by_rank.items():
             for unit, pieces in by_unit.items():
-                getattr(self.by_rank[rank], method)(step, unit, *slot, pieces)
+                kept = {
+                    name: (start, stop, self._kept(name, values, self._sizes[name], start))
+                    for name, (start, stop, values) in pieces.items()
+                }
+                getattr(self.by_rank[rank], method)(step, unit, *slot, kept)
+
+    def _kept(self, name: str, values: Any, numel: int, start: int = 0) -> Any:
+        """An array as it is written: large ones as sketches, if the recording has those.
+
+        Args:
+            numel: of all that it is a piece of.
+        """
+        if not self._sketches or numel <= WHOLE or isinstance(values, Sketch):
+            return values
+        return sketch_of(name, values, start)
+
+    def _whole(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        return {name: self._kept(name, values, values.size) for name, values in arrays.items()}
 
     def _put_inner(self, writer: RecordingWriter, step: int, rank: int, seen: Seen) -> None:
         assert isinstance(self.source, OfShards)
         params = {path: _row(leaf, rank, self.source) for path, leaf in seen.inner[0].params.items()}
         for unit, full in self.source.full(params).items():
-            writer.unsharded(step, unit, full)
+            writer.unsharded(step, unit, self._whole(full))
         for microbatch, inner in enumerate(seen.inner):
             told = inner.activations
             for (module, use), value in zip(told.names, told.values, strict=True):
                 array = self._dims.canonical(module, use, _row(value, rank, self.source))
-                writer.activation(step, microbatch, module, use, array)
+                kept = self._kept(activation_key(use, microbatch, module), array, array.size)
+                writer.activation(step, microbatch, module, use, kept, array.shape)
         for bucket, lines in seen.local_grads.lines.items() if seen.local_grads is not None else ():
             for unit, grads in self.source.whole(bucket, _row(lines, rank, self.source)).items():
-                writer.local_grads(step, unit, grads)
+                writer.local_grads(step, unit, self._whole(grads))
 
     def finish(self) -> None:
         """Write the ends."""

@@ -1,0 +1,75 @@
+"""Sketches by XLA: what `crossframe.recording.sketch` makes of arrays, in a tenth of numpy's time.
+
+Hashes are of 64 bits, so it is compiled with 64-bit numbers whatever the loop has chosen, and runs on the CPU, where arrays are
+to be written from. A parameter goes through it in runs of few sizes, each of which is compiled once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from crossframe.recording.hashing import name_key
+from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
+
+# As in the core, where they are numpy's.
+_GOLDEN, _ODD, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_RUNS = (1 << 12, 1 << 15, 1 << 18)
+
+
+def sketch_of(name: str, values: np.ndarray, start: int = 0) -> Sketch:
+    """The sketch of elements `start:start + size` of a parameter: the core's in every bit of the fingerprint, and in the sums up
+    to `Sketch.resolution`.
+
+    >>> values = np.linspace(-1, 1, 5)
+    >>> sketch_of("w", values, 3).equals(sketches_of("w", [values], 3)[0])
+    True
+    """
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to do without
+        return sketches_of(name, [values], start)[0]
+    flat, key = np.ascontiguousarray(values).reshape(-1), np.uint64(name_key(name))
+    sums, squares = np.zeros(NUM_SUMS), 0.0
+    fingerprint, lost, first = 0, 0, 0
+    with jax.enable_x64(True), jax.default_device(device):
+        while first < flat.size:
+            run = next((run for run in _RUNS if run >= flat.size - first), _RUNS[-1])
+            part = flat[first : first + run]
+            padded = part if part.size == run else np.concatenate([part, np.zeros(run - part.size, flat.dtype)])
+            hashed, places, signed, length, num_lost = _summed(
+                padded, key, np.uint64(start + first), np.uint64(part.size)
+            )
+            fingerprint += int(hashed)
+            sums += np.bincount(np.asarray(places), np.asarray(signed), NUM_SUMS)
+            squares, lost, first = squares + float(length), lost + int(num_lost), first + run
+    return Sketch(flat.size, flat.dtype.name, fingerprint % 2**64, sums, squares, lost)
+
+
+@jax.jit
+def _summed(values: Any, key: Any, start: Any, size: Any) -> tuple[jax.Array, ...]:
+    """Of the first `size` of a run: (fingerprint, each one's sum, what it adds to it, squares, how many are not finite)."""
+    places = jnp.arange(values.shape[0], dtype=jnp.uint64)
+    there = places < size
+    keys = _mixed((places + start + np.uint64(1)) * np.uint64(_GOLDEN) + key)
+    bits = jax.lax.bitcast_convert_type(values, f"uint{8 * values.dtype.itemsize}").astype(jnp.uint64)
+    hashed = jnp.where(there, _mixed(keys + bits * np.uint64(_ODD)), np.uint64(0))
+    wide = values.astype(jnp.float64)
+    finite = jnp.isfinite(wide)
+    wide = jnp.where(finite & there, wide, 0.0)
+    signs = 1.0 - 2.0 * (keys & np.uint64(1)).astype(jnp.float64)
+    return (
+        hashed.sum(dtype=jnp.uint64),
+        (keys >> np.uint64(56)).astype(jnp.int32),
+        wide * signs,
+        (wide * wide).sum(),
+        (there & ~finite).sum(),
+    )
+
+
+def _mixed(keys: jax.Array) -> jax.Array:
+    """`crossframe.recording.hashing.mix`."""
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(_MIX[0])
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(_MIX[1])
+    return keys ^ (keys >> np.uint64(31))
