@@ -237,6 +237,11 @@ def test_R31_how_often_each_use_of_a_tied_weight_counts(lookups: int, head: int,
         assert found is not None and (found.looked_up, found.all_rows, found.num_rows) == (lookups, head, 7)
 
 
+def test_a_tied_weight_of_which_both_uses_count_twice_is_no_matter_of_uses() -> None:
+    (right, rows), (wrong, _) = tied(3, 1, 1), tied(3, 2, 2)
+    assert uses_of(contrast(right, wrong), rows) is None
+
+
 def test_an_embedding_alone_and_a_head_alone_are_not_tied() -> None:
     for lookups, head in ((1, 0), (0, 1)):
         right, rows = tied(3, lookups, head)

@@ -78,8 +78,8 @@ def _count(right: np.ndarray, wrong: np.ndarray, tolerance: float) -> int | None
     """Which of COUNTS the factor between two arrays is; None if none, or if it cannot be told."""
     if norm(right) <= 4 * tolerance:
         return None
-    fits = [n for n in COUNTS if distance(wrong, n * right) <= tolerance * (n + max(1, n))]
-    return fits[0] if len(fits) == 1 else None
+    # Then no two of them can both fit.
+    return next((n for n in COUNTS if distance(wrong, n * right) <= tolerance * (n + max(1, n))), None)
 
 
 def rows_looked_up(weight: np.ndarray, outputs: np.ndarray) -> np.ndarray | None:
