@@ -132,7 +132,9 @@ def torch_fsdp1(found: Sequence[tree.Place]) -> Engine:
     is_sharded = not handles or handles[0][1].uses_sharded_strategy
     shards, replicas = root.process_group, getattr(root, "_inter_node_pg", None)
     if not is_sharded:
-        shards, replicas = None, root.process_group
+        # A hybrid mesh with shards of one rank is none that FSDP1 calls hybrid, but its replicas are those of the mesh.
+        alone = replicas is not None and root.process_group.size() == 1
+        shards, replicas = None, replicas if alone else root.process_group
     compute = root.mixed_precision.param_dtype
     return Engine(
         "torch FSDP1",
