@@ -64,6 +64,7 @@ def bench_state(
 def bench_recorder(
     json: Json = None,
     output: Output = None,
+    engine: Annotated[list[str] | None, typer.Option(help="Only 'our FSDP1' or 'torch DDP'.")] = None,
     quick: Quick = False,
     strict: Strict = False,
 ) -> None:
@@ -71,7 +72,11 @@ def bench_recorder(
     from experiments.bench.command import run_recorder_bench
 
     with exit_on_error():
-        raise typer.Exit(run_recorder_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+        raise typer.Exit(
+            run_recorder_bench(
+                console, output=output, json_output=json, engines=engine or (), quick=quick, strict=strict
+            )
+        )
 
 
 @bench.command("jax")
@@ -106,8 +111,11 @@ def bench_own(
 ) -> None:
     """Hold torch's FSDP1, FSDP2 and DDP and one device against one another, and ours beside them, by their recordings."""
     from experiments.bench.own.run import run_own
+    from experiments.bench.own.special_run import run_special
 
     with exit_on_error():
+        if special:
+            raise typer.Exit(run_special(console, output=output, keep=keep))
         raise typer.Exit(
             run_own(
                 console,

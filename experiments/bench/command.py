@@ -135,19 +135,23 @@ def run_recorder_bench(
     *,
     output: Path | None = None,
     json_output: Path | None = None,
+    engines: Sequence[str] = (),
     quick: bool = False,
     strict: bool = False,
 ) -> int:
     """Measure what `torch_backend.recorder` costs a training loop.
 
-    Args, returns and raises: as `run_torch_bench`.
+    Args:
+        engines: what shards the model, some of `experiments.bench.recorder.ENGINES`; all of them if empty.
+
+    The other arguments, returns and raises: as `run_torch_bench`.
     """
     from experiments.bench.recorder import recorder_section
     from experiments.bench.sizes import FULL, QUICK
 
     where = torch_machine()
     with console.status("measuring"):
-        measured = [recorder_section(QUICK if quick else FULL)]
+        measured = [recorder_section(QUICK if quick else FULL, engines)]
     _print_section(console, measured[0])
     title = "The recorder"
     return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title=title)

@@ -1,13 +1,14 @@
 """What a recorder costs: steps with and without it, in one run."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from crossframe.errors import UsageError
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
 from experiments.bench.ranks import GLOO, on_ranks
 from experiments.bench.sizes import Sizes
@@ -31,11 +32,21 @@ SCHEDULES = {
 DEFAULT_PERIOD, LIMIT = 100, 1.05
 
 
-def recorder_section(sizes: Sizes) -> Section:
-    """Time steps of each kind in alternation."""
+def recorder_section(sizes: Sizes, engines: Sequence[str] = ()) -> Section:
+    """Time steps of each kind in alternation.
+
+    Args:
+        engines: some of ENGINES; all of them if empty.
+
+    Raises:
+        UsageError: an engine that there is not, or a rank that failed.
+    """
+    if unknown := [engine for engine in engines if engine not in ENGINES]:
+        raise UsageError(f"engine: expected some of {', '.join(ENGINES)}, got {', '.join(unknown)}")
+    measured = tuple(engines) or ENGINES
     with tempfile.TemporaryDirectory() as folder:
         rounds = min(sizes.step_rounds, ROUNDS)
-        by_rank = on_ranks(WORLD_SIZE, GLOO, _times, sizes.gpt, sizes.step_batch, rounds, folder)
+        by_rank = on_ranks(WORLD_SIZE, GLOO, _times, measured, sizes.gpt, sizes.step_batch, rounds, folder)
     how = (
         f"GPT of {definition_of(sizes.gpt).numel / 1e6:.1f} million parameters in float32, {sizes.step_batch} x "
         f"{sizes.gpt.context} tokens a rank, AdamW; {WORLD_SIZE} ranks of one thread, gloo; {rounds} rounds; the rank "
@@ -43,13 +54,13 @@ def recorder_section(sizes: Sizes) -> Section:
         "parameters and the optimizer's state; the loss and a digest of the batch are of every step. Dense steps, on demand and "
         "the first two, have activations, full parameters and each rank's own gradients too."
     )
-    return Section("Cost of recording", how, recorder_figures(slowest(by_rank)))
+    return Section("Cost of recording", how, recorder_figures(slowest(by_rank), measured))
 
 
-def _times(_rank: int, config: GPTConfig, batch_size: int, rounds: int, folder: str) -> Times:
+def _times(_rank: int, engines: Sequence[str], config: GPTConfig, batch_size: int, rounds: int, folder: str) -> Times:
     with ExitStack() as stack:
         steps: dict[str, Callable[[], None]] = {}
-        for engine in ENGINES:
+        for engine in engines:
             steps[f"{engine}, {WITHOUT}"] = _step(engine, config, batch_size)
             steps[f"{engine}, {AGAIN}"] = _step(engine, config, batch_size)
             for kind, schedule in SCHEDULES.items():
@@ -84,10 +95,10 @@ def _step(
     return step
 
 
-def recorder_figures(wall: Times) -> tuple[Figure, ...]:
+def recorder_figures(wall: Times, engines: Sequence[str] = ENGINES) -> tuple[Figure, ...]:
     """Of each engine what a step costs on average at the default period, within LIMIT, and what of that each kind of step is."""
     found: list[Figure] = []
-    for engine in ENGINES:
+    for engine in engines:
         taken = {kind: wall[f"{engine}, {kind}"] for kind in (WITHOUT, AGAIN, BETWEEN, RECORDED, DENSE)}
         ratios = {
             kind: [a / b for a, b in zip(taken[kind], taken[WITHOUT], strict=True)] for kind in taken if kind != WITHOUT
