@@ -1,6 +1,6 @@
 """What comes of two recordings of a set."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from crossframe.errors import RecordingError
@@ -11,6 +11,9 @@ from experiments.bench.own.cells import Both
 FINE = (Verdict.EQUAL.value, Verdict.ROUNDING.value)
 ANOTHER = "another function"
 NOT_COMPARED = "not compared"
+
+Of = tuple[str, str, str]
+"""What names a set of runs: dtype, model, setting."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,30 @@ class Judged:
         """Whether the two agree."""
         return self.verdict in FINE
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
+    @property
+    def of(self) -> Of:
+        """Which set it is of."""
+        return self.dtype, self.model, self.setting
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not come to its end."""
+
+    model: str
+    dtype: str
+    setting: str
+    run: str
+    why: str
+
+    @property
+    def of(self) -> Of:
+        """Which set it is of."""
+        return self.dtype, self.model, self.setting
+
+    def __str__(self) -> str:
+        """In a line."""
+        return f"{self.model}, {self.dtype}, {self.setting}: {self.run}: {self.why}"
 
 
 def judged(both: Both, a: Recording | None, b: Recording | None) -> Judged:

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from crossframe.recording import Recording
 from experiments.bench.command import command_line, torch_machine, torch_machine_line
 from experiments.bench.own.cells import STEPS, Run, pairs, sets
-from experiments.bench.own.judge import ANOTHER, Judged, judged
+from experiments.bench.own.judge import ANOTHER, Failure, Judged, judged
 from experiments.bench.own.record import record_all
 from experiments.bench.own.table import counts, markdown
 from experiments.bench.ranks import GLOO, on_ranks
@@ -34,18 +35,20 @@ def run_own(
 
     Args:
         models, ranks, dtypes, settings: as in `sets`: none is all.
-        output: a Markdown file for the tables, and beside it JSON.
+        output: a Markdown file for the tables, and beside it JSON. What stands there of other sets stays.
         keep: a folder in which recordings stay; None: nothing stays.
 
     Raises:
         UsageError: as `sets`, or a rank that did not end.
     """
     chosen, began = sets(models, ranks, dtypes, settings, steps), time.monotonic()
-    where, done, failures = torch_machine(), [], []
+    where = torch_machine()
+    done: list[Judged] = []
+    failures: list[Failure] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if keep is None else keep
         failed = _record(chosen, folder, console)
-        failures += [f"{run.model}, {run.dtype}, {run.setting}: {run}: {said}" for run, said in failed.items()]
+        failures += [Failure(run.model, run.dtype, run.setting, str(run), said) for run, said in failed.items()]
         for runs in chosen:
             opened = {run: None if run in failed else Recording.open(folder / run.folder) for run in runs}
             for both in pairs(runs):
@@ -57,7 +60,7 @@ def run_own(
             if output is not None:
                 _write(output, where, done, failures)
     for each in failures:
-        console.print(f"failed: {each}", markup=False, highlight=False)
+        console.print(f"failed: {each}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(done)} pairs in {time.monotonic() - began:.0f} s: {counts(done)}", highlight=False)
     return int(bool(failures) or any(not pair.is_fine and pair.verdict != ANOTHER for pair in done))
 
@@ -83,13 +86,18 @@ def _show(pair: Judged, console: Console) -> None:
         console.print(said, markup=False, highlight=False)
 
 
-def _write(output: Path, where: dict[str, Any], done: Sequence[Judged], failures: Sequence[str]) -> None:
+def _write(output: Path, where: dict[str, Any], done: Sequence[Judged], failures: Sequence[Failure]) -> None:
+    """Write what was found, beside what an earlier command found of other sets and wrote there."""
+    beside = output.with_suffix(".json")
+    report: dict[str, Any] = json.loads(beside.read_text()) if beside.exists() else {}
+    ran = f"`{command_line()}`: {torch_machine_line(where)}"
+    commands = [each for each in report.get("commands", []) if each != ran] + [ran]
+    sets_done = {pair.of for pair in done}
+    pairs_known = [each for fields in report.get("pairs", []) if (each := Judged(**fields)).of not in sets_done]
+    failures_known = [each for fields in report.get("failures", []) if (each := Failure(**fields)).of not in sets_done]
+    every = sorted([*pairs_known, *done], key=lambda pair: pair.of)
+    failed = [*failures_known, *(each for each in failures if each.of in sets_done)]
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(markdown(done, failures, torch_machine_line(where), command_line()))
-    report = {
-        "command": command_line(),
-        **where,
-        "failures": list(failures),
-        "pairs": [each.to_json() for each in done],
-    }
-    output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    output.write_text(markdown(every, failed, commands))
+    report = {"commands": commands, "failures": [asdict(f) for f in failed], "pairs": [asdict(pair) for pair in every]}
+    beside.write_text(json.dumps(report, indent=1) + "\n")

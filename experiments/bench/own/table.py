@@ -6,7 +6,7 @@ from typing import Any
 
 from crossframe.verdict import Verdict
 from experiments.bench.own.cells import ALONE, RANKS, SAMPLES, SETTINGS, STEPS, TWINS, WORLDS
-from experiments.bench.own.judge import ANOTHER, Judged
+from experiments.bench.own.judge import ANOTHER, Failure, Judged
 
 ORDER = (*(verdict.value for verdict in Verdict), ANOTHER)
 THEIRS, WITH_OURS, OURS = (
@@ -39,13 +39,13 @@ def counts(pairs: Sequence[Judged]) -> str:
     return ", ".join(f"{count[v]} {v}" if v in calm else f"**{count[v]} {v}**" for v in known)
 
 
-def markdown(pairs: Sequence[Judged], failures: Sequence[str], where: str, command: str) -> str:
+def markdown(pairs: Sequence[Judged], failures: Sequence[Failure], commands: Sequence[str]) -> str:
     """The whole text."""
     open_ = [pair for pair in pairs if not pair.is_fine and pair.verdict != ANOTHER]
     lines = [
         "# torch's own, held against one another",
         "",
-        f"`{command}`: {where}.",
+        *(f"- {command}" for command in commands),
         "",
         f"{len(pairs)} pairs: {counts(pairs)}. A run is {STEPS} steps of {SAMPLES} samples, on up to {RANKS[-1]} ranks over "
         "gloo, and every step is recorded in full, but for gpt, of which there are sketches. Settings: "
