@@ -172,7 +172,8 @@ class Recorder(Sink, Listener):
         Args:
             loss: this rank's, of the whole step. None: the sum of what backward was called on.
             batch: what this rank was fed: its sha256 in hex, or its tensors. None: the tensors that forward was given.
-            sample_ids: a number of each sample of it. None: a hash of its values (`crossframe.recording.batches`).
+            sample_ids: a number of each sample of it. None: a hash of its values (`crossframe.recording.batches`), for which all
+                of them are read at every step: of batches of many megabytes say a digest and numbers of your own.
             grad_norm: of the loop's own computing, before it clipped. None: that of clip_grad_norm_, if it was called.
 
         Raises:
