@@ -108,6 +108,10 @@ def bench_own(
     keep: Annotated[
         Path | None, typer.Option(help="Folder in which recordings stay. Default: they are deleted")
     ] = None,
+    special: Annotated[
+        bool,
+        typer.Option("--special", help="Not these models, but cases that they do not have: parts unused, frozen ..."),
+    ] = False,
 ) -> None:
     """Hold torch's FSDP1, FSDP2 and DDP and one device against one another, and ours beside them, by their recordings."""
     from experiments.bench.own.run import run_own

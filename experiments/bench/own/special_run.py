@@ -95,8 +95,8 @@ def _markdown(outcomes: Sequence[Outcome], where: dict[str, Any]) -> str:
         "",
         f"`{command_line()}`: {torch_machine_line(where)}.",
         "",
-        f"{len(outcomes)} small trainings of {STEPS} steps in float64 by {WORLD_SIZE} ranks, each compared with one device that was "
-        f"fed the same samples: {fine} agree, {len(outcomes) - fine} do not. "
+        f"{len(outcomes)} small trainings of {STEPS} steps in float64 by {WORLD_SIZE} ranks, each compared with one device that "
+        f"was fed the same samples: {fine} agree, {len(outcomes) - fine} do not. "
         + (
             f"Nothing was known of: {'; '.join(surprises)}." if surprises else "Of each that does not, it is known why."
         ),
