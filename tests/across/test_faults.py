@@ -304,3 +304,12 @@ def test_only_the_place_itself_counts_as_localised():
     # Runs that were not fed the same have no place at which they part.
     assert is_localised(replace(_said(), first_divergence=None), other_batches())
     assert not is_localised(_said(), other_batches())
+
+
+def test_a_right_run_shows_no_trace_of_a_checkpoint_that_it_went_on_from(ranks, tmp_path):
+    settings = replace(settings_of(FAULTS["moments_lost"], "float64"), fault="")
+    through = record_with_torch(ranks, replace(settings, resume_at=None), tmp_path / "through")
+    resumed = record_with_torch(ranks, settings, tmp_path / "resumed")
+    said = compare(through, resumed)
+    assert said.verdict is Verdict.EQUAL, said.reason
+    assert not (tmp_path / "resumed-checkpoints").exists()

@@ -271,9 +271,12 @@ class Recorder(Sink, Listener):
         self._watch.begin_step(self._view, collects=records, is_dense=writer.is_dense(self._step))
 
     def _keep_grads(self) -> None:
-        """Record the reduced gradients, if they are wanted and have not been recorded yet."""
+        """Record the reduced gradients, if they are wanted and have not been recorded yet.
+
+        Ahead of all forwards there are none: whoever loads an optimizer's state may let it step, so that there is some to fill.
+        """
         assert self._keeper is not None
-        if not self._has_grads and self._keeper.writer.records(self._step):
+        if self._microbatches and not self._has_grads and self._keeper.writer.records(self._step):
             self._has_grads = self._keeper.reduced_grads(self._step)
 
     @property
