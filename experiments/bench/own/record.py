@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from crossframe.recording.lines import twin_folder
@@ -84,7 +84,7 @@ def built(run: Run) -> tuple[nn.Module, set[type]]:
     return model, units
 
 
-def _summed(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def _summed(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[reportPrivateImportUsage]
     """DDP's hook for one that forgets to divide."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
