@@ -70,14 +70,17 @@ def departures(right: Update, wrong: Update, stated: Rule, counted: float | None
         if rule.rate <= 0 or right.rest(rule) > right.error(rule):
             return []
     fits = []
-    for signature, said, changed, story in _changes(rule, wrong, counted):
-        rest, error = wrong.rest(changed), wrong.error(changed)
-        if believed(rest, difference, error):
-            fits.append(Fit(signature, said, rest, error, story))
+    for changes in (_of_correction, _of_decay, _of_epsilon, _of_rate):
+        for signature, said, changed, story in changes(rule, wrong, counted):
+            rest, error = wrong.rest(changed), wrong.error(changed)
+            if believed(rest, difference, error):
+                fits.append(Fit(signature, said, rest, error, story))
+        if fits:
+            break  # the more specific go first, and all of these are exact
     return fits
 
 
-def _changes(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
+def _of_rate(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
     way = wrong.way(rule)
     rate = factor_between(way, wrong.moved)
     if rate > 0:
@@ -88,13 +91,11 @@ def _changes(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chang
             f"{rule.rate:.4g}"
         )
         yield "constant_factor", said, replace(rule, rate=rate), Story("rate", factor, unsure)
-    if isinstance(rule, AdamW):
-        yield from _of_correction(rule, counted, rate / rule.rate)
-        yield from _of_epsilon(rule, wrong)
-        yield from _of_decay(rule, wrong)
 
 
-def _of_correction(rule: AdamW, counted: float | None, factor: float) -> Iterator[Change]:
+def _of_correction(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
+    if not isinstance(rule, AdamW):
+        return
     for said, changed in (
         ("neither moment is", replace(rule, count_m=None, count_v=None)),
         ("the first moment is not", replace(rule, count_m=None)),
@@ -102,7 +103,7 @@ def _of_correction(rule: AdamW, counted: float | None, factor: float) -> Iterato
     ):
         yield "bias_correction", f"{said} corrected for its start at zero", changed, Story(said)
     due = int(rule.count_m or 0)
-    for count in _likely_counts(rule, due, counted, factor):
+    for count in _likely_counts(due, counted):
         said = f"both moments are corrected as at step {count} of the optimizer, where it is step {due}"
         changed = replace(rule, count_m=count, count_v=count)
         if counted == count or (count == 1 and due > 2):
@@ -111,21 +112,16 @@ def _of_correction(rule: AdamW, counted: float | None, factor: float) -> Iterato
             yield "bias_correction", said, changed, Story("count", count)
 
 
-def _likely_counts(rule: AdamW, due: int, counted: float | None, factor: float) -> list[int]:
-    """Other steps as of which moments may be corrected: those beside it, the first, the one counted, and of all up to it
-    the three that scale the update most nearly as it is scaled.
-
-    Args:
-        factor: how many times as far the update moves.
-    """
-    counts = np.arange(1, due + 2)
-    scales = np.sqrt(1 - rule.beta2**counts) / (1 - rule.beta1**counts)
-    nearest = counts[np.argsort(np.abs(scales - factor * scales[due - 1]))[:3]] if due else []
-    own = [] if counted is None or not 1 <= counted <= due + 1 else [int(counted)]
-    return sorted({1, due - 1, due + 1, *own, *map(int, nearest)} - {due, 0, -1})
+def _likely_counts(due: int, counted: float | None) -> list[int]:
+    """Other steps as of which moments may be corrected: the first, those beside the one that is due, and the one that is counted.
+    Not any: some step or other scales an update as another learning rate does."""
+    own = [] if counted is None or counted < 1 else [int(counted)]
+    return sorted({1, due - 1, due + 1, *own} - {due, 0})
 
 
-def _of_epsilon(rule: AdamW, wrong: Update) -> Iterator[Change]:
+def _of_epsilon(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
+    if not isinstance(rule, AdamW):
+        return
     inside = replace(rule, epsilon_in_root=True)
     said = f"epsilon, {rule.epsilon:.4g}, stands inside of the root"
     yield "optimizer_epsilon", said, inside, Story("epsilon in root")
@@ -155,12 +151,12 @@ def _fit_epsilon(rule: AdamW, wrong: Update) -> AdamW:
     return min(found, key=wrong.rest)
 
 
-def _of_decay(rule: AdamW, wrong: Update) -> Iterator[Change]:
+def _of_decay(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
     """The decay that explains an update: what is left without any, as a multiple of the parameter before."""
-    bare = replace(rule, decay=0.0)
     size = norm(wrong.before)
-    if not size:
-        return
+    if isinstance(rule, SGD) or not size:
+        return  # SGD's is in its buffer
+    bare = replace(rule, decay=0.0)
     left = wrong.after - bare.updated(wrong.before, *wrong.moments)
     decay = -factor_between(wrong.before, left) / rule.rate
     # What rounding may leave of a decay that is none.
