@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -51,7 +51,13 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _fsdp1(package: Any, module: nn.Module, *, low: bool = False, **options: Any) -> nn.Module:
+def _two_by_half() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _fsdp1(package: Any, module: nn.Module, *, hybrid: bool = False, low: bool = False, **options: Any) -> nn.Module:
+    if hybrid:
+        options |= {"device_mesh": _two_by_half(), "sharding_strategy": package.ShardingStrategy.HYBRID_SHARD}
     if low:
         options["mixed_precision"] = package.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     policy = ours.ModuleWrapPolicy if package is ours else ModuleWrapPolicy
@@ -64,8 +70,7 @@ def _fsdp2(package: Any, module: Any, *, hybrid: bool = False, low: bool = False
     if low:
         options["mp_policy"] = package.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if hybrid:
-        half = (2, dist.get_world_size() // 2)
-        options["mesh"] = init_device_mesh("cpu", half, mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = _two_by_half()
     for block in module.blocks:
         package.fully_shard(block, **options)
     return package.fully_shard(module, **options)

@@ -94,7 +94,16 @@ def test_the_norm_is_recorded_and_gradients_are_those_before_clipping(ranks, tmp
     assert np.abs(recording.full(STATE, 0, "scale", use="exp_avg")).max() < 1e-3 * 0.11
 
 
-@pytest.mark.parametrize("kind", ["ours fsdp2", "torch fsdp2"])
+def test_a_group_of_one_rank_records_as_one_device_does(ranks, tmp_path, alone):
+    for kind in PARALLEL:
+        directory = where(tmp_path, kind)
+        ranks.run(1, partial(train, microbatches=2), kind, directory)
+        recording = Recording.open(directory)
+        assert recording.manifest.mesh.world_size == 1
+        assert compare(recording, alone).verdict in FINE, kind
+
+
+@pytest.mark.parametrize("kind", ["ours fsdp1", "ours fsdp2", "torch fsdp1", "torch fsdp1 flat", "torch fsdp2"])
 def test_replicas_of_shards_are_recorded_as_such(ranks, tmp_path, alone, kind):
     directory = where(tmp_path, kind)
     ranks.run(4, partial(train, hybrid=True, microbatches=2), kind, directory)
