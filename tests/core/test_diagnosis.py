@@ -324,9 +324,8 @@ def test_a_count_that_was_lost_long_ago_is_told_where_it_is_counted() -> None:
     counted = best(departures(right, wrong, due, 170.0, norm(right.after - wrong.after)))
     assert counted is not None and counted.signature == "lost_step", counted
     assert "as at step 170 of the optimizer, where it is step 4000" in counted.evidence
-    # Otherwise it looks like another learning rate.
-    guessed = best(departures(right, wrong, due, None, norm(right.after - wrong.after)))
-    assert guessed is not None and guessed.signature == "constant_factor", guessed
+    # Otherwise nothing is said: some step or other scales an update by any factor.
+    assert departures(right, wrong, due, None, norm(right.after - wrong.after)) == []
 
 
 @QUICK
