@@ -361,6 +361,17 @@ def test_a_moment_by_another_rule_names_what_differs(signature: str, said: str, 
     assert found is not None and found.signature == signature and said in found.evidence, found
 
 
+def test_a_gain_that_was_rounded_is_no_departure() -> None:
+    """1 - float32(0.999) again, as what a square is multiplied by."""
+    low = np.float32(0.999)
+    gain = float(np.float32(1) - low)
+    old, gradient, before = (drawn(i, 60).astype(np.float32).astype(np.float64) for i in range(3))
+    made = [0.999 * old + factor * gradient for factor in (0.001, gain)]
+    right, wrong = (Moment(old, new, gradient, before, 2.0**-24) for new in made)
+    found = moment_departures(right, wrong, Average(0.999, 0.001), (), norm(made[0] - made[1]), squared=True)
+    assert gain != 0.001 and found == []
+
+
 NORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
     "layer norm": ((5, 7, 16), (2,), True),
     "RMS norm": ((5, 7, 16), (2,), False),
