@@ -157,9 +157,11 @@ def run_faults(
         raise UsageError(f"jobs: expected at least 1, got {jobs}")
     chosen, began = in_order([FAULTS[name] for name in dict.fromkeys(names)] or list(FAULTS.values())), time.monotonic()
     done: list[Found] = []
-    said = threading.Lock()
+    said, stopped = threading.Lock(), threading.Event()
 
     def tell(each: Found) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
         with said:
             done.append(each)
             _show(each, console)
@@ -171,8 +173,12 @@ def run_faults(
         size = -(-len(told) // jobs) or 1
         shares = [told[start : start + size] for start in range(0, len(told), size)]
         with ThreadPoolExecutor(jobs) as pool:
-            for _ in pool.map(lambda share, dtype=dtype: _run_share(share, dtype, keep, tell), shares):
-                pass
+            try:
+                for _ in pool.map(lambda share, dtype=dtype: _run_share(share, dtype, keep, tell), shares):
+                    pass
+            except BaseException:
+                stopped.set()
+                raise
     missed = sum(not each.detected for each in done)
     if done:
         console.print(table(done, time.monotonic() - began).totals, markup=False, highlight=False, soft_wrap=True)

@@ -35,9 +35,13 @@ class _Workers:
 
     def run(self, job: Job) -> None:
         """Run a job on all; UsageError with what they said, if it failed on one."""
-        for pipe in self._pipes:
-            pipe.send(job)
-        waiting, failed = dict(zip(self._pipes, range(len(self._pipes)), strict=True)), ""
+        waiting, failed = {}, ""
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(job)
+                waiting[pipe] = rank
+            except OSError as error:
+                failed = f"process {rank} has ended: {error}"
         while waiting:
             ready = wait(list(waiting), PATIENCE_SECONDS if failed else None)
             if not ready:
