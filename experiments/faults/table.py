@@ -57,7 +57,7 @@ def _line(each: Found) -> str:
         MARKS[each.detected],
         MARKS[each.localised],
         MARKS[each.diagnosed],
-        f"{each.place}: {each.signature}" if each.signature else each.place,
+        ": ".join(filter(None, (each.place, each.signature))),
         each.sketched if each.sketched == each.verdict else f"**{each.sketched}**",
         "yes" if each.by_allclose else "no",
         "yes" if each.by_loss else "no",
