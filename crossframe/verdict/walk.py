@@ -32,6 +32,8 @@ from crossframe.verdict.quantities import COUNT, Quantity
 from crossframe.verdict.sides import Side, Sides, activation_name, matched, of_activation, on_rank, put_together
 
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
+LOSSES, MEAN = "losses", "mean"
+"""The setting that says that a loop knows its loss as the mean over ranks alone, and wrote that down for each."""
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 
 Group = list[Quantity]
@@ -196,8 +198,9 @@ def _activation(pair: Pair, step: int, at: At, rank: int | None, sides: Sides) -
 
 def _losses(pair: Pair, step: int) -> Group:
     rows = [losses[step] for losses in pair.losses]
-    ranks: list[int | None] = list(range(pair.a.manifest.world_size)) if pair.same_world else [None]
-    if not pair.same_world:
+    alone = pair.same_world and not any(r.manifest.settings.get(LOSSES) == MEAN for r in (pair.a, pair.b))
+    ranks: list[int | None] = list(range(pair.a.manifest.world_size)) if alone else [None]
+    if not alone:
         rows = [np.array([row.mean()]) for row in rows]
     return [
         _quantity(

@@ -174,6 +174,27 @@ def test_a_loss_is_measured_by_the_size_of_the_first_one_of_its_rank(tmp_path):
     assert compare(a, b).loss_differences == (2.0,) * 3
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_of_a_loop_that_knows_the_mean_loss_alone_that_is_compared(tmp_path, first):
+    apart = synthetic.record(tmp_path / "a")
+    means = apart.losses().mean(axis=1)
+    made = synthetic.manifest(framework="jax", settings={"losses": "mean"})
+    alike = synthetic.record(
+        tmp_path / "b",
+        made,
+        tamper=lambda phase, step, _rank, _name, x: x * 0 + means[step] if phase == "forward" else x,
+    )
+    pair = (apart, alike) if first else (alike, apart)
+    assert compare(*pair).verdict is Verdict.EQUAL
+    off = synthetic.record(
+        tmp_path / "c",
+        made,
+        tamper=lambda phase, step, _rank, _name, x: x * 0 + 2 * means[step] if phase == "forward" else x,
+    )
+    found = compare(apart, off) if first else compare(off, apart)
+    assert found.verdict is Verdict.BUG and place(found) == (0, "forward", None, None)
+
+
 def test_losses_of_two_world_sizes_are_measured_by_their_mean(tmp_path):
     def at(phase, step, rank, name, array):
         return np.array([rank - 4.0]) if phase == "forward" else array
