@@ -213,9 +213,9 @@ def test_a_mean_on_the_grid_of_bfloat16_needs_no_local_gradients() -> None:
     assert found is not None and found.dtype == "bfloat16"
     assert low_reduction(Contrast.of(right, wrong + np.float32(1e-3), 1e-6), None, 2) is None
     assert low_reduction(Contrast.of(right, wrong, 1e-6), None, 2, roundoff=2.0**-8) is None  # as it should be
-    assert (
-        low_reduction(Contrast.of(wrong, wrong * np.float32(1 + 2.0**-6), 1e-6), None, 2) is None
-    )  # nor is it finer on the other
+    # Nor is it any coarser than the other side.
+    beside = (wrong.astype(ml_dtypes.bfloat16).view(np.uint16) + 1).view(ml_dtypes.bfloat16).astype(np.float32)
+    assert low_reduction(Contrast.of(wrong, beside, 1e-6), None, 2) is None
 
 
 def tied(seed: int, lookups: float, head: float) -> tuple[np.ndarray, np.ndarray]:
@@ -261,9 +261,9 @@ def test_rows_are_found_among_an_embeddings_outputs() -> None:
 RULE = AdamW(rate=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1, count_m=3, count_v=3)
 
 
-def updates(seed: int, changed: AdamW, *, scale: float = 1e-3) -> tuple[Update, Update]:
+def updates(seed: int, changed: AdamW, *, scale: float = 1e-3, size: float = 1.0) -> tuple[Update, Update]:
     """An update by RULE and one by another rule, in float32."""
-    before, m = drawn(seed, 80).astype(np.float32), (scale * drawn(seed + 1, 80)).astype(np.float32)
+    before, m = (size * drawn(seed, 80)).astype(np.float32), (scale * drawn(seed + 1, 80)).astype(np.float32)
     v = (scale**2 * drawn(seed + 2, 80) ** 2).astype(np.float32)
     wide = [x.astype(np.float64) for x in (before, m, v)]
     made = [rule.updated(wide[0], wide[1], wide[2]).astype(np.float32).astype(np.float64) for rule in (RULE, changed)]
@@ -306,7 +306,7 @@ def test_constants_that_were_rounded_are_no_departure() -> None:
     low = np.float32(0.999)
     first, rounded = changed(count_m=1, count_v=1), changed(count_m=1, count_v=1, beta2=1 - float(np.float32(1) - low))
     assert first.beta2 != rounded.beta2
-    (_, right), (_, wrong) = updates(0, first), updates(0, rounded)
+    (_, right), (_, wrong) = updates(0, first, size=1e-4), updates(0, rounded, size=1e-4)
     assert departures(right, wrong, first, None, norm(right.after - wrong.after)) == []
 
 
@@ -365,11 +365,20 @@ def test_a_gain_that_was_rounded_is_no_departure() -> None:
     """1 - float32(0.999) again, as what a square is multiplied by."""
     low = np.float32(0.999)
     gain = float(np.float32(1) - low)
-    old, gradient, before = (drawn(i, 60).astype(np.float32).astype(np.float64) for i in range(3))
-    made = [0.999 * old + factor * gradient for factor in (0.001, gain)]
+    old, gradient, before = np.zeros(60), drawn(1, 60), drawn(2, 60)
+    made = [factor * gradient for factor in (0.001, gain)]
     right, wrong = (Moment(old, new, gradient, before, 2.0**-24) for new in made)
     found = moment_departures(right, wrong, Average(0.999, 0.001), (), norm(made[0] - made[1]), squared=True)
     assert gain != 0.001 and found == []
+
+
+def test_gradients_that_something_scaled_on_both_sides_are_no_departure() -> None:
+    right, wrong = (
+        Moment(side.old, side.new, side.gradient / 8, side.before, side.roundoff)
+        for side in moments(0, lambda m, g, p: 0.9 * m + 0.1 * (g + 0.1 * p))
+    )
+    found = best(moment_departures(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
+    assert found is not None and found.signature == "weight_decay", found
 
 
 NORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
@@ -430,6 +439,13 @@ def test_dropout_is_told_with_its_p(seed: int, p: float, of_a_branch: bool) -> N
     found = dropout_of(contrast(x + rest, dropped + rest, seed), x if of_a_branch else None)
     assert found is not None
     assert 1 - 1 / found.factor == pytest.approx(p, abs=1e-5) and abs(found.share - p) < 0.15
+
+
+def test_elements_that_are_missing_without_the_others_growing_as_much_are_no_dropout() -> None:
+    x = drawn(0, 40, 40)
+    kept = np.random.default_rng(0).random(x.shape) >= 0.4
+    assert dropout_of(contrast(x, x * kept / 0.6)) is not None
+    assert dropout_of(contrast(x, x * kept / 0.9)) is None
 
 
 def test_two_masks_of_one_dropout_are_told() -> None:

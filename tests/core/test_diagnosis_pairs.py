@@ -255,6 +255,8 @@ def test_a_fault_is_given_its_name_whichever_side_has_it(
     for quantity, found in both_ways(clean(**options), tmp_path, faults, **options):
         assert found is not None, quantity.name
         assert found.signature == signature, (quantity.event, quantity.name, found.evidence)
+        if name == "not clipped":
+            assert "as without clipping to 2" in found.evidence, found.evidence
         if signature not in OF_BOTH:
             assert "wrong" in found.evidence and ("in right" not in found.evidence), found.evidence
 

@@ -40,6 +40,8 @@ SIGNATURES = (
     "other_batches",
 )
 """Every signature, the more specific first."""
+PLAIN = "factor"
+"""The story of a quantity that is a multiple of the other as a whole."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,10 @@ def best(fits: Iterable[Fit]) -> Fit | None:
     'constant_factor'
     """
 
-    def order(fit: Fit) -> tuple[bool, float, int]:
+    def order(fit: Fit) -> tuple[bool, float, int, bool]:
         exact = fit.rest <= fit.error
-        return not exact, 0.0 if exact else fit.rest, SIGNATURES.index(fit.signature)
+        # That one side is a multiple of the other says less than what of it is.
+        plain = fit.story.kind == PLAIN
+        return not exact, 0.0 if exact else fit.rest, SIGNATURES.index(fit.signature), plain
 
     return min(fits, key=order, default=None)

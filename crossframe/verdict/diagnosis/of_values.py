@@ -8,7 +8,7 @@ import numpy as np
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factors import counts_of, factor_of, name_of
-from crossframe.verdict.diagnosis.fit import Contrast, Fit, Story, believed
+from crossframe.verdict.diagnosis.fit import PLAIN, Contrast, Fit, Story, believed
 from crossframe.verdict.diagnosis.moved import same_as, shift_of, transposition_of
 from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks, weighted_ranks
 from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
@@ -38,7 +38,7 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     said = f"{case.names[1]} has {factor.value:.6g} times what {case.names[0]} has"
     if case.quantity.within:
         said = f"what was seen is {factor.value:.6g} times what the shards hold"
-    story = Story("factor", factor.value, factor.error)
+    story = Story(PLAIN, factor.value, factor.error)
     yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, factor.roundoff, story)
 
 
