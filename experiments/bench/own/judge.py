@@ -1,5 +1,6 @@
 """What comes of two recordings of a set."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class Judged:
         kind, a, b: as in `Both`; what the runs are called.
         verdict: that of the comparison; ANOTHER where runs that compute different functions by definition were found to part;
             NOT_COMPARED where one of both failed.
-        difference: the largest of any parameter, relative; None if not taken.
+        difference: the largest of any parameter, relative; None if not taken, or not finite.
         used: how much of what twins reach was used where it was most; None without twins.
         where, signature: the first divergence, and what it looks like.
         why: the verdict's reason.
@@ -85,15 +86,15 @@ def judged(both: Both, a: Recording | None, b: Recording | None) -> Judged:
         said = compare(a, b)
     except RecordingError as error:
         return Judged(*what, NOT_COMPARED, why=str(error))
-    verdict = said.verdict.value
+    verdict, apart = said.verdict.value, said.max_relative_parameter_difference
     if both.by_definition and verdict not in FINE:
         verdict = ANOTHER
     where, diagnosis = said.first_divergence, said.diagnosis
     return Judged(
         *what,
         verdict,
-        said.max_relative_parameter_difference,
-        said.envelope_used,
+        apart if apart is not None and math.isfinite(apart) else None,
+        said.envelope_used if said.envelope_used is not None and math.isfinite(said.envelope_used) else None,
         where.to_json() if where else None,
         diagnosis.signature if diagnosis else None,
         diagnosis.evidence if diagnosis else None,

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,5 +99,14 @@ def _write(output: Path, where: dict[str, Any], done: Sequence[Judged], failures
     failed = [*failures_known, *(each for each in failures if each.of in sets_done)]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(markdown(every, failed, commands))
-    report = {"commands": commands, "failures": [asdict(f) for f in failed], "pairs": [asdict(pair) for pair in every]}
-    beside.write_text(json.dumps(report, indent=1) + "\n")
+    beside.write_text(_as_json({"commands": commands, "failures": map(asdict, failed), "pairs": map(asdict, every)}))
+
+
+def _as_json(lists: dict[str, Iterable[Any]]) -> str:
+    """Lists by name as JSON, an item a line.
+
+    >>> _as_json({"a": [1, 2], "b": []})
+    '{"a": [\\n1,\\n2\\n], "b": [\\n\\n]}\\n'
+    """
+    parts = (f'"{name}": [\n' + ",\n".join(map(json.dumps, items)) + "\n]" for name, items in lists.items())
+    return "{" + ", ".join(parts) + "}\n"

@@ -47,8 +47,9 @@ def markdown(pairs: Sequence[Judged], failures: Sequence[Failure], commands: Seq
         "",
         *(f"- {command}" for command in commands),
         "",
-        f"{len(pairs)} pairs: {counts(pairs)}. A run is {STEPS} steps of {SAMPLES} samples, on up to {RANKS[-1]} ranks over "
-        "gloo, and every step is recorded in full, but for gpt, of which there are sketches. Settings: "
+        f"{len(pairs)} pairs: {counts(pairs)}. A run is {STEPS} steps, where the command says no other number, of "
+        f"{SAMPLES} samples, on up to {RANKS[-1]} ranks over gloo, and every step is recorded in full, but for gpt, "
+        "of which there are sketches. Settings: "
         + "; ".join(f"{name}: {_options(options)}" for name, options in SETTINGS.items())
         + f". Below float64, one device and DDP have {TWINS} twins, and what has none is compared with these; in bfloat16, "
         "FSDP1 on one rank stands for one device.",
