@@ -20,15 +20,11 @@ from torch_backend.recorder import Recorder
 WORLD_SIZE = 2
 ENGINES = ("our FSDP1", "torch DDP")
 # Kinds of steps differ by more than contestants do: fewer rounds tell them apart.
-ROUNDS = 11
-WITHOUT, AGAIN, BETWEEN, RECORDED, DENSE = "without", "without, again", "between", "recorded", "dense"
+ROUNDS = 5
+WITHOUT, AGAIN, BETWEEN, RECORDED = "without", "without, again", "between", "recorded"
 # Each kind of step by the schedule of a recorder all of whose timed steps are such; the first step of all is recorded anyway.
 _NEVER = 10**9
-SCHEDULES = {
-    BETWEEN: {"every": _NEVER, "dense": 0},
-    RECORDED: {"every": 1, "dense": 0},
-    DENSE: {"every": 1, "dense": _NEVER},
-}
+SCHEDULES = {BETWEEN: {"every": _NEVER, "dense": 0}, RECORDED: {"every": 1, "dense": 0}}
 DEFAULT_PERIOD, LIMIT = 100, 1.05
 
 
@@ -51,8 +47,8 @@ def recorder_section(sizes: Sizes, engines: Sequence[str] = ()) -> Section:
         f"GPT of {definition_of(sizes.gpt).numel / 1e6:.1f} million parameters in float32, {sizes.step_batch} x "
         f"{sizes.gpt.context} tokens a rank, AdamW; {WORLD_SIZE} ranks of one thread, gloo; {rounds} rounds; the rank "
         f"that takes longest. With the recorder's defaults one step in {DEFAULT_PERIOD} is recorded, in sketches, of gradients, "
-        "parameters and the optimizer's state; the loss and a digest of the batch are of every step. Dense steps, on demand and "
-        "the first two, have activations, full parameters and each rank's own gradients too."
+        "parameters and the optimizer's state; the loss and a digest of the batch are of every step. The first two steps, which are "
+        "dense, are not in this."
     )
     return Section("Cost of recording", how, recorder_figures(slowest(by_rank), measured))
 
@@ -99,7 +95,7 @@ def recorder_figures(wall: Times, engines: Sequence[str] = ENGINES) -> tuple[Fig
     """Of each engine what a step costs on average at the default period, within LIMIT, and what of that each kind of step is."""
     found: list[Figure] = []
     for engine in engines:
-        taken = {kind: wall[f"{engine}, {kind}"] for kind in (WITHOUT, AGAIN, BETWEEN, RECORDED, DENSE)}
+        taken = {kind: wall[f"{engine}, {kind}"] for kind in (WITHOUT, AGAIN, BETWEEN, RECORDED)}
         ratios = {
             kind: [a / b for a, b in zip(taken[kind], taken[WITHOUT], strict=True)] for kind in taken if kind != WITHOUT
         }
@@ -112,7 +108,6 @@ def recorder_figures(wall: Times, engines: Sequence[str] = ENGINES) -> tuple[Fig
             ),
             median_figure(f"{engine}: a step that is not recorded to one without", ratios[BETWEEN], TIMES),
             median_figure(f"{engine}: a recorded step to one without", ratios[RECORDED], TIMES),
-            median_figure(f"{engine}: a dense step to one without", ratios[DENSE], TIMES),
             median_figure(f"{engine}: a step without to one without: noise", ratios[AGAIN], TIMES),
             median_figure(f"{engine}: without", [1e3 * seconds for seconds in taken[WITHOUT]], "ms"),
             median_figure(
