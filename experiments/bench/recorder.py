@@ -47,8 +47,8 @@ def recorder_section(sizes: Sizes, engines: Sequence[str] = ()) -> Section:
         f"GPT of {definition_of(sizes.gpt).numel / 1e6:.1f} million parameters in float32, {sizes.step_batch} x "
         f"{sizes.gpt.context} tokens a rank, AdamW; {WORLD_SIZE} ranks of one thread, gloo; {rounds} rounds; the rank "
         f"that takes longest. With the recorder's defaults one step in {DEFAULT_PERIOD} is recorded, in sketches, of gradients, "
-        "parameters and the optimizer's state; the loss and a digest of the batch are of every step. The first two steps, which are "
-        "dense, are not in this."
+        "parameters and the optimizer's state; the loss and a digest of the batch are of every step. The first two steps, "
+        "which are dense, are not in this."
     )
     return Section("Cost of recording", how, recorder_figures(slowest(by_rank), measured))
 
