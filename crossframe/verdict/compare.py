@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD, UPDATE
 from crossframe.verdict.comparable import labels, why_incomparable
-from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches
+from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
 from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
@@ -134,6 +134,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
         verdict, reason = _conclude_by_envelope(pair, findings, where, envelope)
     else:
         verdict, reason = _conclude(pair, findings, where)
+    if first is not None and diagnosis is None and (hint := needs_full_tensors(first)):
+        reason = f"{reason}; {hint}"
     return PairVerdict(
         *names,
         dtype,
