@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from crossframe.errors import UsageError
+from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import MANIFEST_NAME
 
 _MODULE = "torch_backend.recorder.script"
@@ -50,10 +51,10 @@ def record_script(
         raise UsageError(
             f"{directory} holds a recording already; choose another with --output, or replace it with --overwrite"
         )
-    command = ["crossframe", "record", str(script), "--output", str(directory)]
+    command = ["crossframe", "record", str(script)]
     if nproc_per_node is not None:
         command += ["--nproc-per-node", str(nproc_per_node)]
-    command += ["--every", str(every), "--dense", str(dense), "--overwrite"]
+    command += ["--every", str(every), "--dense", str(dense)]
     said = shlex.join(command + (["--", *arguments] if arguments else []))
     for twin in range(twins + 1):
         options = {
@@ -62,7 +63,7 @@ def record_script(
             "dense": dense,
             "twin": twin,
             "overwrite": overwrite or twin > 0,
-            "settings": {"command": said},
+            "settings": {COMMAND: said},
         }
         status = subprocess.run(_command(script, arguments, options, nproc_per_node), check=False).returncode
         if status:

@@ -6,9 +6,16 @@ index, so that all ranks and replicas agree whatever the layout. What sums do in
 `crossframe.verdict.envelope`.
 """
 
+import os
+from typing import Any
+
 import numpy as np
 
+from crossframe.errors import UsageError
 from crossframe.recording.hashing import element_keys
+
+TWIN = "CROSSFRAME_TWIN"
+"""The environment variable that says which twin a run is, where its loop does not."""
 
 _INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -34,3 +41,18 @@ def moved(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarra
     # The bits of a float, read as an integer, count its magnitude: one more is the next one away from zero.
     changed = np.where(stays, integers, integers + np.where(up, 1, -1).astype(integers.dtype))
     return changed.view(flat.dtype).reshape(values.shape)
+
+
+def twin_number(given: int | None) -> int:
+    """Which twin a run is, by argument or environment; 0: none.
+
+    Raises:
+        UsageError: no number of 0 or more.
+    """
+    said: Any = os.environ.get(TWIN, "0") if given is None else given
+    if isinstance(said, str) and said.isdecimal():
+        said = int(said)
+    if type(said) is not int or said < 0:
+        where = TWIN if given is None else "twin"
+        raise UsageError(f"{where}: expected 0, or the number of a twin, got {said!r}")
+    return said

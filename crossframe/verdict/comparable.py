@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 from crossframe.recording import Recording
+from crossframe.recording.known_settings import PER_RANK
 from crossframe.shown import shown
 
 _SAME = ("model", "dtype", "steps", "learning_rate", "seed")
 # Of the free settings those that make another training, where both recordings name them.
 _SAME_SETTINGS = ("optimizer", "weight_decay", "momentum", "clip", "accumulate")
-PER_RANK = "per_rank_statistics"
-"""The setting that names modules which see the other samples of their rank, as batch norm does in training."""
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from crossframe.recording import Recording
+from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import FORWARD, UPDATE
 from crossframe.verdict.comparable import labels, why_incomparable
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
@@ -242,9 +243,13 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
 def _settle(pair: Pair) -> str:
     """What would tell."""
     for recording in (pair.a, pair.b):
-        if isinstance(command := recording.manifest.settings.get("command"), str):
-            again = f"{command} --output {recording.directory} --overwrite --twins 4"
-            return f"measure what rounding does with `{again}` and compare again, or record both with --dtype float64"
+        if isinstance(command := recording.manifest.settings.get(COMMAND), str):
+            if command.startswith("crossframe record "):
+                ours, dashes, of_script = command.partition(" -- ")
+                again = f"`{ours} --output {recording.directory} --overwrite --twins 4{dashes}{of_script}`"
+            else:
+                again = f"`{command}`, started as it was, with CROSSFRAME_TWIN=1, then 2, 3 and 4 in its environment,"
+            return f"measure what rounding does with {again} and compare again, or record both in float64"
     return "record one of both again with twins (--twins 4), or both with --dtype float64, and compare those"
 
 

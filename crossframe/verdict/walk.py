@@ -14,6 +14,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
+from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.lines import (
     BACKWARD,
     FORWARD,
@@ -32,8 +33,6 @@ from crossframe.verdict.quantities import COUNT, Quantity
 from crossframe.verdict.sides import Side, Sides, activation_name, matched, of_activation, on_rank, put_together
 
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
-LOSSES, MEAN = "losses", "mean"
-"""The setting that says that a loop knows its loss as the mean over ranks alone, and wrote that down for each."""
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 
 Group = list[Quantity]

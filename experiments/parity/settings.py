@@ -11,10 +11,10 @@ from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Manifest, Schedule
+from crossframe.recording.known_settings import COMMAND, PER_RANK
 from crossframe.recording.lines import twin_folder
 from crossframe.recording.twins import moved
 from crossframe.strategy import Strategy
-from crossframe.verdict.comparable import PER_RANK
 from experiments.data import Batch
 from experiments.faults import check_fault
 from experiments.models import ModelDefinition, model_named
@@ -162,7 +162,7 @@ class RunSettings:
                 "batch_size": self.batch_size,
                 "optimizer": OPTIMIZERS[self.optimizer],
                 "weight_decay": self.weight_decay,
-                "command": shlex.join(["crossframe", *self.arguments(framework)]),
+                COMMAND: shlex.join(["crossframe", *self.arguments(framework)]),
             }
             | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
             | ({"clip": self.clip} if self.clip is not None else {})

@@ -1,7 +1,6 @@
 """How a recording begins: what is known of the run before its first step, and the directory."""
 
 import importlib.metadata
-import os
 import shlex
 import sys
 from collections import Counter
@@ -12,8 +11,9 @@ from typing import Any
 
 import jax
 
-from crossframe.errors import RecordingError, UsageError
+from crossframe.errors import RecordingError
 from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
+from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import twin_folder
 from crossframe.strategy import Strategy
 from jax_backend.processes import together
@@ -23,7 +23,6 @@ from jax_backend.recorder.sketch import sketch_of
 
 FULL_NUMEL = 1_000_000
 """With the detail "auto", models of more elements are sketched."""
-TWIN = "CROSSFRAME_TWIN"
 _TITLE = "beginning of a recording"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "equinox", "numpy")
 
@@ -43,17 +42,6 @@ class About:
     terms: int | None
     settings: Mapping[str, Any]
     twin: int
-
-
-def twin_number(given: int | None) -> int:
-    """Which twin a run is, by argument or environment; UsageError for no number of 0 or more."""
-    said: Any = os.environ.get(TWIN, "0") if given is None else given
-    if isinstance(said, str) and said.isdecimal():
-        said = int(said)
-    if type(said) is not int or said < 0:
-        where = TWIN if given is None else "twin"
-        raise UsageError(f"{where}: expected 0, or the number of a twin, got {said!r}")
-    return said
 
 
 def place_of(directory: str | Path, twin: int) -> Path:
@@ -107,7 +95,7 @@ def manifest_of(source: OfArrays | OfShards, about: About, says: Mapping[str, An
     strategy = Strategy.FULL_SHARD if spec.replicate == 1 else Strategy.HYBRID_SHARD
     if spec.shard == 1 < spec.replicate:
         strategy = Strategy.NO_SHARD
-    found = dict(says) | {"command": shlex.join(["python", *sys.argv])} | ({"twin": about.twin} if about.twin else {})
+    found = dict(says) | {COMMAND: shlex.join(["python", *sys.argv])} | ({"twin": about.twin} if about.twin else {})
     return Manifest(
         framework="jax",
         model=about.name,

@@ -16,9 +16,11 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.names import ParamMap
 from crossframe.recording import Batch, Schedule
 from crossframe.recording.batches import digest_of, row_ids
+from crossframe.recording.known_settings import LOSSES, MEAN
+from crossframe.recording.twins import twin_number
 from crossframe.trace import Event
 from jax_backend.other_rounding import other_rounding
-from jax_backend.recorder.begin import About, begun, check_directory, kept, manifest_of, place_of, twin_number
+from jax_backend.recorder.begin import About, begun, check_directory, kept, manifest_of, place_of
 from jax_backend.recorder.inner import Inner, with_inner
 from jax_backend.recorder.of_arrays import OfArrays
 from jax_backend.recorder.of_shards import OfShards
@@ -345,7 +347,7 @@ class Recorder:
             )
 
     def _start(self, recorded: list[str], *, by_rank: bool) -> None:
-        says = {"recorded": sorted(recorded), "losses": "by rank" if by_rank else "mean"}
+        says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
         manifest = begun(self._path, manifest_of(self._source, self._about, says), overwrite=self._overwrite)
         self._writers = Writers(self._path, manifest, self._source)
         self._open_window()

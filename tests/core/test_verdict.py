@@ -1,6 +1,7 @@
 """What two recordings are said to be, and where they part."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -492,3 +493,26 @@ def test_recordings_are_called_by_what_tells_them_apart(tmp_path):
         found = compare(synthetic.record(first, a), synthetic.record(second, b))
         assert found.verdict is Verdict.INCOMPARABLE
         assert f"seed differs: 0 in {names[0]}, 5 in {names[1]}" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("command", "again"),
+    [
+        (
+            "crossframe record torch gpt --steps 9",
+            r"`crossframe record torch gpt --steps 9 --output \S+ --overwrite --twins 4`",
+        ),
+        (
+            "crossframe record train.py --dense 2 -- --lr 1",
+            r"`crossframe record train.py --dense 2 --output \S+ --overwrite --twins 4 -- --lr 1`",
+        ),
+        ("python train.py", r"`python train.py`, started as it was, with CROSSFRAME_TWIN=1, then 2"),
+        (None, r"record one of both again with twins \(--twins 4\)"),
+    ],
+)
+def test_without_twins_the_command_that_settles_is_quoted(tmp_path, command, again):
+    made = synthetic.manifest(dtype="bfloat16", settings={"command": command} if command else {})
+    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=jitter(0.01))
+    found = compare(a, b)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert re.search(again, found.reason), found.reason

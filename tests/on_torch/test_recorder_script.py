@@ -113,8 +113,8 @@ def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twi
     assert (one.num_steps, one.recorded_steps(), two.recorded_steps()) == (3, (0, 2), (0, 1, 2))
     assert two.manifest.mesh.replicate == 2
     assert one.grad_norm(2, 0) == pytest.approx(two.grad_norm(2, 1), rel=1e-12)
-    again = f"record {tmp_path}/script.py --output {tmp_path}/two --nproc-per-node 2 --every 1 --dense 2 --overwrite -- --ddp"
-    assert two.manifest.settings["command"] == f"crossframe {again}"
+    again = f"crossframe record {tmp_path}/script.py --nproc-per-node 2 --every 1 --dense 2 -- --ddp"
+    assert two.manifest.settings["command"] == again
     # The evaluation behind each step, which has gradients enabled, is no part of it.
     assert len(one.batch(1, 0).sample_ids) == 4
     assert compare(one, two).verdict is Verdict.ROUNDING

@@ -1,7 +1,6 @@
 """How a recording begins: its manifest, made by the first rank and known to all, and a twin's first step aside."""
 
 import importlib.metadata
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from crossframe.errors import UsageError
 from crossframe.names import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
+from crossframe.recording.known_settings import COMMAND, PER_RANK
 from crossframe.recording.twins import moved
-from crossframe.verdict.comparable import PER_RANK
 from torch_backend.dtypes import to_numpy
 from torch_backend.recorder.model import ModelView
 from torch_backend.recorder.tree import class_name, innermost, named_places
@@ -24,24 +22,8 @@ from torch_backend.rounds import agree, withdraw
 
 FULL_NUMEL = 1_000_000
 """With the detail "auto", models of more elements are sketched."""
-TWIN = "CROSSFRAME_TWIN"
 _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"
-
-
-def twin_number(given: int | None) -> int:
-    """Which twin a run is, by argument or environment.
-
-    Raises:
-        UsageError: no number of 0 or more.
-    """
-    said: Any = os.environ.get(TWIN, "0") if given is None else given
-    if isinstance(said, str) and said.isdecimal():
-        said = int(said)
-    if type(said) is not int or said < 0:
-        where = TWIN if given is None else "twin"
-        raise UsageError(f"{where}: expected 0, or the number of a twin, got {said!r}")
-    return said
 
 
 def move(view: ModelView, twin: int) -> None:
@@ -107,7 +89,7 @@ def manifest_of(
         units=view.units,
         strategy=view.strategy.value,
         versions={package: importlib.metadata.version(package) for package in _PACKAGES},
-        settings=found | {"command": _command()} | dict(settings),
+        settings=found | {COMMAND: _command()} | dict(settings),
         detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
     )
 
