@@ -83,7 +83,8 @@ def join(rank: int, world_size: int, device: str, store_path: str) -> None:
 
 def record_rank(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
     """Train and record one rank of the default process group, into a recording that was created."""
-    rounding = OtherRounding(settings.twin) if settings.twin else nullcontext()
+    other = settings.twin or settings.rounding
+    rounding = OtherRounding(other) if other else nullcontext()
     with fault_in_effect(settings.fault), rounding:
         _train(settings, manifest, output, rank, device)
 
