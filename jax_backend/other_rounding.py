@@ -25,6 +25,8 @@ _ROUNDS = """
 ROUNDING = frozenset(_ROUNDS.split())
 """Primitives whose results other implementations round otherwise: sums, quotients, elementary functions, and what holds
 functions of its own. Not single additions and products: they round alike everywhere, and are too many to compile in good time."""
+SHORT = frozenset({"add", "add_any", "sub", "mul"})
+"""Those that do so in dtypes of two bytes, to which one implementation rounds behind each operation, another behind several."""
 _BLOCK = 512
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
@@ -77,7 +79,7 @@ class _Walk:
                 if name == "dot_general":
                     operands = self._reordered(operands, equation.params["dimension_numbers"])
                 found = self._on_ranks(equation, operands) if name == "shard_map" else _bound(equation, operands)
-                if name in ROUNDING:
+                if name in ROUNDING or (name in SHORT and found[0].dtype.itemsize == 2):
                     found = [self._moved(each) for each in found]
             values.update(zip(equation.outvars, found, strict=True))
         return [read(atom) for atom in jaxpr.outvars]

@@ -117,3 +117,16 @@ def test_what_ranks_do_each_for_themselves_rounds_otherwise_too():
     assert not (found[0] == right[0]).all() and (found[1] == right[1]).all()
     np.testing.assert_allclose(found[0], right[0], rtol=1e-5)
     assert not (found[0] == jax.jit(other_rounding(fun, 4))(x)[0]).all()
+
+
+def test_in_two_bytes_single_additions_and_products_round_otherwise_too():
+    x = np.random.default_rng(0).normal(size=200)
+    for dtype, moves in (("float32", False), ("bfloat16", True)):
+        values = jnp.asarray(x, dtype)
+        for act in (lambda v: v + v[::-1], lambda v: v * v[::-1], lambda v: v - v[::-1]):
+            right = np.asarray(act(values)).astype(np.float64)
+            found = [np.asarray(other_rounding(act, seed)(values)).astype(np.float64) for seed in range(1, 5)]
+            share = np.mean([(each != right).mean() for each in found])
+            assert (0.2 < share < 0.8) if moves else share == 0.0
+            # One unit in the last place of bfloat16, which has 8 bits.
+            assert all((abs(each - right) <= 2.0**-7 * abs(right)).all() for each in found)
