@@ -20,7 +20,7 @@ from torch_backend.recorder import Recorder
 WORLD_SIZE = 2
 ENGINES = ("our FSDP1", "torch DDP")
 # Kinds of steps differ by more than contestants do: fewer rounds tell them apart.
-ROUNDS = 5
+ROUNDS = 15
 WITHOUT, AGAIN, BETWEEN, RECORDED = "without", "without, again", "between", "recorded"
 # Each kind of step by the schedule of a recorder all of whose timed steps are such; the first step of all is recorded anyway.
 _NEVER = 10**9
