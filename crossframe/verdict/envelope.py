@@ -72,7 +72,7 @@ def margin(num_twins: int) -> float:
     """How much further than the most eccentric of so many twins another recording may lie.
 
     >>> [round(margin(k), 1) for k in (2, 3, 4, 8)]
-    [44.7, 11.4, 5.9, 2.3]
+    [51.6, 12.6, 6.3, 2.3]
     """
     return ((num_twins + 1) * FALSE_ALARMS / len(MEASURES)) ** (-1 / num_twins)
 
