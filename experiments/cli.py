@@ -11,6 +11,7 @@ import typer
 
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
+from crossframe.recording.schedule import window_of
 from crossframe.verdict import Verdict
 from experiments.bench.cli import bench
 from experiments.console import console, errors, exit_on_error
@@ -151,6 +152,9 @@ def record(
     device: Device = DEFAULTS.device,
     twins: Twins = 0,
     dense: Annotated[int, typer.Option(help="So many steps at the beginning are recorded in full.")] = DEFAULTS.dense,
+    window: Annotated[
+        list[str] | None, typer.Option(help="Further steps that are, as in 500:510. May be repeated.")
+    ] = None,
     resume_at: Annotated[
         int | None, typer.Option(help="Go on from a checkpoint before this step. Default: run through")
     ] = None,
@@ -164,12 +168,12 @@ def record(
 ) -> None:
     """Train one model in one framework and record the run; or run a script of torch, as it is, and record its training."""
     with exit_on_error():
+        windows = tuple(window_of(each) for each in window or ())
         if framework.endswith(".py"):
             from experiments.record_script import record_script
 
-            _refuse_other(
-                context, {"framework", "model", "output", "nproc_per_node", "twins", "every", "dense", "overwrite"}
-            )
+            of_scripts = {"framework", "model", "output", "nproc_per_node", "twins", "overwrite"}
+            _refuse_other(context, of_scripts | {"every", "dense", "window"})
             status = record_script(
                 Path(framework),
                 [*([model] if model is not None else []), *context.args],
@@ -178,6 +182,7 @@ def record(
                 twins=twins,
                 every=every,
                 dense=dense,
+                windows=windows,
                 overwrite=overwrite,
                 console=console,
             )
@@ -202,6 +207,7 @@ def record(
             clip,
             accumulate,
             dense=dense,
+            windows=windows,
             resume_at=resume_at,
             rounding=rounding,
         )

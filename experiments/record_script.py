@@ -26,6 +26,7 @@ def record_script(
     twins: int,
     every: int,
     dense: int,
+    windows: Sequence[tuple[int, int]],
     overwrite: bool,
     console: Console,
 ) -> int:
@@ -34,6 +35,7 @@ def record_script(
     Args:
         output: where the recording goes. None: runs/ and the script's name.
         nproc_per_node: processes that torchrun starts; None: one, without torchrun.
+        windows: (start, stop) of further steps that are dense.
         twins: how many twins are recorded inside of the recording.
 
     Raises:
@@ -55,12 +57,14 @@ def record_script(
     if nproc_per_node is not None:
         command += ["--nproc-per-node", str(nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]
+    command += [part for start, stop in windows for part in ("--window", f"{start}:{stop}")]
     said = shlex.join(command + (["--", *arguments] if arguments else []))
     for twin in range(twins + 1):
         options = {
             "directory": str(directory.resolve()),
             "every": every,
             "dense": dense,
+            "windows": windows,
             "twin": twin,
             "overwrite": overwrite or twin > 0,
             "settings": {COMMAND: said},

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from crossframe.errors import RecordingError
+from crossframe.errors import RecordingError, UsageError
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,12 @@ class Schedule:
                     f"manifest field 'schedule.{name}': expected an int of at least {least}, got {value!r}"
                 )
         for window in self.windows:
-            if len(window) != 2 or not all(type(x) is int for x in window) or not 0 <= window[0] < window[1]:
+            if (
+                not isinstance(window, tuple)
+                or len(window) != 2
+                or not all(type(x) is int for x in window)
+                or not 0 <= window[0] < window[1]
+            ):
                 raise RecordingError(
                     f"manifest field 'schedule.windows': expected (start, stop) of steps, as in (500, 510), got {window!r}"
                 )
@@ -42,3 +47,18 @@ class Schedule:
         """Whether what is a rank's own is recorded too: activations, unsharded parameters and unreduced gradients, the largest
         part by far."""
         return step < self.dense or any(start <= step < stop for start, stop in self.windows)
+
+
+def window_of(text: str) -> tuple[int, int]:
+    """The steps that are written "500:510".
+
+    Raises:
+        UsageError: it is written otherwise.
+
+    >>> window_of("500:510")
+    (500, 510)
+    """
+    start, colon, stop = text.partition(":")
+    if not (colon and start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+        raise UsageError(f"window: expected the first step and the one behind the last, as in 500:510, got {text!r}")
+    return int(start), int(stop)

@@ -14,6 +14,7 @@ from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.locate import Divergence, locate, locate_sketch
 from crossframe.verdict.pair import Pair
 from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.unseen import unseen
 from crossframe.verdict.walk import walk
 from crossframe.verdict.words import in_words
 
@@ -209,7 +210,7 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
     """The verdict and its reason."""
     first, bounds, dtype = findings.first, pair.bounds, pair.a.manifest.dtype
     if first is not None and where is not None:
-        said = in_words(first, where, labels(pair.a, pair.b))
+        said = in_words(first, where, labels(pair.a, pair.b), unseen=unseen(pair, where))
         if first.one_sided or first.quantity.bound is None:
             return Verdict.BUG, said
         if not bounds.decisive:
@@ -258,7 +259,8 @@ def _conclude_by_envelope(
 ) -> tuple[Verdict, str]:
     """The verdict and its reason, where twins say how far rounding goes."""
     if findings.first is not None and where is not None:
-        return Verdict.BUG, f"{in_words(findings.first, where, labels(pair.a, pair.b))}, as {envelope.in_words()} say"
+        names, by = labels(pair.a, pair.b), envelope.in_words()
+        return Verdict.BUG, in_words(findings.first, where, names, by=by, unseen=unseen(pair, where))
     if findings.equal:
         return Verdict.EQUAL, "every bit that was compared is equal"
     if (judgement := findings.not_finite) is not None:

@@ -205,9 +205,10 @@ class Steady:
         return int(np.sum(self._unsteady.get(parameter, 0)))
 
     def of(self, quantity: Quantity) -> Quantity:
-        """An update in which unsteady elements are as in the first recording; other quantities as they are."""
+        """An update in which unsteady elements are as in the first recording; other quantities as they are, and so are updates of
+        which nobody knows all unsteady elements: the half that counts of those must not be made of elements that were hidden."""
         unsteady = self._unsteady.get(quantity.parameter)
-        if quantity.phase != UPDATE or unsteady is None or quantity.sketched:
+        if quantity.kind != UPDATE or unsteady is None or quantity.sketched:
             return quantity
         hides = unsteady & np.isfinite(quantity.b.astype(np.float64))
         return replace(quantity, b=np.where(hides, quantity.a, quantity.b))

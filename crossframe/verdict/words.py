@@ -8,6 +8,7 @@ from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDU
 from crossframe.verdict.judge import Judgement
 from crossframe.verdict.locate import Divergence
 from crossframe.verdict.quantities import ACTIVATION, COUNT, Quantity
+from crossframe.verdict.unseen import Unseen
 
 NOUNS = {
     PARAMETERS: "initial value",
@@ -21,11 +22,15 @@ NOUNS = {
 }
 
 
-def in_words(judgement: Judgement, where: Divergence, names: Sequence[str]) -> str:
+def in_words(
+    judgement: Judgement, where: Divergence, names: Sequence[str], *, by: str = "", unseen: Unseen | None = None
+) -> str:
     """What differs, where, and by how much.
 
     Args:
         names: what the two recordings are called.
+        by: who says how far rounding may reach, if it was measured.
+        unseen: what was not recorded of what may cause it.
     """
     q = judgement.quantity
     said = f"at step {q.step} {_what(q, where)}"
@@ -40,7 +45,7 @@ def in_words(judgement: Judgement, where: Divergence, names: Sequence[str]) -> s
         return f"{said} is not the same bit for bit in {names[0]} and {names[1]}: data was moved wrongly"
     return (
         f"{said} differs by {judgement.difference:.1e} between {names[0]} and {names[1]}, where rounding may reach "
-        f"{q.bound:.1e}; everything that causes it agrees"
+        f"{q.bound:.1e}{f', as {by} say' if by else ''}; {unseen.in_words() if unseen else 'everything that causes it agrees'}"
     )
 
 

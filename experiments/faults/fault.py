@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 from crossframe.errors import UsageError
@@ -120,6 +121,23 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+def with_method(module: str, name: str, method: str, new: Callable[..., Any]) -> Iterator[None]:
+    """A class of a model, of `experiments.models`, has another method: for a fault to yield from."""
+    with patched(getattr(import_module(f"experiments.models.{module}"), name), method, new):
+        yield
+
+
+def each_made(module: str, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """`change` is done to each instance of a class of a model once it is made: for a fault to yield from."""
+    right = getattr(import_module(f"experiments.models.{module}"), name).__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs)
+        change(self)
+
+    yield from with_method(module, name, "__init__", init)
 
 
 def check_fault(faults: Mapping[str, Fault], name: str, framework: str = "") -> None:

@@ -1,31 +1,13 @@
 """Faults in models, in JAX."""
 
 import math
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Iterator
 from typing import Any
 
-from experiments.faults.fault import JAX, Answer, Family, patched
+from experiments.faults.fault import JAX, Answer, Family, each_made, patched, with_method
 from experiments.faults.models_torch import INPUT, LOCAL, LOSS, OUTPUT
 
 MODELS = Family("model", JAX)
-
-
-def _built(module: str, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    made = getattr(import_module(f"experiments.models.{module}"), name)
-    right = made.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs)
-        change(self)
-
-    with patched(made, "__init__", init):
-        yield
-
-
-def _calls(module: str, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    with patched(getattr(import_module(f"experiments.models.{module}"), name), "__call__", call):
-        yield
 
 
 @MODELS.fault(
@@ -37,7 +19,7 @@ def layer_norm_epsilon() -> Iterator[None]:
     def change(block: Any) -> None:
         block.attention_norm.epsilon = block.mlp_norm.epsilon = 1e-6
 
-    yield from _built("gpt_flax", "Block", change)
+    yield from each_made("gpt_flax", "Block", change)
 
 
 @MODELS.fault(
@@ -117,7 +99,7 @@ def experts_not_normalised() -> Iterator[None]:
             x = x + weights[:, i : i + 1] * expert(x)
         return x
 
-    yield from _calls("moe_flax", "Block", call)
+    yield from with_method("moe_flax", "Block", "__call__", call)
 
 
 @MODELS.fault(
@@ -136,7 +118,7 @@ def positions_from_one() -> Iterator[None]:
             x = block(x)
         return self.head(self.norm(x))
 
-    yield from _calls("gpt_flax", "GPT", call)
+    yield from with_method("gpt_flax", "GPT", "__call__", call)
 
 
 @MODELS.fault(
@@ -152,7 +134,7 @@ def patches_by_column() -> Iterator[None]:
             x = block(x)
         return self.head(x.mean(1))
 
-    yield from _calls("vit_flax", "ViT", call)
+    yield from with_method("vit_flax", "ViT", "__call__", call)
 
 
 @MODELS.fault(
@@ -190,8 +172,7 @@ def norm_weight_unused() -> Iterator[None]:
         scale[...] = jax.lax.stop_gradient(scale[...])
         return right(self, tokens)
 
-    with patched(gpt_flax.GPT, "__call__", call):
-        yield
+    yield from with_method("gpt_flax", "GPT", "__call__", call)
 
 
 @MODELS.fault(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.faults.fault import TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.fault import TELLABLE, TORCH, Answer, Family, each_made, patched, with_method
 
 MODELS = Family("model", TORCH)
 INPUT, OUTPUT, LOSS = ("forward", "input"), ("forward", "output"), ("forward", "loss")
@@ -33,30 +33,7 @@ def gelu_by_erf() -> Iterator[None]:
     model="llama-tiny",
 )
 def rms_epsilon() -> Iterator[None]:
-    yield from _built("llama_torch", "Body", lambda body: setattr(body.norm, "eps", 1e-6))
-
-
-def _built(module: str, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """`change` is done to each instance of a class of a model once it is made."""
-    from importlib import import_module
-
-    made = getattr(import_module(f"experiments.models.{module}"), name)
-    right = made.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs)
-        change(self)
-
-    with patched(made, "__init__", init):
-        yield
-
-
-def _calls(name: str, forward: Callable[..., Any], module: str = "gpt_torch") -> Iterator[None]:
-    """A class of a model has another forward."""
-    from importlib import import_module
-
-    with patched(getattr(import_module(f"experiments.models.{module}"), name), "forward", forward):
-        yield
+    yield from each_made("llama_torch", "Body", lambda body: setattr(body.norm, "eps", 1e-6))
 
 
 @MODELS.fault(
@@ -66,7 +43,7 @@ def _calls(name: str, forward: Callable[..., Any], module: str = "gpt_torch") ->
     model="conv",
 )
 def batch_norm_epsilon() -> Iterator[None]:
-    yield from _built("conv_torch", "Block", lambda block: setattr(block.norm, "eps", 1e-3))
+    yield from each_made("conv_torch", "Block", lambda block: setattr(block.norm, "eps", 1e-3))
 
 
 @MODELS.fault(
@@ -76,7 +53,7 @@ def batch_norm_epsilon() -> Iterator[None]:
     model="conv",
 )
 def batch_norm_in_eval() -> Iterator[None]:
-    yield from _built("conv_torch", "Block", lambda block: block.norm.eval())
+    yield from each_made("conv_torch", "Block", lambda block: block.norm.eval())
 
 
 @MODELS.fault(
@@ -90,7 +67,7 @@ def weight_not_transposed() -> Iterator[None]:
         value = model.blocks[-1].attention.value
         value.forward = MethodType(lambda self, x: x @ self.weight + self.bias, value)
 
-    yield from _built("gpt_torch", "GPT", change)
+    yield from each_made("gpt_torch", "GPT", change)
 
 
 def _attention(
@@ -125,22 +102,24 @@ ATTENTION_OUT = Answer(*INPUT, unit="blocks.0", parameter="blocks.0.attention.ou
     source="omihub777/ViT-CIFAR#12",
 )
 def scaled_by_the_width() -> Iterator[None]:
-    yield from _calls("Attention", _attention(scale=lambda self, query: math.sqrt(self.query.in_features)))
+    yield from with_method(
+        "gpt_torch", "Attention", "forward", _attention(scale=lambda self, query: math.sqrt(self.query.in_features))
+    )
 
 
 @MODELS.fault("each token sees the one behind it", ATTENTION_OUT, source="huggingface/transformers#48745")
 def mask_one_off() -> Iterator[None]:
-    yield from _calls("Attention", _attention(diagonal=1))
+    yield from with_method("gpt_torch", "Attention", "forward", _attention(diagonal=1))
 
 
 @MODELS.fault("softmax goes over the queries, not over the keys", ATTENTION_OUT)
 def softmax_over_queries() -> Iterator[None]:
-    yield from _calls("Attention", _attention(dim=-2))
+    yield from with_method("gpt_torch", "Attention", "forward", _attention(dim=-2))
 
 
 @MODELS.fault("attention weights are computed in bfloat16", ATTENTION_OUT, source="apple/axlearn#18", dtypes=TELLABLE)
 def softmax_in_bfloat16() -> Iterator[None]:
-    yield from _calls("Attention", _attention(low=True))
+    yield from with_method("gpt_torch", "Attention", "forward", _attention(low=True))
 
 
 @MODELS.fault(
@@ -174,7 +153,7 @@ def residual_dropped() -> Iterator[None]:
         x = x + self.attention(self.attention_norm(x))
         return self.mlp(self.mlp_norm(x))
 
-    yield from _built(
+    yield from each_made(
         "gpt_torch", "GPT", lambda model: setattr(model.blocks[-1], "forward", MethodType(forward, model.blocks[-1]))
     )
 
@@ -190,7 +169,7 @@ def bias_forgotten() -> Iterator[None]:
         down = model.blocks[-1].mlp.down
         down.forward = MethodType(lambda self, x: x @ self.weight.T, down)
 
-    yield from _built("gpt_torch", "GPT", change)
+    yield from each_made("gpt_torch", "GPT", change)
 
 
 @MODELS.fault(
@@ -240,10 +219,11 @@ def rotary_base() -> Iterator[None]:
 def gate_exchanged() -> Iterator[None]:
     from torch.nn import functional
 
-    yield from _calls(
-        "MLP",
-        lambda self, x: self.down_proj(self.gate_proj(x) * functional.silu(self.up_proj(x))),
+    yield from with_method(
         "llama_torch",
+        "MLP",
+        "forward",
+        lambda self, x: self.down_proj(self.gate_proj(x) * functional.silu(self.up_proj(x))),
     )
 
 
@@ -263,7 +243,7 @@ def kernel_flipped() -> Iterator[None]:
             lambda self, x: functional.conv2d(x, self.weight.flip(-1, -2), self.bias, padding=1), stem
         )
 
-    yield from _built("conv_torch", "ConvNet", change)
+    yield from each_made("conv_torch", "ConvNet", change)
 
 
 @MODELS.fault(

@@ -44,6 +44,7 @@ class RunSettings:
         dtype: in which it computes. In bfloat16 parameters are stored, and gradients reduced, in float32 (R33).
         twin: 0, or which twin of the run this is: the same but for its rounding (`crossframe.recording.twins`).
         dense: so many steps at the beginning are recorded in full.
+        windows: (start, stop) of further steps that are.
         resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.parity.resume`); None: it
             runs through.
         rounding: 0, or one of many other orders of sums, in torch alone: not a twin, since it begins with the same values.
@@ -69,6 +70,7 @@ class RunSettings:
     accumulate: int = 1
     twin: int = 0
     dense: int = 2
+    windows: tuple[tuple[int, int], ...] = ()
     resume_at: int | None = None
     rounding: int = 0
 
@@ -153,7 +155,7 @@ class RunSettings:
             learning_rate=self.learning_rate,
             seed=self.seed,
             terms=self.batch_size * self.definition.terms,
-            schedule=Schedule(dense=self.dense, every=5),
+            schedule=Schedule(self.dense, 5, self.windows),
             param_map=self.definition.param_map,
             units=self.definition.unit_layouts(self.spec.shard, self.stored_dtype, self.policy.param_dtype),
             strategy=self.strategy,
@@ -190,7 +192,9 @@ class RunSettings:
         """The command line that records this run, but for where to."""
         arguments = ["record", framework, self.model]
         for name, value in asdict(self).items():
-            if name not in ("model", "weight_decay", "twin") and value not in ("", None):
+            if name == "windows":
+                arguments += [part for start, stop in value for part in ("--window", f"{start}:{stop}")]
+            elif name not in ("model", "weight_decay", "twin") and value not in ("", None):
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         return arguments
 

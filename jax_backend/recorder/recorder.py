@@ -82,6 +82,7 @@ class Recorder:
         param_map: canonical (torch) names and axis orders; None: the paths of the pytree. ShardedParams have their own.
         units: modules that count as units; None: the members of the longest list of modules. ShardedParams have their own.
         every, dense: tensors are recorded at every so many steps, and all of the first steps.
+        windows: (start, stop) of further steps of which all is recorded; `open_window` opens one while the loop runs.
         detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes a tensor), or "auto": sketches of a model of more
             than a million parameters.
         steps: how many the loop will take, if that is known; the last one is then recorded too.
@@ -110,6 +111,7 @@ class Recorder:
         units: Iterable[str] | None = None,
         every: int = 100,
         dense: int = 2,
+        windows: Iterable[tuple[int, int]] = (),
         detail: str = "auto",
         steps: int | None = None,
         samples: Callable[[Any], Any] | None = None,
@@ -137,11 +139,11 @@ class Recorder:
             self._source = OfArrays(params, mesh, param_map, units)
         self.twin, self._overwrite, self._samples = twin_number(twin), overwrite, samples
         self._path = place_of(directory, self.twin)
-        schedule = Schedule(dense, every)
+        schedule = Schedule(dense, every, tuple(windows))
         self._about = About(
             schedule, detail, steps, name, dtype, strategy, learning_rate, seed, terms, settings or {}, self.twin
         )
-        self._schedule, self._windows = schedule, 0
+        self._schedule, self._dense_until = schedule, 0
         self.params = self._source.moved(params, self.twin) if self.twin else params
         self._initial: Any = kept(self._source, self.params, detail)
         self._writers: Writers | None = None
@@ -177,22 +179,22 @@ class Recorder:
 
     def is_dense(self) -> bool:
         """Whether what is inside of the step that goes on is recorded."""
-        return self._step < self._windows or self._schedule.is_dense(self._step)
+        return self._step < self._dense_until or self._schedule.is_dense(self._step)
 
     def open_window(self, num_steps: int) -> None:
         """Record everything of the next steps, on demand."""
         if type(num_steps) is not int or num_steps < 1:
             raise UsageError(f"open_window: expected a number of steps of at least 1, got {num_steps!r}")
-        self._windows = max(self._windows, self._step + num_steps)
+        self._dense_until = max(self._dense_until, self._step + num_steps)
         if self._writers is not None:
             self._write_waiting(0)
             self._open_window()
 
     def _open_window(self) -> None:
         assert self._writers is not None
-        if self._windows > self._step:
+        if self._dense_until > self._step:
             for writer in self._writers.by_rank.values():
-                writer.open_window(self._windows)
+                writer.open_window(self._dense_until)
 
     def step(
         self,

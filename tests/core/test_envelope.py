@@ -10,10 +10,11 @@ from crossframe.errors import RecordingError
 from crossframe.recording import Schedule
 from crossframe.recording.lines import twin_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.envelope import eccentricity, margin, spread_of
+from crossframe.verdict.envelope import Steady, eccentricity, margin, spread_of
 from tests.conftest import EXHAUSTIVE
 from tests.core import synthetic
 from tests.core.synthetic import both
+from tests.core.test_verdict_judge import quantity
 
 NOISE = 1e-3
 """Far more than float32 rounds by: what a bound known beforehand would call a bug."""
@@ -122,6 +123,16 @@ def test_after_a_step_that_was_not_recorded_any_element_may_have_gone_either_way
         b = run(folder / "b", made=made, tamper=both(jitter(9), sends(share)))
         found = compare(a, b)
         assert found.verdict is verdict, found.reason
+
+
+def test_what_is_hidden_of_an_update_does_not_count_for_the_half_that_is_least_apart():
+    """Else that half may be made of hidden elements alone, and rounding of one that is not would be beyond it."""
+    empty = quantity(np.zeros(4), np.zeros(4), parameter="w", phase="reduce")
+    after = quantity(np.zeros(4), np.arange(4.0), parameter="w")
+    steady = Steady(lambda _: 1.0)
+    steady.note([empty])
+    assert not steady.of(after).b.any()
+    assert (steady.of(replace(after, late=True)).b == after.b).all()
 
 
 def test_runs_that_have_nothing_in_common_any_more_are_inconclusive(tmp_path):

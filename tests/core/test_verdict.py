@@ -367,6 +367,24 @@ def test_steps_that_only_one_side_recorded_are_passed_over(tmp_path):
     assert [step for step, _ in found.parameter_differences] == [0, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "phase", "step", "expected"),
+    [
+        (Schedule(1, 3), "reduce", 3, "it began at one of the steps 1 to 3: of those before 3 only losses were recorded; to see "
+         "where, record both again with windows=[(1, 4)] (--window 1:4)"),
+        (Schedule(0, 1), "reduce", 2, "everything recorded that causes it agrees, but what happened inside of the step was not "
+         "recorded; to see where, record both again with windows=[(2, 3)] (--window 2:3)"),
+        (Schedule(0, 1), "update", 2, "everything that causes it agrees"),
+        (Schedule(3, 1), "reduce", 2, "everything that causes it agrees"),
+    ],
+)  # fmt: skip
+def test_what_was_not_recorded_is_not_said_to_agree(tmp_path, schedule, phase, step, expected):
+    made = synthetic.manifest(steps=5, schedule=schedule)
+    found = versus(tmp_path, only(phase, "bias", lambda x: 2 * x, step=step), a=made, b=made)
+    assert found.first_divergence is not None and found.first_divergence.step == step
+    assert found.reason.partition("; ")[2] == expected
+
+
 def test_a_verdict_as_json(tmp_path):
     found = versus(tmp_path, only("reduce", "bias", lambda grad: grad + np.array([0, 1, 0]))).to_json()
     assert json.loads(json.dumps(found, allow_nan=False)) == found

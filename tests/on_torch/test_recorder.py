@@ -169,7 +169,7 @@ def test_sketches_say_what_full_tensors_say(ranks, tmp_path):
 def test_a_window_makes_steps_dense_and_the_last_step_is_recorded_if_it_is_known(tmp_path):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with Recorder(tmp_path, model=model, optimizer=optimizer, every=4, dense=0, steps=10) as recorder:
+    with Recorder(tmp_path, model=model, optimizer=optimizer, every=4, dense=0, windows=[(6, 7)], steps=10) as recorder:
         for step in range(10):
             if step == 2:
                 recorder.open_window(1)
@@ -181,8 +181,8 @@ def test_a_window_makes_steps_dense_and_the_last_step_is_recorded_if_it_is_known
             optimizer.zero_grad()
             recorder.step()
     recording = Recording.open(tmp_path)
-    assert recording.recorded_steps() == (0, 2, 4, 8, 9)
-    assert recording.activations(2) and not recording.activations(4)
+    assert recording.recorded_steps() == (0, 2, 4, 6, 8, 9)
+    assert recording.activations(2) and recording.activations(6) and not recording.activations(4)
     assert recording.state_slots(9, "scale") == ("momentum_buffer",)
     assert np.isfinite(recording.losses()).all() and recording.losses().shape == (10, 1)
     assert len(recording.batch(3, 0).sample_ids) == 4

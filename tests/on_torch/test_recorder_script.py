@@ -89,13 +89,21 @@ def run(tmp_path, monkeypatch):
 
 def record(folder: Path, **options):
     """Record a script by the command's function."""
-    given = {"output": folder / "out", "nproc_per_node": None, "twins": 0, "every": 2, "dense": 1, "overwrite": False}
+    given = {
+        "output": folder / "out",
+        "nproc_per_node": None,
+        "twins": 0,
+        "every": 2,
+        "dense": 1,
+        "windows": (),
+        "overwrite": False,
+    }
     return record_script(folder / "script.py", (), console=Console(file=StringIO()), **(given | options))
 
 
 def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twins(run, tmp_path):
     for twin in range(3):
-        assert run(PLAIN, twin=twin) == 0
+        assert run(PLAIN, twin=twin, windows=[(2, 3)]) == 0
     command = [
         sys.executable,
         "-m",
@@ -105,7 +113,7 @@ def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twi
         "--nproc-per-node",
         "2",
     ]
-    command += ["--output", str(tmp_path / "two"), "--every", "1", "--", "--ddp"]
+    command += ["--output", str(tmp_path / "two"), "--every", "3", "--window", "2:3", "--", "--ddp"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     one, two = Recording.open(tmp_path / "out"), Recording.open(tmp_path / "two")
@@ -113,7 +121,7 @@ def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twi
     assert (one.num_steps, one.recorded_steps(), two.recorded_steps()) == (3, (0, 2), (0, 1, 2))
     assert two.manifest.mesh.replicate == 2
     assert one.grad_norm(2, 0) == pytest.approx(two.grad_norm(2, 1), rel=1e-12)
-    again = f"crossframe record {tmp_path}/script.py --nproc-per-node 2 --every 1 --dense 2 -- --ddp"
+    again = f"crossframe record {tmp_path}/script.py --nproc-per-node 2 --every 3 --dense 2 --window 2:3 -- --ddp"
     assert two.manifest.settings["command"] == again
     # The evaluation behind each step, which has gradients enabled, is no part of it.
     assert len(one.batch(1, 0).sample_ids) == 4

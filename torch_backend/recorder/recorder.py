@@ -1,6 +1,6 @@
 """`Recorder`: a training loop of anyone's, recorded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ class Recorder(Sink, Listener):
         units: of a model that nothing shards, what counts as a unit: names or classes of modules, or an auto_wrap_policy. None:
             the members of its longest list of modules.
         every, dense: tensors are recorded at every so many steps, and all of the first steps.
+        windows: (start, stop) of further steps of which all is recorded; `open_window` opens one while the loop runs.
         detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes a tensor), or "auto": sketches of a model of more
             than a million parameters.
         steps: how many the loop will take, if that is known; the last one is then recorded too.
@@ -90,6 +91,7 @@ class Recorder(Sink, Listener):
         units: Any = None,
         every: int = 100,
         dense: int = 2,
+        windows: Iterable[tuple[int, int]] = (),
         detail: str = "auto",
         steps: int | None = None,
         twin: int | None = None,
@@ -109,7 +111,7 @@ class Recorder(Sink, Listener):
         self._twin = twin_number(twin)
         self._path = Path(directory, twin_folder(self._twin)) if self._twin and manifest is None else Path(directory)
         self._options: dict[str, Any] = {
-            "schedule": Schedule(dense, every),
+            "schedule": Schedule(dense, every, tuple(windows)),
             "detail": detail,
             "steps": steps,
             "name": name,

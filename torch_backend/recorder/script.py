@@ -168,4 +168,6 @@ def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -
 
 if __name__ == "__main__":
     _options, _script, *_arguments = sys.argv[1:]
-    sys.exit(run(_script, _arguments, **json.loads(_options)))
+    _given = json.loads(_options)
+    _given["windows"] = [tuple(window) for window in _given["windows"]]
+    sys.exit(run(_script, _arguments, **_given))
