@@ -13,10 +13,10 @@ from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.locate import Divergence, locate, locate_sketch
 from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.quantities import ACTIVATION, Quantity
 from crossframe.verdict.unseen import unseen
 from crossframe.verdict.walk import walk
-from crossframe.verdict.words import in_words
+from crossframe.verdict.words import in_words, other_dtype
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
         verdict, reason = _conclude(pair, findings, where)
     if first is not None and diagnosis is None and (hint := needs_full_tensors(first)):
         reason = f"{reason}; {hint}"
+    if first is not None and findings.other_dtype is not None:
+        reason = f"{reason}; ahead of it {other_dtype(findings.other_dtype, names)}"
     return PairVerdict(
         *names,
         dtype,
@@ -178,6 +180,8 @@ class _Findings:
         # How much of its bound any quantity before the first one outside had used up.
         self.used_before = 0.0
         self.not_finite: Judgement | None = None
+        # The first activation that has another dtype in either, up to the first quantity outside.
+        self.other_dtype: Quantity | None = None
         self.losses: list[float] = []
         self.parameters: dict[int, float] = {}
         self.judged: list[Judged] = []
@@ -192,6 +196,8 @@ class _Findings:
         self.judged.append(Judged(step, phase, q.event, q.unit, q.name, worst.difference, used, worst.beyond, equal))
         self.equal = self.equal and equal
         if self.first is None:
+            if self.other_dtype is None and q.kind == ACTIVATION and q.dtypes[0] != q.dtypes[1]:
+                self.other_dtype = q
             if worst.beyond:
                 self.first = worst
             else:

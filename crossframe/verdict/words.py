@@ -49,6 +49,12 @@ def in_words(
     )
 
 
+def other_dtype(q: Quantity, names: Sequence[str]) -> str:
+    """That an activation has another dtype in either."""
+    said = " and ".join(f"{dtype} in {name}" for dtype, name in zip(q.dtypes, names, strict=True))
+    return f"the {q.name} is {said}"
+
+
 def _what(q: Quantity, where: Divergence) -> str:
     noun = f"the {NOUNS[q.phase]}"
     rank = f", rank {where.rank}" if where.rank is not None else ""

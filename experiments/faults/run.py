@@ -1,7 +1,8 @@
 """`crossframe faults`: every fault of the catalogue put into a run, and what a comparison with a clean run says of it.
 
-The clean run is of the other framework, so that real rounding lies between the two. Below float64 it has twins, and so has what
-runs in JAX. All runs of one framework and size share processes; a recording is deleted once it was judged.
+The clean run is of the other framework, so that real rounding lies between the two. Below float64 it alone has twins: those of a
+faulty run would show how far the fault throws rounding. All runs of one framework and size share processes; a recording is deleted
+once it was judged.
 """
 
 import json
@@ -118,9 +119,7 @@ def judge_fault(fault: Fault, dtype: str, recorders: Recorders, references: Refe
     began = time.monotonic()
     try:
         reference = references.of(fault, dtype)
-        # What JAX rounds and torch does not, an optimizer's constants, no twin of torch's shows.
-        own = references.twins if fault.frameworks[0] == JAX else 0
-        recorders.record(fault.frameworks[0], settings_of(fault, dtype), path, own)
+        recorders.record(fault.frameworks[0], settings_of(fault, dtype), path)
         faulty = Recording.open(path)
         said, sketched = compare(reference, faulty), compare(reference, faulty, sketched=True)
     except Exception as error:  # one that fails is no reason not to go on with the others

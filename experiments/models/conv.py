@@ -39,16 +39,16 @@ def _make_torch(config: ConvConfig):
     return TorchConvNet(config), {Block}
 
 
-def _make_flax(config: ConvConfig):
+def _make_flax(config: ConvConfig, dtype: str):
     from experiments.models.conv_flax import ConvNet as FlaxConvNet
 
-    return FlaxConvNet(config)
+    return FlaxConvNet(config, dtype)
 
 
 def define_conv(name: str, config: ConvConfig) -> ModelDefinition:
     """A convolutional net of these sizes, in both frameworks."""
     units = tuple(f"blocks.{i}" for i in range(config.num_blocks))
-    make_torch, make_flax = lambda: _make_torch(config), lambda _: _make_flax(config)
+    make_torch, make_flax = lambda: _make_torch(config), lambda dtype: _make_flax(config, dtype)
     return define(
         name,
         config,

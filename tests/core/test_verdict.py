@@ -385,6 +385,22 @@ def test_what_was_not_recorded_is_not_said_to_agree(tmp_path, schedule, phase, s
     assert found.reason.partition("; ")[2] == expected
 
 
+def test_a_module_that_gave_another_dtype_ahead_of_a_divergence_is_told(tmp_path):
+    """That alone is no bug: norms in float32 are common. But it is often the reason of one."""
+
+    def narrowed(dtype):
+        def change(phase, step, rank, name, array):
+            return array.astype(np.float32).astype(dtype) if (phase, name) == ("output", "block") else array
+
+        return change
+
+    a = synthetic.record(tmp_path / "a", tamper=narrowed(np.float64))
+    assert compare(a, synthetic.record(tmp_path / "b", tamper=narrowed(np.float32))).verdict is Verdict.ROUNDING
+    doubled = only("reduce", "bias", lambda grad: 2 * grad)
+    found = compare(a, synthetic.record(tmp_path / "c", tamper=synthetic.both(narrowed(np.float32), doubled)))
+    assert found.reason.endswith("; ahead of it the output of block is float64 in a and float32 in c")
+
+
 def test_a_verdict_as_json(tmp_path):
     found = versus(tmp_path, only("reduce", "bias", lambda grad: grad + np.array([0, 1, 0]))).to_json()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
