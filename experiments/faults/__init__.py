@@ -7,6 +7,7 @@ from experiments.faults import (
     core,
     data,
     fault,
+    held_out,
     jax_engine,
     models_jax,
     models_torch,
@@ -24,6 +25,7 @@ FAMILIES = (
     optimizers.OPTIMIZERS,
     data.DATA,
     checkpoints.CHECKPOINTS,
+    held_out.HELD_OUT,
 )
 FAULTS: dict[str, Fault] = {each.name: each for family in FAMILIES for each in family.faults}
 

@@ -10,7 +10,7 @@ STATE, UPDATE = ("state", "state"), ("update", "optimizer")
 SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-2}
 
 
-def _calls(module: str, name: str, change: Callable[[int, tuple, dict[str, Any]], bool]) -> Iterator[None]:
+def calls_of(module: str, name: str, change: Callable[[int, tuple, dict[str, Any]], bool]) -> Iterator[None]:
     """`change(step, arguments, keywords)` is done ahead of each call of torch's function behind an optimizer; False skips it."""
     from importlib import import_module
 
@@ -27,12 +27,12 @@ def _calls(module: str, name: str, change: Callable[[int, tuple, dict[str, Any]]
         yield
 
 
-def _adam(**changed: Any) -> Iterator[None]:
-    yield from _calls("adam", "adam", lambda step, args, kwargs: kwargs.update(changed) or True)
+def adam(**changed: Any) -> Iterator[None]:
+    yield from calls_of("adam", "adam", lambda step, args, kwargs: kwargs.update(changed) or True)
 
 
-def _sgd(**changed: Any) -> Iterator[None]:
-    yield from _calls("sgd", "sgd", lambda step, args, kwargs: kwargs.update(changed) or True)
+def sgd(**changed: Any) -> Iterator[None]:
+    yield from calls_of("sgd", "sgd", lambda step, args, kwargs: kwargs.update(changed) or True)
 
 
 @OPTIMIZERS.fault(
@@ -41,7 +41,7 @@ def _sgd(**changed: Any) -> Iterator[None]:
     source="pytorch/pytorch#48793",
 )
 def decay_in_the_gradient() -> Iterator[None]:
-    yield from _adam(decoupled_weight_decay=False)
+    yield from adam(decoupled_weight_decay=False)
 
 
 @OPTIMIZERS.fault(
@@ -57,17 +57,17 @@ def flat_shards_not_decayed() -> Iterator[None]:
             kwargs["weight_decay"] = 0.0
         return True
 
-    yield from _calls("adam", "adam", change)
+    yield from calls_of("adam", "adam", change)
 
 
 @OPTIMIZERS.fault("the second moment keeps 0.99 of itself, not 0.999", Answer(*STATE, signature="constant_factor"))
 def other_beta() -> Iterator[None]:
-    yield from _adam(beta2=0.99)
+    yield from adam(beta2=0.99)
 
 
 @OPTIMIZERS.fault("epsilon is 1e-6, not 1e-8", Answer(*UPDATE, signature="optimizer_epsilon"), dtypes=TELLABLE)
 def other_epsilon() -> Iterator[None]:
-    yield from _adam(eps=1e-6)
+    yield from adam(eps=1e-6)
 
 
 @OPTIMIZERS.fault(
@@ -76,7 +76,7 @@ def other_epsilon() -> Iterator[None]:
     source="deepspeedai/DeepSpeed#5779",
 )
 def step_skipped() -> Iterator[None]:
-    yield from _calls("adam", "adam", lambda step, args, kwargs: step != 2)
+    yield from calls_of("adam", "adam", lambda step, args, kwargs: step != 2)
 
 
 @OPTIMIZERS.fault(
@@ -89,7 +89,7 @@ def rate_falls() -> Iterator[None]:
         kwargs["lr"] = kwargs["lr"] * 0.99**step
         return True
 
-    yield from _calls("adam", "adam", change)
+    yield from calls_of("adam", "adam", change)
 
 
 @OPTIMIZERS.fault(
@@ -100,14 +100,14 @@ def rate_slightly_off() -> Iterator[None]:
         kwargs["lr"] = kwargs["lr"] * 1.0001
         return True
 
-    yield from _calls("adam", "adam", change)
+    yield from calls_of("adam", "adam", change)
 
 
 @OPTIMIZERS.fault(
     "momentum is Nesterov's", Answer(*UPDATE, signature="constant_factor"), source="pytorch/pytorch#1099", **SGD
 )
 def nesterov() -> Iterator[None]:
-    yield from _sgd(nesterov=True)
+    yield from sgd(nesterov=True)
 
 
 @OPTIMIZERS.fault(
@@ -117,10 +117,10 @@ def nesterov() -> Iterator[None]:
     **SGD,
 )
 def dampened() -> Iterator[None]:
-    yield from _sgd(dampening=0.9)
+    yield from sgd(dampening=0.9)
 
 
-def _adamw(make: Callable[..., Any]) -> Iterator[None]:
+def adamw(make: Callable[..., Any]) -> Iterator[None]:
     """`make(right, rate, decay)` in the place of optax.adamw."""
     import optax
 
@@ -136,7 +136,7 @@ def _adamw(make: Callable[..., Any]) -> Iterator[None]:
     within=(JAX,),
 )
 def epsilon_under_the_root() -> Iterator[None]:
-    yield from _adamw(lambda right, rate, decay: right(rate, weight_decay=decay, eps=0.0, eps_root=1e-8))
+    yield from adamw(lambda right, rate, decay: right(rate, weight_decay=decay, eps=0.0, eps_root=1e-8))
 
 
 def _bias_correction(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
@@ -170,7 +170,7 @@ def bias_correction_one_off() -> Iterator[None]:
     "the first moment is kept in bfloat16", Answer(*STATE, signature=None), within=(JAX,), dtypes=TELLABLE
 )
 def moment_in_bfloat16() -> Iterator[None]:
-    yield from _adamw(lambda right, rate, decay: right(rate, weight_decay=decay, mu_dtype="bfloat16"))
+    yield from adamw(lambda right, rate, decay: right(rate, weight_decay=decay, mu_dtype="bfloat16"))
 
 
 @OPTIMIZERS.fault(
@@ -182,7 +182,7 @@ def moment_in_bfloat16() -> Iterator[None]:
 def decay_without_the_rate() -> Iterator[None]:
     import optax
 
-    yield from _adamw(
+    yield from adamw(
         lambda right, rate, decay: optax.chain(
             optax.scale_by_adam(), optax.scale_by_learning_rate(rate), optax.add_decayed_weights(-decay)
         )
@@ -244,4 +244,4 @@ def unit_left_out() -> Iterator[None]:
 
         return GradientTransformation(given.init, update)
 
-    yield from _adamw(make)
+    yield from adamw(make)

@@ -1,8 +1,8 @@
 """`crossframe faults`: every fault of the catalogue put into a run, and what a comparison with a clean run says of it.
 
-The clean run is of the other framework, so that real rounding lies between the two. Below float64 it alone has twins: those of a
-faulty run would show how far the fault throws rounding. All runs of one framework and size share processes; a recording is deleted
-once it was judged.
+The clean run is of the other framework, so that real rounding lies between the two. Below float64 it alone has twins: those of
+a faulty run would show how far the fault throws rounding. All runs of one framework and size share processes; a recording is
+deleted once it was judged.
 """
 
 import json

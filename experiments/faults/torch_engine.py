@@ -79,7 +79,7 @@ def last_microbatch_lost() -> Iterator[None]:
         yield
 
 
-def _before_sum(change: Any) -> Iterator[None]:
+def before_sum(change: Any) -> Iterator[None]:
     """`change(rank, unit, full)` is done to a rank's gradients ahead of the reduce-scatter, behind what is told of them."""
     from torch_backend.collectives import Communicator
 
@@ -99,7 +99,7 @@ def _before_sum(change: Any) -> Iterator[None]:
     world_size=3,
 )
 def rank_left_out() -> Iterator[None]:
-    yield from _before_sum(lambda rank, unit, full: full.zero_() if rank == 2 else None)
+    yield from before_sum(lambda rank, unit, full: full.zero_() if rank == 2 else None)
 
 
 @TORCH_ENGINE.fault(
@@ -108,7 +108,7 @@ def rank_left_out() -> Iterator[None]:
     dtypes=TELLABLE,
 )
 def rank_slightly_off() -> Iterator[None]:
-    yield from _before_sum(lambda rank, unit, full: full.mul_(1.0001) if rank == 1 and unit == "blocks.1" else None)
+    yield from before_sum(lambda rank, unit, full: full.mul_(1.0001) if rank == 1 and unit == "blocks.1" else None)
 
 
 @TORCH_ENGINE.fault(
@@ -120,10 +120,10 @@ def rank_slightly_off() -> Iterator[None]:
 def rounded_before_sum() -> Iterator[None]:
     import torch
 
-    yield from _before_sum(lambda rank, unit, full: full.copy_(full.to(torch.bfloat16).to(full.dtype)))
+    yield from before_sum(lambda rank, unit, full: full.copy_(full.to(torch.bfloat16).to(full.dtype)))
 
 
-def _after_reduction(change: Any) -> Iterator[None]:
+def after_reduction(change: Any) -> Iterator[None]:
     """`change(rank, unit, shard)` is done to the reduced gradient of a rank."""
     from torch_backend.grads import GradStore
 
@@ -147,7 +147,7 @@ def _after_reduction(change: Any) -> Iterator[None]:
     Answer(*REDUCED, unit="blocks.1", rank=0, signature=None),
 )
 def end_of_shard_lost() -> Iterator[None]:
-    yield from _after_reduction(
+    yield from after_reduction(
         lambda rank, unit, shard: shard[-16:].zero_() if rank == 0 and unit == "blocks.1" else None
     )
 
@@ -165,7 +165,7 @@ def stale_gradient() -> Iterator[None]:
             if len(kept) > 2:
                 shard.copy_(kept[-2])
 
-    yield from _after_reduction(change)
+    yield from after_reduction(change)
 
 
 @TORCH_ENGINE.fault(
