@@ -25,9 +25,6 @@ _ROUNDS = """
 ROUNDING = frozenset(_ROUNDS.split())
 """Primitives whose results other implementations round otherwise: sums, quotients, elementary functions, and what holds
 functions of its own. Not single additions and products: they round alike everywhere, and are too many to compile in good time."""
-SHORT = frozenset({"add", "add_any", "sub", "mul"})
-"""Those that do so in dtypes of two bytes, to which one implementation rounds behind each operation, another behind several. So
-it is with what is cast from a wider dtype to such a one, and with the cotangent of what is cast to a wider one."""
 _BLOCK = 512
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
@@ -79,11 +76,8 @@ class _Walk:
             else:
                 if name == "dot_general":
                     operands = self._reordered(operands, equation.params["dimension_numbers"])
-                if name == "convert_element_type":
-                    found = [self._cast(equation, operands[0])]
-                else:
-                    found = self._on_ranks(equation, operands) if name == "shard_map" else _bound(equation, operands)
-                if name in ROUNDING or (name in SHORT and _is_short(found[0])):
+                found = self._on_ranks(equation, operands) if name == "shard_map" else _bound(equation, operands)
+                if name in ROUNDING:
                     found = [self._moved(each) for each in found]
             values.update(zip(equation.outvars, found, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -117,35 +111,14 @@ class _Walk:
         )
         return run(self._drawn(), *operands)
 
-    def _cast(self, equation: core.JaxprEqn, array: jax.Array) -> jax.Array:
-        """A cast between a short float and a wider one, either way, moves what is rounded: the result, or its cotangent."""
-        to = equation.params["new_dtype"]
-        if (
-            not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (array.dtype, to))
-            or array.dtype.itemsize == to.itemsize
-        ):
-            return _bound(equation, [array])[0]
-        if _is_short(array):
-            array = _coming_back(array, self._away(array))
-        (found,) = _bound(equation, [array])
-        return self._moved(found) if _is_short(found) else found
-
     def _moved(self, array: Any) -> Any:
         if not jnp.issubdtype(array.dtype, jnp.floating) or not array.size:
             return array
-        return _neighbour(array, self._away(array))
-
-    def _away(self, array: jax.Array) -> jax.Array:
-        """For each element, whether to move it away from zero (1), towards it (-1), or not (0)."""
         bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(array), f"uint{8 * array.dtype.itemsize}")
         keys = bits.astype(jnp.uint32) ^ self._drawn()
         keys = _mixed(keys)
         away = (keys >> 31).astype(jnp.int8) - (keys >> 30 & 1).astype(jnp.int8)
-        return away.astype(array.dtype)
-
-
-def _is_short(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 2
+        return _neighbour(array, away.astype(array.dtype))
 
 
 def _bound(equation: core.JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -181,20 +154,5 @@ def _neighbour(array: jax.Array, away: jax.Array) -> jax.Array:
 @_neighbour.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     array, away = primals
-    return _neighbour(array, away), _moved_by(away, tangents[0])
-
-
-@jax.custom_jvp
-def _coming_back(array: jax.Array, away: jax.Array) -> jax.Array:
-    """The array as it is, whose cotangent is moved."""
-    return array
-
-
-@_coming_back.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    array, away = primals
-    return array, _moved_by(away, tangents[0])
-
-
-def _moved_by(away: jax.Array, tangent: jax.Array) -> jax.Array:
-    return tangent * (1 + away * jnp.finfo(away.dtype).eps)
+    factor = 1 + away * jnp.finfo(array.dtype).eps
+    return _neighbour(array, away), tangents[0] * factor

@@ -2,10 +2,10 @@
 
 [Note: what a twin may do] Two right implementations of one computation differ in the order of their sums, in the last digits of
 their elementary functions, and in where low precision kernels round at all. `OtherRounding` makes a run that differs from
-itself in the same ways and no other: products of matrices are summed in another order, and the result of each operation that
-rounds is moved, element by element, to one of its neighbours or left, at random (D. Parker, Monte Carlo arithmetic, UCLA
-1997). What moves, selects or casts data is left alone: it has one right answer. So are zeros (masks, padding, unused
-parameters), what is not finite, and single whole numbers (an optimizer's count of its steps).
+itself in the same ways and no other: the terms of sums (products of matrices, convolutions, means) come in another order, and
+the result of each operation that rounds is moved, element by element, to one of its neighbours or left, at random (D. Parker,
+Monte Carlo arithmetic, UCLA 1997). What moves, selects or casts data is left alone: it has one right answer. So are zeros
+(masks, padding, unused parameters), what is not finite, and single whole numbers (an optimizer's count of its steps).
 
 Adam's constants, such as 1 - beta2**t, torch computes in Python's numbers, and others in the dtype of the parameters: in float32
 1 - 0.999 is off by 1e-5 of itself. A twin computes them so, on the path that Adam has for constants that are tensors.
@@ -51,11 +51,12 @@ class OtherRounding(TorchDispatchMode):
 
     Args:
         seed: which of many ways. All ranks of a run must be given the same: replicas then stay equal to one another.
+        moves: whether results are moved. If not, sums go in another order, and that is all.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, moves: bool = True) -> None:
         super().__init__()
-        self._seed = seed
+        self._seed, self._moves = seed, moves
         self._generators: dict[torch.device, torch.Generator] = {}
         self._hooks: list[Any] = []
         self._as_they_were: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -75,7 +76,7 @@ class OtherRounding(TorchDispatchMode):
 
     def _constants_are_tensors(self, optimizer: torch.optim.Optimizer) -> None:
         """For one step. In float64 Python's numbers are of that dtype already."""
-        if not isinstance(optimizer, _ADAMS):
+        if not self._moves or not isinstance(optimizer, _ADAMS):
             return
         for group in optimizer.param_groups:
             wide = all(param.dtype == torch.float64 for param in group["params"])
@@ -94,6 +95,8 @@ class OtherRounding(TorchDispatchMode):
         if packet not in ROUNDING:
             return func(*args, **(kwargs or {}))
         result = func(*self._reordered(packet, args), **(kwargs or {}))
+        if not self._moves:
+            return result
         if result is None:  # a list of tensors was changed in place: the first argument
             written = args[0]
         else:
@@ -104,24 +107,26 @@ class OtherRounding(TorchDispatchMode):
         return result
 
     def _reordered(self, packet: Any, args: tuple) -> tuple:
-        """The same products with the terms of their sums in another order."""
+        """The same sum with its terms in another order, where that can be had by exchanging them in the operands."""
         match packet:
             case aten.mm | aten.bmm:
-                first = 0
+                first, dims = 0, (-1, -2)
             case aten.addmm | aten.baddbmm:
-                first = 1
+                first, dims = 1, (-1, -2)
+            case aten.convolution if not args[6] and args[8] == 1:  # neither transposed nor in groups
+                first, dims = 0, (1, 1)
+            case aten.sum | aten.mean if len(args) > 1 and args[1]:
+                # Of several dims one is enough to make it another order.
+                first, dims = 0, (args[1][-1],)
             case _:
                 return args
-        a, b = args[first], args[first + 1]
-        if type(a) is not Tensor or type(b) is not Tensor:
+        operands = args[first : first + len(dims)]
+        if any(type(operand) is not Tensor for operand in operands):
             return args
-        order = torch.randperm(a.shape[-1], generator=self._generator(a.device), device=a.device)
-        return (
-            *args[:first],
-            a.index_select(-1, order),
-            b.index_select(-2, order),
-            *args[first + 2 :],
-        )
+        device, numel = operands[0].device, operands[0].shape[dims[0]]
+        order = torch.randperm(numel, generator=self._generator(device), device=device)
+        found = [operand.index_select(dim, order) for operand, dim in zip(operands, dims, strict=True)]
+        return (*args[:first], *found, *args[first + len(found) :])
 
     def _move(self, tensor: Tensor) -> None:
         local = tensor.local if isinstance(tensor, PieceTensor) else getattr(tensor, "_local_tensor", tensor)

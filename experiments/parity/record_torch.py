@@ -83,8 +83,10 @@ def join(rank: int, world_size: int, device: str, store_path: str) -> None:
 
 def record_rank(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
     """Train and record one rank of the default process group, into a recording that was created."""
-    other = settings.twin or settings.rounding
-    rounding = OtherRounding(other) if other else nullcontext()
+    if settings.twin:
+        rounding = OtherRounding(settings.twin)
+    else:
+        rounding = OtherRounding(settings.rounding, moves=False) if settings.rounding else nullcontext()
     with fault_in_effect(settings.fault), rounding:
         _train(settings, manifest, output, rank, device)
 

@@ -47,7 +47,7 @@ class RunSettings:
         windows: (start, stop) of further steps that are.
         resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.parity.resume`); None: it
             runs through.
-        rounding: 0, or one of many other orders of sums, in torch alone: not a twin, since it begins with the same values.
+        rounding: 0, or one of many other orders of sums, in torch alone: not a twin, since nothing else is moved.
 
     Raises:
         UsageError: anything out of range; the message names it.

@@ -25,11 +25,11 @@ def test_results_fall_to_a_neighbour_or_stay(dtype):
     assert (found == other_rounding(jnp.tanh, 1)(x)).all()  # a seed says which way
 
 
-def test_what_moves_or_selects_data_is_left_alone():
+def test_what_moves_selects_or_casts_data_is_left_alone():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), "float32")
 
     def fun(x):
-        return x.T, jnp.concatenate([x, x]), x.astype("float64"), x[1], jnp.where(x > 0, x, 0), x.max(0), -x
+        return x.T, jnp.concatenate([x, x]), x.astype("bfloat16"), x[1], jnp.where(x > 0, x, 0), x.max(0), -x
 
     for found, right in zip(other_rounding(fun, 1)(x), fun(x), strict=True):
         assert found.dtype == right.dtype and (found == right).all()
@@ -117,45 +117,3 @@ def test_what_ranks_do_each_for_themselves_rounds_otherwise_too():
     assert not (found[0] == right[0]).all() and (found[1] == right[1]).all()
     np.testing.assert_allclose(found[0], right[0], rtol=1e-5)
     assert not (found[0] == jax.jit(other_rounding(fun, 4))(x)[0]).all()
-
-
-def test_what_is_cast_to_two_bytes_rounds_otherwise_and_so_does_the_cotangent_of_what_is_cast_from_them():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=200), "float32")
-
-    def narrowed(x):
-        return x.astype("bfloat16")
-
-    def grad(fun):
-        """Of what is cast to four bytes and multiplied by x there."""
-        return jax.grad(lambda y: (fun(y) * x).sum())(narrowed(x))
-
-    def widened(y):
-        return y.astype("float32")
-
-    other = other_rounding(widened, 1)
-    assert (other(narrowed(x)) == widened(narrowed(x))).all()  # nothing rounds there
-    # A neighbour is within eps; a cotangent is multiplied by 1 + eps or 1 - eps, and that rounds once more, by half of it.
-    eps = 2.0**-7
-    for right, found, most in (
-        (narrowed(x), other_rounding(narrowed, 1)(x), eps),
-        (grad(widened), grad(other), eps + eps / 2 * (1 + eps)),
-    ):
-        assert right.dtype == found.dtype == jnp.bfloat16
-        right, found = (np.asarray(each).astype(np.float64) for each in (right, found))
-        assert 0.2 < (right != found).mean() < 0.8
-        assert (abs(found - right) <= most * abs(right)).all()
-    whole = jnp.arange(200)
-    assert (other_rounding(narrowed, 1)(whole) == narrowed(whole)).all()
-
-
-def test_in_two_bytes_single_additions_and_products_round_otherwise_too():
-    x = np.random.default_rng(0).normal(size=200)
-    for dtype, moves in (("float32", False), ("bfloat16", True)):
-        values = jnp.asarray(x, dtype)
-        for act in (lambda v: v + v[::-1], lambda v: v * v[::-1], lambda v: v - v[::-1]):
-            right = np.asarray(act(values)).astype(np.float64)
-            found = [np.asarray(other_rounding(act, seed)(values)).astype(np.float64) for seed in range(1, 5)]
-            share = np.mean([(each != right).mean() for each in found])
-            assert (0.2 < share < 0.8) if moves else share == 0.0
-            # One unit in the last place of bfloat16, which has 8 bits.
-            assert all((abs(each - right) <= 2.0**-7 * abs(right)).all() for each in found)
