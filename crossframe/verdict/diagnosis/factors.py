@@ -15,13 +15,15 @@ class Factor:
 
     Attributes:
         value: the constant.
-        error: how far it may be off.
+        error: how far it may be off at worst.
+        noise: how far it is likely to be off: three standard errors of least squares, if the rest points nowhere in particular.
         rest: norm(wrong - value * right).
         roundoff: what rounding of the product itself may leave of that.
     """
 
     value: float
     error: float
+    noise: float
     rest: float
     roundoff: float
 
@@ -46,7 +48,8 @@ def factor_of(sides: Contrast) -> Factor | None:
     tolerance = sides.limit * (abs(value) + max(1.0, abs(value))) + roundoff
     if abs(value) * size <= tolerance or not believed(rest, sides.difference, tolerance):
         return None
-    return Factor(value, tolerance / size, rest, roundoff)
+    noise = 3 * rest / math.sqrt(x.size - 1) + roundoff if x.size > 1 else tolerance
+    return Factor(value, tolerance / size, min(noise, tolerance) / size, rest, roundoff)
 
 
 def counts_of(manifest: Manifest) -> dict[str, float]:
@@ -67,16 +70,18 @@ def counts_of(manifest: Manifest) -> dict[str, float]:
 
 
 def name_of(value: float, error: float, counts: Mapping[str, float]) -> str | None:
-    """What a constant is in terms of these counts: one of them, its square root, a product of two, or the inverse of such.
+    """What a constant is in terms of these counts: one of them, its square root, a product of two, or the inverse of such. None
+    if it is none of those, or is known so badly that it may be several.
 
     >>> name_of(0.5, 1e-9, {"the world size": 2.0})
     '1 / the world size'
     """
+    found: dict[float, str] = {}
     for name, number in _combinations(counts):
         for said, target in ((name, number), (f"1 / {name}", 1 / number)):
             if abs(value - target) <= max(error, 1e-12 * target):
-                return said
-    return None
+                found.setdefault(target, said)
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _combinations(counts: Mapping[str, float]) -> Iterator[tuple[str, float]]:

@@ -28,7 +28,8 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     if factor is None:
         return
     names = (
-        name_of(factor.value, factor.error, counts)
+        name_of(factor.value, error, counts)
+        for error in (factor.noise, factor.error)
         for counts in (counts_of(case.wrong.manifest), counts_of(case.right.manifest), _sizes(case))
     )
     name = next((name for name in names if name), None)
@@ -39,7 +40,8 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     if case.quantity.within:
         said = f"what was seen is {factor.value:.6g} times what the shards hold"
     story = Story(PLAIN, factor.value, factor.error)
-    yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, factor.roundoff, story)
+    error = factor.roundoff if name else 0.0  # a constant that was fitted repeats no arithmetic
+    yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, error, story)
 
 
 def factor_of_ranks(case: Case) -> Iterator[Fit]:
@@ -149,7 +151,7 @@ def stale_copy(case: Case) -> Iterator[Fit]:
 def _step_before(case: Case) -> np.ndarray | None:
     """The same quantity of the wrong recording, a step ago."""
     if case.phase == UNSHARDED:
-        return case.before(case.wrong, case.step - 1, case.name) if case.step else None
+        return _gathered(case, case.before(case.wrong, case.step - 1, case.name)) if case.step else None
     if case.phase == REDUCE:
         return case.read(case.wrong, REDUCE, case.step - 1, case.name)
     if case.phase == BACKWARD and case.quantity.rank is not None:
@@ -158,6 +160,11 @@ def _step_before(case: Case) -> np.ndarray | None:
         at = (case.quantity.microbatch, case.quantity.module, case.quantity.use)
         return case.activation(case.wrong, case.step - 1, at)
     return None
+
+
+def _gathered(case: Case, held: np.ndarray | None) -> np.ndarray | None:
+    """What a gather makes of what shards hold: it casts."""
+    return held if held is None or case.quantity.sketched else held.astype(case.quantity.a.dtype)
 
 
 def _lost_count(case: Case) -> Iterator[Fit]:
@@ -201,8 +208,7 @@ def mixed_parameters(case: Case) -> Iterator[Fit]:
 def _of_other(case: Case, other: str) -> np.ndarray | None:
     """The right side's quantity of another parameter."""
     if case.phase == UNSHARDED:
-        held = case.before(case.right, case.step, other)
-        return None if held is None else held.astype(case.quantity.a.dtype)
+        return _gathered(case, case.before(case.right, case.step, other))
     if case.phase == BACKWARD and case.quantity.rank is not None:
         return case.own(case.right, BACKWARD, case.step, case.quantity.rank, other)
     return case.read(case.right, case.phase, case.step, other, case.quantity.use)

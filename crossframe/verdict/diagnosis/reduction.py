@@ -9,7 +9,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.reduction import divide_factors
 from crossframe.verdict.diagnosis.fit import Contrast, believed, says_nothing
-from crossframe.verdict.metrics import norm
+from crossframe.verdict.metrics import distance, norm
 
 LOW = ("bfloat16", "float16")
 MANY = 8
@@ -164,18 +164,23 @@ def low_reduction(
     Tried in bfloat16 and in float16: gradients cast before an exact sum, a sum in the low dtype from rank to rank (from each
     rank on, and either way round), and a mean that is cast when it is there. A last resort needs no order: every element of the
     wrong side, or of the sum that it comes from, is a number of the low dtype, of the right side most are not, and the sides
-    differ by no more than such a sum may err.
+    differ by no more than such a sum may err. Where gradients are recorded the right side must be their mean; and a prediction
+    that is that mean too, as of gradients that are numbers of the low dtype anyway, says nothing.
     """
     difference, wrong = sides.difference, sides.wrong
     roundoff = max(sides.roundoff, roundoff)
-    error = sum_error(grads, roundoff) if grads else 0.0
+    error, mean = 0.0, sides.right
+    if grads:
+        error, mean = sum_error(grads, roundoff), np.mean([np.asarray(grad, np.float64) for grad in grads], axis=0)
+        if distance(sides.right, mean.reshape(sides.right.shape)) > sides.limit + error:
+            return None
     for low in LOW:
         if unit_roundoff(low) <= roundoff:
             continue
         found = [
             Low(low, said, rest, error)
             for said, predicted in (_coarse_means(grads, low) if grads else ())
-            if believed(rest := sides.rest(predicted), difference, error)
+            if believed(rest := sides.rest(predicted), difference, error) and distance(predicted, mean) > error
         ]
         if found:
             return min(found, key=lambda each: each.rest)
