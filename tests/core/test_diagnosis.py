@@ -78,6 +78,22 @@ def test_a_factor_is_called_by_what_the_run_counts(value: float, said: str | Non
     assert name_of(value * (1 + 1e-9), 1e-7, counts) == said
 
 
+def test_a_factor_that_may_be_several_numbers_is_called_by_none() -> None:
+    counts = {"the world size": 2.0, "the accumulation steps": 3.0}
+    assert name_of(1.9, 0.2, counts) is None  # the square root of 3 is as near
+    assert name_of(1.95, 0.1, counts) == "the world size"
+
+
+def test_a_factor_is_likely_to_be_nearer_than_the_limit_says() -> None:
+    """The limit is far beyond what these sides were rounded by: 1000 times, and the names of constants nearby with it."""
+    x, rng = drawn(0, 400), np.random.default_rng(1)
+    wrong = 2 * x * (1 + 1e-4 * rng.uniform(-1, 1, 400))
+    found = factor_of(Contrast(x, wrong, 0.1 * norm(x)))
+    assert found is not None and found.error > 0.3
+    assert abs(found.value - 2) <= found.noise < 1e-3
+    assert factor_of(Contrast(x[:1], wrong[:1], 0.1 * norm(x[:1]))).noise > 0.3  # of one number nothing can be said
+
+
 @QUICK
 @given(SEEDS, st.sampled_from([(12, 5), (8, 8), (3, 4, 6), (2, 2, 3, 3), (12,)]), st.data())
 def test_an_order_of_axes_is_found(seed: int, shape: tuple[int, ...], data: st.DataObject) -> None:
@@ -203,6 +219,20 @@ def test_a_sum_in_bfloat16_is_told_whatever_the_order_of_ranks_in_each_part_of_i
     right = np.mean(grads, axis=0, dtype=np.float64).astype(np.float32)
     found = low_reduction(Contrast.of(right, (total / 3).astype(np.float32), 1e-7 * norm(right)), grads, 3)
     assert found is not None and found.said == "every element of the sum is a number of bfloat16"
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.0])
+def test_gradients_that_are_in_bfloat16_anyway_were_not_summed_in_it(factor: float) -> None:
+    grads = [drawn(i, 30).astype(ml_dtypes.bfloat16) for i in range(2)]
+    mean = np.mean([grad.astype(np.float64) for grad in grads], axis=0).astype(np.float32)
+    for sides in ((mean, factor * mean), (factor * mean, mean)):
+        assert low_reduction(Contrast.of(*sides, 0.2 * norm(mean)), grads, 2) is None
+    # Nor is what the one side has a mean of the other's gradients, if that side is no mean at all.
+    wide = [drawn(i, 30).astype(np.float32) for i in range(2)]
+    low = np.mean([grad.astype(ml_dtypes.bfloat16).astype(np.float64) for grad in wide], axis=0).astype(np.float32)
+    right = np.mean(wide, axis=0)
+    assert low_reduction(Contrast.of(right, low, 1e-6), wide, 2) is not None
+    assert low_reduction(Contrast.of(factor * right, low, 1e-6), wide, 2) is None
 
 
 def test_a_mean_on_the_grid_of_bfloat16_needs_no_local_gradients() -> None:

@@ -13,6 +13,8 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
 from crossframe.recording.twins import moved
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.metrics import distance, norm
 from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
 from jax_backend.recorder.inner import with_inner
@@ -66,6 +68,11 @@ def telling(params, batch):
     return jnp.mean((hidden @ params["out"]["kernel"] + params["out"]["bias"] - batch["y"]) ** 2) / 2
 
 
+def assert_within_bounds(found, right):
+    """As near as the contract asks of float32."""
+    assert distance(found, right) <= bounds_for("float32").parameter * norm(right)
+
+
 def test_what_is_inside_of_a_dense_step_is_each_ranks_own(tmp_path):
     sharded = sharded_small(mp_policy=PrecisionPolicy("float32", reduce_dtype="float64"))
     with Recorder(tmp_path / "r", sharded, **TOLD) as recorder:
@@ -81,13 +88,13 @@ def test_what_is_inside_of_a_dense_step_is_each_ranks_own(tmp_path):
         np.testing.assert_array_equal(found.activation(0, rank, 1, "", "input"), mine["x"])
         grads = canonical(jax.grad(telling)(low, mine))
         hidden = jnp.tanh(mine["x"] @ low["inp"]["kernel"] + low["inp"]["bias"])
-        np.testing.assert_allclose(found.activation(0, rank, 0, "blocks.0", "input"), hidden, rtol=1e-6)
+        assert_within_bounds(found.activation(0, rank, 0, "blocks.0", "input"), hidden)
         for name, value in right.items():
             own = found.unsharded(0, rank, name)
             assert own.dtype == np.float32
             np.testing.assert_array_equal(own, value.astype("float32"))
             # Two microbatches of the same.
-            np.testing.assert_allclose(found.local(0, rank, name), 2 * grads[name], rtol=1e-4, atol=1e-6)
+            assert_within_bounds(found.local(0, rank, name), 2 * grads[name])
     events = found.collectives(3, 1)
     assert {event.microbatch for event in events} == {0, 1} and {event.kind for event in events} == {
         "all_gather",
@@ -182,7 +189,7 @@ def test_twins_of_shards_are_moved_in_canonical_order_and_round_otherwise(tmp_pa
         wanted = moved(name, run.full("parameters", 0, name), 1)
         np.testing.assert_array_equal(twin.full("parameters", 0, name), wanted)
     assert not (run.losses() == twin.losses()).all()
-    np.testing.assert_allclose(run.losses(), twin.losses(), rtol=1e-4)
+    np.testing.assert_allclose(run.losses(), twin.losses(), rtol=bounds_for("float32").loss)
 
 
 @pytest.mark.parametrize("replicate", [1, 2])

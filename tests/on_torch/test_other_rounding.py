@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.metrics import distance, norm
 from torch_backend.other_rounding import OtherRounding
 
 
@@ -101,7 +103,7 @@ def test_training_differs_by_rounding_alone_in_forward_backward_and_the_optimize
     for a, b, c, d in zip(*([*grads, *params] for grads, params in (run, twin, other, again)), strict=True):
         assert not (a == b).all() and not (b == c).all()
         assert (b == d).all()  # a seed says which way
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        assert distance(a.numpy(), b.numpy()) <= bounds_for("float64").parameter * norm(a.numpy())
 
 
 def test_the_optimizer_alone_rounds_otherwise_too():
@@ -114,7 +116,8 @@ def test_the_optimizer_alone_rounds_otherwise_too():
                     param.grad = torch.linspace(-1, 1, 50)
                     optimizer.step()
         assert not (params[0] == params[1]).all()
-        torch.testing.assert_close(*params, rtol=1e-5, atol=1e-6)
+        apart = distance(*(param.detach().numpy() for param in params))
+        assert apart <= bounds_for("float32").parameter * norm(params[0].detach().numpy())
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
