@@ -9,7 +9,7 @@ from typing import Any
 from experiments.faults.core import GATHERED, HYBRID, REDUCED
 from experiments.faults.fault import JAX, TELLABLE, TORCH, Answer, Family, each_made, patched, with_method
 from experiments.faults.models_torch import INPUT, LOCAL, LOSS, OUTPUT
-from experiments.faults.optimizers import SGD, STATE, UPDATE, adam, adamw, sgd
+from experiments.faults.optimizers import SGD, STATE, UPDATE, adam, adamw, calls_of, sgd
 from experiments.faults.torch_engine import after_reduction, before_sum
 
 HELD_OUT = Family("held out", TORCH)
@@ -173,7 +173,8 @@ def rate_of_a_unit() -> Iterator[None]:
 
     def optimizer_of(settings: Any, params: Any) -> Any:
         named = dict(zip(names, params, strict=True))
-        late = [name for name in names if name.startswith("blocks.1.")]
+        late = [name for name in names if "blocks.1." in name]
+        assert late, names
         optimizer = right_optimizer(settings, [named[name] for name in names if name not in late])
         optimizer.add_param_group({"params": [named[name] for name in late], "lr": 0.1 * settings.learning_rate})
         return optimizer
@@ -232,7 +233,7 @@ def kernel_as_in_torch() -> Iterator[None]:
 
 @HELD_OUT.fault(
     "dropout was left on behind the embedding",
-    Answer(*INPUT, unit="blocks.0", parameter="blocks.0", signature="dropout"),
+    Answer(*INPUT, unit="", parameter="blocks.0", signature="dropout"),
     within=(JAX,),
 )
 def dropout_on_the_embedding() -> Iterator[None]:
@@ -304,3 +305,118 @@ def shards_exchanged() -> Iterator[None]:
 
     with patched(GatherBuffer, "start", start), patched(GatherBuffer, "finish", finish):
         yield
+
+
+def _own_adam(change: Callable[..., Any]) -> Iterator[None]:
+    """AdamW written out for torch, whose step is `change(mean, square, rate, eps, corrections)`."""
+    import torch
+    from torch.optim import adam as owner
+
+    @torch.no_grad()
+    def step(params: Any, grads: Any, means: Any, squares: Any, _: Any, counts: Any, **kw: Any) -> None:
+        beta1, beta2, rate = kw["beta1"], kw["beta2"], kw["lr"]
+        for param, grad, mean, square, count in zip(params, grads, means, squares, counts, strict=True):
+            count += 1
+            param.mul_(1 - rate * kw["weight_decay"])
+            mean.lerp_(grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            corrections = 1 - beta1 ** count.item(), 1 - beta2 ** count.item()
+            param.sub_(change(mean, square, rate, kw["eps"], corrections))
+
+    with patched(owner, "adam", step):
+        yield
+
+
+@HELD_OUT.fault("epsilon stands under the root, in torch", Answer(*UPDATE, signature="optimizer_epsilon"))
+def epsilon_under_the_root_in_torch() -> Iterator[None]:
+    yield from _own_adam(lambda m, v, rate, eps, by: rate * (m / by[0]) / (v / by[1] + eps).sqrt())
+
+
+@HELD_OUT.fault("moments are not corrected, in torch", Answer(*UPDATE, signature="bias_correction"))
+def bias_not_corrected_in_torch() -> Iterator[None]:
+    yield from _own_adam(lambda m, v, rate, eps, by: rate * m / (v.sqrt() + eps))
+
+
+@HELD_OUT.fault(
+    "Adam with decay in its gradient, in JAX", Answer(*STATE, signature="weight_decay"), within=(JAX,), dtypes=TELLABLE
+)
+def decay_in_the_gradient_in_jax() -> Iterator[None]:
+    import optax
+
+    yield from adamw(lambda right, rate, decay: optax.chain(optax.add_decayed_weights(decay), optax.adam(rate)))
+
+
+@HELD_OUT.fault("the optimizer of the second rank skips step 1", Answer(*STATE, step=1, rank=1, signature=None))
+def rank_does_not_step() -> Iterator[None]:
+    import torch.distributed as dist
+
+    yield from calls_of("adam", "adam", lambda step, args, kwargs: step != 1 or dist.get_rank() != 1)
+
+
+@HELD_OUT.fault(
+    "the second rank's part of a unit's gradient is zero",
+    Answer(*REDUCED, unit="blocks.0", rank=1, signature="missing_rank"),
+)
+def slice_of_the_gradient_lost() -> Iterator[None]:
+    yield from after_reduction(lambda rank, unit, shard: shard.zero_() if rank == 1 and unit == "blocks.0" else None)
+
+
+@HELD_OUT.fault(
+    "kernels of convolutions were loaded with channels in and out exchanged",
+    Answer("parameters", "all_gather", signature="transposed"),
+    within=(JAX,),
+    model="conv",
+)
+def channels_exchanged() -> Iterator[None]:
+    from experiments.parity import record_jax
+
+    right = record_jax.nnx_params
+
+    def nnx_params(definition: Any, params: Any, values: Any) -> Any:
+        square = {name for name, value in values.items() if value.ndim == 4 and value.shape[0] == value.shape[1]}
+        turned = {name: value.swapaxes(0, 1) if name in square else value for name, value in values.items()}
+        return right(definition, params, turned)
+
+    with patched(record_jax, "nnx_params", nnx_params):
+        yield
+
+
+@HELD_OUT.fault(
+    "the norm of gradients is the largest element, not the root of the squares",
+    Answer("norm", "grad_norm", signature=None),
+    clip=0.5,
+)
+def norm_of_the_largest() -> Iterator[None]:
+    from torch_backend import FullyShardedDataParallel
+
+    right = FullyShardedDataParallel.clip_grad_norm_
+    with patched(FullyShardedDataParallel, "clip_grad_norm_", lambda self, most: right(self, most, math.inf)):
+        yield
+
+
+@HELD_OUT.fault(
+    "logits are divided by a temperature of 2", Answer(*OUTPUT, unit="", parameter="", signature="constant_factor")
+)
+def logits_halved() -> Iterator[None]:
+    from experiments.models import gpt_torch
+
+    right = gpt_torch.GPT.forward
+    yield from with_method("gpt_torch", "GPT", "forward", lambda self, tokens: right(self, tokens) / 2)
+
+
+@HELD_OUT.fault(
+    "the embedding of tokens is scaled by the root of its width",
+    Answer(*INPUT, unit="", parameter="blocks.0", signature=None),
+    within=(JAX,),
+)
+def embedding_scaled() -> Iterator[None]:
+    from jax import numpy as jnp
+
+    def call(self: Any, tokens: Any) -> Any:
+        x = self.token_embedding(tokens)
+        x = x * math.sqrt(x.shape[-1]) + self.position_embedding(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    yield from with_method("gpt_flax", "GPT", "__call__", call)
