@@ -8,6 +8,7 @@ from experiments.faults import (
     data,
     fault,
     held_out,
+    held_out_models,
     jax_engine,
     models_jax,
     models_torch,
@@ -26,6 +27,7 @@ FAMILIES = (
     data.DATA,
     checkpoints.CHECKPOINTS,
     held_out.HELD_OUT,
+    held_out_models.HELD_OUT,
 )
 FAULTS: dict[str, Fault] = {each.name: each for family in FAMILIES for each in family.faults}
 

@@ -134,6 +134,10 @@ FAULTS: dict[str, tuple[str, Faults]] = {
         "missing_rank",
         Faults(gathered=lambda s, r, n, now, old: in_own_shard(1, n, now, np.zeros_like) if n == DOWN else now),
     ),
+    "slice of a rank missing in the gradient of a unit": (
+        "missing_rank",
+        Faults(mean=mean_of(lambda s, n, grads: in_own_shard(1, n, np.mean(grads, axis=0), np.zeros_like))),
+    ),
     "a rank counts more": (
         "constant_factor",
         Faults(mean=mean_of(lambda s, n, grads: np.mean([*grads[:-1], 1.001 * grads[-1]], axis=0))),

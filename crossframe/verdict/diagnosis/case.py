@@ -162,12 +162,12 @@ class Case:
             if at[0] == here[0] and (alike or not same_shape) and at in self.wrong.activations(self.step):
                 yield at
 
-    def elements_of(self, rank: int) -> np.ndarray:
-        """Which elements of the parameter a rank of the shard group holds, in the wrong recording."""
-        manifest = self.wrong.manifest
+    def elements_of(self, rank: int, name: str = "") -> np.ndarray:
+        """Which elements of the parameter, or of another one, a rank of the shard group holds, in the wrong recording."""
+        manifest, name = self.wrong.manifest, name or self.name
         sharding = Sharding(manifest.units, manifest.mesh)
-        found = sharding.find(self.name)
-        assert found is not None, self.name
+        found = sharding.find(name)
+        assert found is not None, name
         layout = sharding.units[found[0]][1]
         runs = [
             run for piece in layout.pieces(rank) if piece.name == layout.params[found[1]].name for run in piece.runs()

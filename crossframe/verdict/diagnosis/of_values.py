@@ -238,6 +238,7 @@ def missing_rank(case: Case) -> Iterator[Fit]:
             yield Fit("missing_rank", said, found.rest, found.error, Story(said))
     if case.phase in SHARDED and case.whole and case.quantity.use != COUNT:
         yield from _missing_slice(case)
+        yield from _missing_slice_of_unit(case)
 
 
 def _missing_slice(case: Case) -> Iterator[Fit]:
@@ -261,6 +262,37 @@ def _missing_slice(case: Case) -> Iterator[Fit]:
             if believed(rest := distance(wrong, predicted), case.both.difference, case.limit):
                 evidence = f"the {held.size} elements that rank {rank} holds are {said} in {case.names[1]}, the others are right"
                 yield Fit("missing_rank", evidence, rest, 0.0, Story(f"{rank} {said}"))
+
+
+def _missing_slice_of_unit(case: Case) -> Iterator[Fit]:
+    """What lies on one rank as a whole is zeros, and so is all else that the rank holds of its unit; what others hold is not."""
+    right, wrong = case.both.right, case.both.wrong
+    if case.phase == UNSHARDED or norm(wrong) or not norm(right):
+        return
+    unit, parts = case.wrong.manifest.unit_of[case.name], {"zeros": 0, "right": 0, "elsewhere": 0}
+    ranks = [rank for rank in range(case.wrong.manifest.mesh.shard) if case.elements_of(rank).size]
+    if len(ranks) != 1:
+        return
+    for name in case.wrong.manifest.params:
+        if case.wrong.manifest.unit_of[name] != unit:
+            continue
+        wanted, found = (
+            case.read(side, case.phase, case.step, name, case.quantity.use) for side in (case.right, case.wrong)
+        )
+        if wanted is None or found is None:
+            return
+        wanted, found, held = wanted.reshape(-1), found.reshape(-1), case.elements_of(ranks[0], name)
+        if norm(found[held]):
+            return
+        parts["zeros"] += held.size
+        parts["right"] += int(np.count_nonzero(wanted[held]))
+        parts["elsewhere"] += int(np.count_nonzero(found))
+    if parts["elsewhere"] and parts["right"] > right.size:
+        evidence = (
+            f"all {parts['zeros']} elements that rank {ranks[0]} holds of {unit or 'the root unit'!r} are zeros in "
+            f"{case.names[1]}, and those of other ranks are not"
+        )
+        yield Fit("missing_rank", evidence, 0.0, 0.0, Story(f"{ranks[0]} zeros"))
 
 
 def _norm_of_one(case: Case) -> Iterator[Fit]:
