@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[str, Faults]] = {
     ),
     "slice of a rank missing in the gradient of a unit": (
         "missing_rank",
-        Faults(mean=mean_of(lambda s, n, grads: in_own_shard(1, n, np.mean(grads, axis=0), np.zeros_like))),
+        Faults(mean=mean_of(lambda s, n, grads: in_own_shard(2, n, np.mean(grads, axis=0), np.zeros_like))),
     ),
     "a rank counts more": (
         "constant_factor",
