@@ -96,6 +96,9 @@ def test_a_fault_is_put_in_and_taken_out_again(name, monkeypatch):
         "optimizers",
         "data",
         "checkpoints",
+        "held_out",
+        "held_out_models",
+        "fault",
     ):
         monkeypatch.setattr(f"experiments.faults.{family}.patched", watching)
     with fault_in_effect(name):
