@@ -55,6 +55,7 @@ class Pair:
         kind: in what they differ.
         a, b: what they are.
         verdict, why, place: of the comparison.
+        sketched: the verdict by sketches of everything large.
         by_allclose: whether final parameters are too far apart for torch.testing.assert_close.
         by_loss: whether losses differ by more than a hundredth at any step.
     """
@@ -65,6 +66,7 @@ class Pair:
     a: str
     b: str
     verdict: str
+    sketched: str
     by_allclose: bool
     by_loss: bool
     place: str
@@ -189,7 +191,7 @@ def _record(sets: Sequence[Sequence[Run]], dtype: str, folder: Path, console: Co
 
 
 def _compared(a: Run, b: Run, first: Recording, second: Recording) -> Pair:
-    said = compare(first, second)
+    said, sketched = compare(first, second), compare(first, second, sketched=True)
     return Pair(
         a.settings.model,
         a.settings.dtype,
@@ -197,6 +199,7 @@ def _compared(a: Run, b: Run, first: Recording, second: Recording) -> Pair:
         label(a),
         label(b),
         said.verdict.value,
+        sketched.verdict.value,
         not parameters_close(first, second),
         loss_differs(first, second),
         place_of(said),
@@ -205,8 +208,9 @@ def _compared(a: Run, b: Run, first: Recording, second: Recording) -> Pair:
 
 
 def _show(pair: Pair, console: Console) -> None:
-    if pair.verdict not in (Verdict.EQUAL.value, Verdict.ROUNDING.value):
-        said = f"{pair.model} {pair.dtype}: {pair.a} against {pair.b}: {pair.verdict}: {pair.why}"
+    if pair.verdict not in (Verdict.EQUAL.value, Verdict.ROUNDING.value) or pair.sketched != pair.verdict:
+        by_sketches = f"{pair.sketched} by sketches, " if pair.sketched != pair.verdict else ""
+        said = f"{pair.model} {pair.dtype}: {pair.a} against {pair.b}: {by_sketches}{pair.verdict}: {pair.why}"
         console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -223,7 +227,8 @@ def _text(done: Sequence[Pair], seconds: float) -> str:
         f"{len(done)} pairs in {seconds / 60:.0f} minutes: {len(false)} called a bug. Stated is a rate of {FALSE_ALARMS:g} a "
         f"comparison by twins: {FALSE_ALARMS * len(measured):.2f} of these {len(measured)} pairs. The last two columns "
         "say of how many pairs final parameters are too far apart for torch.testing.assert_close, and of how many a loss differs "
-        "by more than a hundredth.",
+        "by more than a hundredth. By sketches of everything large the verdict is the same of "
+        f"{sum(pair.sketched == pair.verdict for pair in done)} pairs.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "|" + " --- |" * len(HEAD),
