@@ -19,9 +19,9 @@ to any fault.
 
 [Note: unsteady elements] An optimizer that divides a gradient by its size turns one that is next to zero into a whole step,
 this way or that. Whether one does is a matter of luck and not of how far the twins lie apart. So an update is judged by its
-steady elements: those whose gradient stood out from what rounding makes of it, in both recordings, at every step so far, but for
-the few that lie furthest apart (`trimmed_distance`). Once a step was not recorded nobody knows which those are, and updates are
-judged by the half of their elements that lie least apart (`inner_distance`).
+steady elements: those whose gradient stood out from what rounding makes of it, or was just zero, in both recordings, at every
+step so far, but for the few that lie furthest apart (`trimmed_distance`). Once a step was not recorded nobody knows which those
+are, and updates are judged by the half of their elements that lie least apart (`inner_distance`).
 
 Where only sketches are there (`crossframe.recording.sketch`), distances are those of their sums: a few elements that are off are
 in a few sums, so that the same measures leave them out. Which elements are steady nobody knows then.
@@ -197,7 +197,9 @@ class Steady:
             return
         element = limit / math.sqrt(group[0].a.size)
         for quantity in group:
-            small = (np.abs(finite(quantity.a)) <= element) | (np.abs(finite(quantity.b)) <= element)
+            a, b = finite(quantity.a), finite(quantity.b)
+            # What no rounding reaches, such as rows of an embedding that were not looked up, has one right update.
+            small = ((np.abs(a) <= element) | (np.abs(b) <= element)) & ((a != 0) | (b != 0))
             self._unsteady[name] = small | self._unsteady.get(name, False)
 
     def num_unsteady(self, parameter: str) -> int:

@@ -127,12 +127,18 @@ def test_after_a_step_that_was_not_recorded_any_element_may_have_gone_either_way
 
 def test_what_is_hidden_of_an_update_does_not_count_for_the_half_that_is_least_apart():
     """Else that half may be made of hidden elements alone, and rounding of one that is not would be beyond it."""
-    empty = quantity(np.zeros(4), np.zeros(4), parameter="w", phase="reduce")
+    small = quantity(np.full(4, 0.1), np.full(4, -0.1), parameter="w", phase="reduce")
     after = quantity(np.zeros(4), np.arange(4.0), parameter="w")
     steady = Steady(lambda _: 1.0)
-    steady.note([empty])
+    steady.note([small])
     assert not steady.of(after).b.any()
     assert (steady.of(replace(after, late=True)).b == after.b).all()
+    # A gradient that is just zero on both sides leaves nothing to luck.
+    steady = Steady(lambda _: 1.0)
+    steady.note(
+        [quantity(np.array([0.0, 0.0, 0.1, 3.0]), np.array([0.0, 0.1, 0.1, 3.0]), parameter="w", phase="reduce")]
+    )
+    assert steady.of(quantity(np.zeros(4), np.ones(4), parameter="w")).b.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_runs_that_have_nothing_in_common_any_more_are_inconclusive(tmp_path):

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossframe.names import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
-from crossframe.recording.known_settings import COMMAND, PER_RANK
+from crossframe.recording.known_settings import COMMAND, GROUPS, PER_RANK
 from crossframe.recording.twins import moved
 from torch_backend.dtypes import to_numpy
 from torch_backend.recorder.model import ModelView
@@ -65,9 +65,10 @@ def manifest_of(
         group = optimizers[0].param_groups[0]
         rate = float(group["lr"]) if "lr" in group else None
         found["optimizer"] = type(optimizers[0]).__name__
-        for option in ("weight_decay", "momentum", "betas", "eps"):
-            if option in group:
-                found[option] = [float(x) for x in group[option]] if option == "betas" else float(group[option])
+        common = _options(group)
+        found |= {option: value for option, value in common.items() if option != "lr"}
+        if others := _other_groups(view, optimizers, common):
+            found[GROUPS] = others
     if view.left_out:
         found["not_recorded"] = list(view.left_out)
     if alone := [place.name for place in named_places(model) if _sees_its_rank(place.module)]:
@@ -92,6 +93,30 @@ def manifest_of(
         settings=found | {COMMAND: _command()} | dict(settings),
         detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
     )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of parameters says of its optimizer's step."""
+    found: dict[str, Any] = {}
+    for option in ("lr", "weight_decay", "momentum", "betas", "eps"):
+        if option in group:
+            found[option] = [float(x) for x in group[option]] if option == "betas" else float(group[option])
+    return found
+
+
+def _other_groups(
+    view: ModelView, optimizers: Sequence[torch.optim.Optimizer], common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The groups that say something else than the first one."""
+    names: dict[int, list[str]] = {}
+    for held in view.held:
+        names.setdefault(id(held.param), []).append(held.name)
+    found = []
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        own = [name for param in group["params"] for name in names.get(id(param), ())]
+        if own and (options := _options(group)) != common:
+            found.append({"params": own} | options)
+    return found
 
 
 def _sees_its_rank(module: nn.Module) -> bool:

@@ -91,10 +91,10 @@ class Contrast:
 def believed(rest: float, difference: float, tolerance: float) -> bool:
     """Whether so small a rest speaks for what left it.
 
-    >>> believed(1e-9, 1.0, 1e-8), believed(0.9, 1.0, 2.0)
-    (True, False)
+    >>> believed(1e-9, 1.0, 1e-8), believed(0.9, 1.0, 2.0), believed(0.0, 0.0, 1.0)
+    (True, False, False)
     """
-    return rest <= tolerance and 2 * rest <= difference
+    return rest <= tolerance and 2 * rest <= difference and difference > 0
 
 
 def factor_between(x: np.ndarray, y: np.ndarray) -> float:

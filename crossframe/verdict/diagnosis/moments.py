@@ -124,6 +124,7 @@ def _offer_decay(offer: Offer, wrong: Moment, stated: Average, error: float, dec
     added = f"has {total:.4g} times the parameter added to it" if total else "has nothing of the parameter added to it"
     said = f"the gradient that went into it {added}, where {decay:.4g} times is stated"
     predicted = wrong.gradient + more * wrong.before
+    error = wrong.error(stated, gradient=predicted)
     offer("weight_decay", said, wrong.rest(stated, gradient=predicted), error, Story("decay", total, unsure))
 
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from crossframe.grad_norm import EPSILON
 from crossframe.recording import Manifest, Recording
+from crossframe.recording.known_settings import GROUPS
 from crossframe.recording.lines import REDUCE, STATE, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.departures import Rule, Update, departures
@@ -28,7 +30,8 @@ def optimizer(case: Case) -> Iterator[Fit]:
     kinds = [recording.manifest.settings.get("optimizer") for recording in (case.right, case.wrong)]
     if case.quantity.sketched or not isinstance(kinds[0], str) or kinds[0] not in MOMENTS or kinds[0] != kinds[1]:
         return
-    stated = stated_rule(case.right.manifest, kinds[0], case.right.count(case.step, case.name) or case.step + 1)
+    count = case.right.count(case.step, case.name) or case.step + 1
+    stated = stated_rule(case.right.manifest, kinds[0], count, case.name)
     if stated is None:
         return
     if case.phase == UPDATE:
@@ -54,10 +57,13 @@ class Stated:
     clip: float
 
 
-def stated_rule(manifest: Manifest, kind: str, count: float) -> Stated | None:
-    """The rule that the manifest states, at the optimizer's step `count`. What it leaves out is as torch and optax have it; None
-    where it holds something else than numbers."""
-    settings, rate = manifest.settings, manifest.learning_rate or 1.0
+def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> Stated | None:
+    """The rule that the manifest states of a parameter, at the optimizer's step `count`. What it leaves out is as torch and optax
+    have it; None where it holds something else than numbers."""
+    settings = {**manifest.settings, **_own_settings(manifest, name)}
+    rate = settings.get("lr", manifest.learning_rate) or 1.0
+    if not isinstance(rate, int | float):
+        return None
     betas = settings.get("betas", (0.9, 0.999))
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         return None
@@ -77,13 +83,22 @@ def stated_rule(manifest: Manifest, kind: str, count: float) -> Stated | None:
     return Stated(kind, AdamW(rate, beta1, beta2, epsilon, own, count, count), decay - own, clip)
 
 
+def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
+    """What is stated of the group of parameters that this one is in, where that is not what is stated of all."""
+    groups = manifest.settings.get(GROUPS, [])
+    for group in groups if isinstance(groups, list) else []:
+        if isinstance(group, dict) and isinstance(group.get("params"), list) and name in group["params"]:
+            return group
+    return {}
+
+
 def _update(case: Case, stated: Stated) -> Iterator[Fit]:
     sides = [_update_of(case, recording, stated) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
     sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
     counted = case.wrong.count(case.step, case.name)
-    for fit in departures(sides[0], sides[1], stated.rule, counted, case.both.difference):
+    for fit in departures(sides[0], sides[1], stated.rule, counted, case.sides.difference):
         yield _of_side(case, fit)
 
 
@@ -95,8 +110,8 @@ def _update_of(case: Case, recording: Recording, stated: Stated) -> Update | Non
         moments = [_gradient(case, recording, stated)]
     if before is None or after is None or any(moment is None for moment in moments):
         return None
-    wide = [np.asarray(moment, np.float64) for moment in moments]
-    return Update(np.asarray(before, np.float64), np.asarray(after, np.float64), tuple(wide), roundoff_of(after))
+    wide = tuple(case.cut(moment) for moment in moments if moment is not None)
+    return Update(case.cut(before), case.cut(after), wide, roundoff_of(after))
 
 
 def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
@@ -112,13 +127,14 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
         sides[1],
         average,
         list(_other_moments(case, slot)),
-        case.both.difference,
+        case.sides.difference,
         decay=stated.coupled,
         squared=squared,
     )
     kept = _clipping(case, case.wrong, stated)
     for fit in fits:
-        yield _of_side(case, fit, _as_unclipped(fit, kept**2 if squared else kept, stated.clip))
+        also = _as_unclipped(fit, kept**2 if squared else kept, stated.clip)
+        yield _of_side(case, fit, also or _as_clipped(fit, stated.clip))
 
 
 def _as_unclipped(fit: Fit, kept: float, clip: float) -> str:
@@ -127,6 +143,12 @@ def _as_unclipped(fit: Fit, kept: float, clip: float) -> str:
         return ""
     alike = abs(fit.story.value * kept - 1) <= fit.story.error * kept + 1e-6
     return f", as without clipping to {clip:g}" if alike else ""
+
+
+def _as_clipped(fit: Fit, clip: float) -> str:
+    """That a factor may be clipping, of which the recording states nothing."""
+    shrinks = fit.story.kind == "gradient" and fit.story.value is not None and 0 < fit.story.value < 1
+    return ", as where gradients are clipped, of which nothing is stated" if shrinks and math.isinf(clip) else ""
 
 
 def _average(rule: Rule, slot: str) -> tuple[Average, bool]:
@@ -146,7 +168,7 @@ def _moment_of(case: Case, recording: Recording, stated: Stated, squared: bool) 
     if old is None or new is None or before is None or gradient is None:
         return None
     goes_in = np.square(gradient) if squared else gradient
-    wide = [np.asarray(each, np.float64) for each in (old, new, goes_in, before)]
+    wide = [case.cut(each) for each in (old, new, goes_in, before)]
     return Moment(wide[0], wide[1], wide[2], wide[3], roundoff_of(new))
 
 
@@ -176,23 +198,21 @@ def _other_moments(case: Case, slot: str) -> Iterator[Other]:
     own = case.moment(wrong, step - 1, case.name, slot)
     if step == 0 or own is None:
         return
-    yield Other("lost_step", f"{slot} begins anew at this step: what was there before is lost", np.zeros(own.shape))
+    yield Other(
+        "lost_step", f"{slot} begins anew at this step: what was there before is lost", case.cut(np.zeros(own.shape))
+    )
     older = case.moment(wrong, step - 2, case.name, slot)
     if older is not None:
-        yield Other(
-            "stale_copy", f"this step goes on from {slot} as it was a step earlier", np.asarray(older, np.float64)
-        )
+        yield Other("stale_copy", f"this step goes on from {slot} as it was a step earlier", case.cut(older))
     for theirs in wrong.state_slots(step - 1, case.name):
         if theirs not in (slot, COUNT) and (value := case.moment(wrong, step - 1, case.name, theirs)) is not None:
-            yield Other(
-                "mixed_parameters", f"this step goes on from {theirs} in the place of {slot}", np.asarray(value, float)
-            )
+            yield Other("mixed_parameters", f"this step goes on from {theirs} in the place of {slot}", case.cut(value))
     for name, spec in wrong.manifest.params.items():
         if name == case.name or spec.numel != own.size:
             continue
         if (value := case.moment(wrong, step - 1, name, slot)) is not None:
             said = f"this step goes on from {slot} of {name!r}"
-            yield Other("mixed_parameters", said, np.asarray(value, np.float64).reshape(own.shape))
+            yield Other("mixed_parameters", said, case.cut(np.asarray(value, np.float64).reshape(own.shape)))
 
 
 def _of_side(case: Case, fit: Fit, also: str = "") -> Fit:

@@ -74,7 +74,7 @@ def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float =
 
 @dataclass(frozen=True)
 class Weighted:
-    """Ranks whose gradients count another number of times than those of the others, which are as they should be.
+    """Ranks whose gradients count another number of times than once, and not all the same.
 
     Attributes:
         times: how often each rank's count; 1 is right.
@@ -115,7 +115,8 @@ def weighted_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float
     unsure = tolerance * largest * num_ranks / float(singular.min())
     found = Weighted(tuple(map(float, times)), unsure, rest, error * largest)
     fits = believed(rest, sides.difference, tolerance * largest) and min(map(abs, found.times)) > unsure
-    return found if fits and 0 < len(found.ranks) < num_ranks else None
+    # All of them alike is a factor of the whole.
+    return found if fits and max(found.times) - min(found.times) > 2 * unsure else None
 
 
 @dataclass(frozen=True)
@@ -153,19 +154,24 @@ def mixed_ranks(
 
 
 def low_reduction(
-    sides: Contrast, grads: Sequence[np.ndarray] | None, num_ranks: int, roundoff: float = 0.0
+    sides: Contrast,
+    grads: Sequence[np.ndarray] | None,
+    num_ranks: int,
+    roundoff: float = 0.0,
+    num_replicas: int = 1,
 ) -> Low | None:
     """The dtype in which a sum over ranks was taken, where that was a coarser one than it should have been.
 
     Args:
         grads: each rank's own gradient; None where these were not recorded.
         roundoff: as of `absent_ranks`.
+        num_replicas: groups of ranks, one behind the other, which are summed each for itself first.
 
-    Tried in bfloat16 and in float16: gradients cast before an exact sum, a sum in the low dtype from rank to rank (from each
-    rank on, and either way round), and a mean that is cast when it is there. A last resort needs no order: every element of the
-    wrong side, or of the sum that it comes from, is a number of the low dtype, of the right side most are not, and the sides
-    differ by no more than such a sum may err. Where gradients are recorded the right side must be their mean; and a prediction
-    that is that mean too, as of gradients that are numbers of the low dtype anyway, says nothing.
+    Tried in bfloat16 and in float16: gradients cast before an exact sum, sums of groups cast before they are added, a sum in the
+    low dtype from rank to rank (from each rank on, and either way round), and a mean that is cast when it is there. A last resort
+    needs no order: every element of the wrong side, or of the sum that it comes from, is a number of the low dtype, of the right
+    side most are not, and the sides differ by no more than such a sum may err. Where gradients are recorded the right side must
+    be their mean; and a prediction that is that mean too, as of gradients that are numbers of the low dtype anyway, says nothing.
     """
     difference, wrong = sides.difference, sides.wrong
     roundoff = max(sides.roundoff, roundoff)
@@ -179,7 +185,7 @@ def low_reduction(
             continue
         found = [
             Low(low, said, rest, error)
-            for said, predicted in (_coarse_means(grads, low) if grads else ())
+            for said, predicted in (_coarse_means(grads, low, num_replicas) if grads else ())
             if believed(rest := sides.rest(predicted), difference, error) and distance(predicted, mean) > error
         ]
         if found:
@@ -209,7 +215,7 @@ def on_grid(array: np.ndarray, low: str, roundoff: float = 0.0) -> float:
     return float(np.mean(off <= 2 * roundoff * np.abs(values)))
 
 
-def _coarse_means(grads: Sequence[np.ndarray], low: str) -> Iterator[tuple[str, np.ndarray]]:
+def _coarse_means(grads: Sequence[np.ndarray], low: str, num_replicas: int) -> Iterator[tuple[str, np.ndarray]]:
     dtype, num_ranks = numpy_dtype(low), len(grads)
     factors = divide_factors(num_ranks)
     exact = [np.asarray(grad, np.float64) for grad in grads]
@@ -220,6 +226,12 @@ def _coarse_means(grads: Sequence[np.ndarray], low: str) -> Iterator[tuple[str, 
                 f"the gradients were cast to {low} before they were summed",
                 np.sum([c.astype(np.float64) for c in cast], axis=0) / after,
             )
+            if num_replicas > 1:
+                groups = np.array(exact).reshape(num_replicas, -1, *exact[0].shape) / before
+                parts = groups.sum(axis=1).astype(dtype).astype(np.float64)
+                yield f"the sums of replicas were cast to {low} before they were added", parts.sum(axis=0) / after
+                mean = (parts.sum(axis=0) / after).astype(dtype).astype(np.float64)
+                yield f"the sums of replicas were cast to {low} and added in it", mean
             for order in _orders(num_ranks):
                 total = cast[order[0]]
                 for i in order[1:]:
