@@ -28,6 +28,7 @@ from crossframe.verdict.diagnosis.forward import (
 )
 from crossframe.verdict.diagnosis.moments import Moment, moment_departures
 from crossframe.verdict.diagnosis.moved import reorderings, same_as, shift_of, transposition_of
+from crossframe.verdict.diagnosis.of_values import is_shifted
 from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks, on_grid, weighted_ranks
 from crossframe.verdict.diagnosis.rules import AdamW, Average
 from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
@@ -82,6 +83,15 @@ def test_a_factor_that_may_be_several_numbers_is_called_by_none() -> None:
     counts = {"the world size": 2.0, "the accumulation steps": 3.0}
     assert name_of(1.9, 0.2, counts) is None  # the square root of 3 is as near
     assert name_of(1.95, 0.1, counts) == "the world size"
+
+
+def test_of_numbers_that_are_alike_nobody_knows_whether_one_was_added() -> None:
+    losses = np.array([5.51, 5.54])
+    assert is_shifted(Contrast(losses, losses + 0.01, 1e-6), 1e-4)
+    assert is_shifted(Contrast(losses, losses * 1.002, 1e-6), 1e-4)  # nor whether they were multiplied by one
+    assert not is_shifted(Contrast(losses, losses * 2, 1e-6), 1e-4)
+    assert is_shifted(Contrast(losses[:1], losses[:1] * 2, 1e-6), 1e-4)
+    assert not is_shifted(Contrast(np.array([1.0, 5.0]), np.array([1.01, 5.05]), 1e-6), 1e-6)
 
 
 def test_a_factor_is_likely_to_be_nearer_than_the_limit_says() -> None:
@@ -139,6 +149,7 @@ def test_zeros_and_ones_lie_everywhere_and_say_nothing() -> None:
     grads = [x, x.T]
     assert mixed_ranks(Contrast(np.mean(grads, axis=0), np.zeros((6, 6)), 1e-12), grads, [noise, noise.T]) is None
     assert transposition_of(Contrast(ones, ones + 1, 0.0)) is None
+    assert transposition_of(Contrast(0 * ones, -0.0 * ones, 0.0)) is None  # other bits, and no difference
     assert shift_of(Contrast(np.zeros(9), np.eye(9)[3], 0.0)) is None
     assert factor_of(Contrast(np.zeros(5), drawn(0, 5), 1e-9)) is None
     assert factor_of(Contrast(drawn(0, 5), np.zeros(5), 1e-9)) is None
@@ -219,6 +230,17 @@ def test_a_sum_in_bfloat16_is_told_whatever_the_order_of_ranks_in_each_part_of_i
     right = np.mean(grads, axis=0, dtype=np.float64).astype(np.float32)
     found = low_reduction(Contrast.of(right, (total / 3).astype(np.float32), 1e-7 * norm(right)), grads, 3)
     assert found is not None and found.said == "every element of the sum is a number of bfloat16"
+
+
+def test_sums_of_replicas_that_were_cast_before_they_were_added_are_told() -> None:
+    grads = [drawn(i, 200).astype(np.float32) for i in range(4)]
+    right = np.mean(grads, axis=0, dtype=np.float64).astype(np.float32)
+    halves = [(first / 4 + second / 4).astype(ml_dtypes.bfloat16) for first, second in (grads[:2], grads[2:])]
+    wrong = (halves[0].astype(np.float64) + halves[1].astype(np.float64)).astype(np.float32)
+    sides = Contrast.of(right, wrong, 1e-7 * norm(right))
+    found = low_reduction(sides, grads, 4, num_replicas=2)
+    assert found is not None and "sums of replicas were cast to bfloat16" in found.said
+    assert low_reduction(sides, grads, 4) is None
 
 
 @pytest.mark.parametrize("factor", [2.0, -1.0])

@@ -142,6 +142,10 @@ FAULTS: dict[str, tuple[str, Faults]] = {
         "constant_factor",
         Faults(mean=mean_of(lambda s, n, grads: np.mean([*grads[:-1], 1.001 * grads[-1]], axis=0))),
     ),
+    "every rank counts by its tokens": (
+        "constant_factor",
+        Faults(mean=mean_of(lambda s, n, grads: (0.9 * grads[0] + 1.05 * grads[1] + 1.05 * grads[2]) / 3)),
+    ),
     "a rank's own twice": ("constant_factor", Faults(mean=mean_of(doubled_on_rank_1))),
     "cast before the sum": ("low_precision_reduction", Faults(mean=mean_of(in_bfloat16))),
     "summed coarsely": ("low_precision_reduction", Faults(mean=mean_of(summed_in_bfloat16))),
@@ -159,6 +163,14 @@ FAULTS: dict[str, tuple[str, Faults]] = {
     "stale moments": (
         "lost_step",
         Faults(moments=lambda s, n, state: np.zeros(state[n]["exp_avg"].shape) if s == 2 else None),
+    ),
+    "moments of a rank lost": (
+        "lost_step",
+        Faults(
+            moments=lambda s, n, state: (
+                in_own_shard(2, n, state[n]["exp_avg"].astype(float), np.zeros_like) if s == 2 else None
+            )
+        ),
     ),
     "no decay": ("weight_decay", Faults(decay=0.0)),
     "decay in the gradient": ("weight_decay", Faults(decay=0.0, coupled=DECAY)),

@@ -15,6 +15,7 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.diagnosis.of_optimizer import stated_rule
 from crossframe.verdict.diagnosis.reduction import sum_error
 from crossframe.verdict.metrics import distance
 from tests.on_torch.recorded_loops import (
@@ -195,6 +196,22 @@ def test_a_window_makes_steps_dense_and_the_last_step_is_recorded_if_it_is_known
     assert recording.state_slots(9, "scale") == ("momentum_buffer",)
     assert np.isfinite(recording.losses()).all() and recording.losses().shape == (10, 1)
     assert len(recording.batch(3, 0).sample_ids) == 4
+
+
+def test_what_groups_of_parameters_have_of_their_own_is_stated_of_each(tmp_path):
+    model = Net()
+    biases = [param for param in model.parameters() if param.ndim == 1]
+    weights = [param for param in model.parameters() if param.ndim > 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 1e-3}]
+    optimizer = torch.optim.AdamW(groups, 1e-2)
+    with Recorder(tmp_path, model=model, optimizer=optimizer) as recorder:
+        model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        recorder.step()
+    made = Recording.open(tmp_path).manifest
+    rules = {name: stated_rule(made, "AdamW", 1, name).rule for name in made.params}
+    assert {(rule.rate, rule.decay) for name, rule in rules.items() if name.endswith("weight")} == {(1e-2, 0.1)}
+    assert {(rule.rate, rule.decay) for name, rule in rules.items() if name.endswith("bias")} == {(1e-3, 0.0)}
 
 
 def test_hooks_and_replaced_functions_are_gone_afterwards(tmp_path):

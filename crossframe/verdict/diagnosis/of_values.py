@@ -31,7 +31,7 @@ def constant_factor(case: Case) -> Iterator[Fit]:
         for counts in (counts_of(case.wrong.manifest), counts_of(case.right.manifest), _sizes(case))
     )
     name = next((name for name in names if name), None)
-    if name is None and _is_shifted(sides, factor.error):
+    if name is None and is_shifted(sides, factor.error):
         return
     said = f"{case.names[1]} has {factor.value:.6g} times what {case.names[0]} has"
     if case.quantity.within:
@@ -41,7 +41,7 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, error, story)
 
 
-def _is_shifted(sides: Contrast, error: float) -> bool:
+def is_shifted(sides: Contrast, error: float) -> bool:
     """Whether a constant that is added explains as much as one that is multiplied by, as of one number, or of several alike."""
     added = float(np.mean(sides.wrong - sides.right))
     return sides.rest(sides.right + added) <= error * norm(sides.right)
