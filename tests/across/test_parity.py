@@ -134,6 +134,12 @@ def test_runs_that_are_none_are_refused_by_name(changed, message):
         RunSettings("mlp", **changed)
 
 
+def test_the_command_that_makes_a_run_again_has_its_windows():
+    arguments = RunSettings("mlp", windows=((2, 3), (5, 9))).arguments("torch")
+    assert arguments[:3] == ["record", "torch", "mlp"]
+    assert arguments[arguments.index("--window") :][:4] == ["--window", "2:3", "--window", "5:9"]
+
+
 @pytest.mark.parametrize("twins", [1, -1])
 def test_a_number_of_twins_that_says_nothing_is_refused(twins, tmp_path):
     with pytest.raises(UsageError, match="twins: expected 0, or 2 and more"):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.errors import RecordingError
+from crossframe.errors import RecordingError, UsageError
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 from crossframe.recording.progress import Progress
+from crossframe.recording.schedule import window_of
 from crossframe.trace import summary
 from tests.core import synthetic
 
@@ -189,3 +190,9 @@ def test_progress_reads_another_file_in_the_same_place_from_its_beginning(tmp_pa
     assert progress.steps_done() == 1
     events.write_text(step * 4 + step[:20])
     assert progress.steps_done() == progress.steps_done() == 4
+
+
+@pytest.mark.parametrize("text", ["5", "5:5", "7:5", "a:b", "-1:4", ""])
+def test_a_window_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match=f"as in 500:510, got '{text}'"):
+        window_of(text)
