@@ -5,7 +5,8 @@ before it issues the reduction, it says in the store what it lacks. When its red
 have said so if they lack something: what every rank lacks has no gradient. Ranks that lack nothing do nothing.
 
 Each rank has a key of its own: appending to one that they share is not atomic in every store (a FileStore loses what two append
-at the same time).
+at the same time). And it issues its reduction only once its key is there: a TCPStore may otherwise hear of it later than of
+another rank's question.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +47,10 @@ class Unused:
         lacking = frozenset(i for i, lacks in enumerate(params) if lacks)
         self._waiting.append((self._turn, lacking))
         if lacking and self._asks:
-            _store().set(self._keys(self._turn)[self._place], "".join("01"[lacks] for lacks in params))
+            key = self._keys(self._turn)[self._place]
+            _store().set(key, "".join("01"[lacks] for lacks in params))
+            # A TCPStore is told and does not answer: only once it has answered something else is the key there for all.
+            _store().check([key])
 
     def forget(self) -> None:
         """The reductions under way, and those that only came to a partial sum, are void."""

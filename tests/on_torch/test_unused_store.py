@@ -22,9 +22,26 @@ class Half(nn.Module):
         return (x * self.used).sum()
 
 
-def _gradients(rank: int, world_size: int, path: str) -> list[bool]:
-    """Whether the unused weight has a gradient after each of some steps."""
-    store, own = dist.FileStore(path, world_size), unused._store
+class Late:
+    """A store that hears of what a rank sets no sooner than that rank asks it something, as a TCPStore may."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._said: list[tuple[str, str]] = []
+
+    def set(self, key: str, value: str) -> None:
+        self._said.append((key, value))
+
+    def __getattr__(self, name: str):
+        while self._said:
+            self._store.set(*self._said.pop(0))
+        return getattr(self._store, name)
+
+
+def _gradients(rank: int, world_size: int, path: str | None) -> list[bool]:
+    """Whether the unused weight has a gradient after each of some steps, with a file as a store, or one that hears late."""
+    own = unused._store
+    store = dist.FileStore(path, world_size) if path else Late(own())
     unused._store = lambda: store
     try:
         model, found = torch_backend.fully_shard(Half()), []
@@ -42,3 +59,8 @@ def _gradients(rank: int, world_size: int, path: str) -> list[bool]:
 def test_R29_what_no_rank_used_has_no_gradient_when_ranks_meet_at_a_file(ranks, tmp_path: Path):
     """A FileStore loses what two ranks append to one key at the same time."""
     assert ranks.run(2, _gradients, str(tmp_path / "store")) == [[False] * 10] * 2
+
+
+def test_R29_what_no_rank_used_has_no_gradient_when_the_store_hears_late(ranks):
+    """A TCPStore takes what it is told in the order in which it listens to its ranks."""
+    assert ranks.run(2, _gradients, None) == [[False] * 10] * 2
