@@ -1,6 +1,7 @@
 """Fixtures that several folders use."""
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,10 @@ from importlib.util import find_spec
 import pytest
 
 from tests.on_torch.ranks import Ranks, started_ranks
+
+# A shell starts what is in its background with SIGINT ignored, and so would be the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXHAUSTIVE = "CROSSFRAME_EXHAUSTIVE_TESTS"
 

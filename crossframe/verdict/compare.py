@@ -131,9 +131,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
     where = diagnosis = None
     if first is not None:
         where = locate_sketch(first, pair) if first.quantity.sketched else locate(first, b.manifest)
-        if (
-            where.step in pair.steps
-        ):  # else losses alone are there, of which one number is always some multiple of another
+        # Of other steps there are losses alone, and one number is always some multiple of another.
+        if where.step in pair.steps:
             diagnosis = diagnose(pair, first, where, envelope.limit if envelope else _known_beforehand)
     if envelope:
         verdict, reason = _conclude_by_envelope(pair, findings, where, envelope)
