@@ -13,6 +13,7 @@ from rich.console import Console
 from crossframe.errors import UsageError
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import MANIFEST_NAME
+from crossframe.recording.schedule import window_arguments
 
 _MODULE = "torch_backend.recorder.script"
 
@@ -57,7 +58,7 @@ def record_script(
     if nproc_per_node is not None:
         command += ["--nproc-per-node", str(nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]
-    command += [part for start, stop in windows for part in ("--window", f"{start}:{stop}")]
+    command += window_arguments(windows)
     said = shlex.join(command + (["--", *arguments] if arguments else []))
     for twin in range(twins + 1):
         options = {

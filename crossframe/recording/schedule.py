@@ -1,5 +1,6 @@
 """At which steps of a run what is recorded."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from crossframe.errors import RecordingError, UsageError
@@ -62,3 +63,12 @@ def window_of(text: str) -> tuple[int, int]:
     if not (colon and start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
         raise UsageError(f"window: expected the first step and the one behind the last, as in 500:510, got {text!r}")
     return int(start), int(stop)
+
+
+def window_arguments(windows: Iterable[tuple[int, int]]) -> list[str]:
+    """The same on a command line.
+
+    >>> window_arguments([(500, 510)])
+    ['--window', '500:510']
+    """
+    return [part for start, stop in windows for part in ("--window", f"{start}:{stop}")]

@@ -13,6 +13,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Manifest, Schedule
 from crossframe.recording.known_settings import COMMAND, PER_RANK
 from crossframe.recording.lines import twin_folder
+from crossframe.recording.schedule import window_arguments
 from crossframe.recording.twins import moved
 from crossframe.strategy import Strategy
 from experiments.data import Batch
@@ -193,7 +194,7 @@ class RunSettings:
         arguments = ["record", framework, self.model]
         for name, value in asdict(self).items():
             if name == "windows":
-                arguments += [part for start, stop in value for part in ("--window", f"{start}:{stop}")]
+                arguments += window_arguments(self.windows)
             elif name not in ("model", "weight_decay", "twin") and value not in ("", None):
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         return arguments
