@@ -1,4 +1,4 @@
-"""What the constructor of FullyShardedDataParallel takes: strategies, prefetch, precision and offload, by torch's names."""
+"""What FullyShardedDataParallel takes, under PyTorch's names: strategies, prefetch, precision, offload, state dict types."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,36 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Prefetch, Strategy
 from torch_backend.dtypes import name_or_none
+from torch_backend.state_dict_types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
-__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy", "TrainingState"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+]
 
 
 class ShardingStrategy(Enum):

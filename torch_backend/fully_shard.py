@@ -17,7 +17,14 @@ from torch_backend.build import build_unit
 from torch_backend.choices import Choices
 from torch_backend.collectives import Communicator
 from torch_backend.data_mesh import DataMesh, find_mesh
-from torch_backend.fsdp_module import FSDPModule, begin_as_root, sharded_class
+from torch_backend.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    begin_as_root,
+    register_fsdp_forward_method,
+    sharded_class,
+    share_comm_ctx,
+)
 from torch_backend.fully_shard_api import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -31,7 +38,19 @@ from torch_backend.on_meta import make_real
 from torch_backend.placement import PlacementFn
 from torch_backend.redistribute import show_dtensors, take_dtensors
 from torch_backend.shard_parts import BlockFn, ShardParts
-from torch_backend.unit import UNIT, Unit
+from torch_backend.unit import UNIT, Unit, unit_of
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
 
 _AS_STORED, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
 
@@ -110,6 +129,15 @@ def fully_shard(
         unit.when_agreed = functools.partial(_keep_parts, unit, data, group_size)
     _attach(modules, unit)
     return module
+
+
+def _state(module: nn.Module) -> Unit | None:
+    """The unit of a module that `fully_shard` was called on, else None. Its attributes are not those of PyTorch's FSDPState,
+    of which none is public."""
+    return unit_of(module) if is_sharded(module) else None
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -36,20 +36,59 @@ from torch_backend.process_groups import Groups, find_groups, unit_mesh
 from torch_backend.refusals import refuse_ddp, refuse_to_pickle
 from torch_backend.schedule import Schedule
 from torch_backend.slots import WRAPPED, OwnedParam, canonical_name
+from torch_backend.state_dict_types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from torch_backend.store import ShardStore
 from torch_backend.summon import Summonable
 from torch_backend.unit import UNIT, unit_of
 from torch_backend.unshard import summon_units
 from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy
 
+# All that torch's module of this name has, so that only the package changes in an import.
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CustomPolicy",
     "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
 ]
+
+_INTERNAL_TO_TORCH = ("FlatParamHandle", "HandleTrainingState")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _INTERNAL_TO_TORCH:
+        raise ImportError(
+            f"torch_backend has no {name}, which is internal to PyTorch's FSDP: a FullyShardedDataParallel has `params` and "
+            "`training_state`, and `summon_full_params` shows full parameters"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # What is wrapped may be compiled; what happens around it may not.

@@ -30,7 +30,13 @@ from torch_backend.piece_tensor import PieceTensor, piece_param
 from torch_backend.redistribute import paths_of, take
 from torch_backend.sharded_tensors import sharded_tensor
 from torch_backend.slots import WRAPPED, canonical_name
-from torch_backend.state_dict_types import FullStateDictConfig, HasStateDictType, StateDictConfig, StateDictSettings
+from torch_backend.state_dict_types import (
+    FullStateDictConfig,
+    HasStateDictType,
+    StateDictConfig,
+    StateDictType,
+    settings_of,
+)
 from torch_backend.unit import Unit, unit_of
 
 
@@ -46,7 +52,7 @@ class HasStateDicts(HasStateDictType):
     def _provide_state_dicts(self, device_mesh: DeviceMesh | None) -> None:
         """The last thing in a constructor."""
         self._device_mesh = device_mesh
-        self._state_dict_settings = StateDictSettings()
+        self._state_dict_settings = settings_of(StateDictType.FULL_STATE_DICT)
         # In low precision while the unit is used (R33).
         self._buffer_dtypes = {name: buffer.dtype for name, buffer in self.named_buffers()}
         self.register_state_dict_post_hook(_finish)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import Any
 
@@ -143,9 +143,9 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 class StateDictSettings:
     """A type of state dicts with its settings, as `get_state_dict_type` returns them."""
 
-    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
-    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig
 
 
 def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> StateDictSettings:
@@ -218,7 +218,7 @@ class HasStateDictType(nn.Module):
                 f"{', '.join(each.state_dict_type.name for each in found)}, or to different settings of one type; set them "
                 "together, on the outermost module"
             )
-        return found[0] if found else StateDictSettings()
+        return found[0] if found else settings_of(StateDictType.FULL_STATE_DICT)
 
     @staticmethod
     @contextmanager
