@@ -8,6 +8,7 @@ parameter of (3 * width, width) where flax has three. So an entry may also split
 Neither computes anything: a round trip gives the same bits.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -204,7 +205,7 @@ class ParamMap:
             ("name", [entry.name for entry in self.entries]),
             ("path", [path for entry in self.entries for path in entry.paths]),
         ):
-            if twice := sorted({value for value in values if values.count(value) > 1}):
+            if twice := sorted(value for value, times in Counter(values).items() if times > 1):
                 raise MappingError(f"a map is one to one, but these stand twice as {field}: {twice}")
 
     @classmethod

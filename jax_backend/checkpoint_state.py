@@ -22,7 +22,7 @@ from crossframe.checkpoint import STEP, CheckpointError, Saved
 from crossframe.layout import PerParamLayout
 from crossframe.names import MapEntry
 from jax_backend.checkpoint_parts import Part
-from jax_backend.optim import named_leaves, true_shape
+from jax_backend.optim import true_shape
 from jax_backend.sharded import ShardedParams
 from jax_backend.tree import Bucket
 
@@ -89,7 +89,7 @@ class StateLeaves:
         for (before, owner), leaves in named.items():
             entry = params.tree.param_map.by_name[owner]
             if set(leaves) == set(entry.paths):
-                bucket, _ = named_leaves(params.tree)[entry.paths[0]]
+                bucket, _ = params.tree.trained_leaves[entry.paths[0]]
                 self._add_param(before, entry, bucket, [leaves[path] for path in entry.paths])
 
     def _add_shards(self, key: str, node: ShardedParams) -> None:
@@ -107,7 +107,7 @@ class StateLeaves:
         """What is kept of one parameter, by path of the user's leaves."""
         layout = bucket.layout
         assert isinstance(layout, PerParamLayout)
-        i = next(i for i, spec in enumerate(layout.params) if spec.name == entry.name)
+        i = bucket.indices[entry.name]
         alone = replace(bucket, layout=PerParamLayout((layout.params[i],), layout.world_size, (layout.shard_dims[i],)))
         keys, arrays = [own for own, _ in leaves], [array for _, array in leaves]
         called, joined, axes = self._names.get(key, key), None, entry.axes

@@ -64,7 +64,7 @@ def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None
     def init(params: Any) -> Any:
         params = _trainable(params, "params")
         own = mesh_for(params)
-        if _is_per_param(params.tree):
+        if params.tree.is_per_param:
             return _placed(_padded(tx.init(_named(params)), params.tree), params.tree, own)
         check_init(tx, params.tree)
         return _placed(tx.init(params), params.tree, own)
@@ -73,7 +73,7 @@ def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None
         grads = _trainable(grads, "grads")
         params, tree = (None if params is None else _trainable(params, "params")), grads.tree
         own = mesh_for(grads)
-        if _is_per_param(tree):
+        if tree.is_per_param:
             expected = jax.eval_shape(tx.init, _named(grads))
             extra = {key: _named(value) if isinstance(value, ShardedParams) else value for key, value in extra.items()}
             given = _stripped(state, expected, tree)
@@ -105,31 +105,15 @@ def _trainable(given: Any, what: str) -> ShardedParams:
     return given.trainable
 
 
-def _is_per_param(tree: ParamTree) -> bool:
-    return all(bucket.is_per_param for bucket in tree.trainable)
-
-
 # Parameters in true shapes, by path
-
-
-def named_leaves(tree: ParamTree) -> dict[str, tuple[Bucket, str]]:
-    """Of a per-parameter tree, by path of what is trained: its bucket and canonical name. Shared paths are not there."""
-    entries = tree.param_map.by_name
-    return {
-        path: (bucket, spec.name)
-        for bucket in tree.trainable
-        for spec in bucket.layout.params
-        for path in entries[spec.name].paths
-    }
 
 
 def _named(params: ShardedParams) -> dict[str, jax.Array]:
     tree, found = params.tree, {}
-    for path, (bucket, name) in named_leaves(tree).items():
-        array = params.shards[bucket.name][name]
-        spec = next(spec for spec in bucket.layout.params if spec.name == name)
-        array = _cut(array, spec.shape, bucket.num_layers)
-        entry = tree.param_map.by_name[name]
+    for path, (bucket, i) in tree.trained_leaves.items():
+        spec = bucket.layout.params[i]
+        array = _cut(params.shards[bucket.name][spec.name], spec.shape, bucket.num_layers)
+        entry = tree.param_map.by_name[spec.name]
         found[path] = _by_layer(lambda layer, entry=entry, path=path: entry.from_canonical(layer, path), bucket)(array)
     return found
 
@@ -171,12 +155,12 @@ def _key(path: tuple[Any, ...]) -> str:
 def mirrored_leaf(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:
     """Whether a leaf of the state, in its true shape, is of a parameter: then (its padded shape, the dim that is cut)."""
     key = _key(path)
-    found = named_leaves(tree).get(key)
+    found = tree.trained_leaves.get(key)
     if found is None:
         return None
-    bucket, name = found
-    entry, layout = tree.param_map.by_name[name], bucket.layout
-    i = next(i for i, spec in enumerate(layout.params) if spec.name == name)
+    bucket, i = found
+    layout = bucket.layout
+    entry = tree.param_map.by_name[layout.params[i].name]
     stack = 0 if bucket.num_layers is None else 1
     shape = entry.leaf_shape(layout.params[i].shape, key)
     if tuple(leaf.shape) != ((bucket.num_layers, *shape) if stack else shape):
@@ -222,7 +206,7 @@ def _placed(made: Any, tree: ParamTree, mesh: Mesh | None) -> Any:
     """The same, told to lie on the mesh as the parameters do; what is of no parameter is replicated."""
     if mesh is None:
         return made
-    per_param = _is_per_param(tree)
+    per_param = tree.is_per_param
 
     def placed(path: tuple[Any, ...], leaf: Any) -> Any:
         partition = P()
@@ -249,12 +233,12 @@ def _stored_partition(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> P:
 def _stored(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:
     """(shape without padding, the dim that is cut) of a leaf that is stored as a parameter is."""
     key = _key(path)
-    found = named_leaves(tree).get(key) if _is_per_param(tree) else None
+    found = tree.trained_leaves.get(key) if tree.is_per_param else None
     if found is None:
         return None
-    bucket, name = found
-    entry = tree.param_map.by_name[name]
-    spec = next(spec for spec in bucket.layout.params if spec.name == name)
+    bucket, i = found
+    spec = bucket.layout.params[i]
+    entry = tree.param_map.by_name[spec.name]
     stack = () if bucket.num_layers is None else (bucket.num_layers,)
     true = jax.ShapeDtypeStruct((*stack, *entry.leaf_shape(spec.shape, key)), leaf.dtype)
     padded = mirrored_leaf(path, true, tree)

@@ -1,5 +1,6 @@
 """ShardedParams: the shards of all units as one pytree, with the layouts as static data."""
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,12 +134,13 @@ def from_lines(tree: ParamTree, mesh: Mesh, read: Callable[[str, int], np.ndarra
 
 
 def _arrays(tree: ParamTree, bucket: Bucket, mesh: Mesh, read: Callable[[str, int], np.ndarray]) -> Any:
-    lines: dict[int, np.ndarray] = {}
-
+    @functools.cache
     def line(rank: int) -> np.ndarray:
-        if rank not in lines:
-            lines[rank] = line_of(tree, bucket, rank, read)
-        return lines[rank]
+        return line_of(tree, bucket, rank, read)
+
+    @functools.cache
+    def parts(rank: int) -> Any:
+        return bucket.from_line(line(rank))
 
     if not bucket.is_per_param:
         numel = max(1, bucket.layout.padded_shard_numel)
@@ -153,7 +155,7 @@ def _arrays(tree: ParamTree, bucket: Bucket, mesh: Mesh, read: Callable[[str, in
         chunk = shape[dim] // bucket.layout.world_size
 
         def part(index: Any, name: str = name, dim: int = dim, chunk: int = chunk) -> np.ndarray:
-            return bucket.from_line(line((index[dim].start or 0) // max(1, chunk)))[name]
+            return parts((index[dim].start or 0) // max(1, chunk))[name]
 
         found[name] = jax.make_array_from_callback(shape, NamedSharding(mesh, bucket.leaf_partition(i)), part)
     return found

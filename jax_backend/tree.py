@@ -49,6 +49,11 @@ class Bucket:
         """Whether every parameter is an array of its own."""
         return isinstance(self.layout, PerParamLayout)
 
+    @cached_property
+    def indices(self) -> Mapping[str, int]:
+        """The index of each parameter in the layout, by canonical name."""
+        return {spec.name: i for i, spec in enumerate(self.layout.params)}
+
     def leaf_shape(self, i: int) -> tuple[int, ...]:
         """Of a per-parameter bucket: the shape of parameter i's array, padded to equal chunks (R07)."""
         layout = self.layout
@@ -185,6 +190,11 @@ class ParamTree:
         return tuple(bucket for bucket in self.buckets if bucket.trainable)
 
     @cached_property
+    def is_per_param(self) -> bool:
+        """Whether every parameter that is trained is an array of its own."""
+        return all(bucket.is_per_param for bucket in self.trainable)
+
+    @cached_property
     def bucket_of(self) -> Mapping[str, Bucket]:
         """Buckets by the canonical names of their parameters."""
         return {spec.name: bucket for bucket in self.buckets for spec in bucket.layout.params}
@@ -194,6 +204,18 @@ class ParamTree:
         """Canonical descriptions by path; of a stacked unit those of one layer."""
         by_name = {spec.name: spec for bucket in self.buckets for spec in bucket.layout.params}
         return {path: by_name[self.entry(path).name] for path in self.paths}
+
+    @cached_property
+    def trained_leaves(self) -> Mapping[str, tuple[Bucket, int]]:
+        """Of a per-parameter tree, by path of each leaf that is trained: its bucket, and its parameter's index there. Paths of
+        shared leaves are left out."""
+        entries = self.param_map.by_name
+        return {
+            path: (bucket, i)
+            for bucket in self.trainable
+            for i, spec in enumerate(bucket.layout.params)
+            for path in entries[spec.name].paths
+        }
 
     @property
     def world_size(self) -> int:

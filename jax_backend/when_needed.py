@@ -62,7 +62,11 @@ class _Run:
         self._jaxpr, self._kinds, self._common = jaxpr, kinds, common
         self._regions: dict[tuple[str, str], list[JaxprEqn]] = {}
         self._region: dict[int, tuple[str, str]] = {}
+        self._readers: dict[Var, list[JaxprEqn]] = {}
+        self._returned = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
         for equation in jaxpr.eqns:
+            for var in _variables([equation]):
+                self._readers.setdefault(var, []).append(equation)
             if (region := _region_of(equation, kinds)) is not None:
                 self._regions.setdefault(region, []).append(equation)
                 self._region[id(equation)] = region
@@ -102,13 +106,15 @@ class _Run:
             found = given
         elif id(equations[0]) in self._region:
             inside = {id(each) for each in equations}
-            used = set(_variables([each for each in self._jaxpr.eqns if id(each) not in inside]))
-            used |= {atom for atom in self._jaxpr.outvars if isinstance(atom, Var)}
-            outputs = [var for var in outputs if var in used]
+            outputs = [var for var in outputs if self._is_used(var, inside)]
             found = self._in_a_branch(self._part(equations, inputs, outputs), given)
         else:
             found = eval_jaxpr(self._part([self._rewritten(equations[0])], inputs, outputs), given)
         self.values.update(zip(outputs, found, strict=True))
+
+    def _is_used(self, var: Var, inside: set[int]) -> bool:
+        """Whether a variable is returned, or read by any but these equations."""
+        return var in self._returned or any(id(each) not in inside for each in self._readers.get(var, ()))
 
     def _part(self, equations: Sequence[JaxprEqn], inputs: list[Var], outputs: list[Var]) -> Jaxpr:
         return self._jaxpr.replace(constvars=inputs, invars=[], outvars=outputs, eqns=list(equations))

@@ -94,7 +94,7 @@ class PerParamLayout:
         """The dtype of the shards."""
         return self.params[0].dtype
 
-    @property
+    @cached_property
     def shard_dims(self) -> tuple[int, ...]:
         """The dim on which each parameter is cut."""
         return self.dims or (0,) * len(self.params)

@@ -21,11 +21,15 @@ def module_paths(param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, st
     """
     joined = {entry.name.rpartition(".")[0] for entry in param_map.entries if len(entry.paths) > 1}
     owners = dict.fromkeys(entry.name.rpartition(".")[0] for entry in param_map.entries)
+    paths: dict[str, set[str]] = {}
+    for entry in param_map.entries:
+        module = entry.name.rpartition(".")[0] if len(entry.paths) == 1 else ""
+        while module:
+            paths.setdefault(module, set()).add(_path_of(module, entry))
+            module = module.rpartition(".")[0]
     found = {"": ""}
     for module in dict.fromkeys([*units, *(owner for owner in owners if owner not in joined)]):
-        inside = [entry for entry in param_map.entries if entry.name.startswith(f"{module}.") and len(entry.paths) == 1]
-        paths = {_path_of(module, entry) for entry in inside}
-        if module and len(paths) == 1 and (path := paths.pop()):
+        if len(there := paths.get(module, ())) == 1 and (path := next(iter(there))):
             found[module] = path
     return found
 

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 
 from crossframe.checkpoint import state_layout
-from crossframe.layout import Layout, PerParamLayout
+from crossframe.layout import Layout, PerParamLayout, Piece
 from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.recording.twins import moved
 from jax_backend.checkpoint_state import counts_of, fields_in_torch
 from jax_backend.mesh import mesh_spec
-from jax_backend.optim import named_leaves, true_shape
+from jax_backend.optim import true_shape
 from jax_backend.recorder.grid import Grid
 from jax_backend.recorder.of_arrays import Pieces, slot_name, state_by_path
 from jax_backend.sharded import ShardedParams, mesh_of, shards_of
@@ -37,6 +37,7 @@ class OfShards:
         self._units = {bucket.name: _units(bucket) for bucket in self.tree.buckets}
         self.units = tuple(unit for units in self._units.values() for unit in units)
         self.param_map = _map_by_layer(self.tree)
+        self._found_pieces: dict[tuple[str, int], list[dict[str, Piece]]] = {}
 
     def pieces(self, values: ShardedParams) -> dict[int, Pieces]:
         """What each rank of this process holds of parameters, of their gradients or of what an optimizer keeps."""
@@ -71,11 +72,12 @@ class OfShards:
                 slots[slot if slot not in slots else slot_name(field)] = self.pieces(kept)
                 if field in counts:
                     stepped |= {spec.name: counts[field] for name in kept.shards for spec in self._specs(name)}
-        leaves = named_leaves(self.tree) if all(bucket.is_per_param for bucket in self.tree.trainable) else {}
+        leaves = self.tree.trained_leaves if self.tree.is_per_param else {}
         by_path = state_by_path(state, self._cut, leaves)
         for slot, kept in by_path.slots.items():
             found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
-            for bucket, name in dict.fromkeys(leaves.values()):
+            for bucket, i in dict.fromkeys(leaves.values()):
+                name = bucket.layout.params[i].name
                 entry = self.tree.param_map.by_name[name]
                 if all(path in kept for path in entry.paths):
                     copies = [kept[path] for path in entry.paths]
@@ -84,8 +86,8 @@ class OfShards:
                     self._add_whole(found, bucket, name, of_rank)
             slots[slot] = found
         for path, count in by_path.counts.items():
-            bucket, name = leaves[path]
-            stepped |= dict.fromkeys(_names(bucket, name), count)
+            bucket, i = leaves[path]
+            stepped |= dict.fromkeys(_names(bucket, bucket.layout.params[i].name), count)
         return slots, stepped
 
     def _cut(self, path: str, leaf: Any) -> dict[int, np.ndarray] | None:
@@ -137,16 +139,25 @@ class OfShards:
 
     def _add_whole(self, found: dict[int, Pieces], bucket: Bucket, name: str, copies: Mapping[int, np.ndarray]) -> None:
         """Cut a parameter that each rank has in full by rows, and put the pieces to the others."""
-        i = next(i for i, spec in enumerate(bucket.layout.params) if spec.name == name)
+        i = bucket.indices[name]
         for rank, whole in copies.items():
-            place = self.grid.spec.coordinate(rank)[1]
+            by_layer = self._pieces_at(bucket.name, self.grid.spec.coordinate(rank)[1])
             layers = [whole] if bucket.num_layers is None else whole
-            for (unit, layout), each in zip(self._units[bucket.name], layers, strict=True):
+            for (unit, layout), pieces, each in zip(self._units[bucket.name], by_layer, layers, strict=True):
                 called = layout.params[i].name
-                for piece in layout.pieces(place):
-                    if piece.name == called:
-                        start, stop = piece.param_start, piece.param_stop
-                        found[rank].setdefault(unit, {})[called] = (start, stop, each.reshape(-1)[start:stop])
+                if piece := pieces.get(called):
+                    start, stop = piece.param_start, piece.param_stop
+                    found[rank].setdefault(unit, {})[called] = (start, stop, each.reshape(-1)[start:stop])
+
+    def _pieces_at(self, bucket: str, place: int) -> list[dict[str, Piece]]:
+        """What a place of the shard group holds of a bucket, by parameter, a layer each. Such a layout is cut by rows, so that
+        a parameter has one piece at most."""
+        if (bucket, place) not in self._found_pieces:
+            layouts = [layout for _, layout in self._units[bucket]]
+            self._found_pieces[bucket, place] = [
+                {piece.name: piece for piece in layout.pieces(place)} for layout in layouts
+            ]
+        return self._found_pieces[bucket, place]
 
 
 def _is_by_rows(bucket: Bucket) -> bool:
