@@ -15,6 +15,7 @@ import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import assert_never
 
 from crossframe.errors import StateError
 
@@ -187,6 +188,8 @@ def _follow(state: UnitState, move: Move) -> UnitState | None:
             return to(e=Exposure.SHARDED) if exposure == Exposure.SUMMONED else None
         case Move.RESET:
             return UnitState()
+        case _:
+            assert_never(move)
 
 
 def states() -> tuple[UnitState, ...]:

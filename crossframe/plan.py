@@ -7,6 +7,7 @@ freed if it reshards; in backward it is gathered again, computes its gradients, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
@@ -321,10 +322,26 @@ class _Planner:
     ) -> Iterator[Event]:
         dtype, layout = bucket.precision.reduced, reduced_layout(bucket.layout)
         for step in steps:
-            if step is ReductionStep.REDUCE_SCATTER:
-                yield self._event(REDUCE_SCATTER, unit, at, "backward", dtype, layout.gathered_numel, self.shard_group)
-            elif step is ReductionStep.ALL_REDUCE:
-                yield self._event(ALL_REDUCE, unit, at, "backward", dtype, layout.padded_shard_numel, self.replicas)
+            match step:
+                case ReductionStep.REDUCE_SCATTER:
+                    numel = layout.gathered_numel
+                    yield self._event(REDUCE_SCATTER, unit, at, "backward", dtype, numel, self.shard_group)
+                case ReductionStep.ALL_REDUCE:
+                    numel = layout.padded_shard_numel
+                    yield self._event(ALL_REDUCE, unit, at, "backward", dtype, numel, self.replicas)
+                case (
+                    ReductionStep.CAST_TO_REDUCED
+                    | ReductionStep.DIVIDE_BEFORE
+                    | ReductionStep.DIVIDE_BETWEEN
+                    | ReductionStep.ADD_PARTIAL
+                    | ReductionStep.KEEP_PARTIAL
+                    | ReductionStep.DIVIDE_AFTER
+                    | ReductionStep.CAST_TO_KEPT
+                    | ReductionStep.ACCUMULATE
+                ):
+                    pass  # local to a rank
+                case _:
+                    assert_never(step)
 
 
 def _trained(unit: PlannedUnit) -> bool:

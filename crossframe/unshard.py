@@ -64,8 +64,8 @@ class UnshardRequest:
             )
         if self.with_grads and not keeps_original:
             raise UnsupportedError(
-                "with_grads=True with use_orig_params=False: the gradient belongs to the flat parameter, not to the "
-                "original ones; build the module with use_orig_params=True"
+                "with_grads=True without original parameters: the gradient belongs to the flat parameter, not to the original "
+                "ones; keep these (use_orig_params=True in torch, keep_original=True in JAX)"
             )
         if self.with_grads and self.offload_to_cpu:
             raise UnsupportedError(

@@ -48,7 +48,7 @@ def check_full(spec: ParamSpec, shape: tuple[int, ...]) -> None:
 def check_replaced(
     name: str, rank: int, expected: tuple[tuple[int, ...], str], came: tuple[tuple[int, ...], str]
 ) -> None:
-    """Raise ReplacedError unless what replaced a sharded parameter's data, outside of any unsharding, can be adopted (R25).
+    """Raise ReplacedError unless the tensor that replaced a sharded parameter's data can be adopted (R25).
 
     Args:
         name: the parameter's, or what else was replaced.
@@ -57,8 +57,8 @@ def check_replaced(
     """
     if came[0] != expected[0]:
         raise ReplacedError(
-            f"parameter {name!r}, rank {rank}: its data was replaced outside of summon_full_params; expected this rank's "
-            f"sharded shape {expected[0]}, got {came[0]}; replace full values inside of it"
+            f"parameter {name!r}, rank {rank}: its data was replaced while it is sharded; expected this rank's sharded shape "
+            f"{expected[0]}, got {came[0]}; replace it with this rank's shard, or load full values as a state dict"
         )
     if came[1] != expected[1]:
         raise ReplacedError(

@@ -8,6 +8,7 @@ has one order (R32: two ranks).
 
 import math
 from dataclasses import dataclass
+from typing import assert_never
 
 import jax
 import jax.numpy as jnp
@@ -50,22 +51,28 @@ class Reduction:
             precision: the bucket's dtypes; the result is of `precision.kept`.
         """
         factors = factors_of(self.mesh, self.face, precision.reduced, self.factor)
-        step = ReductionStep
         for each in reduction_steps(self.mesh, self.face):
-            if each is step.CAST_TO_REDUCED:
-                grad = grad.astype(precision.reduced)
-            elif each is step.DIVIDE_BEFORE:
-                grad = divide(grad, factors.before)
-            elif each is step.REDUCE_SCATTER:
-                grad = reduce_scatter(grad, label)
-            elif each is step.DIVIDE_BETWEEN:
-                grad = divide(grad, factors.between)
-            elif each is step.ALL_REDUCE:
-                grad = all_reduce(grad, label)
-            elif each is step.DIVIDE_AFTER:
-                grad = divide(grad, factors.after)
-            elif each is step.CAST_TO_KEPT:
-                grad = grad.astype(precision.kept)
+            match each:
+                case ReductionStep.CAST_TO_REDUCED:
+                    grad = grad.astype(precision.reduced)
+                case ReductionStep.DIVIDE_BEFORE:
+                    grad = divide(grad, factors.before)
+                case ReductionStep.REDUCE_SCATTER:
+                    grad = reduce_scatter(grad, label)
+                case ReductionStep.DIVIDE_BETWEEN:
+                    grad = divide(grad, factors.between)
+                case ReductionStep.ALL_REDUCE:
+                    grad = all_reduce(grad, label)
+                case ReductionStep.DIVIDE_AFTER:
+                    grad = divide(grad, factors.after)
+                case ReductionStep.CAST_TO_KEPT:
+                    grad = grad.astype(precision.kept)
+                case ReductionStep.ADD_PARTIAL | ReductionStep.ACCUMULATE:
+                    pass  # there are no partial sums here (R15), and the gradient is returned
+                case ReductionStep.KEEP_PARTIAL:
+                    raise AssertionError("every reduction here goes on over the replicas")
+                case _:
+                    assert_never(each)
         return grad
 
 

@@ -7,7 +7,7 @@ copy on its own device, so that their gradients come by rank and are reduced as 
 shard group, divide, sum over replicas, divide, cast. What XLA makes of these sums is its own affair: see `NOT_HONOURED`.
 """
 
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -214,29 +214,36 @@ def _own(grad: jax.Array, waiting: jax.Array | None, precision: Precision, reduc
 
 def _reduced(grads: jax.Array, bucket: Bucket, precision: Precision, reduction: Reduction, mesh: Mesh) -> jax.Array:
     """The mean over ranks of their gradients: (num_ranks, gathered_numel) to (gathered_numel,), cut over the shard axis."""
-    spec, step = reduction.mesh, ReductionStep
+    spec = reduction.mesh
     factors = factors_of(spec, reduction.face, precision.reduced, reduction.factor)
     by_group = (REPLICATE_AXIS if spec.replicate > 1 else None,)
     for each in reduction_steps(spec, reduction.face):
-        if each is step.CAST_TO_REDUCED:
-            grads = grads.astype(precision.reduced)
-        elif each is step.DIVIDE_BEFORE:
-            grads = divide(grads, factors.before)
-            if spec.shard == 1:
-                grads = grads.reshape(spec.replicate, -1)
-        elif each is step.REDUCE_SCATTER:
-            with jax.named_scope(scope_name(REDUCE_SCATTER, bucket.label)):
-                grads = _sum(grads.reshape(spec.replicate, spec.shard, -1), 1)
-                grads = _cut(grads, mesh, *by_group, SHARD_AXIS)
-        elif each is step.DIVIDE_BETWEEN:
-            grads = divide(grads, factors.between)
-        elif each is step.ALL_REDUCE:
-            with jax.named_scope(scope_name(ALL_REDUCE, bucket.label)):
-                grads = _cut(_sum(grads, 0), mesh, SHARD_AXIS)
-        elif each is step.DIVIDE_AFTER:
-            grads = divide(grads, factors.after)
-        elif each is step.CAST_TO_KEPT:
-            grads = grads.astype(precision.kept)
+        match each:
+            case ReductionStep.CAST_TO_REDUCED:
+                grads = grads.astype(precision.reduced)
+            case ReductionStep.DIVIDE_BEFORE:
+                grads = divide(grads, factors.before)
+                if spec.shard == 1:
+                    grads = grads.reshape(spec.replicate, -1)
+            case ReductionStep.REDUCE_SCATTER:
+                with jax.named_scope(scope_name(REDUCE_SCATTER, bucket.label)):
+                    grads = _sum(grads.reshape(spec.replicate, spec.shard, -1), 1)
+                    grads = _cut(grads, mesh, *by_group, SHARD_AXIS)
+            case ReductionStep.DIVIDE_BETWEEN:
+                grads = divide(grads, factors.between)
+            case ReductionStep.ALL_REDUCE:
+                with jax.named_scope(scope_name(ALL_REDUCE, bucket.label)):
+                    grads = _cut(_sum(grads, 0), mesh, SHARD_AXIS)
+            case ReductionStep.DIVIDE_AFTER:
+                grads = divide(grads, factors.after)
+            case ReductionStep.CAST_TO_KEPT:
+                grads = grads.astype(precision.kept)
+            case ReductionStep.ADD_PARTIAL | ReductionStep.ACCUMULATE:
+                pass  # there are no partial sums here (R15), and the gradient is returned
+            case ReductionStep.KEEP_PARTIAL:
+                raise AssertionError("every reduction here goes on over the replicas")
+            case _:
+                assert_never(each)
     return grads.reshape(-1)
 
 

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -16,13 +15,6 @@ from torch_backend.choices import Choices
 from torch_backend.ignored import Ignored, IsUnit
 from torch_backend.inputs import compute_in_full
 from torch_backend.wrap import units_to_wrap, wrap_modules
-
-
-def as_ours(value: Any, kind: type) -> Any:
-    """An enum member or a record of torch's own, as ours of that name: scripts mix their imports. Anything else as it is."""
-    if isinstance(value, kind) or type(value).__name__ != kind.__name__:
-        return value
-    return kind[value.name] if issubclass(kind, Enum) else kind(**vars(value))  # type: ignore[index]
 
 
 def check_arguments(module: Any, *arguments: tuple[str, Any, Any]) -> None:

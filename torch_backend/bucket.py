@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -255,12 +256,18 @@ class Bucket:
         if self._shown is not None:
             full, grads = self.exposure.dismiss()
         try:
-            if writeback is Writeback.FIRST:
-                self._write_from_first(full)
-            elif writeback is Writeback.OWN and full is not None:
-                self.store.write(full)
-                if self._shown_grads is not None and grads is not None:
-                    self.exposure.write_grads(grads)
+            match writeback:
+                case Writeback.NOTHING:
+                    pass
+                case Writeback.OWN:
+                    if full is not None:
+                        self.store.write(full)
+                    if self._shown_grads is not None and grads is not None:
+                        self.exposure.write_grads(grads)
+                case Writeback.FIRST:
+                    self._write_from_first(full)
+                case _:
+                    assert_never(writeback)
         finally:
             if self._shown is not None:
                 self._shown.free()

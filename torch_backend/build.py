@@ -75,9 +75,10 @@ def build_unit(
     """
     face = choices.face
     order = Order.PRE_ORDER if face is Face.FSDP1 else Order.POST_ORDER
-    owned = owned_params(module, is_unit, order, ignored)
+    ignoring = "ignored_states" if face is Face.FSDP1 else "ignored_params"
+    owned = owned_params(module, is_unit, order, ignored, ignoring=ignoring)
     for entry in owned:
-        _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], meta_is_fine=face is Face.FSDP2)
+        _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], face)
     groups: dict[Hashable, list[OwnedParam]] = {}
     for entry in owned:
         groups.setdefault(parts.bucket_of(entry), []).append(entry)
@@ -111,19 +112,20 @@ def origin_of(param: nn.Parameter) -> object:
     return param._crossframe_origin  # type: ignore[attr-defined]
 
 
-def _check(entry: OwnedParam, first: OwnedParam, rank: int, *, meta_is_fine: bool) -> None:
+def _check(entry: OwnedParam, first: OwnedParam, rank: int, face: Face) -> None:
     name, param = entry.spec.name, entry.param
     if not param.shape:
         raise LayoutError(
             f"rank {rank}: parameter {name!r} has no dims, so there is nothing to shard; make it shape (1,)"
         )
-    if param.device.type == "meta" and not meta_is_fine:
+    if param.device.type == "meta" and face is Face.FSDP1:
         raise UsageError(
             f"rank {rank}: parameter {name!r} is on the meta device and has no values; materialise the module "
             "(to_empty, then initialise) before sharding it"
         )
     if param.device != first.param.device:
+        instead = ", or pass device_id" if face is Face.FSDP1 else ""
         raise LayoutError(
             f"rank {rank}: a unit lives on one device, but {first.spec.name!r} is on {first.param.device} and {name!r} "
-            f"on {param.device}; move the module to one device first, or pass device_id"
+            f"on {param.device}; move the module to one device first{instead}"
         )

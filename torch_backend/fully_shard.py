@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from crossframe.errors import AssertedError, MeshError, UsageError
 from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
+from crossframe.shown import shown
 from torch_backend.build import build_unit
 from torch_backend.choices import Choices
 from torch_backend.collectives import Communicator
@@ -38,6 +39,7 @@ from torch_backend.on_meta import make_real
 from torch_backend.placement import PlacementFn
 from torch_backend.redistribute import show_dtensors, take_dtensors
 from torch_backend.shard_parts import BlockFn, ShardParts
+from torch_backend.torch_classes import as_ours
 from torch_backend.unit import UNIT, Unit, unit_of
 
 __all__ = [
@@ -91,18 +93,22 @@ def fully_shard(
         What was given, now FSDPModules too.
 
     Raises:
-        UsageError: no module, a mesh of other axes, or a module that is sharded already.
+        UsageError: no module, a mesh of other axes, a policy of another type, or a module that is sharded already.
         MeshError: a `reshard_after_forward` that does not divide the shard axis.
         LayoutError: a parameter without dims, or one that cannot be sharded on its dim.
     """
     modules = _modules(module)
-    data = find_mesh(mesh, dp_mesh_dims)
+    policy = _record("mp_policy", mp_policy, MixedPrecisionPolicy)
+    # None means no offload, as in torch.
+    offload = _record(
+        "offload_policy", _ON_DEVICE if offload_policy is None else offload_policy, CPUOffloadPolicy, OffloadPolicy
+    )
+    dims = None if dp_mesh_dims is None else _record("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
+    data = find_mesh(mesh, dims)
     ranks = data.unit_mesh()
-    policy = _as_policy(mp_policy)
     parts = ShardParts(data, ranks, mp_policy, shard_placement_fn, layout, block_fn)
     ignored = set(ignored_params or ())
     group_size = _group_size(reshard_after_forward, ranks.shards.size)
-    offload = type(offload_policy).__name__ == CPUOffloadPolicy.__name__
     for root in modules:
         move_to_mesh(root, is_sharded, ignored, data.device)
 
@@ -121,8 +127,8 @@ def fully_shard(
         parts=parts,
         policy=policy.policy,
         device=data.device,
-        offload=offload,
-        pinned=offload and offload_policy.pin_memory,  # type: ignore[attr-defined]
+        offload=isinstance(offload, CPUOffloadPolicy),
+        pinned=isinstance(offload, CPUOffloadPolicy) and offload.pin_memory,
         ignored=ignored,
     )
     if group_size and group_size > 1:
@@ -163,13 +169,14 @@ def _modules(given: Any) -> list[nn.Module]:
     return modules
 
 
-def _as_policy(given: Any) -> MixedPrecisionPolicy:
-    """torch's own record is taken too: scripts mix their imports."""
-    if isinstance(given, MixedPrecisionPolicy):
-        return given
-    if type(given).__name__ == MixedPrecisionPolicy.__name__:
-        return MixedPrecisionPolicy(**vars(given))
-    raise UsageError(f"fully_shard: expected mp_policy to be a MixedPrecisionPolicy, got {given!r}")
+def _record(argument: str, given: Any, *kinds: type) -> Any:
+    """An argument as the first of these kinds that it is an instance of, where torch's own records count as ours."""
+    for kind in kinds:
+        record = as_ours(given, kind)
+        if isinstance(record, kind):
+            return record
+    expected = " or ".join(kind.__name__ for kind in kinds)
+    raise UsageError(f"fully_shard: expected {argument} to be of type {expected}, got {shown(given)}")
 
 
 def _group_size(asked: Any, size: int) -> int | None:

@@ -15,7 +15,6 @@ from crossframe.layout import FlatLayout, Layout
 from crossframe.unshard import UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
 from torch_backend.arguments import (
-    as_ours,
     check_arguments,
     check_uniform,
     choices_of,
@@ -51,6 +50,7 @@ from torch_backend.state_dict_types import (
 )
 from torch_backend.store import ShardStore
 from torch_backend.summon import Summonable
+from torch_backend.torch_classes import as_ours
 from torch_backend.unit import UNIT, unit_of
 from torch_backend.unshard import summon_units
 from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ class GradStore:
 
     def _reduce(self, value: Tensor, layout: Layout, unit: str, steps: Sequence[ReductionStep]) -> Iterator[None]:
         """The core's steps. Between two of them, wherever one waits for other ranks, the host may do something else."""
-        step, factors, choices = ReductionStep, self._factors, self._choices
+        factors, choices = self._factors, self._choices
         if choices.divide_factor is not None or choices.sum_only:
             factors = factors_of(
                 self._mesh.spec, self._face, self._reduced_name, choices.divide_factor, sum_only=choices.sum_only
@@ -122,37 +122,43 @@ class GradStore:
         # Where a face says that the collectives average, the division behind them is part of these.
         averages = choices.divide_factor is None and not choices.sum_only and factors.before == 1
         for this in steps:
-            if this is step.DIVIDE_BEFORE:
-                _divide(value, factors.before)
-            elif this is step.REDUCE_SCATTER:
-                group = self._mesh.reducing
-                shard = group.allocate_reduced(layout.padded_shard_numel, value)
-                work = group.reduce_scatter(shard, value, unit=unit, phase="backward")
-                yield
-                work.wait()
-                value = shard
-            elif this is step.DIVIDE_BETWEEN:
-                _divide(value, factors.between)
-            elif this is step.ADD_PARTIAL:
-                if self.partial is not None:
-                    value.add_(self.partial)
-                    self.partial = None
-            elif this is step.KEEP_PARTIAL:
-                self.partial = value
-                return
-            elif this is step.ALL_REDUCE:
-                work = self._mesh.replicas.all_reduce(value, unit=unit, phase="backward")
-                yield
-                work.wait()
-            elif this is step.DIVIDE_AFTER:
-                hook = choices.all_reduce_hook
-                if hook is not None and not averages:
-                    hook(value)
-                _divide(value, factors.after)
-                if hook is not None and averages:
-                    hook(value)
-            elif this is step.CAST_TO_KEPT:
-                self.arrived = value.to(self._kept)
+            match this:
+                case ReductionStep.CAST_TO_REDUCED:
+                    value = value.to(self._reduced)  # no copy: `_collect` has cast while it copied
+                case ReductionStep.DIVIDE_BEFORE:
+                    _divide(value, factors.before)
+                case ReductionStep.REDUCE_SCATTER:
+                    group = self._mesh.reducing
+                    shard = group.allocate_reduced(layout.padded_shard_numel, value)
+                    work = group.reduce_scatter(shard, value, unit=unit, phase="backward")
+                    yield
+                    work.wait()
+                    value = shard
+                case ReductionStep.DIVIDE_BETWEEN:
+                    _divide(value, factors.between)
+                case ReductionStep.ADD_PARTIAL:
+                    if self.partial is not None:
+                        value.add_(self.partial)
+                        self.partial = None
+                case ReductionStep.KEEP_PARTIAL:
+                    self.partial = value
+                case ReductionStep.ALL_REDUCE:
+                    work = self._mesh.replicas.all_reduce(value, unit=unit, phase="backward")
+                    yield
+                    work.wait()
+                case ReductionStep.DIVIDE_AFTER:
+                    hook = choices.all_reduce_hook
+                    if hook is not None and not averages:
+                        hook(value)
+                    _divide(value, factors.after)
+                    if hook is not None and averages:
+                        hook(value)
+                case ReductionStep.CAST_TO_KEPT:
+                    value = value.to(self._kept)
+                case ReductionStep.ACCUMULATE:
+                    self.arrived = value  # the bucket adds it to the gradients that the user's parameters have
+                case _:
+                    assert_never(this)
 
     def _call(self, hook: CommHook, full: Tensor) -> Iterator[None]:
         if self._mesh.spec.shard == 1:

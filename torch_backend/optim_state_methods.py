@@ -14,6 +14,7 @@ from torch_backend.optim_state_dict import Names, rekey, save
 from torch_backend.optim_state_load import to_load
 from torch_backend.state_dict import HasStateDicts
 from torch_backend.state_dict_types import HasStateDictType, OptimStateKeyType, StateDictType
+from torch_backend.torch_classes import as_ours
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 _OLD = "Use `{}`".format
@@ -169,9 +170,10 @@ class HasOptimStateDicts(HasStateDicts):
         Raises:
             StateDictError: keys of no parameter, or flat parameters, which have no names.
         """
-        if type(optim_state_key_type).__name__ != OptimStateKeyType.__name__:
-            raise UsageError(f"expected an OptimStateKeyType, got {shown(optim_state_key_type)}")
-        to_names = optim_state_key_type.name == OptimStateKeyType.PARAM_NAME.name
+        key_type = as_ours(optim_state_key_type, OptimStateKeyType)
+        if not isinstance(key_type, OptimStateKeyType):
+            raise UsageError(f"optim_state_key_type: expected an OptimStateKeyType, got {shown(optim_state_key_type)}")
+        to_names = key_type is OptimStateKeyType.PARAM_NAME
         names = Names(model, optim, _listed(optim_input), maybe_plain=True)
         return rekey(optim_state_dict, names, to_names=to_names)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from crossframe.errors import UsageError
+from torch_backend.torch_classes import derives_from_torch
 
 _ATTRIBUTE = "_crossframe_steps"
 _PARTITIONING = "ZeroRedundancyOptimizer"
@@ -42,7 +43,7 @@ def _count(optimizer: Any, *_: object) -> None:
 
 
 def _refuse_partitions(optimizer: Any, *_: object) -> None:
-    if all(cls.__name__ != _PARTITIONING for cls in type(optimizer).__mro__):
+    if not derives_from_torch(type(optimizer), _PARTITIONING):
         return
     if any(hasattr(param, _ATTRIBUTE) for group in optimizer.param_groups for param in group["params"]):
         raise UsageError(

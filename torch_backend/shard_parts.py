@@ -19,6 +19,7 @@ from torch_backend.fully_shard_api import MixedPrecisionPolicy
 from torch_backend.placement import Placed, PlacementFn, place
 from torch_backend.slots import OwnedParam, local_of
 from torch_backend.store import ShardStore
+from torch_backend.torch_classes import as_ours
 
 LAYOUTS = ("per_param", "flat", "ragged")
 BlockFn = Callable[[nn.Parameter], int]
@@ -30,7 +31,7 @@ class ShardParts:
 
     Attributes:
         data, ranks: the ranks, as a mesh and as process groups.
-        policy: the user's, which tensor subclasses are told.
+        policy: as the user gave it, torch's own record too: tensor subclasses are passed that very object.
         placement_fn, kind, block_fn: the arguments `shard_placement_fn`, `layout` and `block_fn`.
 
     Raises:
@@ -76,7 +77,8 @@ class ShardParts:
                     "lose the placements; use layout='per_param'"
                 )
         if self.kind == "flat":
-            return _layout_of(FlatLayout, specs, size, compute_dtype=self.policy.policy.param_dtype, keep_original=True)
+            policy = as_ours(self.policy, MixedPrecisionPolicy).policy
+            return _layout_of(FlatLayout, specs, size, compute_dtype=policy.param_dtype, keep_original=True)
         block = self.block_fn
         blocks = None if block is None else tuple(block(entry.param) for entry in owned)
         return _layout_of(RaggedLayout, specs, size, blocks)

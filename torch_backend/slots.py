@@ -50,13 +50,19 @@ def owned_params(
     is_unit: Callable[[nn.Module], bool],
     order: Order,
     ignored: Collection[nn.Parameter] = (),
+    *,
+    ignoring: str,
 ) -> list[OwnedParam]:
     """The parameters that the unit at `root` owns: all below it that no inner unit owns, in the face's order (R01).
 
-    Names are relative to `root`. What is `ignored` belongs to no unit.
+    Names are relative to `root`. Parameters in `ignored` belong to no unit.
+
+    Args:
+        ignoring: the argument by which a user of this interface passes `ignored`, for messages.
 
     Raises:
         UnitError: a parameter that an inner unit shares with this one.
+        LayoutError: a parameter of a dtype in which nothing can be trained.
     """
     modules: list[str] = []
     units: set[str] = set()
@@ -102,7 +108,7 @@ def owned_params(
         slot = Slot(name, attribute, id(param), tuple(local_of(param).shape), dtype, param.requires_grad)
         if dtype not in FLOATING:
             raise LayoutError(
-                f"parameter {slot.name!r} is {dtype!r}: expected one of {', '.join(FLOATING)}; pass it in ignored_states, or "
+                f"parameter {slot.name!r} is {dtype!r}: expected one of {', '.join(FLOATING)}; pass it in {ignoring}, or "
                 "register it as a buffer"
             )
         slots.append(slot)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from crossframe.errors import UsageError
 from crossframe.shown import shown
 from crossframe.state import StateKind
+from torch_backend.torch_classes import as_ours
 
 __all__ = [
     "FullOptimStateDictConfig",
@@ -154,10 +155,9 @@ def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> Stat
     Raises:
         UsageError: no such type, or a record that is another type's.
     """
-    name = str(getattr(kind, "name", None))
-    if type(kind).__name__ != StateDictType.__name__ or name not in StateDictType.__members__:
+    found = as_ours(kind, StateDictType)
+    if not isinstance(found, StateDictType):
         raise UsageError(f"state_dict_type: expected a StateDictType, got {shown(kind)}")
-    found = StateDictType[name]
     return StateDictSettings(
         found,
         *(_record(given, expected) for given, expected in zip((config, optim_config), _CONFIGS[found], strict=True)),
@@ -167,9 +167,10 @@ def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> Stat
 def _record(given: Any, expected: type) -> Any:
     if given is None:
         return expected()
-    if type(given).__name__ != expected.__name__:
+    record = as_ours(given, expected)
+    if not isinstance(record, expected):
         raise UsageError(f"expected a {expected.__name__} for this state_dict_type, got a {type(given).__name__}")
-    return expected(**{each.name: getattr(given, each.name) for each in fields(expected)})
+    return record
 
 
 class HasStateDictType(nn.Module):

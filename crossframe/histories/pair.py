@@ -238,6 +238,8 @@ class Pair:
                 unit.dismiss()
             case ["summon", *flags]:
                 unit.summon(REQUESTS["".join(flags)])
+            case _:
+                raise AssertionError(f"no such operation: {operation!r}")
 
     def _fail(self, unit: LiveUnit, phase: str) -> None:
         """The last rank raises, when the others have done their part; everything is reset then (R17)."""
@@ -291,6 +293,8 @@ class Pair:
                 model.exit(failed=False)
             case ["summon", *flags]:
                 model.summon(REQUESTS["".join(flags)])
+            case _:
+                raise AssertionError(f"no such operation: {operation!r}")
 
     def _grads(self, unit: LiveUnit, rank: int, operation: str) -> Full:
         """A backward's gradients: of all parameters, or of the first on rank 0. Multiples of the number of ranks, so that

@@ -49,7 +49,8 @@ class FlatLayout(LineLayout):
                 raise LayoutError(
                     f"without original parameters a flat unit is trained or frozen as a whole: {first.name!r} has "
                     f"requires_grad={first.requires_grad}, {param.name!r} has {param.requires_grad}; "
-                    "pass use_orig_params=True, or give them units of their own"
+                    "keep the original parameters (use_orig_params=True in torch, keep_original=True in JAX), or give them "
+                    "units of their own"
                 )
         if self.compute_dtype is not None:
             itemsize(self.compute_dtype)

@@ -1,6 +1,7 @@
 """The memory of one bucket on all ranks: what was gathered, what waits to be reduced, and what the optimizer keeps."""
 
 from collections.abc import Iterable, Sequence
+from typing import assert_never
 
 import numpy as np
 
@@ -149,15 +150,18 @@ class LiveBucket:
             assert self.partials is not None
             buffers, self.partials = self.partials, None
         for step in steps:
-            buffers = self.unit.apply(step, buffers, factors)
-            if step is ReductionStep.ADD_PARTIAL and self.partials is not None:
-                buffers = [a + b for a, b in zip(buffers, self.partials, strict=True)]
-                self.partials = None
-            elif step is ReductionStep.KEEP_PARTIAL:
-                assert self.partials is None, "an earlier partial sum would be lost"
-                self.partials = buffers
-            elif step is ReductionStep.ACCUMULATE:
-                self._accumulate(buffers)
+            match step:
+                case ReductionStep.ADD_PARTIAL:
+                    if self.partials is not None:
+                        buffers = [a + b for a, b in zip(buffers, self.partials, strict=True)]
+                        self.partials = None
+                case ReductionStep.KEEP_PARTIAL:
+                    assert self.partials is None, "an earlier partial sum would be lost"
+                    self.partials = buffers
+                case ReductionStep.ACCUMULATE:
+                    self._accumulate(buffers)
+                case _:
+                    buffers = self.unit.apply(step, buffers, factors)
 
     def _accumulate(self, reduced: list[np.ndarray]) -> None:
         for rank, own in enumerate(reduced if self.under_way else ()):
@@ -241,6 +245,8 @@ class LiveBucket:
                 self.free(ranks)
             case ExitStep.RESHARD_GRADS:
                 self.hide_grads(ranks)
+            case _:
+                assert_never(step)
 
     def _write_back_grads(self, rank: int) -> None:
         """What the user made of the shown gradients; a rank that had none gets none, as in torch."""

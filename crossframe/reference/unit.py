@@ -1,6 +1,7 @@
 """One unit's bucket on all ranks at once: its shards, and the copies and sums that are made of them."""
 
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 import numpy as np
 
@@ -136,7 +137,8 @@ class ReferenceUnit:
         return buffers
 
     def apply(self, step: ReductionStep, buffers: list[np.ndarray], factors: DivideFactors) -> list[np.ndarray]:
-        """One step of a reduction on every rank's buffer. Steps that wait or accumulate are the caller's to take."""
+        """Take one step of a reduction on every rank's buffer. Steps that wait or accumulate are the caller's: they change
+        nothing here."""
         match step:
             case ReductionStep.CAST_TO_REDUCED:
                 return [buffer.astype(numpy_dtype(self.precision.reduced)) for buffer in buffers]
@@ -154,6 +156,8 @@ class ReferenceUnit:
                 return [buffer.astype(numpy_dtype(self.precision.kept)) for buffer in buffers]
             case ReductionStep.ADD_PARTIAL | ReductionStep.KEEP_PARTIAL | ReductionStep.ACCUMULATE:
                 return buffers
+            case _:
+                assert_never(step)
 
     def pieces(self, shard: np.ndarray, rank: int) -> dict[str, np.ndarray]:
         """What a shard holds of each parameter, as flat arrays by name; padding is in none of them."""

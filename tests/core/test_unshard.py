@@ -20,7 +20,7 @@ def test_R23_what_torch_refuses_is_refused_and_nothing_else(writeback, rank0_onl
         with pytest.raises(UnsupportedError, match="writeback=True with rank0_only=True"):
             request.check(keeps_original=keeps_original)
     elif with_grads and not keeps_original:
-        with pytest.raises(UnsupportedError, match="with_grads=True with use_orig_params=False"):
+        with pytest.raises(UnsupportedError, match="with_grads=True without original parameters"):
             request.check(keeps_original=keeps_original)
     else:
         request.check(keeps_original=keeps_original)

@@ -161,7 +161,7 @@ def test_R22_gradients_that_are_kept_in_low_precision_stay_so():
 def test_R23_gradients_are_refused_where_they_have_no_meaning():
     flat, grads = small(keep_original=False), {"with_grads": True}
     for sharded, kwargs, match in (
-        (flat, grads, "with_grads=True with use_orig_params=False"),
+        (flat, grads, "with_grads=True without original parameters"),
         (small(), grads | {"offload_to_cpu": True}, "with_grads=True with offload_to_cpu=True"),
     ):
         with pytest.raises(UnsupportedError, match=match), summon_full_params(sharded, **kwargs):

@@ -879,7 +879,7 @@ def reason(request: Request, setup: Setup) -> str:
     if request.writeback and request.rank0_only:
         return "writeback=True with rank0_only=True: "
     if request.with_grads and not setup.use_orig_params:
-        return "with_grads=True with use_orig_params=False: "
+        return "with_grads=True without original parameters: "
     if request.with_grads:
         return "with_grads=True with offload_to_cpu=True: "
     return "offload_to_cpu=True where nothing is sharded (NO_SHARD): "

@@ -10,6 +10,7 @@ from torch import nn
 from crossframe.errors import UsageError
 from crossframe.state import without_parts
 from torch_backend.slots import WRAPPED
+from torch_backend.torch_classes import derives_from_torch
 
 _WRAPPED = (WRAPPED, "_checkpoint_wrapped_module", "_orig_mod")
 _DDP = "DistributedDataParallel"
@@ -68,20 +69,17 @@ def canonical_name(name: str) -> str:
 
 def is_ddp(module: nn.Module) -> bool:
     """Whether this is torch's DistributedDataParallel, or a kind of it."""
-    return any(cls.__name__ == _DDP and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
+    return derives_from_torch(type(module), _DDP)
 
 
 def is_torch_fsdp2(module: nn.Module) -> bool:
     """Whether torch's fully_shard made this a unit. Its package is not imported here."""
-    return any(cls.__name__ == _SHARDED and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
+    return derives_from_torch(type(module), _SHARDED)
 
 
 def is_torch_fsdp1(module: nn.Module) -> bool:
     """Whether this is torch's FullyShardedDataParallel."""
-    return any(
-        cls.__name__ == "FullyShardedDataParallel" and cls.__module__.startswith("torch.")
-        for cls in type(module).__mro__
-    )
+    return derives_from_torch(type(module), "FullyShardedDataParallel")
 
 
 def innermost(model: nn.Module) -> nn.Module:
