@@ -41,6 +41,14 @@ class UsageError(CrossframeError):
     """Wrong use of a backend or of the command line."""
 
 
+class WrongTypeError(UsageError, TypeError):
+    """An argument of another type. Also a TypeError, since torch raises that."""
+
+
+class StateDictConfigError(UsageError, RuntimeError):
+    """A state dict config that belongs to another type of state dict. Also a RuntimeError, since torch raises that."""
+
+
 class AssertedError(UsageError, AssertionError):
     """Wrong use that torch refuses by an assertion."""
 

@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import deprecated
 
-from crossframe.errors import AssertedError, RunOrderError, StateError, UnitError, UnsupportedError, UsageError
+from crossframe.errors import (
+    AssertedError,
+    RunOrderError,
+    StateError,
+    UnitError,
+    UnsupportedError,
+    UsageError,
+    WrongTypeError,
+)
 from crossframe.lifecycle import Residency
 from crossframe.reduction import custom_factors
 from torch_backend.collectives import Communicator
@@ -219,7 +227,7 @@ class FSDPModule(nn.Module):
         """How many buffers of collected gradients may wait for their reductions on an accelerator: more let computation go on
         where reductions are slow, and take memory."""
         if type(max_input_buffers) is not int:
-            raise _WrongTypeError(
+            raise WrongTypeError(
                 f"set_reduce_scatter_max_input_buffers: expected a number above 0, got {max_input_buffers!r}"
             )
         if max_input_buffers < 1:
@@ -270,10 +278,6 @@ class FSDPModule(nn.Module):
             "set_symm_mem_for_comm: gathers here go straight from the shard's buffer, which is not in symmetric memory; use "
             "set_allocate_memory_from_process_group_for_comm"
         )
-
-
-class _WrongTypeError(UsageError, TypeError):
-    """Also a TypeError, since torch raises that."""
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from crossframe.errors import AssertedError, MeshError, UsageError
+from crossframe.errors import AssertedError, MeshError, UsageError, WrongTypeError
 from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.shown import shown
@@ -159,7 +159,7 @@ def _modules(given: Any) -> list[nn.Module]:
         inner = {id(module) for outer in given for module in outer.modules() if module is not outer}
         modules = [module for module in dict.fromkeys(given) if id(module) not in inner]
     else:
-        raise UsageError(f"fully_shard: expected a module or a list of modules, got {type(given).__name__}")
+        raise WrongTypeError(f"fully_shard: expected a module or a list of modules, got {type(given).__name__}")
     for module in modules:
         name = type(module).__name__
         if isinstance(module, FSDPModule):

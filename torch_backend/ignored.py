@@ -7,14 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from crossframe.errors import UsageError
+from crossframe.errors import UsageError, WrongTypeError
 
 IsUnit = Callable[[nn.Module], bool]
 """Whether a module is a unit already."""
-
-
-class _WrongTypeError(UsageError, TypeError):
-    """Also a TypeError, since torch raises that."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ def _listed(name: str, given: Any) -> list[Any]:
     try:
         return list(given)
     except TypeError as error:
-        raise _WrongTypeError(f"{name}: expected a list of modules, got {type(given).__name__}") from error
+        raise WrongTypeError(f"{name}: expected a list of modules, got {type(given).__name__}") from error
 
 
 def _types(given: list[Any]) -> str:

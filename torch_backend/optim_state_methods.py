@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import deprecated
 
-from crossframe.errors import UsageError
+from crossframe.errors import AssertedError
 from crossframe.shown import shown
 from torch_backend.optim_state_dict import Names, rekey, save
 from torch_backend.optim_state_load import to_load
@@ -172,7 +172,9 @@ class HasOptimStateDicts(HasStateDicts):
         """
         key_type = as_ours(optim_state_key_type, OptimStateKeyType)
         if not isinstance(key_type, OptimStateKeyType):
-            raise UsageError(f"optim_state_key_type: expected an OptimStateKeyType, got {shown(optim_state_key_type)}")
+            raise AssertedError(
+                f"optim_state_key_type: expected an OptimStateKeyType, got {shown(optim_state_key_type)}"
+            )
         to_names = key_type is OptimStateKeyType.PARAM_NAME
         names = Names(model, optim, _listed(optim_input), maybe_plain=True)
         return rekey(optim_state_dict, names, to_names=to_names)

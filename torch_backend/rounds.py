@@ -85,8 +85,9 @@ def withdraw(groups: Sequence[dist.ProcessGroup], title: str, error: BaseExcepti
 
 
 def spans_ranks(group: dist.ProcessGroup) -> bool:
-    """Whether there is anyone to ask. Under the fake backend one process plays all ranks."""
-    return group.size() > 1 and dist.get_backend(group) != "fake"
+    """Whether there are other ranks to ask: not under the fake backend, where one process plays all of them, nor where an object
+    with a rank and a size stands in for a group."""
+    return isinstance(group, dist.ProcessGroup) and group.size() > 1 and dist.get_backend(group) != "fake"
 
 
 class _Failed(Exception):

@@ -113,15 +113,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _agree(self, found_inf: Tensor) -> Tensor:
         """1 if it is 1 on any rank. Every rank comes here once for each check, whatever gradients it has, and on however
         many devices; and no more than 1 comes out, since the fused optimizers skip at 1 alone."""
-        if not dist.is_initialized():
+        group = dist.group.WORLD if self.process_group is None else self.process_group
+        if group is None:
             raise UsageError(
                 "ShardedGradScaler: there is no process group, over which the ranks agree to skip a step: call "
                 "torch.distributed.init_process_group first, or use torch.amp.GradScaler in a process by itself"
             )
         home = found_inf.device
         agreed = found_inf.to(self._device) if home.type == "cpu" else found_inf
-        group = dist.group.WORLD if self.process_group is None else self.process_group
-        assert group is not None
         Communicator(group).sum_all(agreed)
         return agreed.clamp(max=1).to(home)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from crossframe.errors import UsageError
+from crossframe.errors import AssertedError, StateDictConfigError, UsageError
 from crossframe.shown import shown
 from crossframe.state import StateKind
 from torch_backend.torch_classes import as_ours
@@ -169,7 +169,9 @@ def _record(given: Any, expected: type) -> Any:
         return expected()
     record = as_ours(given, expected)
     if not isinstance(record, expected):
-        raise UsageError(f"expected a {expected.__name__} for this state_dict_type, got a {type(given).__name__}")
+        raise StateDictConfigError(
+            f"expected a {expected.__name__} for this state_dict_type, got a {type(given).__name__}"
+        )
     return record
 
 
@@ -194,7 +196,8 @@ class HasStateDictType(nn.Module):
             What they were set to before. Of a tree without wrappers, the defaults.
 
         Raises:
-            UsageError: no such type, settings of another type, or wrappers that differ in what they were set to.
+            UsageError: no such type, settings of another type (also a RuntimeError), or wrappers that differ in what they were
+                set to (also an AssertionError).
         """
         settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         before = HasStateDictType.get_state_dict_type(module)
@@ -207,14 +210,14 @@ class HasStateDictType(nn.Module):
         """What the wrappers in a module tree are set to.
 
         Raises:
-            UsageError: they differ.
+            AssertedError: they differ.
         """
         found: list[StateDictSettings] = []
         for wrapper in _wrappers(module):
             if wrapper._state_dict_settings not in found:
                 found.append(wrapper._state_dict_settings)
         if len(found) > 1:
-            raise UsageError(
+            raise AssertedError(
                 "the wrappers in this module are set to different state dicts: "
                 f"{', '.join(each.state_dict_type.name for each in found)}, or to different settings of one type; set them "
                 "together, on the outermost module"

@@ -32,6 +32,8 @@ class Unused:
 
     def name(self, name: str) -> None:
         """Learn a name of the bucket that it has on all ranks, which have just agreed to use it."""
+        if not self._asks:
+            return
         shards, replicas = self._mesh.shards, self._mesh.replicas
         groups = [some for some in (shards, replicas) if some.size > 1]
         where = "/".join(f"{group_key(some.group)}/{num_rounds(some.group)}" for some in groups[:1])

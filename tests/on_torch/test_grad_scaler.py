@@ -349,3 +349,51 @@ def test_without_a_process_group_the_first_step_says_what_to_do():
     scaler.scale(param.sum()).backward()
     with pytest.raises(UsageError, match=r"init_process_group first, or use torch\.amp\.GradScaler"):
         scaler.step(torch.optim.SGD([param]))
+
+
+class GroupLike:
+    """A rank, a size, and an all-reduce that leaves the tensor as it is."""
+
+    def __init__(self, size):
+        self._size = size
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return self._size
+
+    def allreduce(self, *_):
+        return self
+
+    def wait(self):
+        return True
+
+    def get_future(self):
+        raise AssertionError("nothing is asynchronous here")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("which", SCALERS)
+def test_scalers_take_group_stand_ins_without_default_group(which, size):
+    assert not dist.is_initialized()
+    scaler = SCALERS[which]("cpu", init_scale=2.0, process_group=GroupLike(size))
+    param = nn.Parameter(torch.ones(1))
+    param.grad = torch.tensor([float("inf")])
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler.scale(torch.ones(1))
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert param.item() == 1.0 and scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_wrappers_take_group_stand_ins(use_orig_params):
+    for size in (1, 2):
+        model = torch_backend.FullyShardedDataParallel(
+            nn.Linear(4, 4),
+            process_group=GroupLike(size),
+            use_orig_params=use_orig_params,
+        )
+        assert model.world_size == size
+        assert sum(param.numel() for param in model.parameters()) == 20 // size
