@@ -37,7 +37,9 @@ class _Anchor(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         unit = ctx.unit()
         if unit is not None:
-            unit.collect(ctx.use(), ctx.indices, grads)
+            unit.check_double_backward()
+            with torch.no_grad():
+                unit.collect(ctx.use(), ctx.indices, grads)
         return (None, None, None, *(None for _ in grads))
 
 

@@ -57,6 +57,7 @@ def choices_of(
         Face.FSDP1,
         reshard_after_forward=reshards,
         keeps_full_unreduced=not reshards,
+        refuses_double_backward=True,
         backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
         forward_prefetch=forward_prefetch,
         input_dtype=precision.param_dtype if casts else None,

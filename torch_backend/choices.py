@@ -32,6 +32,7 @@ class Choices:
             left as they are (R35).
         output_dtype: what floating outputs are cast to; None: left as they are.
         reduces_unused: whether parameters that a backward did not reach count as zeros, on every rank (R29).
+        refuses_double_backward: whether a backward with create_graph=True raises; else it gives gradients without a graph.
         comm_hook: the user's own reduction.
         settings: all of it in words, for the agreement between ranks.
     """
@@ -50,5 +51,6 @@ class Choices:
     root_input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     reduces_unused: bool = False
+    refuses_double_backward: bool = False
     comm_hook: CommHook | None = None
     settings: Mapping[str, str] = field(default_factory=dict)

@@ -147,18 +147,45 @@ class _AsDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
-        placed: Placed = ctx.placed
-        assert placed.whole is not None
-        wanted = tuple(
-            came if axis in placed.kept_partial else placement
-            for axis, (came, placement) in enumerate(zip(grad.placements, placed.whole.placements, strict=True))
-        )
-        if wanted != grad.placements:
-            grad = grad.redistribute(placements=wanted)
-        local = grad._local_tensor
-        return (local.wait() if hasattr(local, "wait") else local), None
+        return local_grad(grad, ctx.placed), None
+
+
+def local_grad(grad: Any, placed: Placed) -> Tensor:
+    """The gradient of what this rank has of a parameter, from the gradient of the DTensor that the module computes with."""
+    assert placed.whole is not None
+    wanted = tuple(
+        came if axis in placed.kept_partial else placement
+        for axis, (came, placement) in enumerate(zip(grad.placements, placed.whole.placements, strict=True))
+    )
+    if wanted != grad.placements:
+        grad = grad.redistribute(placements=wanted)
+    local = grad._local_tensor
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def as_whole(local: Tensor, placed: Placed) -> Tensor:
     """What a module computes with: `local`, or the DTensor that it is the local part of."""
     return local if placed.whole is None else _AsDTensor.apply(local, placed)  # type: ignore[return-value]
+
+
+def as_whole_param(leaf: nn.Parameter, placed: Placed) -> nn.Parameter:
+    """What the module registers while it is unsharded: `leaf`, or a DTensor parameter of which it is the local part.
+
+    The gradient of the DTensor is moved to `leaf` as soon as it has accumulated: a user may compute with what is registered
+    outside of a forward, and reductions take the gradients of leaves.
+    """
+    if placed.whole is None:
+        return leaf
+    trainable = leaf.is_floating_point()
+    with torch.no_grad():
+        whole: Any = DTensor(leaf.data, placed.whole, requires_grad=trainable)  # type: ignore[call-arg]
+    whole._is_param = True  # what nn.Parameter makes of a DTensor is that DTensor, marked
+
+    @torch.no_grad()
+    def move_grad(whole: Any) -> None:
+        grad, whole.grad = local_grad(whole.grad, placed), None
+        leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+    if trainable:  # it may be frozen now and trained later
+        whole.register_post_accumulate_grad_hook(move_grad)
+    return whole.requires_grad_(leaf.requires_grad)

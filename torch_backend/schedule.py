@@ -11,6 +11,11 @@ The course of a step for one unit:
 
 The order of reductions is in [Note: order of reductions] in reductions.py.
 Collectives are issued and waited for later; what runs beside what on a device is in [Note: streams] in streams.py.
+
+[Note: hooks of autograd] Autograd runs hooks, and the backward of a Function, without grad mode, or with it under
+`create_graph=True`; never in that of the forward. Whatever is part of a module's graph (aliases, DTensors of them) is therefore
+made in the forward and used again by what checkpointing computes in the backward; and everything that a hook does here runs under
+no_grad.
 """
 
 import functools
@@ -41,6 +46,7 @@ _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, tuple, li
 _WATCHING = "_crossframe_watching"
 
 
+@torch.no_grad()
 def _begin_backwards(watching: "list[tuple[Schedule, Unit, Any]]", grad: torch.Tensor) -> None:
     for schedule, unit, _ in reversed(watching):
         schedule.begin_backward(unit)
@@ -206,6 +212,7 @@ class Schedule:
         for unit in self.units:
             unit.num_frozen_uses = 0
 
+    @torch.no_grad()
     def _end_frozen_use(self, unit: Unit) -> None:
         unit.num_frozen_uses -= 1
         if unit.num_frozen_uses == 0:
@@ -324,6 +331,7 @@ class Schedule:
     def _reshards_after_backward(self, unit: Unit) -> bool:
         return unit.choices.reshard_after_backward and (unit.reduces or not unit.choices.keeps_full_unreduced)
 
+    @torch.no_grad()
     def _end_backward(self) -> None:
         """The last thing in a backward. A unit in its forward called for a backward within it, and is left alone."""
         waiting = dict.fromkeys(self._reductions.waiting)

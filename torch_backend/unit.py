@@ -64,7 +64,8 @@ class Unit:
         self.current_use: Use | None = None
         # Of a unit without anything trained: forwards whose inputs have not got their gradients yet.
         self.num_frozen_uses = 0
-        self._aliases: list[Tensor] = []
+        # What its modules computed with in the last forward; see [Note: hooks of autograd].
+        self._used: list[Tensor] = []
         # Forwards whose gradients have not come, of those whose graphs are alive; and in which backward the unit is.
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._task = -1
@@ -148,24 +149,24 @@ class Unit:
                 self.trained = any(leaf.requires_grad for leaf in self.leaves)
 
     def begin_use(self) -> None:
-        """Let the module compute with the full parameters, behind a new anchor where gradients are wanted."""
+        """Let the module compute with the full parameters, after a new anchor where gradients are wanted."""
         use = Use()
         if torch.is_grad_enabled() and self.trained:
             self._uses.add(use)
         self.current_use = use
-        self._aliases = anchored(self, use, self.leaves)
-        self._put_aliases()
-
-    def resume_use(self) -> None:
-        """Let what is computed again within a backward have what the last forward had."""
-        if self._aliases:
-            self._put_aliases()
-
-    def _put_aliases(self) -> None:
-        start = 0
+        aliases, self._used = anchored(self, use, self.leaves), []
         for bucket in self.buckets:
+            start = len(self._used)
+            used = bucket.exposure.used_params(aliases[start : start + len(bucket.buffer.leaves)])
+            bucket.exposure.use(used)
+            self._used += used
+
+    def _resume_use(self) -> None:
+        """Let what is computed again in a backward use the tensors that the last forward used."""
+        start = 0
+        for bucket in self.buckets if self._used else ():
             stop = start + len(bucket.buffer.leaves)
-            bucket.exposure.use(self._aliases[start:stop])
+            bucket.exposure.use(self._used[start:stop])
             start = stop
 
     def end_use(self) -> None:
@@ -243,7 +244,7 @@ class Unit:
         self.unshard("backward")
         if self.state.exposure != Exposed.FULL:
             self.expose(again=True)
-            self.resume_use()
+        self._resume_use()
 
     @property
     def _accumulated(self) -> list[torch.dtype]:
@@ -254,7 +255,17 @@ class Unit:
         """The whole backward is over."""
         if self.state.activity == Activity.BACKWARD:
             self.move(Move.END_BACKWARD)
-        self._aliases = []
+        if self._used:
+            self.end_use()
+            self._used = []
+
+    def check_double_backward(self) -> None:
+        """Raise StateError if a graph of the parameters' gradients is asked for, where the interface refuses that."""
+        if torch.is_grad_enabled() and self.choices.refuses_double_backward:
+            raise StateError(
+                f"unit {self.name!r}: backward with create_graph=True reached its parameters; their gradients are reduced over "
+                "the ranks and have no graph, so gradients of gradients cannot be computed; leave create_graph out"
+            )
 
     def collect(self, use: Use | None, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Autograd delivers the gradients of one use of the unit; see [Note: anchors]."""

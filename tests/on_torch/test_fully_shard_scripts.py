@@ -234,6 +234,45 @@ def names_and_order(side):
     ]
 
 
+def _gradients_of_gradients(side: Side, **options: Any) -> list[Any]:
+    model = linears(4, 5, 3)
+    for part in (model[0], model):
+        side.fully_shard(part, **options)
+    for step in range(2):
+        model(inputs(side, step)).square().sum().backward(create_graph=True)
+    return values(model)
+
+
+@scenario()
+def backward_that_creates_a_graph(side):
+    """The gradients of sharded parameters have none."""
+    return _gradients_of_gradients(side)
+
+
+@scenario()
+def backward_that_creates_a_graph_over_a_flat_layout(side):
+    if side.name == "torch_backend":
+        made = _gradients_of_gradients(side, layout="flat")
+        per_param = _gradients_of_gradients(side)
+        assert not any(grad.requires_grad for _, grad in made.values())
+        for name, (_, grad) in per_param.items():
+            assert torch.equal(made[name][1].full_tensor(), grad.full_tensor())
+        return per_param
+    return _gradients_of_gradients(side)
+
+
+@scenario()
+def attributes_after_a_backward_that_keeps_parameters(side):
+    model = side.fully_shard(linears(4, 5, 3), reshard_after_forward=True)
+    model.set_reshard_after_backward(False)
+    model(inputs(side)).square().sum().backward()
+    return [
+        model[0].weight is model[0]._parameters["weight"],
+        model[0].weight.is_leaf,
+        model[0].weight.detach().clone(),
+    ]
+
+
 @scenario()
 def parameters_keep_their_identity(side):
     """Those that an optimizer was made with are those that it steps."""
@@ -1953,6 +1992,62 @@ def trained_in_parallel(side: Side, how: str, dtype: torch.dtype = torch.float32
 @scenario(num_ranks=4)
 def tensor_parallel(side):
     return trained_in_parallel(side, "columns")
+
+
+def _checkpointed_in_parallel(side: Side, how: str, reshard: bool) -> list[Any]:
+    """Tensor parallelism with activations that are computed again, by all ways that torch has for it."""
+
+    class Checkpointed(nn.Module):
+        """Computes `inner` again in backward."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=how.endswith("reentrant"))
+
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model = linears(6, 8, 6, 8, 6)
+    parts = nn.Sequential()
+    for i in (0, 2):
+        layers = nn.Sequential(model[i], nn.ReLU(), model[i + 1])
+        parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if how == "by_hooks":
+            checkpoint_by_hooks(layers)
+        part = checkpoint_wrapper(layers) if how == "by_wrapper" else layers
+        part = Checkpointed(part) if how.startswith("inside") else part
+        side.fully_shard(part, mesh=mesh["dp"], reshard_after_forward=reshard)
+        parts.append(Checkpointed(part) if how.startswith("around") else part)
+    side.fully_shard(parts, mesh=mesh["dp"], reshard_after_forward=reshard)
+    for step in range(2):
+        x = inputs(side, step, 6).requires_grad_()
+        dist.broadcast(x.detach(), group=mesh["tp"].get_group(), group_src=0)
+        parts(x).square().sum().backward()
+    return values(parts)
+
+
+for _way in ("by_hooks", "by_wrapper", "inside", "inside_reentrant", "around", "around_reentrant"):
+    for _reshard in (True, False):
+        scenario(4, name=f"tensor_parallel_checkpointed_{_way}_{'resharded' if _reshard else 'kept'}")(
+            functools.partial(_checkpointed_in_parallel, how=_way, reshard=_reshard)
+        )
+
+
+@scenario(num_ranks=4)
+def tensor_parallel_parameters_in_the_loss(side):
+    """What `unshard` registered is computed with outside of a forward, of parameters frozen at first too."""
+    model = parallel(side, "columns", torch.float32)
+    model[1].down.bias.requires_grad_(False)
+    model[1].down.bias.requires_grad_(True)
+    loss = model(torch.ones(3, 6) * (1 + side.rank // 2)).square().sum()
+    for part in model:
+        part.unshard()
+    penalty = sum(
+        p.full_tensor().square().sum() if isinstance(p, DTensor) else p.square().sum() for p in model.parameters()
+    )
+    (loss + 4 * penalty).backward()
+    return values(model)
 
 
 @scenario(num_ranks=4)

@@ -649,6 +649,21 @@ def frozen_units_beside_trained_ones(side):
 
 
 @scenario
+def gradients_of_gradients_are_refused(side):
+    return [
+        raised(lambda: nested(side)(batch(side)).square().sum().backward(create_graph=True)),
+        raised(
+            lambda: (
+                nested(side, sharding_strategy=side.ShardingStrategy.NO_SHARD)(batch(side))
+                .square()
+                .sum()
+                .backward(create_graph=True)
+            )
+        ),
+    ]
+
+
+@scenario
 def activations_that_are_computed_again(side):
     results = {}
     for reentrant in (True, False):

@@ -17,7 +17,7 @@ from torch_backend.exposure.registration import (
     register,
 )
 from torch_backend.group_shard import GroupShard
-from torch_backend.placement import Placed, as_whole
+from torch_backend.placement import Placed, as_whole, as_whole_param
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
@@ -58,11 +58,7 @@ class DTensorExposure(ShardedParams):
         self._wholes: list[Placed] = []
         if any(place.whole is not None for place in self._placed):
             self._wholes = [place.in_dtype(leaf.dtype) for place, leaf in zip(self._placed, leaves, strict=True)]
-            with torch.no_grad():
-                self._full = [
-                    leaf if place.whole is None else _parameter(leaf.data, place.whole, leaf.requires_grad)
-                    for leaf, place in zip(leaves, self._wholes, strict=True)
-                ]
+            self._full = [as_whole_param(leaf, place) for leaf, place in zip(leaves, self._wholes, strict=True)]
 
     def _locals(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """What this rank holds of each parameter, in its shape."""
@@ -81,13 +77,13 @@ class DTensorExposure(ShardedParams):
         """Register the full parameters."""
         register(self._places, self._full)
 
-    def use(self, aliases: Sequence[Tensor]) -> None:
-        """Attributes yield `aliases`, under tensor parallelism as DTensors."""
+    def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The aliases, under tensor parallelism as DTensors."""
         if self._wholes:
             aliases = [as_whole(alias, place) for alias, place in zip(aliases, self._wholes, strict=True)]
         for alias in aliases:
-            alias._is_param = True  # type: ignore[attr-defined]  # what a module looks up is an nn.Parameter, as ever
-        super().use(aliases)
+            alias._is_param = True  # type: ignore[attr-defined]  # what a module looks up is an nn.Parameter
+        return aliases
 
     def sync_requires_grad(self) -> None:
         """One by one."""

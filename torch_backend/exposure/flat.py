@@ -67,9 +67,13 @@ class FlatExposure:
         """Attributes yield NaN."""
         self.unuse()
 
-    def use(self, aliases: Sequence[Tensor]) -> None:
-        """Attributes yield `aliases`."""
-        shadow(self._places, aliases)
+    def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The aliases."""
+        return aliases
+
+    def use(self, used: Sequence[Tensor]) -> None:
+        """Attributes yield `used`."""
+        shadow(self._places, used)
 
     def unuse(self) -> None:
         """Attributes yield NaN."""

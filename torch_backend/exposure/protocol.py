@@ -27,8 +27,12 @@ class Exposure(Protocol):
         """What is sharded is registered, and attributes yield it."""
         ...
 
-    def use(self, aliases: Sequence[Tensor]) -> None:
-        """Attributes yield `aliases`, in the layout's order."""
+    def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the module computes with, made of aliases of the leaves: in a forward, while grad mode is the user's."""
+        ...
+
+    def use(self, used: Sequence[Tensor]) -> None:
+        """Attributes yield `used`, in the layout's order."""
         ...
 
     def unuse(self) -> None:

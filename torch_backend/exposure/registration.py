@@ -146,10 +146,14 @@ class RegisteredParams:
             self.unuse()
         register(self._places, self.params)
 
-    def use(self, aliases: Sequence[Tensor]) -> None:
-        """Attributes yield `aliases`."""
+    def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The aliases."""
+        return aliases
+
+    def use(self, used: Sequence[Tensor]) -> None:
+        """Attributes yield `used`."""
         self._in_use = True
-        shadow(self._places, aliases)
+        shadow(self._places, used)
 
     def unuse(self) -> None:
         """Attributes yield what is registered."""
