@@ -7,31 +7,37 @@
 The section "model" has the parameters by canonical name; "state" has what an optimizer keeps of them, by torch's name of it and
 the parameter's: "exp_avg:head.weight". Values that belong to no parameter (Adam's "step") are in the file of rank 0. A reader
 asks for the lines of its own layout, and is given them by copies of ranges (`crossframe.layout.overlay`): no full parameter is
-made. Of each file that it needs it checks the whole content first. A checkpoint is written in a folder of another name, which at
-last is renamed: whoever is killed when, under its name it is whole.
+made. Of each file that it needs it checks the whole content first.
+
+[Note: ownership of a folder] A job writes into a folder of its own, `writing-NAME-TOKEN`, and renames it to NAME once all of it
+is on disk. So NAME is whole or absent, whichever process is killed. The token is random; the rank that begins makes it and sends
+it to the others. No other job writes to that folder or removes it. Two jobs may save under one name at the same time: a folder
+cannot be renamed to that of a checkpoint, so the first to finish succeeds and the other raises. What a killed job leaves blocks
+nobody; `remove_unfinished` removes it where the caller knows that no job is writing.
 """
 
+import errno
 import hashlib
 import json
 import os
-import shutil
+import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from crossframe.dtypes import FLOATING, numpy_dtype
 from crossframe.errors import CrossframeError
 from crossframe.layout import FlatLayout, Layout, Sharding, layout_from_json, overlay
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.recording.tensors import carrier
-from crossframe.shown import shown
+from crossframe.shown import shown, shown_path
+from crossframe.tensor_file import write_tensors
 
 FORMAT = "crossframe checkpoint 2"
 INDEX = "index.json"
@@ -44,6 +50,9 @@ MODEL, STATE = "model", "state"
 STEP, STEP_DTYPE = "step", np.dtype(np.int32)
 # How many names an error lists.
 LISTED = 5
+# Names of the folder that is written into, and of the files that a checkpoint consists of while it is.
+_UNFINISHED = re.compile(r"writing-.+-[0-9a-f]{16}", re.DOTALL)
+_OWN = re.compile(r"index\.json|rank\d{5,}\.(safetensors|json)")
 
 
 class CheckpointError(CrossframeError, RuntimeError):
@@ -80,24 +89,29 @@ def state_layout(layout: Any, entry: str, dtype: str, rename: Callable[[str], st
     return replace(layout, params=params)
 
 
-def begin(path: Path | str) -> Path:
-    """Make the folder in which a checkpoint is written; one rank calls it.
+def begin(path: Path | str) -> str:
+    """Make the folder in which a checkpoint is written; one rank calls it. See [Note: ownership of a folder].
+
+    Returns:
+        The token of this save, which every rank passes to `write_rank`. If the save fails, pass it to `abandon`.
 
     Raises:
-        CheckpointError: there is something at `path`, which is not written over; or no folder can be made there.
+        CheckpointError: something exists at `path`, which is not overwritten; or no folder can be made there.
     """
-    path = _path(path)
-    if path.exists():
-        raise CheckpointError(f"{path}: expected nothing there, got a file or folder; pass another path, or remove it")
-    writing = _writing(path)
-    with _writes(writing):
-        shutil.rmtree(writing, ignore_errors=True)
+    path, token = _path(path), secrets.token_hex(8)
+    writing = _writing(path, token)
+    with _writes(path):
+        if os.path.lexists(path):
+            raise CheckpointError(
+                f"{shown_path(path)}: expected nothing there, got a file or folder; pass another path, or remove it"
+            )
         writing.mkdir(parents=True)
-    return writing
+    return token
 
 
 def write_rank(
     path: Path | str,
+    token: str,
     place: int,
     sections: Mapping[str, Sharding],
     lines: Mapping[str, Sequence[np.ndarray]],
@@ -106,6 +120,7 @@ def write_rank(
     """Write what one rank of a shard group holds, between `begin` and `finish`.
 
     Args:
+        token: what `begin` returned, on whichever rank.
         place: the rank's place in its group. One replica writes.
         sections: by name, how the ranks of one replica hold it.
         lines: by section and bucket the rank's buffer, of shape (padded_shard_numel,). What its padding holds is not written.
@@ -120,19 +135,19 @@ def write_rank(
             clean = np.array(line)
             for run in layout.padding(place):
                 clean[run.start : run.stop] = 0
-            arrays[f"{section}:{bucket}"] = clean.view(carrier(clean.dtype))
+            arrays[f"{section}:{bucket}"] = clean
     for key, value in (values or {}).items():
         arrays[f"value:{key}"] = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
-    file = _writing(_path(path)) / _file_of(place)
+    file = _writing(_path(path), token) / _file_of(place)
     with _writes(file):
-        save_file(arrays, file)
+        size, sha256 = write_tensors(file, arrays)
         flush(file)
-        # Each rank reads back its own: by one rank alone a large checkpoint would take long.
-        file.with_suffix(DESCRIBED).write_text(json.dumps(_described(file)))
+        file.with_suffix(DESCRIBED).write_text(json.dumps({"bytes": size, "sha256": sha256}))
 
 
 def finish(
     path: Path | str,
+    token: str,
     sections: Mapping[str, Sharding],
     values: Mapping[str, np.ndarray] | None = None,
     about: Mapping[str, Any] | None = None,
@@ -140,13 +155,15 @@ def finish(
     """Write the index and give the checkpoint its name; one rank calls it, once all have written.
 
     Args:
+        token: what `begin` returned.
         about: what else a reader wants to know of it, such as the step: JSON.
 
     Raises:
-        CheckpointError: a rank's file is not there, or not as it was written; or the index cannot be written.
+        CheckpointError: a rank's file is not there, or not as it was written; the index cannot be written; or another job has
+            saved under this name meanwhile.
     """
     path = _path(path)
-    writing = _writing(path)
+    writing = _writing(path, token)
     world_size = next(iter(sections.values())).mesh.shard
     names = [_file_of(place) for place in range(world_size)]
     content = {
@@ -163,13 +180,71 @@ def finish(
         (writing / INDEX).write_text(json.dumps({"content": content, "sha256": _digest(content)}, indent=1))
         flush(writing / INDEX)
         flush(writing)
-        writing.rename(path)
+        _publish(writing, path)
         flush(path.parent)
 
 
-def abandon(path: Path | str) -> None:
-    """Remove what was begun and cannot be finished; one rank calls it."""
-    shutil.rmtree(_writing(_path(path)), ignore_errors=True)
+def _publish(writing: Path, path: Path) -> None:
+    """Give a folder its name, unless something has it: a folder cannot be renamed to one that is not empty, or to a file."""
+    try:
+        taken = os.path.lexists(path)
+        if not taken:
+            writing.rename(path)
+    except OSError as error:
+        taken = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+        if not taken:
+            raise
+    if taken:
+        raise CheckpointError(
+            f"{shown_path(path)}: expected nothing there, but another job has saved under this name since this one began; save "
+            "under another name"
+        )
+
+
+def abandon(path: Path | str, token: str) -> None:
+    """Remove what was begun and cannot be finished, as far as the disk lets it; one rank calls it."""
+    with suppress(CheckpointError, OSError):
+        remove(_writing(_path(path), token))
+
+
+def remove(path: Path | str) -> None:
+    """Delete a checkpoint, or an unfinished one: the files that it consists of, then its folder.
+
+    Raises:
+        CheckpointError: something else is in the folder, or it is a link; nothing is deleted then. Or the disk refuses.
+    """
+    path = _path(path)
+    with _writes(path, "deleted"):
+        entries = list(os.scandir(path)) if not path.is_symlink() else None
+        foreign = [entry.name for entry in entries or () if not _is_own(entry)]
+        if entries is None or foreign:
+            raise CheckpointError(
+                f"{shown_path(path)}: expected the files of a checkpoint and nothing else, got "
+                f"{shown(foreign[0]) if foreign else 'a link'}; nothing was deleted, move it or remove it by hand"
+            )
+        for entry in entries:
+            os.unlink(entry.path)
+        path.rmdir()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed jobs left of checkpoints in a folder. Call it only where no job is writing there.
+
+    What is not recognisably an unfinished checkpoint is left alone: folders are named `writing-NAME-TOKEN` and hold files of a
+    checkpoint alone.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            with suppress(CheckpointError):
+                remove(path)
+
+
+def _is_own(entry: os.DirEntry) -> bool:
+    """Whether a checkpoint consists of such files."""
+    return bool(_OWN.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False)
 
 
 def check_about(about: Mapping[str, Any] | None) -> None:
@@ -316,18 +391,22 @@ def _path(path: Any) -> Path:
 
 
 @contextmanager
-def _writes(path: Path) -> Iterator[None]:
+def _writes(path: Path, done: str = "written") -> Iterator[None]:
     """Around what the disk may refuse."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # a path with a null byte, or with a surrogate, is a ValueError
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{path}: cannot be written ({' '.join(str(error).split())}); make space there, or pass another path"
+            f"{shown_path(path)}: cannot be {done} ({reason}); make space there, or pass another path"
         ) from error
 
 
-def _writing(path: Path) -> Path:
-    return path.with_name(f"writing-{path.name}")
+def _writing(path: Path, token: str) -> Path:
+    """The folder that one save writes into, and no other."""
+    return path.with_name(f"writing-{path.name}-{token}")
 
 
 def _file_of(place: int) -> str:

@@ -1,5 +1,6 @@
 """A value in an error message: whatever a caller passed, shown in one line."""
 
+import os
 from typing import Any
 
 LONGEST = 300
@@ -17,3 +18,17 @@ def shown(value: Any) -> str:
         kind = type(value).__name__
         return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} that cannot be written out"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def shown_path(path: str | os.PathLike) -> str:
+    """A path, as it is where that is one readable line; its start and its end where it is long, its repr where it has characters
+    that cannot be printed.
+
+    >>> print(shown_path("runs/a"), shown_path("a\\x1b[2J"))
+    runs/a 'a\\x1b[2J'
+    """
+    text = os.fspath(path)
+    text = text if isinstance(text, str) else os.fsdecode(text)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]}...{text[-LONGEST // 2 :]}"
+    return text if text.isprintable() else repr(text)

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from crossframe.checkpoint import MODEL, STATE, Saved, begin, check_about, finish, read, write_rank
+from crossframe.checkpoint import MODEL, STATE, Saved, abandon, begin, check_about, finish, read, write_rank
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
 from jax_backend.checkpoint_parts import Part
 from jax_backend.checkpoint_state import StateLeaves
 from jax_backend.mesh import device_of, mesh_spec
-from jax_backend.processes import together
+from jax_backend.processes import everyones, together
 from jax_backend.sharded import ShardedParams, mesh_of
 
 
@@ -28,14 +28,16 @@ def save_checkpoint(
     """Write parameters, and what an optimizer keeps of them, to a new folder, which all processes see. All of them call it.
 
     `torch_backend.load_checkpoint` reads it, and `load_checkpoint` here, at any world size and layout. Padding is not in it. No
-    full parameter is made. A process that is killed meanwhile leaves nothing under the name `path`.
+    full parameter is made. A process that is killed meanwhile leaves nothing under the name `path`, and neither does a save that
+    fails.
 
     Args:
         optimizer_state: of `sharded_optimizer`, or of optax on ShardedParams. What Adam and momentum keep has torch's names.
         about: JSON that belongs to it, such as the step; `crossframe.checkpoint.read(path).about` gives it back.
 
     Raises:
-        CheckpointError: there is something at `path`, or a process wrote to another disk; AgreementError in other processes.
+        CheckpointError: something exists at `path`, another job has saved there meanwhile, or a process wrote to another disk;
+            AgreementError in other processes.
         UsageError: no ShardedParams, or what lies on no mesh.
     """
     mesh = mesh_of(sharded)
@@ -49,18 +51,29 @@ def save_checkpoint(
     def begun() -> None:
         check_about(about)
         if jax.process_index() == 0:
-            begin(path)
+            tokens.append(begin(path))
 
     def written() -> None:
         for place in range(mesh_spec(mesh).shard):
             if device_of(mesh, place).process_index == jax.process_index():
                 lines = {MODEL: [line for part in parts for line in part.lines(place)]}
                 lines[STATE] = [line for part in leaves.parts for line in part.lines(place)]
-                write_rank(path, place, sections, lines, values if place == 0 else None)
+                write_rank(path, token, place, sections, lines, values if place == 0 else None)
 
-    together("beginning of a checkpoint", begun)
-    together("writing of a checkpoint", written)
-    together("end of a checkpoint", lambda: finish(path, sections, values, about) if jax.process_index() == 0 else None)
+    def finished() -> None:
+        if jax.process_index() == 0:
+            finish(path, token, sections, values, about)
+
+    tokens: list[str] = []
+    try:
+        together("beginning of a checkpoint", begun)
+        token = everyones(tokens[0] if tokens else None)[0]
+        together("writing of a checkpoint", written)
+        together("end of a checkpoint", finished)
+    except BaseException:
+        for each in tokens:
+            abandon(path, each)
+        raise
 
 
 def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: Any = None) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from crossframe.checkpoint import MODEL, STATE, begin, check_about, finish, read, write_rank
+from crossframe.checkpoint import MODEL, STATE, abandon, begin, check_about, finish, read, write_rank
 from crossframe.errors import UsageError
 from crossframe.layout import Layout, Sharding
 from crossframe.mesh import MeshSpec
@@ -37,7 +37,7 @@ def save_checkpoint(
     """Write a sharded model to a new folder that all ranks see. All ranks call it, between steps.
 
     `jax_backend.load_checkpoint` reads it, and `load_checkpoint` here, at any world size, under any interface and layout. No full
-    parameter is made. A rank that is killed meanwhile leaves nothing under the name `path`.
+    parameter is made. A rank that is killed meanwhile leaves nothing under the name `path`, and neither does a save that fails.
 
     Args:
         model: the root, under FSDP1 or FSDP2. What lies outside of units, and buffers, are not in the checkpoint.
@@ -45,7 +45,8 @@ def save_checkpoint(
         about: JSON that belongs to it, such as the step; `crossframe.checkpoint.read(path).about` gives it back.
 
     Raises:
-        CheckpointError: there is something at `path`, or a rank's file is not seen by the first; AgreementError on other ranks.
+        CheckpointError: something exists at `path`, another job has saved there meanwhile, or a rank's file is not seen by the
+            first; AgreementError on other ranks.
         UsageError: no sharded root, or an optimizer that has no state of a parameter, or not of this model.
         UnsupportedError: state that is neither one value an element nor one a parameter, or a flat unit that is trained in part.
     """
@@ -59,17 +60,27 @@ def save_checkpoint(
             sections[STATE], values = Sharding(state.units, held.sharding.mesh), state.values()
             lines[STATE] = [] if held.replica else state.lines()
         if held.rank == 0:
-            begin(path)
+            tokens.append(begin(path))
         return sections, lines, values
-
-    sections, lines, values = held.together("beginning of a checkpoint", begun)
 
     def written() -> None:
         if held.replica == 0:
-            write_rank(path, held.place, sections, lines, values if held.place == 0 else None)
+            write_rank(path, token, held.place, sections, lines, values if held.place == 0 else None)
 
-    held.together("writing of a checkpoint", written)
-    held.together("end of a checkpoint", lambda: finish(path, sections, values, about) if held.rank == 0 else None)
+    def finished() -> None:
+        if held.rank == 0:
+            finish(path, token, sections, values, about)
+
+    tokens: list[str] = []
+    try:
+        sections, lines, values = held.together("beginning of a checkpoint", begun)
+        token = held.shards.broadcast_object(tokens[0] if tokens else None)
+        held.together("writing of a checkpoint", written)
+        held.together("end of a checkpoint", finished)
+    except BaseException:
+        for each in tokens:
+            abandon(path, each)
+        raise
 
 
 def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizer | None = None) -> None:

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import math
-import os
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,7 @@ FORMAT = 3
 MANIFEST_NAME = "manifest.json"
 FULL, SKETCH = "full", "sketch"
 MOST_RANKS = 1 << 20
+_TOKEN = re.compile(r"([0-9a-f]{16})?")
 LARGEST = 1 << 28
 """Bytes of a manifest. A model of a million parameters has a tenth of that."""
 
@@ -50,6 +52,8 @@ class Manifest:
         versions: of the packages that ran.
         settings: whatever else is worth knowing; JSON. "command" is the command line that records the run again, but for
             where to (--output).
+        token: of the job that records, by which it knows its own recording again. Random, unless it is given. Processes of one
+            job have one token, and recordings made before there were tokens "".
 
     Raises:
         RecordingError: a field that cannot be so; the message names it.
@@ -70,6 +74,8 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     detail: str = FULL
+    token: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
+    _file_sha256: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("framework", "model"):
@@ -81,6 +87,12 @@ class Manifest:
         positive = rate is None or (math.isfinite(rate) and rate >= 0)
         _expect(positive, "learning_rate", "a finite number of at least 0, or none", rate)
         _expect(self.detail in (FULL, SKETCH), "detail", f"{FULL!r} or {SKETCH!r}", self.detail)
+        _expect(
+            isinstance(self.token, str) and bool(_TOKEN.fullmatch(self.token)),
+            "token",
+            "16 hex digits, or none",
+            self.token,
+        )
         strategies = [strategy.value for strategy in Strategy]
         _expect(self.strategy in strategies, "strategy", f"one of {strategies}", self.strategy)
         _expect(bool(self.units), "units", "at least one unit", self.units)
@@ -122,6 +134,7 @@ class Manifest:
         """The manifest as a JSON object."""
         return {
             "format": FORMAT,
+            "token": self.token,
             "framework": self.framework,
             "model": self.model,
             "dtype": self.dtype,
@@ -176,13 +189,8 @@ class Manifest:
             versions=_get(fields, "versions", dict),
             settings=_get(fields, "settings", dict),
             detail=_get(fields, "detail", str),
+            token=_get({"token": ""} | fields, "token", str),
         )
-
-    def write(self, directory: Path) -> None:
-        """Write `manifest.json` so that it is there as a whole or not at all."""
-        part = directory / (MANIFEST_NAME + ".part")
-        part.write_bytes(self.to_bytes())
-        os.replace(part, directory / MANIFEST_NAME)
 
     def to_bytes(self) -> bytes:
         """What is in the file."""
@@ -191,7 +199,7 @@ class Manifest:
     @property
     def sha256(self) -> str:
         """Of the file, in hex. Every rank writes it down, so that nobody changes the one without the other."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        return self._file_sha256 or hashlib.sha256(self.to_bytes()).hexdigest()
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -203,7 +211,11 @@ class Manifest:
         if size > LARGEST:
             raise RecordingError(f"{path}: expected at most {LARGEST} bytes, it has {size}; no manifest is so large")
         try:
-            return cls.from_json(json.loads(path.read_bytes().decode()))
+            content = path.read_bytes()
+            manifest = cls.from_json(json.loads(content.decode()))
+            # Not of what this version would write.
+            object.__setattr__(manifest, "_file_sha256", hashlib.sha256(content).hexdigest())
+            return manifest
         except RecordingError as error:
             raise RecordingError(f"{path}: {error}; record the run again with this version") from None
         except (ValueError, RecursionError) as error:

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
+from crossframe import tensor_file
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError
-
-_CARRIERS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+from crossframe.tensor_file import carrier
 
 
 def dtype_name(dtype: np.dtype) -> str:
@@ -22,26 +21,15 @@ def dtype_name(dtype: np.dtype) -> str:
     return dtype.name
 
 
-def carrier(dtype: np.dtype) -> np.dtype:
-    """The dtype under which an array lies in the file. How much of bfloat16 and float8 safetensors.numpy knows depends
-    on its version, so they travel as unsigned integers of the same bits.
-
-    >>> carrier(np.dtype("float32")).name, carrier(numpy_dtype("bfloat16")).name
-    ('float32', 'uint16')
-    """
-    return dtype if dtype.kind == "f" and dtype.isbuiltin == 1 else _CARRIERS[dtype.itemsize]
-
-
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> str:
     """Write flat arrays to `path`, which appears only when all of them are in it; returns the sha256 of the file, in hex.
 
     Not synced to disk: a recording outlives a killed process, not a power cut.
     """
     part = path.with_name(path.name + ".part")
-    content = save({key: array.view(carrier(array.dtype)) for key, array in tensors.items()})
-    part.write_bytes(content)
+    _, sha256 = tensor_file.write_tensors(part, tensors)
     os.replace(part, path)
-    return hashlib.sha256(content).hexdigest()
+    return sha256
 
 
 class TensorFile:

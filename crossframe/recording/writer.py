@@ -1,10 +1,14 @@
 """Writing a recording: the manifest by one process, then one `RecordingWriter` a rank."""
 
+import errno
 import hashlib
 import json
 import math
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,10 +21,16 @@ from crossframe.recording import lines
 from crossframe.recording.manifest import MANIFEST_NAME, SKETCH, Manifest
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.recording.tensors import dtype_name, write_tensors
+from crossframe.shown import shown, shown_path
 from crossframe.trace import Event
 
-_FOLDERS = ("rank[0-9]*", "twin[0-9]*")
-_MANIFESTS = (MANIFEST_NAME, MANIFEST_NAME + ".part")
+# What a recording consists of, besides its manifest.
+_RANK, _TWIN = re.compile(r"rank\d{5,}"), re.compile(r"twin\d{5,}")
+_STEP = re.compile(r"step\d{5,}\.safetensors(\.part)?")
+_ENDS = ("part", "replaced", "replaced")
+_FILES = (MANIFEST_NAME, lines.EVENTS_NAME)
+# What a beginning that was interrupted leaves: the new manifest, and the one that was replaced.
+_BEGUN = re.compile(rf"{re.escape(MANIFEST_NAME)}\.([0-9a-f]{{16}}\.)?(part|replaced)")
 
 Pieces = Mapping[str, tuple[int, int, np.ndarray | Sketch]]
 """Parameter name to (start, stop, value): elements `start:stop` of the parameter taken as one row-major line."""
@@ -29,58 +39,149 @@ Pieces = Mapping[str, tuple[int, int, np.ndarray | Sketch]]
 def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bool = False) -> Path:
     """Begin a recording: make the directory and write `manifest.json`. One process does this, before any writer opens.
 
+    [Note: ownership of a recording] Jobs that begin in one directory at the same time do not mix. The manifest appears under its
+    name whole, and only where there is none (a hard link); before that, a job that overwrites takes the old one away (a rename,
+    which succeeds for one job). So one job goes on and the other raises. Files of the old recording are deleted after that: each
+    folder is first moved aside, and put back if the manifest is another job's by then. A writer whose recording was overwritten
+    by another job learns it from the manifest's token, at the latest when it finishes.
+
     Args:
         overwrite: replace a recording that is there. Only what a recording consists of is deleted.
 
     Raises:
-        RecordingError: a directory that holds something else, or a recording where `overwrite` is false.
+        RecordingError: a directory that holds something else, or a recording where `overwrite` is false; another job that began
+            to record here at the same time; or the disk refuses.
     """
     path = Path(directory)
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise RecordingError(f"{path}: expected a directory to record into, or none, but it is a file or a link")
     try:
-        json.dumps(manifest.to_json(), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RecordingError(f"manifest fields 'settings' and 'versions': expected JSON, but {error}") from None
-    if path.is_dir() and any(path.iterdir()):
-        _clear(path, overwrite)
-    path.mkdir(parents=True, exist_ok=True)
-    manifest.write(path)
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise RecordingError(
+                f"{shown_path(path)}: expected a directory to record into, or none, but it is a file or a link"
+            )
+        try:
+            json.dumps(manifest.to_json(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RecordingError(f"manifest fields 'settings' and 'versions': expected JSON, but {error}") from None
+        path.mkdir(parents=True, exist_ok=True)
+        _publish(path, manifest, _replaceable(path, overwrite))
+    except OSError as error:
+        raise RecordingError(
+            f"{shown_path(path)}: no recording can begin there ({error.strerror or error}); make space, or pass another directory"
+        ) from error
     return path
 
 
-def _clear(path: Path, overwrite: bool) -> None:
-    """Delete a recording, or what is left of one that was interrupted while it was begun. The manifest stays until the new one
-    takes its place, so that whatever interrupts this leaves something that can be cleared again."""
+def _publish(path: Path, manifest: Manifest, old: list[Path]) -> None:
+    """Put the manifest where it belongs, and remove what it replaces; see [Note: ownership of a recording]."""
+    target, content = path / MANIFEST_NAME, manifest.to_bytes()
+    part, replaced, aside = (path / f"{MANIFEST_NAME}.{secrets.token_hex(8)}.{end}" for end in _ENDS)
+    part.write_bytes(content)
+    try:
+        if target in old:
+            target.rename(replaced)
+        try:
+            _link(part, target)
+        finally:
+            if target.exists():  # until then the old manifest shows that a recording was here
+                replaced.unlink(missing_ok=True)
+    except (FileExistsError, FileNotFoundError):
+        raise RecordingError(_taken(path)) from None
+    finally:
+        part.unlink()
+    for entry in (entry for entry in old if entry != target):
+        with suppress(FileNotFoundError):  # another job has moved it
+            entry.rename(aside)
+            if not _holds(target, content):
+                aside.rename(entry)
+                raise RecordingError(_taken(path))
+            _delete(aside)
+
+
+def _taken(path: Path) -> str:
+    return f"{shown_path(path)}: another job began to record here at the same time; record into another directory"
+
+
+def _link(part: Path, target: Path) -> None:
+    """Let a file appear under a second name; FileExistsError if something has it."""
+    try:
+        os.link(part, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        with open(target, "xb") as file:  # a disk without hard links
+            file.write(part.read_bytes())
+
+
+def _holds(file: Path, content: bytes) -> bool:
+    try:
+        return file.stat().st_size == len(content) and file.read_bytes() == content
+    except FileNotFoundError:
+        return False
+
+
+def _delete(entry: Path) -> None:
+    """Delete a part of a recording; OSError where a folder holds something else."""
+    if entry.is_dir():
+        foreign = list(_foreign(entry))
+        for inside in entry.iterdir():
+            if inside not in foreign:
+                _delete(inside)
+        entry.rmdir()
+    else:
+        entry.unlink()
+
+
+def _is_folder(entry: Path) -> bool:
+    """Whether this is a folder of a rank or of a perturbed run."""
+    named = _RANK.fullmatch(entry.name) or _TWIN.fullmatch(entry.name)
+    return bool(named) and entry.is_dir() and not entry.is_symlink()
+
+
+def _is_begun(entry: Path) -> bool:
+    """Whether a beginning that was interrupted left this."""
+    return bool(_BEGUN.fullmatch(entry.name)) and not entry.is_symlink()
+
+
+def _replaceable(path: Path, overwrite: bool) -> list[Path]:
+    """What a new recording replaces in a directory.
+
+    Raises:
+        RecordingError: the directory is not empty, and holds no recording (nor what an interrupted beginning left of one), or one
+            that may not be overwritten, or other files in a recording's folders.
+    """
+    entries = list(path.iterdir())
+    if not entries:
+        return []
     try:
         Manifest.read(path)
     except RecordingError as error:
-        begun = _MANIFESTS[1:]
-        if not all(entry.name in begun or any(map(entry.match, _FOLDERS)) for entry in path.iterdir()):
+        begun = [entry for entry in entries if _is_begun(entry)]
+        if not begun or not all(_is_begun(entry) or _is_folder(entry) for entry in entries):
             raise RecordingError(
-                f"{path}: not empty and not a recording that can be read, so nothing in it is deleted; choose another "
-                f"directory ({error})"
+                f"{shown_path(path)}: not empty and not a recording that can be read, so nothing in it is deleted; choose "
+                f"another directory ({error})"
             ) from None
     if not overwrite:
         raise RecordingError(
-            f"{path}: holds a recording already; choose another directory, or overwrite it (--overwrite, overwrite=True)"
+            f"{shown_path(path)}: holds a recording already; choose another directory, or overwrite it (--overwrite, "
+            "overwrite=True)"
         )
-    twins = [entry for entry in path.glob(_FOLDERS[1]) if entry.is_dir() and not entry.is_symlink()]
-    inside = [entry for folder in (path, *twins) for entry in folder.glob(_FOLDERS[0])]
-    folders = [entry for entry in inside if entry.is_dir() and not entry.is_symlink()]
-    foreign = [file for folder in folders for file in folder.iterdir() if not _is_ours(file)]
-    foreign += [
-        file for twin in twins for file in twin.iterdir() if file not in folders and file.name not in _MANIFESTS
-    ]
-    if foreign:
-        raise RecordingError(f"{path}: {foreign[0].name!r} is no part of a recording; move it, nothing was deleted")
-    for folder in (*folders, *twins):
-        shutil.rmtree(folder)
+    old = [entry for entry in entries if _is_folder(entry) or _is_begun(entry)]
+    if foreign := [each.name for entry in old for each in _foreign(entry)]:
+        raise RecordingError(
+            f"{shown_path(path)}: {shown(foreign[0])} is no part of a recording; move it, nothing was deleted"
+        )
+    return [entry for entry in entries if entry.name == MANIFEST_NAME] + old
 
 
-def _is_ours(file: Path) -> bool:
-    ours = file.name == lines.EVENTS_NAME or file.match("step*.safetensors") or file.match("step*.safetensors.part")
-    return ours and file.is_file()
+def _foreign(entry: Path) -> Iterator[Path]:
+    """What is in a folder of a recording and no part of it."""
+    for inside in entry.iterdir() if entry.is_dir() else ():
+        file = inside.is_file() and not inside.is_symlink()
+        if _is_folder(inside):
+            yield from _foreign(inside)
+        elif not file or not (inside.name in _FILES or _STEP.fullmatch(inside.name) or _is_begun(inside)):
+            yield inside
 
 
 class RecordingWriter:
@@ -103,26 +204,27 @@ class RecordingWriter:
         check_rank(rank, manifest.world_size)
         self.manifest = manifest
         self.rank = rank
-        root = Path(directory)
-        if Manifest.read(root).to_json() != json.loads(json.dumps(manifest.to_json())):
-            raise RecordingError(
-                f"{root / MANIFEST_NAME}: not what rank {rank} is about to record; all ranks "
-                "and the manifest must describe one run: use the same settings everywhere"
-            )
-        self.folder = root / lines.rank_folder(rank)
-        try:
-            self.folder.mkdir()
-        except FileExistsError:
-            raise RecordingError(f"{self.folder}: written already; begin with create_recording") from None
+        self._root = Path(directory)
+        self._step = 0
+        self._manifest_stat: tuple[int, ...] | None = None
+        self._check_ours()
+        self.folder = self._root / lines.rank_folder(rank)
+        with self._writes():
+            try:
+                self.folder.mkdir()
+            except FileExistsError:
+                raise RecordingError(
+                    f"{shown_path(self.folder)}: written already; begin with create_recording"
+                ) from None
         self._params = manifest.params
         self._units = manifest.unit_of
-        self._step = 0
         self._dense_until = 0
         self._lines: list[str] = []
         self._seen: set[str] = set()
         self._tensors: dict[str, np.ndarray] = {}
         self._finished = False
-        self._file = open(self.folder / lines.EVENTS_NAME, "xb")  # noqa: SIM115 (closed in __exit__ or finish)
+        with self._writes():
+            self._file = open(self.folder / lines.EVENTS_NAME, "xb")  # noqa: SIM115 (closed in __exit__ or finish)
         self._sha256 = hashlib.sha256()
         self._write(lines.encode("begin", {"manifest": manifest.sha256}))
 
@@ -247,7 +349,9 @@ class RecordingWriter:
         missing = [what for what, key in (("batch", lines.BATCH), ("loss", lines.FORWARD)) if key not in self._seen]
         if missing:
             raise RecordingError(f"rank {self.rank}, step {step} ends without its {' and '.join(missing)}")
-        sha256 = write_tensors(self.folder / lines.step_file(step), self._tensors) if self._tensors else ""
+        self._check_ours()
+        with self._writes():
+            sha256 = write_tensors(self.folder / lines.step_file(step), self._tensors) if self._tensors else ""
         self._lines.append(lines.encode("step", {"step": step, "sha256": sha256}))
         self._write("".join(self._lines))
         self._lines, self._seen, self._tensors, self._step = [], set(), {}, step + 1
@@ -262,6 +366,7 @@ class RecordingWriter:
                 f"rank {self.rank}: expected {'at least one' if wanted is None else wanted} whole steps, as the manifest says, "
                 f"but {self._step} ended; call end_step for each"
             )
+        self._check_ours()
         self._write(lines.encode("end", {"steps": self._step, "sha256": self._sha256.hexdigest()}))
         self._file.close()
         self._finished = True
@@ -269,8 +374,39 @@ class RecordingWriter:
     def _write(self, text: str) -> None:
         content = text.encode()
         self._sha256.update(content)
-        self._file.write(content)
-        self._file.flush()
+        with self._writes():
+            self._file.write(content)
+            self._file.flush()
+
+    def _check_ours(self) -> None:
+        """Raise RecordingError if the recording is not the one that this rank began with. Reads the manifest if it changed."""
+        path = self._root / MANIFEST_NAME
+        now = _identity(path)
+        if now is None or now != self._manifest_stat:
+            found = Manifest.read(self._root)
+            if found.token != self.manifest.token:
+                raise RecordingError(
+                    f"{shown_path(path)}: this is the recording of another job, not the one that rank {self.rank} "
+                    "writes; record this run again into another directory"
+                )
+            if found.to_json() != json.loads(json.dumps(self.manifest.to_json())):
+                raise RecordingError(
+                    f"{shown_path(path)}: not what rank {self.rank} is about to record; all ranks "
+                    "and the manifest must describe one run: use the same settings everywhere"
+                )
+            self._manifest_stat = now
+
+    @contextmanager
+    def _writes(self) -> Iterator[None]:
+        """Around what the disk may refuse."""
+        try:
+            yield
+        except OSError as error:
+            self._check_ours()
+            raise RecordingError(
+                f"{shown_path(self.folder)}: rank {self.rank}, step {self._step}: cannot be written ({error.strerror or error}); "
+                "make space there, or record into another directory"
+            ) from error
 
     def __enter__(self) -> "RecordingWriter":
         return self
@@ -282,7 +418,8 @@ class RecordingWriter:
             if kind is None:
                 self.finish()
         finally:
-            self._file.close()
+            with suppress(OSError):  # what could not be written is not tried again
+                self._file.close()
 
     def _check_dense(self, step: int, what: str) -> None:
         if not self.is_dense(step):
@@ -368,3 +505,12 @@ class RecordingWriter:
         else:
             self._add(event, fields | {"dtype": dtype_name(value.dtype)}, once=key)
             self._tensors[key] = np.array(value, copy=True, order="C").reshape(-1)
+
+
+def _identity(file: Path) -> tuple[int, ...] | None:
+    """What changes when a file is replaced; None where there is none."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -5,10 +5,12 @@ checksum of each file, and renamed once all ranks are through. Whatever kills wh
 whole; what became of the disk since then, its index shows.
 """
 
+import os
 import re
-import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from experiments.train.settings import AUTO, NONE
 from experiments.train.together import Ranks, on_first, together
 
 _FINAL = re.compile(r"step-(\d{8})")
-_UNFINISHED = ("writing-", "removing-")
+_REMOVING = re.compile(r"removing-step-\d{8}")
 
 # (folder, what belongs to the checkpoint): writes one; all ranks call it.
 Write = Callable[[Path, dict[str, Any]], None]
@@ -56,9 +58,12 @@ class Checkpoints:
 
     def _prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        # The journal's lock is held: no other run writes to this folder.
+        checkpoint.remove_unfinished(self.folder)
         for path in self.folder.iterdir():
-            if path.name.startswith(_UNFINISHED):
-                shutil.rmtree(path)
+            if _REMOVING.fullmatch(path.name):
+                with suppress(CheckpointError):
+                    checkpoint.remove(path)
 
     def save(self, step: int, write: Write, settings: dict[str, Any]) -> None:
         """Write a checkpoint, and remove those that are too many.
@@ -67,11 +72,7 @@ class Checkpoints:
             CheckpointError: it cannot be written. The folder is as it was before.
         """
         final = self.folder / f"step-{step:08d}"
-        try:
-            together(self.ranks, f"writing {final}", lambda: write(final, {"step": step, "settings": settings}))
-        except CheckpointError:
-            on_first(self.ranks, f"removing what was written of {final}", lambda: checkpoint.abandon(final))
-            raise
+        together(self.ranks, f"writing {final}", lambda: write(final, {"step": step, "settings": settings}))
         try:
             on_first(self.ranks, f"removing old checkpoints in {self.folder}", self._prune)
         except CheckpointError as error:  # this one is saved all the same
@@ -82,7 +83,7 @@ class Checkpoints:
             path = self.folder / name
             removing = path.with_name(f"removing-{name}")
             path.rename(removing)  # no checkpoint is ever there in part under its name
-            shutil.rmtree(removing)
+            checkpoint.remove(removing)
 
     def _finals(self) -> list[str]:
         """The names of the finished ones, the newest first."""
@@ -122,11 +123,8 @@ class Checkpoints:
             found, wrong = read(self.ranks, path)
             if found is not None:
                 for other, why in damaged.items():
-                    aside = other.with_name(f"damaged-{other.name}")
-                    on_first(self.ranks, f"setting {other} aside", lambda a=other, b=aside: _set_aside(a, b))
-                    self.say(
-                        f"DAMAGED: {other}: {'; '.join(why)}. Set aside as {aside.name}; using {path.name} instead"
-                    )
+                    aside = on_first(self.ranks, f"setting {other} aside", lambda a=other: _set_aside(a))
+                    self.say(f"DAMAGED: {other}: {'; '.join(why)}. Set aside as {aside}; using {path.name} instead")
                 return found
             damaged[path] = wrong
         if damaged:
@@ -158,10 +156,12 @@ def read(ranks: Ranks, path: Path) -> tuple[Checkpoint | None, list[str]]:
     return Checkpoint(path, about["step"], about["settings"]), []
 
 
-def _set_aside(path: Path, aside: Path) -> None:
-    if aside.exists():
-        shutil.rmtree(aside)
-    path.rename(aside)
+def _set_aside(path: Path) -> str:
+    """Rename a damaged checkpoint; returns its new name, under which nothing was before."""
+    names = chain([f"damaged-{path.name}"], (f"damaged-{path.name}-{n}" for n in count(2)))
+    name = next(name for name in names if not os.path.lexists(path.with_name(name)))
+    path.rename(path.with_name(name))
+    return name
 
 
 def _step_of(path: Path) -> int:

@@ -16,7 +16,7 @@ from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import twin_folder
 from crossframe.strategy import Strategy
-from jax_backend.processes import together
+from jax_backend.processes import everyones, together
 from jax_backend.recorder.of_arrays import OfArrays, Pieces
 from jax_backend.recorder.of_shards import OfShards
 from jax_backend.recorder.sketch import sketch_of
@@ -127,5 +127,9 @@ def begun(path: Path, manifest: Manifest, *, overwrite: bool) -> Manifest:
             create_recording(path, manifest, overwrite=overwrite)
 
     together(_TITLE, create)
+    if not jax.process_index():
+        everyones(manifest.token)
+        return manifest
+    token = everyones("")[0]
     # The command line may differ between processes: what the first one wrote is the run's.
-    return replace(manifest, settings=Manifest.read(path).settings) if jax.process_index() else manifest
+    return replace(manifest, settings=Manifest.read(path).settings, token=token)

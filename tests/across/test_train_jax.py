@@ -64,7 +64,7 @@ def processes(whole, tmp_path_factory):
     checkpoints = folder / "run" / "checkpoints"
     rotten = checkpoints / "step-00000004" / "rank00001.safetensors"
     rotten.write_bytes(rotten.read_bytes()[:-1] + bytes([rotten.read_bytes()[-1] ^ 1]))
-    (checkpoints / "writing-step-00000003").mkdir()
+    (checkpoints / "writing-step-00000003-0123456789abcdef").mkdir()
     with (folder / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
     (folder / "settings.json").write_text(json.dumps(asdict(whole), default=str))

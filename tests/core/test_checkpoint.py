@@ -1,6 +1,8 @@
 """Checkpoints on disk: any layout into any other, and every damage found before anything is given out."""
 
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from crossframe.checkpoint import (
     check_about,
     finish,
     read,
+    remove,
+    remove_unfinished,
     state_layout,
     write_rank,
 )
@@ -40,12 +44,17 @@ def line_of(sharding, rank, padding):
 
 
 def saved(path, sharding, values=None, about=None):
-    begin(path)
-    for rank in range(sharding.mesh.shard):
-        lines = {MODEL: [line_of(sharding, rank, padding=42)]}
-        write_rank(path, rank, {MODEL: sharding}, lines, values if rank == 0 else None)
-    finish(path, {MODEL: sharding}, values, about)
+    finish(path, written(path, sharding, values), {MODEL: sharding}, values, about)
     return path
+
+
+def written(path, sharding, values=None, bump=0):
+    """The token of a save that is not finished yet; `bump` is added to every element."""
+    token = begin(path)
+    for rank in range(sharding.mesh.shard):
+        lines = {MODEL: [line_of(sharding, rank, padding=42) + np.array(bump, "bfloat16")]}
+        write_rank(path, token, rank, {MODEL: sharding}, lines, values if rank == 0 else None)
+    return token
 
 
 @pytest.mark.parametrize("source", ["flat", PerParamLayout, RaggedLayout])
@@ -112,15 +121,97 @@ def test_another_model_is_refused_with_all_names(tmp_path):
 
 def test_a_checkpoint_is_whole_or_not_there_and_none_is_written_over(tmp_path):
     sharding, path = made("flat", 2), tmp_path / "c"
-    begin(path)
-    write_rank(path, 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
+    token = begin(path)
+    write_rank(path, token, 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
     with pytest.raises(CheckpointError, match="rank00001"):
-        finish(path, {MODEL: sharding})
+        finish(path, token, {MODEL: sharding})
     assert not path.exists()
     saved(path, sharding)  # what was left half-written is not in the way
+    remove_unfinished(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["c"]
     with pytest.raises(CheckpointError, match="expected nothing there"):
         begin(path)
+
+
+@pytest.mark.parametrize("order", ["both begin, then both finish", "one begins inside the other"])
+def test_two_jobs_under_one_name_one_succeeds(tmp_path, order):
+    sharding, path = made("flat", 2), tmp_path / "c"
+    if order.startswith("both"):
+        first, second = written(path, sharding, bump=0), written(path, sharding, bump=100)
+    else:
+        second = written(path, sharding, bump=100)
+        first = written(path, sharding, bump=0)
+    finish(path, first, {MODEL: sharding}, about={"job": 1})
+    with pytest.raises(CheckpointError, match=r"c: expected nothing there, but another job has saved under this name"):
+        finish(path, second, {MODEL: sharding}, about={"job": 2})
+    abandon(path, second)
+    assert [file.name for file in tmp_path.iterdir()] == ["c"] and read(path).about == {"job": 1}
+    for rank in range(2):
+        (line,) = read(path).lines(MODEL, sharding, rank)
+        np.testing.assert_array_equal(line, line_of(sharding, rank, padding=0))
+
+
+def test_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
+    """Whichever wins: the others raise, and every value in the checkpoint is of the one that did not."""
+    script = f"""
+import sys
+from pathlib import Path
+from crossframe.checkpoint import MODEL, CheckpointError, abandon, finish
+from tests.core.test_checkpoint import made, written
+job, sharding = int(sys.argv[1]), made("flat", 2)
+token = written(Path({str(tmp_path / "c")!r}), sharding, bump=job)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    finish({str(tmp_path / "c")!r}, token, {{MODEL: sharding}}, about={{"job": job}})
+    print("saved")
+except CheckpointError as error:
+    abandon({str(tmp_path / "c")!r}, token)
+    print("told" if "another job has saved" in str(error) else error)
+"""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for job in range(4)
+    ]
+    assert all(job.stdout.readline() == "ready\n" for job in jobs)
+    for job in jobs:
+        job.stdin.write("\n")
+        job.stdin.flush()
+    said = [job.communicate(timeout=60)[0].strip() for job in jobs]
+    assert sorted(said) == ["saved", "told", "told", "told"]
+    assert [file.name for file in tmp_path.iterdir()] == ["c"]
+    winner, sharding = said.index("saved"), made("flat", 2)
+    assert read(tmp_path / "c").about == {"job": winner}
+    for rank in range(2):
+        (line,) = read(tmp_path / "c").lines(MODEL, sharding, rank)
+        expected = line_of(sharding, rank, padding=0)
+        held = sharding.units[0][1].pieces(rank)
+        for piece in held:
+            run = slice(piece.shard_start, piece.shard_stop)
+            np.testing.assert_array_equal(line[run], expected[run] + np.array(winner, "bfloat16"))
+
+
+def test_nothing_that_is_not_a_checkpoints_is_deleted(tmp_path):
+    sharding = made("flat", 1)
+    kept = ["writing-c", "writing-c-notes", "writing-c-0123456789abcdef"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("years of work")
+    (tmp_path / "writing-d-0123456789abcdef").symlink_to(tmp_path / "writing-c")
+    saved(tmp_path / "c", sharding)
+    abandon(tmp_path / "c", "0123456789abcdef")
+    abandon(tmp_path / "d", "0123456789abcdef")
+    remove_unfinished(tmp_path)
+    assert all((tmp_path / name / "thesis.tex").read_text() == "years of work" for name in kept)
+    (tmp_path / "c" / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"nothing else, got 'notes'; nothing was deleted"):
+        remove(tmp_path / "c")
+    assert len(read(tmp_path / "c").lines(MODEL, sharding, 0)) == 1
+    (tmp_path / "c" / "notes").unlink()
+    remove(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_what_its_writer_told_of_it_is_given_back_and_what_json_has_not_is_refused(tmp_path):
@@ -135,19 +226,19 @@ def test_what_its_writer_told_of_it_is_given_back_and_what_json_has_not_is_refus
 
 def test_a_file_that_the_finishing_rank_sees_otherwise_is_refused(tmp_path):
     sharding, path = made("flat", 2), tmp_path / "c"
-    writing = begin(path)
+    token = begin(path)
+    writing = tmp_path / f"writing-c-{token}"
     for rank in range(2):
-        write_rank(path, rank, {MODEL: sharding}, {MODEL: [line_of(sharding, rank, 0)]})
+        write_rank(path, token, rank, {MODEL: sharding}, {MODEL: [line_of(sharding, rank, 0)]})
     file = writing / "rank00001.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-3])
     with pytest.raises(CheckpointError, match=rf"its rank wrote {len(whole)} bytes, and here it has {len(whole) - 3}"):
-        finish(path, {MODEL: sharding})
+        finish(path, token, {MODEL: sharding})
     file.write_bytes(whole)
-    finish(path, {MODEL: sharding})
+    finish(path, token, {MODEL: sharding})
     assert sorted(each.name for each in path.iterdir()) == ["index.json", *read(path).files]
-    begin(tmp_path / "d")
-    abandon(tmp_path / "d")
+    abandon(tmp_path / "d", begin(tmp_path / "d"))
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
@@ -163,15 +254,18 @@ def test_a_lost_file_is_told_with_the_parameters_that_were_in_it(tmp_path):
 def test_what_the_disk_refuses_and_what_is_no_path_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     for path, message in [
-        (tmp_path / "file" / "c", r"writing-c: cannot be written \(.*Not a directory.*pass another path"),
+        (tmp_path / "file" / "c", r"c: cannot be written \(.*Not a directory.*pass another path"),
         (3, "expected the folder of a checkpoint as a path with a name, got 3"),
         ("", "as a path with a name, got ''"),
+        (tmp_path / "a\0b", r"'.*a\\x00b': cannot be written \(.*null byte"),
+        (tmp_path / "a\udcff\udfff", r"a\\udcff\\udfff': cannot be written"),
+        (tmp_path / ("n" * 300), r"nnn: cannot be written \(File name too long"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             begin(path)
     sharding = made("flat", 2)
     with pytest.raises(CheckpointError, match=r"rank00000.safetensors: cannot be written \(.*No such file"):
-        write_rank(tmp_path / "c", 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
+        write_rank(tmp_path / "c", "0" * 16, 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
     with pytest.raises(CheckpointError, match="as a path with a name, got None"):
         read(None)
 

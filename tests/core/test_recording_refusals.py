@@ -1,6 +1,7 @@
 """What cannot be recorded or read is refused in one clear line."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ def directory(tmp_path):
 
 @pytest.fixture
 def writer(tmp_path):
-    create_recording(tmp_path / "new", synthetic.manifest())
-    writer = RecordingWriter(tmp_path / "new", synthetic.manifest(), 0)
+    made = synthetic.manifest()
+    create_recording(tmp_path / "new", made)
+    writer = RecordingWriter(tmp_path / "new", made, 0)
     yield writer
     writer.__exit__(KeyboardInterrupt, None, None)
 
@@ -300,10 +302,13 @@ def test_settings_that_are_no_json(tmp_path):
 
 
 def test_a_writer_of_another_run_or_rank(tmp_path, directory):
+    made = Manifest.read(directory)
     with pytest.raises(RecordingError, match="written already"):
-        RecordingWriter(directory, synthetic.manifest(), 0)
+        RecordingWriter(directory, made, 0)
     with pytest.raises(RecordingError, match="not what rank 0 is about to record"):
-        RecordingWriter(directory, synthetic.manifest(seed=1), 0)
+        RecordingWriter(directory, replace(made, seed=1), 0)
+    with pytest.raises(RecordingError, match="the recording of another job, not the one that rank 0 writes"):
+        RecordingWriter(directory, synthetic.manifest(), 0)
     with pytest.raises(RecordingError, match=r"has no manifest\.json"):
         RecordingWriter(tmp_path, synthetic.manifest(), 0)
 

@@ -190,14 +190,22 @@ def test_the_run_goes_on_where_asked_and_writes_over_nothing(ranks, tmp_path):
 def test_what_a_killed_run_left_in_part_is_gone(ranks, tmp_path):
     settings = replace(SMALL, output=tmp_path, steps=3, checkpoint_every=1, warmup_steps=0)
     ranks.run(2, _trained, settings)
-    for name in ("writing-step-00000009", "removing-step-00000001"):
+    for name in ("writing-step-00000009-0123456789abcdef", "removing-step-00000001"):
         (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "rank00000.safetensors").write_bytes(b"in part")
+    for name in ("writing-step-00000009", "removing-step-00000002"):  # a user's own
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "notes.txt").write_text("mine")
     lines = (tmp_path / "metrics.jsonl").read_bytes()
     for rest in (b'{"step": 4, "lo', b"\n", b'{"step": 4, "loss": 1.0, "grad_norm": 1.0}\n'):
         (tmp_path / "metrics.jsonl").write_bytes(lines + rest)
         ranks.run(2, _trained, settings)
         assert (tmp_path / "metrics.jsonl").read_bytes() == lines
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
+    names = ["removing-step-00000002", "step-00000002", "step-00000003", "writing-step-00000009"]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == names
+    assert [(tmp_path / "checkpoints" / name / "notes.txt").read_text() for name in (names[0], names[-1])] == [
+        "mine"
+    ] * 2
 
 
 class _FullDisk:
@@ -312,7 +320,7 @@ def _breaks(rank, world_size, settings, name, broken_rank):
         setattr(owner, name, original)
 
 
-@pytest.mark.parametrize(("name", "broken_rank"), [("save_file", 1), ("_described", 1), ("_digest", 0), ("_flush", 0)])
+@pytest.mark.parametrize(("name", "broken_rank"), [("write_tensors", 1), ("flush", 1), ("_digest", 0), ("_flush", 0)])
 def test_a_failed_save_leaves_no_trace_and_training_goes_on(ranks, tmp_path, name, broken_rank):
     settings = replace(SMALL, output=tmp_path)
     assert ranks.run(2, _breaks, settings, name, broken_rank) == [True, True]

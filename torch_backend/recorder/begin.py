@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from crossframe.names import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND, GROUPS, PER_RANK
+from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.twins import moved
 from torch_backend.dtypes import to_numpy
 from torch_backend.recorder.model import ModelView
@@ -143,7 +144,12 @@ def created(path: Path, manifest: Manifest, view: ModelView, *, overwrite: bool)
         if view.rank == 0:
             create_recording(path, manifest, overwrite=overwrite)
         agree(view.groups, _TITLE, [("run", run), *subjects], advice="record the same run on every rank")
-        return manifest if view.rank == 0 else Manifest.read(path)
+        made = manifest if view.rank == 0 else Manifest.read(path)
+        advice = (
+            "another job has begun to record into the same directory, or ranks see different disks; record into another"
+        )
+        agree(view.groups, _TITLE, [(f"{path / MANIFEST_NAME}", {"token": made.token})], advice=advice)
+        return made
     except Exception as error:
         if view.rank == 0 and not isinstance(error, RuntimeError):  # not one that the others know of
             withdraw(view.groups, _TITLE, error)
