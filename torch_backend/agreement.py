@@ -4,33 +4,35 @@ from collections.abc import Sequence
 
 from crossframe.layout import Layout, PerParamLayout, RaggedLayout
 from torch_backend.rounds import agree
-from torch_backend.unit import Unit
+from torch_backend.unit_tree import NamedUnit
 
 FIRST_USE = "first use of the root"
 
 
-def describe_units(named_units: Sequence[tuple[str, Unit]], face: str) -> list[tuple[str, dict[str, str]]]:
+def describe_units(named_units: Sequence[NamedUnit], face: str) -> list[tuple[str, dict[str, str]]]:
     """What must be the same everywhere: one subject a unit, then one a parameter.
 
     Args:
-        named_units: every unit with its path. What its user chose in `settings` is described with it.
+        named_units: every unit of the model. What its user chose in `settings` is described with it.
         face: the interface in use.
     """
     said: list[tuple[str, dict[str, str]]] = []
-    for name, unit in named_units:
+    for named in named_units:
+        choices = named.unit.choices
         settings = {
             "interface": face,
-            **unit.choices.settings,
-            "reshard_after_forward": str(unit.choices.reshard_after_forward),
+            **choices.settings,
+            "reshard_after_forward": str(choices.reshard_after_forward),
         }
-        said.append((f"unit {name!r}", settings))
-    for name, unit in named_units:
-        for bucket in unit.buckets:
+        said.append((f"unit {named.name!r}", settings))
+    for named in named_units:
+        for each in named.buckets:
+            bucket = each.bucket
             bucket.exposure.sync_requires_grad()  # what a user froze since the unit was made counts
             cuts = _cuts(bucket.layout)
-            for i, (spec, leaf) in enumerate(zip(unit.params_at(bucket, name), bucket.buffer.leaves, strict=True)):
+            for i, (spec, leaf) in enumerate(zip(each.params, bucket.buffer.leaves, strict=True)):
                 settings = {
-                    "unit": repr(name),
+                    "unit": repr(named.name),
                     "layout": bucket.layout.kind,
                     **cuts[i],
                     "shape": str(list(spec.shape)),
@@ -51,8 +53,8 @@ def _cuts(layout: Layout) -> list[dict[str, str]]:
     return [{} for _ in layout.params]
 
 
-def check_agreement(named_units: Sequence[tuple[str, Unit]], face: str) -> None:
+def check_agreement(named_units: Sequence[NamedUnit], face: str) -> None:
     """Raise AgreementError on every rank of the root's mesh unless all of them have the same units."""
-    mesh = named_units[0][1].mesh
+    mesh = named_units[0].unit.mesh
     groups = [communicator.group for communicator in (mesh.shards, mesh.replicas) if communicator.size > 1]
     agree(groups, FIRST_USE, describe_units(named_units, face))

@@ -48,7 +48,6 @@ class Bucket:
         buffer: the full parameters in use.
         grads: gradients on their way from full to sharded.
         exposure: what the user's module shows.
-        local_params: the layout's parameters, named from the unit's module, or from the place of their module among several.
         origins: of each parameter, what tells it from others once it is sharded.
         unused: under FSDP2, what no rank's backward reached (R29).
         reduction_choices: what the user changed in how gradients are reduced.
@@ -85,7 +84,6 @@ class Bucket:
         # Which parameters the reduction under way is of; and layouts of what travels, by which parameters are trained.
         self._reduced: Sequence[int] = ()
         self._layouts: dict[tuple[bool, ...], Layout] = {}
-        self.local_params = store.layout.params
         self.origins: list[object] = []
         self.part: GroupShard | None = None
         # What the user is shown, and from where: the bucket's own buffer unless that is in low precision.

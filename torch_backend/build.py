@@ -43,7 +43,7 @@ class Parts(Protocol):
 
 
 def build_unit(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     mesh: UnitMesh,
     choices: Choices,
     *,
@@ -56,9 +56,10 @@ def build_unit(
     limited: bool = True,
     ignored: Collection[nn.Parameter] = (),
 ) -> Unit:
-    """Shard all parameters below `module`, or below the modules of an nn.ModuleList, that no inner unit owns.
+    """Shard all parameters below some modules that no inner unit owns.
 
     Args:
+        modules: one module, or those that are gathered and reduced together.
         mesh: the ranks.
         choices: the user's.
         parts: what it is made of.
@@ -76,7 +77,8 @@ def build_unit(
     face = choices.face
     order = Order.PRE_ORDER if face is Face.FSDP1 else Order.POST_ORDER
     ignoring = "ignored_states" if face is Face.FSDP1 else "ignored_params"
-    owned = owned_params(module, is_unit, order, ignored, ignoring=ignoring)
+    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    owned = owned_params(root, is_unit, order, ignored, ignoring=ignoring)
     for entry in owned:
         _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], face)
     groups: dict[Hashable, list[OwnedParam]] = {}
@@ -101,8 +103,8 @@ def build_unit(
             )
         )
         buckets[-1].origins = [origin_of(entry.param) for entry in members]
-    num_modules = len(module) if type(module) is nn.ModuleList else 1
-    return Unit(type(module).__name__, buckets, mesh, choices, num_modules=num_modules)
+    name = ", ".join(type(module).__name__ for module in modules)
+    return Unit(name, buckets, mesh, choices, num_modules=len(modules))
 
 
 def origin_of(param: nn.Parameter) -> object:

@@ -4,7 +4,6 @@ For buffers, and for checkpoints that tools of torch read, there are `state_dict
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,14 +14,13 @@ from torch.optim import Optimizer
 
 from crossframe.checkpoint import MODEL, STATE, abandon, begin, check_about, finish, read, write_rank
 from crossframe.errors import UsageError
-from crossframe.layout import Layout, Sharding
+from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
-from torch_backend.bucket import Bucket
+from crossframe.state import canonical_name
 from torch_backend.checkpoint_state import OptimizerState
 from torch_backend.dtypes import to_numpy
 from torch_backend.rounds import agree, withdraw
-from torch_backend.slots import canonical_name
-from torch_backend.unit import UNIT, unit_of
+from torch_backend.unit_tree import named_units
 
 T = TypeVar("T")
 
@@ -130,27 +128,22 @@ class _Held:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = [(name, module) for name, module in model.named_modules() if UNIT in module.__dict__]
-        if not modules or modules[0][0]:
+        found = named_units(model, rename=canonical_name)
+        if not found or found[0].name:
             raise UsageError(
                 f"expected the root of a sharded model, got {type(model).__name__}; pass what FullyShardedDataParallel or "
                 "fully_shard was called on last"
             )
-        mesh = unit_of(model).mesh
-        self.units = [unit_of(module) for _, module in modules]
+        for each in found:
+            each.check_whole()
+        self.units = [each.unit for each in found]
+        mesh = self.units[0].mesh
         for unit in self.units:
             unit.check_summon()
             unit.show_shards()
             for bucket in unit.buckets:
                 bucket.exposure.adopt()
-        self.named: list[tuple[str, Bucket, Layout]] = []
-        for name, module in modules:
-            unit = unit_of(module)
-            for bucket in unit.buckets:
-                layout: Any = bucket.layout
-                if unit.num_modules == 1:  # before the root has run a unit knows its own names alone
-                    layout = replace(layout, params=unit.params_at(bucket, canonical_name(name)))
-                self.named.append((canonical_name(name), bucket, layout))
+        self.named = [(unit.name, each.bucket, each.layout) for unit in found for each in unit.buckets]
         units = tuple((name, layout) for name, _, layout in self.named)
         self.sharding = Sharding(units, MeshSpec(mesh.spec.shard))
         self.shards = mesh.shards

@@ -19,6 +19,7 @@ from crossframe.errors import (
     UsageError,
     WrongTypeError,
 )
+from crossframe.faces import Face
 from crossframe.lifecycle import Residency
 from crossframe.reduction import custom_factors
 from torch_backend.collectives import Communicator
@@ -29,6 +30,7 @@ from torch_backend.refusals import refuse_ddp, refuse_to_pickle
 from torch_backend.schedule import Schedule
 from torch_backend.streams import on_stream
 from torch_backend.unit import Unit, unit_of
+from torch_backend.unit_tree import NamedUnit, named_units, units_in
 
 
 class UnshardHandle:
@@ -299,11 +301,7 @@ def begin_as_root(module: nn.Module) -> Schedule:
             f"unit of {unit.num_modules} modules: one of them runs first, outside of a sharded root; call fully_shard on a "
             "module around them and run that first"
         )
-    paths: dict[Unit, list[str]] = {}
-    for path, inner in module.named_modules():
-        if isinstance(inner, FSDPModule):
-            paths.setdefault(unit_of(inner), []).append(path)
-    named = [(", ".join(some), inner) for inner, some in paths.items()]
+    named = named_units(module, Face.FSDP2)
     _check_shared(named)
     check_real(named)
     if unit.choices.keeps_root:
@@ -311,18 +309,18 @@ def begin_as_root(module: nn.Module) -> Schedule:
     return Schedule(named, face="fully_shard")
 
 
-def _check_shared(named_units: Sequence[tuple[str, Unit]]) -> None:
+def _check_shared(named: Sequence[NamedUnit]) -> None:
     seen: dict[object, tuple[str, str]] = {}
-    for path, unit in named_units:
-        for bucket in unit.buckets:
-            for spec, origin in zip(unit.params_at(bucket, path), bucket.origins, strict=True):
+    for unit in named:
+        for each in unit.buckets:
+            for spec, origin in zip(each.params, each.bucket.origins, strict=True):
                 if origin in seen:
                     name, other = seen[origin]
                     raise UnitError(
-                        f"{name!r} of unit {other!r} and {spec.name!r} of unit {path!r} are one parameter; shard the modules "
-                        "that share it together, fully_shard([a, b]), or leave both to a unit around them"
+                        f"{name!r} of unit {other!r} and {spec.name!r} of unit {unit.name!r} are one parameter; shard the "
+                        "modules that share it together, fully_shard([a, b]), or leave both to a unit around them"
                     )
-                seen[origin] = spec.name, path
+                seen[origin] = spec.name, unit.name
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -364,8 +362,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
 
 def _units(module: nn.Module, recurse: bool) -> Iterator[Unit]:
     """The unit of a module, and with `recurse` those below it, each once."""
-    inner = module.modules() if recurse else [module]
-    yield from dict.fromkeys(unit_of(some) for some in inner if isinstance(some, FSDPModule))
+    yield from units_in(module, Face.FSDP2) if recurse else [unit_of(module)]
 
 
 def _units_of(modules: Any, method: str) -> list[Unit]:

@@ -113,7 +113,7 @@ def fully_shard(
         move_to_mesh(root, is_sharded, ignored, data.device)
 
     unit = build_unit(
-        modules[0] if len(modules) == 1 else nn.ModuleList(modules),
+        modules,
         ranks,
         Choices(
             Face.FSDP2,

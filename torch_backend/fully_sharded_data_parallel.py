@@ -11,7 +11,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.errors import StateError, UsageError
+from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout
+from crossframe.state import FSDP_WRAPPED
 from crossframe.unshard import UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
 from torch_backend.arguments import (
@@ -34,7 +36,7 @@ from torch_backend.optim_state_methods import HasOptimStateDicts
 from torch_backend.process_groups import Groups, find_groups, unit_mesh
 from torch_backend.refusals import refuse_ddp, refuse_to_pickle
 from torch_backend.schedule import Schedule
-from torch_backend.slots import WRAPPED, OwnedParam, canonical_name
+from torch_backend.slots import OwnedParam
 from torch_backend.state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -52,6 +54,7 @@ from torch_backend.store import ShardStore
 from torch_backend.summon import Summonable
 from torch_backend.torch_classes import as_ours
 from torch_backend.unit import UNIT, unit_of
+from torch_backend.unit_tree import named_units, units_in
 from torch_backend.unshard import summon_units
 from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy
 
@@ -219,9 +222,9 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             mesh.spec,
         )
 
-        self.add_module(WRAPPED, module)
+        self.add_module(FSDP_WRAPPED, module)
         self.__dict__[UNIT] = build_unit(
-            module,
+            [module],
             mesh,
             choices,
             is_unit=_is_wrapped,
@@ -237,7 +240,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     @property
     def module(self) -> nn.Module:
         """The wrapped module; below a wrapper for activation checkpointing, what that wraps."""
-        module = self._modules[WRAPPED]
+        module = self._modules[FSDP_WRAPPED]
         return module._checkpoint_wrapped_module if isinstance(module, ActivationWrapper) else module  # type: ignore
 
     @property
@@ -260,11 +263,11 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__(WRAPPED), name)
+            return getattr(super().__getattr__(FSDP_WRAPPED), name)
 
     def __getitem__(self, key: int) -> Any:
         """Items are the wrapped module's."""
-        return self._modules[WRAPPED][key]  # type: ignore[index]
+        return self._modules[FSDP_WRAPPED][key]  # type: ignore[index]
 
     @_disable_dynamo(recursive=False)  # the hooks are not to be compiled, what is wrapped may be
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +276,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         schedule = unit.schedule or self._begin_as_root()
         args, kwargs = _begin_forward(schedule, unit, args, kwargs)
         try:
-            output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
+            output = self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             _abandon_forward(schedule, unit)
             raise
@@ -286,9 +289,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         for name, wrapper in named:
             check_uniform(self, name, wrapper)
         unit_of(self).choices.reshard_after_forward = False  # R13
-        schedule = Schedule(
-            [(canonical_name(name), unit_of(wrapper)) for name, wrapper in named], face=type(self).__name__
-        )
+        schedule = Schedule(named_units(self, Face.FSDP1), face=type(self).__name__)
         cast_buffers(
             ((wrapper, wrapper.mixed_precision.buffer_dtype, wrapper.compute_device) for _, wrapper in named),
             (module for _, wrapper in named for module in wrapper._ignored.modules),
@@ -330,7 +331,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         if schedule is not None:
             schedule.recover()
         super().zero_grad(set_to_none)
-        units = schedule.units if schedule is not None else [unit_of(wrapper) for wrapper in self.fsdp_modules(self)]
+        units = schedule.units if schedule is not None else units_in(self, Face.FSDP1)
         for unit in units:
             unit.drop_grads()
 
@@ -344,7 +345,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward reduces nothing: full gradients accumulate on each rank (R15)."""
-        units = [unit_of(wrapper) for wrapper in self.fsdp_modules(self)]
+        units = units_in(self, Face.FSDP1)
         before = [unit.reduces for unit in units]
         for unit in units:
             unit.reduces = False

@@ -18,13 +18,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
 
 from crossframe.errors import AgreementError, StateDictError
-from crossframe.state import StateKind
+from crossframe.state import StateKind, state_key
 from torch_backend.exposure.flat import FLAT_PARAM
 from torch_backend.exposure.registration import ShardedParams
 from torch_backend.piece_moves import is_over
 from torch_backend.piece_tensor import PieceTensor
 from torch_backend.rounds import agree, spans_ranks, withdraw
-from torch_backend.slots import canonical_name
 from torch_backend.unit import UNIT, Unit, unit_of
 
 TITLE = "loading of a state dict"
@@ -153,14 +152,10 @@ class _Expected:
         self.opaque: set[str] = set()
         self.local: set[str] = set()
         self.sharded: list[nn.Module] = []
-        # Of the parameters of FSDP1's units: what is registered for them has other names or shapes.
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._prefix = prefix
+        # The shapes of parameters of FSDP1's units, for which something of another shape is registered, or nothing.
+        self._shapes: dict[nn.Module, dict[str, tuple[int, ...]]] = {}
         self._visit(module, prefix, known=True)
         del self.sharded[0]
-        for key, shape in self._shapes.items():
-            if not key.startswith((*self.opaque, *self.local)):
-                self.entries.setdefault(key, (shape, None))
 
     def _visit(self, module: nn.Module, at: str, *, known: bool) -> None:
         """A module and all below it, by hand: `named_modules` takes as long as all the rest.
@@ -175,7 +170,7 @@ class _Expected:
                 self.local.add(at)
                 known = False
             else:
-                self._take_shapes(unit_of(module), at)
+                self._take_shapes(unit_of(module))
         if known and _has_its_own_way(module):
             self.opaque.add(at)
             known = False
@@ -183,20 +178,21 @@ class _Expected:
             self._take_entries(module, at)
         for name, child in module._modules.items():
             if child is not None:
-                self._visit(child, f"{at}{name}." if canonical_name(name) else at, known=known)
+                self._visit(child, f"{at}{name}." if state_key(name) else at, known=known)
 
-    def _take_shapes(self, unit: Unit, at: str) -> None:
+    def _take_shapes(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             if not isinstance(bucket.exposure, ShardedParams):
-                for spec in unit.params_at(bucket, at.removeprefix(self._prefix).removesuffix(".")):
-                    self._shapes |= {self._prefix + name: spec.shape for name in (spec.name, *spec.aliases)}
+                for i, owner, attribute in bucket.exposure.registered:
+                    self._shapes.setdefault(owner, {})[attribute] = bucket.layout.params[i].shape
 
     def _take_entries(self, module: nn.Module, at: str) -> None:
+        shapes = self._shapes.get(module, {})
+        self.entries.update({at + attribute: (shape, None) for attribute, shape in shapes.items()})
         for attribute, param in module._parameters.items():
             if param is not None and attribute != FLAT_PARAM:
-                key = at + attribute
                 like = param if isinstance(param, (DTensor, PieceTensor)) else None
-                self.entries[key] = (self._shapes.get(key, param.shape), like)
+                self.entries[at + attribute] = (shapes.get(attribute, param.shape), like)
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
                 self.entries[at + attribute] = (buffer.shape, buffer if isinstance(buffer, DTensor) else None)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from crossframe.errors import InitialisationError, UsageError
+from crossframe.state import state_key
 from torch_backend.collectives import UnitMesh
 from torch_backend.ignored import Ignored, IsUnit
 from torch_backend.rounds import agree
-from torch_backend.slots import canonical_name
 
 
 def own_modules(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -155,7 +155,7 @@ def sync_states(root: nn.Module, is_unit: IsUnit, ignored: Ignored, mesh: UnitMe
         for attribute, tensor in tensors:
             if id(tensor) not in left_out:
                 left_out.add(id(tensor))
-                named[canonical_name(f"{name}.{attribute}".lstrip("."))] = tensor.detach()
+                named[state_key(f"{name}.{attribute}".lstrip("."))] = tensor.detach()
     said = [
         (f"tensor {name!r}", {"shape": str(list(tensor.shape)), "dtype": str(tensor.dtype)})
         for name, tensor in named.items()

@@ -8,11 +8,13 @@ from torch.distributed.tensor import DTensor
 
 from crossframe.errors import InitialisationError, UnsupportedError
 from crossframe.initialise import InitStep, init_plan
+from crossframe.state import state_key
 from crossframe.units import Slot, UnitSpec
 from torch_backend.bucket import Bucket
 from torch_backend.dtypes import dtype_name
 from torch_backend.exposure.registration import RegisteredParams
-from torch_backend.unit import UNIT, Unit, unit_of
+from torch_backend.unit import Unit
+from torch_backend.unit_tree import NamedUnit, named_units
 
 
 def make_real(unit: Unit) -> None:
@@ -35,14 +37,10 @@ def make_real(unit: Unit) -> None:
                 exposure.params[i].grad = other.grad
 
 
-def check_real(named_units: Sequence[tuple[str, Unit]]) -> None:
+def check_real(named: Sequence[NamedUnit]) -> None:
     """Raise InitialisationError if any parameter is still on meta, with the names."""
     names = [
-        spec.name
-        for name, unit in named_units
-        for bucket in unit.buckets
-        if bucket.store.buffer.is_meta
-        for spec in unit.params_at(bucket, name)
+        spec.name for unit in named for each in unit.buckets if each.bucket.store.buffer.is_meta for spec in each.params
     ]
     if names:
         raise InitialisationError(
@@ -70,38 +68,32 @@ def initialise_sharded(
         InitialisationError: what cannot be initialised so, with the names of what stays on meta. Nothing has changed then.
         UnsupportedError: parameters of tensor parallelism.
     """
-    units = [(name, unit_of(module)) for name, module in model.named_modules() if UNIT in module.__dict__]
-    named = list({unit: (name, unit) for name, unit in reversed(units)}.values())
-    where: dict[str, tuple[Bucket, int]] = {}
-    specs = []
-    for name, unit in named:
-        paths = [path for path, other in units if other is unit]
-        params = []
-        for bucket in unit.buckets:
-            for i, spec in enumerate(unit.params_at(bucket, ", ".join(paths))):
-                where[spec.name] = bucket, i
-                params.append(spec)
-        specs.append(UnitSpec(name, tuple(params)))
-    plan = _plan(model, specs, where, tied_to)
-    for _, unit in named:
+    named = named_units(model)
+    where = {
+        spec.name: (each.bucket, i) for unit in named for each in unit.buckets for i, spec in enumerate(each.params)
+    }
+    specs = [UnitSpec(unit.name, tuple(spec for each in unit.buckets for spec in each.params)) for unit in named]
+    modules = _innermost(model)
+    plan = _plan(modules, specs, tied_to)
+    for unit in (each.unit for each in named):
         if any(bucket.store.buffer.is_meta for bucket in unit.buckets):
             to = unit.buckets[0].device if device is None else torch.device(device)
             with unit.converting(lambda tensor, to=to: torch.zeros_like(tensor, device=to)):
                 pass
-    modules = dict(model.named_modules())
     for step in plan:
         _draw(modules[step.module], step, where, device)
 
 
+def _innermost(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by name, each once. Of a wrapper and what it wraps, which have one name, the latter: it draws."""
+    return {state_key(path): module for path, module in model.named_modules()}
+
+
 def _plan(
-    model: nn.Module,
-    units: Sequence[UnitSpec],
-    where: Mapping[str, tuple[Bucket, int]],
-    tied_to: Mapping[str, str] | None,
+    modules: Mapping[str, nn.Module], units: Sequence[UnitSpec], tied_to: Mapping[str, str] | None
 ) -> tuple[InitStep, ...]:
     shapes = {name: spec.shape for unit in units for spec in unit.params for name in (spec.name, *spec.aliases)}
     slots, buffers, meta, initialisers = [], [], set(), set()
-    modules = dict(model.named_modules())
     for name, module in modules.items():
         if callable(getattr(module, "reset_parameters", None)):
             initialisers.add(name)

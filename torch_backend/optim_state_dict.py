@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from crossframe.errors import StateDictError, UsageError
+from crossframe.faces import Face
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
-from crossframe.state import Role, Seen, StateKind, agreed, classify
+from crossframe.state import Role, Seen, StateKind, agreed, classify, state_key
 from torch_backend.bucket import Bucket
 from torch_backend.dtypes import dtype_name, torch_dtype
 from torch_backend.exposure import FlatExposure
 from torch_backend.gather import views_of
 from torch_backend.piece_moves import PHASE
-from torch_backend.slots import canonical_name
 from torch_backend.state_dict import HasStateDicts, as_rows, kind_of, places_of
 from torch_backend.unit import unit_of
+from torch_backend.unit_tree import named_units
 
 State = dict[str, dict[str, Any]]
 
@@ -79,13 +80,9 @@ def owned_by(model: nn.Module) -> list[Owned]:
     Raises:
         UsageError: there are none, or wrappers that differ in `use_orig_params`.
     """
-    found = []
-    for path, module in model.named_modules():
-        if isinstance(module, HasStateDicts):
-            unit = unit_of(module)
-            for bucket in unit.buckets:
-                found.append(Owned(module, bucket, unit.params_at(bucket, canonical_name(path))))
-    if not any(isinstance(module, HasStateDicts) for module in model.modules()):
+    named = named_units(model, Face.FSDP1)
+    found = [Owned(unit.modules[0], each.bucket, each.params) for unit in named for each in unit.buckets]  # type: ignore[arg-type]
+    if not named:
         raise UsageError(
             "there is no FullyShardedDataParallel in this model: use the optimizer's own state_dict and load_state_dict"
         )
@@ -111,7 +108,7 @@ class Names:
         self.owned = [] if plain else owned_by(model)
         self.place = {id(param): (each, at) for each in self.owned for at, param in enumerate(each.params)}
         self.others: dict[int, str] = {}
-        self._registered = [(canonical_name(name), param) for name, param in model.named_parameters()]
+        self._registered = [(state_key(name), param) for name, param in model.named_parameters()]
         for name, param in self._registered:
             if id(param) not in self.place:
                 self.others.setdefault(id(param), name)

@@ -13,6 +13,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import StateDictError
+from crossframe.state import state_key
 from torch_backend.bucket import Bucket
 from torch_backend.exposure.pieces import PieceExposure
 from torch_backend.exposure.registration import Place as Registration
@@ -20,7 +21,6 @@ from torch_backend.piece_moves import from_rows, is_over, rows_of_dtensor, to_dt
 from torch_backend.piece_place import Place
 from torch_backend.piece_tensor import PieceTensor, piece_tensor, same_place
 from torch_backend.sharded_tensors import rows_of_sharded_tensor
-from torch_backend.slots import canonical_name
 from torch_backend.unit import unit_of
 
 
@@ -78,7 +78,7 @@ def paths_of(module: nn.Module, registered: Iterable[Registration], prefix: str)
     for i, owner, attribute in registered:
         for path in paths.get(owner, ()):
             # Wrappers inside the unit (activation checkpointing) put their part into the names later.
-            for each in dict.fromkeys((path, canonical_name(path))):
+            for each in dict.fromkeys((path, state_key(path))):
                 keys.setdefault(i, []).append(f"{prefix}{each}.{attribute}" if each else prefix + attribute)
     return keys
 

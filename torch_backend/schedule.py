@@ -37,6 +37,7 @@ from torch_backend.optimizer_steps import StepCount
 from torch_backend.reductions import Reductions
 from torch_backend.streams import Streams, streams_of
 from torch_backend.unit import Unit
+from torch_backend.unit_tree import NamedUnit
 
 # What a module may return without anything to differentiate in it.
 _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, tuple, list, Mapping, Set)
@@ -59,37 +60,39 @@ class Schedule:
         units: in module pre-order; the root's comes first.
     """
 
-    def __init__(self, named_units: Sequence[tuple[str, Unit]], *, face: str) -> None:
+    def __init__(self, named_units: Sequence[NamedUnit], *, face: str) -> None:
         """Take charge of the units of a module tree, whose root is about to be used for the first time.
 
         Args:
-            named_units: every unit with the path of its module, the root "" first.
+            named_units: every unit of the tree, the root's first.
             face: the interface in use, for the agreement between ranks.
 
         Raises:
             RunOrderError: a unit that ran as a root before. One that ran below another root leaves that for this one.
             AgreementError: other ranks have other units.
         """
-        for name, unit in named_units:
-            if unit.schedule is not None and unit.schedule.root is unit:
+        for each in named_units:
+            schedule = each.unit.schedule
+            if schedule is not None and schedule.root is each.unit:
                 raise RunOrderError(
-                    f"unit {name!r} has already run on its own, as a root; run the forward of the outermost sharded "
+                    f"unit {each.name!r} has already run on its own, as a root; run the forward of the outermost sharded "
                     "module first, so that its units are scheduled together"
                 )
         check_agreement(named_units, face)
-        for name, unit in named_units:
+        for each in named_units:
+            unit = each.unit
             if unit.when_agreed is not None:
                 unit.when_agreed()
                 unit.when_agreed = None
             for i, bucket in enumerate(unit.buckets):
-                bucket.unused.name(f"{name}/{i}")
-        self.units = [unit for _, unit in named_units]
+                bucket.unused.name(f"{each.name}/{i}")
+        self.units = [each.unit for each in named_units]
         self.root = self.units[0]
         steps = StepCount()
-        for name, unit in named_units:
-            unit.place(name)
-            unit.count_steps(steps)
-            unit.schedule = self
+        for each in named_units:
+            each.unit.place(each.name, [bucket.layout for bucket in each.buckets])
+            each.unit.count_steps(steps)
+            each.unit.schedule = self
         self._groups = list(
             {
                 communicator.ranks: communicator.group

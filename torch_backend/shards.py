@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from crossframe.layout import Layout
-from torch_backend.slots import canonical_name
-from torch_backend.unit import UNIT, Bucket, unit_of
+from torch_backend.bucket import Bucket
+from torch_backend.unit_tree import named_units
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,23 @@ class LocalPiece:
 
 
 def sharded_units(model: nn.Module) -> list[tuple[str, list[Bucket]]]:
-    """The units of a model under either interface, by canonical module name, the outermost first."""
-    return [
-        (canonical_name(name), unit_of(module).buckets)
-        for name, module in model.named_modules()
-        if UNIT in module.__dict__
-    ]
+    """The units of a model under either interface, by name, the outermost first."""
+    return [(named.name, named.unit.buckets) for named in named_units(model)]
 
 
 def layouts_of(model: nn.Module) -> list[tuple[str, Layout]]:
-    """The layout of every bucket, under its unit's name. Parameters have their full names once the root has run."""
-    return [(name, bucket.layout) for name, buckets in sharded_units(model) for bucket in buckets]
+    """The layout of every bucket, under its unit's name; of parameters under their names in the model."""
+    return [(named.name, each.layout) for named in named_units(model) for each in named.buckets]
 
 
 def local_pieces(model: nn.Module, rank: int) -> Iterator[LocalPiece]:
     """Every piece that this rank (of its shard group) holds, unit by unit in order; padding is in none of them (R06)."""
-    for unit, buckets in sharded_units(model):
-        for bucket in buckets:
-            index = {spec.name: i for i, spec in enumerate(bucket.layout.params)}
+    for named in named_units(model):
+        for each in named.buckets:
+            bucket, layout = each.bucket, each.layout
+            index = {spec.name: i for i, spec in enumerate(layout.params)}
             grads = bucket.exposure.grads()
-            for piece in bucket.layout.pieces(rank):
+            for piece in layout.pieces(rank):
                 i = index[piece.name]
                 values = bucket.store.pieces[i]
-                yield LocalPiece(unit, piece.name, piece.param_start, piece.param_stop, values, grads[i])
+                yield LocalPiece(named.name, piece.name, piece.param_start, piece.param_stop, values, grads[i])

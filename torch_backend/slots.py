@@ -1,7 +1,7 @@
 """From a torch module tree to the core's names: where parameters are registered, and which unit they belong to."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -9,12 +9,9 @@ from torch.distributed.tensor import DTensor
 from crossframe.dtypes import FLOATING
 from crossframe.errors import LayoutError
 from crossframe.params import ParamSpec
-from crossframe.state import without_parts
+from crossframe.state import state_key
 from crossframe.units import Order, Slot, assign_units
 from torch_backend.dtypes import dtype_name
-
-WRAPPED = "_fsdp_wrapped_module"
-_WRAPPERS = (WRAPPED, "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -24,25 +21,6 @@ class OwnedParam:
     spec: ParamSpec
     param: nn.Parameter
     registrations: tuple[tuple[nn.Module, str], ...]
-
-
-def without_wrapper(name: str) -> str:
-    """A name without the parts that wrapping in FSDP put into it.
-
-    >>> without_wrapper("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.weight")
-    'blocks.0.weight'
-    """
-    return without_parts(name, {WRAPPED})
-
-
-def canonical_name(name: str) -> str:
-    """A module or parameter name without the parts that sharding and activation checkpointing put into it, so that it names the
-    user's module. What torch.compile put there stays, as in torch: the keys of state dicts have it.
-
-    >>> canonical_name("_fsdp_wrapped_module.blocks.0._checkpoint_wrapped_module.weight")
-    'blocks.0.weight'
-    """
-    return without_parts(name, _WRAPPERS)
 
 
 def owned_params(
@@ -76,7 +54,7 @@ def owned_params(
     # may share parameters between these.
     inside, seen_in = "", {}
     for raw_name, module in root.named_modules(remove_duplicate=False):
-        name = canonical_name(raw_name)
+        name = state_key(raw_name)
         if again and any(name == other or name.startswith(other + ".") for other in again):
             continue
         if module is not root and is_unit(module) and inner_units.setdefault(module, name) != name:
@@ -126,27 +104,3 @@ def owned_params(
 def local_of(param: Tensor) -> Tensor:
     """What this rank has of a parameter under tensor parallelism; of others, the parameter itself."""
     return param._local_tensor if isinstance(param, DTensor) else param
-
-
-def named_below(module: str | Sequence[str], params: Sequence[ParamSpec]) -> tuple[ParamSpec, ...]:
-    """Parameters named relative to a module, under their full names.
-
-    Args:
-        module: its path; or those of several modules, by whose places the parameters' names begin ("0.weight").
-    """
-    if isinstance(module, str):
-        prefix = f"{module}." if module else ""
-        return renamed(params, lambda name: prefix + name)
-
-    def below(local: str) -> str:
-        place, _, rest = local.partition(".")
-        return f"{module[int(place)]}.{rest}"
-
-    return renamed(params, below)
-
-
-def renamed(params: Sequence[ParamSpec], rename: Callable[[str], str]) -> tuple[ParamSpec, ...]:
-    """Parameters under other names, aliases included."""
-    return tuple(
-        replace(spec, name=rename(spec.name), aliases=tuple(rename(alias) for alias in spec.aliases)) for spec in params
-    )

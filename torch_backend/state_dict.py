@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import StateDictError, UnsupportedError, UsageError
-from crossframe.state import FLAT_PARAM, StateKind
+from crossframe.state import FLAT_PARAM, FSDP_WRAPPED, StateKind, state_key
 from torch_backend.bucket import Bucket
 from torch_backend.exposure import FlatExposure, FlatParameter
 from torch_backend.load_check import check_load, strictly
@@ -29,7 +29,6 @@ from torch_backend.piece_place import Place
 from torch_backend.piece_tensor import PieceTensor, piece_param
 from torch_backend.redistribute import paths_of, take
 from torch_backend.sharded_tensors import sharded_tensor
-from torch_backend.slots import WRAPPED, canonical_name
 from torch_backend.state_dict_types import (
     FullStateDictConfig,
     HasStateDictType,
@@ -200,7 +199,7 @@ def _piece_params(bucket: Bucket, mesh: DeviceMesh | None) -> list[nn.Parameter]
 
 def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """The module's state dict is made: leave the wrapper out of the names, and turn pieces into what was asked for."""
-    inside = f"{prefix}{WRAPPED}."
+    inside = f"{prefix}{FSDP_WRAPPED}."
     for key in [key for key in state if key.startswith(inside)]:
         state[prefix + key.removeprefix(inside)] = state.pop(key)
     unit = unit_of(wrapper)
@@ -229,7 +228,7 @@ def _buffers(wrapper: Any, prefix: str) -> Iterator[tuple[str, str]]:
     ignored = {id(buffer) for module in wrapper._ignored.modules for buffer in module.buffers()}
     for name, buffer in wrapper.named_buffers():
         if id(buffer) not in ignored:
-            yield prefix + canonical_name(name), name
+            yield prefix + state_key(name), name
 
 
 def is_piece_of(value: Any, bucket: Bucket) -> bool:
@@ -323,7 +322,7 @@ def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
             take(bucket, places, state, paths_of(wrapper, bucket.exposure.registered, prefix), unit.name)
             bucket.exposure.show_state(_piece_params(bucket, wrapper._device_mesh))
     for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}{WRAPPED}.{key.removeprefix(prefix)}"] = state.pop(key)
+        state[f"{prefix}{FSDP_WRAPPED}.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 def _take_own_shard(bucket: Bucket, state: dict[str, Any], key: str, unit: str) -> None:
@@ -352,7 +351,7 @@ def _end_load(wrapper: Any, incompatible: Any) -> None:
     """A state dict has been loaded: what is sharded is registered again, and wrappers are left out of what is reported."""
     unit = unit_of(wrapper)
     for names in incompatible:
-        names[:] = [canonical_name(name) for name in names]
+        names[:] = [state_key(name) for name in names]
     if unit.summoned:
         return
     for bucket in unit.buckets:

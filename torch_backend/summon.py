@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from crossframe.errors import UsageError
+from crossframe.state import FSDP_WRAPPED, without_parts
 from crossframe.unshard import Truth, UnshardRequest
-from torch_backend.slots import without_wrapper
 from torch_backend.unit import unit_of
 from torch_backend.unshard import summon_on_first, summon_units
 
@@ -73,13 +73,13 @@ class Summonable(nn.Module):
         """As of any module; while parameters are summoned, without the names that wrapping added."""
         summoned = unit_of(self).summoned
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (without_wrapper(name) if summoned else name), param
+            yield (without_parts(name, {FSDP_WRAPPED}) if summoned else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of any module; while parameters are summoned, without the names that wrapping added."""
         summoned = unit_of(self).summoned
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (without_wrapper(name) if summoned else name), buffer
+            yield (without_parts(name, {FSDP_WRAPPED}) if summoned else name), buffer
 
 
 def _summonable(module: nn.Module, recurse: bool) -> list[Summonable]:

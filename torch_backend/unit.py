@@ -3,16 +3,15 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from crossframe.errors import StateError
+from crossframe.layout import Layout
 from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
-from crossframe.params import ParamSpec
 from crossframe.unshard import UnshardRequest, residency_after
 from torch_backend.anchor import Use, anchored
 from torch_backend.bucket import Bucket, Writeback
@@ -21,7 +20,6 @@ from torch_backend.collectives import UnitMesh
 from torch_backend.full_grads import FullGrads
 from torch_backend.observe import tell_local_grads
 from torch_backend.optimizer_steps import StepCount, count_steps
-from torch_backend.slots import named_below
 
 if TYPE_CHECKING:
     from torch_backend.schedule import Schedule
@@ -88,19 +86,11 @@ class Unit:
         """Where it computes; None if it has no parameters."""
         return self.buckets[0].device if self.buckets else None
 
-    def place(self, name: str) -> None:
-        """Learn the path from the root (of several modules their paths, "a, b"), and name the parameters after it."""
-        for bucket in self.buckets:
-            bucket.place(replace(bucket.layout, params=self.params_at(bucket, name)))  # type: ignore[type-var]
+    def place(self, name: str, layouts: Sequence[Layout]) -> None:
+        """Learn what the unit is called in the root's model, and of each bucket the layout under the names of that model."""
+        for bucket, layout in zip(self.buckets, layouts, strict=True):
+            bucket.place(layout)
         self.name = name
-
-    def params_at(self, bucket: Bucket, name: str) -> tuple[ParamSpec, ...]:
-        """The parameters of one of its buckets, as they are called where the unit is at this path."""
-        named = named_below(name.split(", ") if self.num_modules > 1 else name, bucket.local_params)
-        return tuple(
-            replace(spec, name=known.name, aliases=known.aliases)
-            for spec, known in zip(bucket.layout.params, named, strict=True)
-        )
 
     def move(self, move: Move) -> None:
         """Take one step of the lifecycle, or raise StateError with this unit's name."""

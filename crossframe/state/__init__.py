@@ -10,13 +10,26 @@ from crossframe.state.model import (
     expected_tensors,
     state_entries,
 )
-from crossframe.state.names import FLAT_PARAM, WRAPPERS, canonical_name, local_key, without_parts
+from crossframe.state.names import (
+    CHECKPOINT_WRAPPED,
+    COMPILED,
+    FLAT_PARAM,
+    FSDP_WRAPPED,
+    WRAPPERS,
+    canonical_name,
+    local_key,
+    state_key,
+    without_parts,
+)
 from crossframe.state.optim import flatten_state, gather_state, shard_state, unflatten_state
 from crossframe.state.param_groups import grouped_units, state_by_id, state_by_name, ungrouped_units
 from crossframe.state.roles import Role, Seen, agreed, classify, seen
 
 __all__ = [
+    "CHECKPOINT_WRAPPED",
+    "COMPILED",
     "FLAT_PARAM",
+    "FSDP_WRAPPED",
     "WRAPPERS",
     "IncompatibleKeys",
     "Role",
@@ -39,6 +52,7 @@ __all__ = [
     "state_by_id",
     "state_by_name",
     "state_entries",
+    "state_key",
     "unflatten_state",
     "ungrouped_units",
     "without_parts",

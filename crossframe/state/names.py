@@ -5,8 +5,10 @@ from collections.abc import Collection
 from crossframe.errors import StateDictError
 from crossframe.shown import shown
 
-# What wrapping a module puts into the names below it: torch's FSDP, its activation checkpointing, torch.compile.
-WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+# What wrapping a module puts into the names below it.
+FSDP_WRAPPED, CHECKPOINT_WRAPPED, COMPILED = "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"
+WRAPPERS = frozenset({FSDP_WRAPPED, CHECKPOINT_WRAPPED, COMPILED})
+_OUTSIDE_STATE_DICTS = WRAPPERS - {COMPILED}
 FLAT_PARAM = "_flat_param"
 
 
@@ -27,6 +29,16 @@ def canonical_name(name: str) -> str:
     if not isinstance(name, str):
         raise StateDictError(f"expected a string as a key of a state dict, got {shown(name)}")
     return without_parts(name, WRAPPERS)
+
+
+def state_key(name: str) -> str:
+    """The key of a module, parameter or buffer in torch's state dicts: its name without the parts that FSDP and activation
+    checkpointing put into it. The part of torch.compile stays, since torch's keys have it too.
+
+    >>> state_key("_fsdp_wrapped_module.blocks.0._orig_mod._checkpoint_wrapped_module.weight")
+    'blocks.0._orig_mod.weight'
+    """
+    return without_parts(name, _OUTSIDE_STATE_DICTS)
 
 
 def without_parts(name: str, parts: Collection[str]) -> str:

@@ -22,11 +22,11 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from crossframe.errors import CrossframeError
+from crossframe.state import state_key
 from tests.on_torch.models import Block, batch, build_net, loss_of
 from torch_backend import FullyShardedDataParallel as FSDP
 from torch_backend import fully_shard
 from torch_backend.sharded_grad_scaler import ShardedGradScaler
-from torch_backend.slots import canonical_name
 
 FSDP1, FSDP2 = ("orig", "flat"), ("per_param", "flat layout", "ragged layout")
 FACES = (*FSDP1, *FSDP2)
@@ -54,7 +54,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 
     def named() -> Iterator[tuple[str, Tensor]]:
         for name, param in model.named_parameters():
-            yield canonical_name(name).replace("_orig_mod.", ""), param.detach()
+            yield state_key(name).replace("_orig_mod.", ""), param.detach()
 
     if any(isinstance(module, FSDP) for module in model.modules()):
         with FSDP.summon_full_params(model, writeback=False):
@@ -296,7 +296,7 @@ def _batch_norms(rank, world_size):
             if sharded:
                 model = FSDP(model, use_orig_params=face == "orig") if face in FSDP1 else fully_shard(model)
             update_bn(loader, model)
-            found.append({canonical_name(name): buffer for name, buffer in model.named_buffers()})
+            found.append({state_key(name): buffer for name, buffer in model.named_buffers()})
         wrong += [face] if differing(found[1], found[0]) else []
     return wrong
 

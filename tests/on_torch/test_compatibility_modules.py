@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.profiler import ProfilerActivity, profile
 
 from crossframe.errors import LayoutError, UsageError
+from crossframe.state import state_key
 from tests.on_torch.models import batch, build_net, loss_of
 from tests.on_torch.test_compatibility import (
     ADAMW,
@@ -30,7 +31,6 @@ from tests.on_torch.test_compatibility import (
     trained,
     trained_plain,
 )
-from torch_backend.slots import canonical_name
 
 
 class _Noisy(nn.Module):
@@ -140,7 +140,7 @@ def _measured(rank, world_size):
             model = change(Measured())
             for step in range(2):
                 model(batch(step, rank)[0])
-            found.append({canonical_name(name): buffer for name, buffer in model.named_buffers()})
+            found.append({state_key(name): buffer for name, buffer in model.named_buffers()})
         wrong += [face] if differing(found[1], found[0]) else []
     return wrong
 
@@ -161,7 +161,7 @@ def _watch(model):
         return hook
 
     for name, module in model.named_modules():
-        name = canonical_name(name)
+        name = state_key(name)
         if name.endswith(("up", "head")) and "." in name + ".":
             module.register_forward_pre_hook(note("pre", name))
             module.register_forward_hook(note("post", name))

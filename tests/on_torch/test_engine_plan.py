@@ -13,9 +13,9 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import collectives, difference
 from tests.on_torch.models import Block, build_net, loss_of
-from tests.on_torch.test_layout import _units
 from tests.on_torch.test_plan import Collectives
 from torch_backend.observe import record_trace
+from torch_backend.shards import layouts_of
 
 # Backward prefetch, forward prefetch, microbatches, which of them reduce; and whether torch is asked too.
 CASES = [
@@ -86,7 +86,7 @@ def _compare(rank, world_size, strategy, shard, low, use_orig_params):
 
         model = wrapped(torch_backend)
         events, seen = _seen(model, rank, microbatches, sync)
-        layouts = [(name, unit.buckets[0].layout) for name, unit in _units(model)]
+        layouts = layouts_of(model)
         plan = step_plan(
             plan_units(layouts, strategy, policy=model.mixed_precision.policy),
             mesh,

@@ -20,9 +20,9 @@ from crossframe.strategy import Sync
 from crossframe.trace import collectives, difference
 from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.test_engine_plan import _by_group, _bytes
-from tests.on_torch.test_layout import _units
 from tests.on_torch.test_plan import LOW, WORLD_SIZE, Collectives
 from torch_backend.observe import record_trace
+from torch_backend.shards import layouts_of
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _compare(rank, world_size, cases):
     for case in cases:
         model = _sharded(torch_backend, case)
         events, seen = _seen(model, rank, case)
-        layouts = [(name, bucket.layout) for name, unit in _units(model) for bucket in unit.buckets]
+        layouts = layouts_of(model)
         policy = LOW if case.low else PrecisionPolicy()
         units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=case.reshard, policy=policy)
         plan = step_plan(units, case.spec, rank, microbatches=case.microbatches, sync=case.sync)

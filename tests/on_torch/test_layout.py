@@ -7,19 +7,12 @@ import torch
 import torch_backend
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.reference import ReferenceUnit
+from crossframe.state import state_key
 from tests.on_torch.models import Block, build_net
 from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2, _torch_fsdp1
-from torch_backend.unit import UNIT
+from torch_backend.unit_tree import named_units, units_in
 
 FSDP1 = [{"strategy": "FULL_SHARD", "use_orig_params": keep} for keep in (False, True)]
-
-
-def _units(model):
-    """The units of a model under either face, root first, named as the engine names them once it runs."""
-    for name, module in model.named_modules():
-        unit = module.__dict__.get(UNIT)
-        if unit is not None:
-            yield torch_backend.slots.canonical_name(name), unit
 
 
 def _shards_equal_reference(rank, world_size, face, options, tied):
@@ -28,15 +21,16 @@ def _shards_equal_reference(rank, world_size, face, options, tied):
         _our_fsdp1(build_net(tied=tied), **options) if face == "fsdp1" else _our_fsdp2(build_net(tied=tied), **options)
     )
     checked = 0
-    for name, unit in _units(model):
-        unit.place(name)
-        for bucket in unit.buckets:
-            reference = ReferenceUnit(bucket.layout, full)
+    for named in named_units(model):
+        name, unit = named.name, named.unit
+        for each in named.buckets:
+            bucket = each.bucket
+            reference = ReferenceUnit(each.layout, full)
             assert np.array_equal(bucket.store.buffer.numpy(), reference.shards[rank]), name
             unit.unshard("summon")
             if bucket.layout.contiguous:
                 assert np.array_equal(bucket.buffer.full.numpy(), reference.gather()[rank]), name
-            for leaf, spec in zip(bucket.buffer.leaves, bucket.layout.params, strict=True):
+            for leaf, spec in zip(bucket.buffer.leaves, each.params, strict=True):
                 assert np.array_equal(leaf.detach().numpy(), full[spec.name]), spec.name
                 checked += 1
             unit.reshard("summon")
@@ -58,13 +52,14 @@ def _torch_metadata(rank, world_size, options):
     peer = _torch_fsdp1(build_net(tied=True), **options)
     ours = _our_fsdp1(build_net(tied=True), **options)
     compared = 0
-    for theirs, (name, unit) in zip(peer.fsdp_modules(peer), _units(ours), strict=True):
+    for theirs, named in zip(peer.fsdp_modules(peer), named_units(ours), strict=True):
+        name, unit = named.name, named.unit
         handle, layout = theirs._handle, unit.buckets[0].layout
         flat = handle.flat_param
         assert isinstance(layout, FlatLayout)
         assert layout.flat_numel == flat._unpadded_unsharded_size.numel(), name
         assert [spec.shape for spec in layout.params] == [tuple(shape) for shape in flat._shapes]
-        assert [spec.name for spec in layout.params] == [torch_backend.slots.canonical_name(n) for n in flat._fqns]
+        assert [spec.name for spec in layout.params] == [state_key(n) for n in flat._fqns]
         assert torch.equal(flat.data, unit.buckets[0].store.buffer), name
         pieces = {piece.name: piece for piece in layout.pieces(rank)}
         for spec, info in zip(layout.params, flat._shard_param_infos, strict=True):
@@ -101,7 +96,7 @@ def _torch_per_param(rank, world_size):
             b._local_tensor.shape,
         ), name
         assert torch.equal(a.full_tensor(), b.full_tensor()), name
-    units = dict(_units(ours))
+    units = {named.name: named.unit for named in named_units(ours)}
     assert all(isinstance(bucket.layout, PerParamLayout) for unit in units.values() for bucket in unit.buckets)
     # R01: post-order, the root's own parameters last.
     state = peer._get_fsdp_state()._fsdp_param_group
@@ -125,7 +120,7 @@ def _poison(rank, world_size):
 
         for step in range(3):
             if poisoned:
-                for _, unit in _units(model):
+                for unit in units_in(model):
                     for run in unit.buckets[0].layout.padding(rank):
                         unit.buckets[0].store.buffer[run.start : run.stop] = float("nan")
             loss = loss_of(model, step, rank)

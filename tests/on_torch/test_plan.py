@@ -17,8 +17,8 @@ from crossframe.strategy import Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collectives, difference
 from tests.on_torch.models import Block, build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, _our_fsdp1, _our_fsdp2
-from tests.on_torch.test_layout import _units
 from torch_backend.observe import record_trace
+from torch_backend.shards import layouts_of
 
 WORLD_SIZE = 4
 LOW = PrecisionPolicy(param_dtype="bfloat16", reduce_dtype="float32")
@@ -74,7 +74,7 @@ def _fsdp1(rank, world_size, strategy, shard, low, microbatches, sync):
         )
         seen = _steps(peer, rank, microbatches, sync, peer.no_sync)
     ours = _our_fsdp1(build_net(), strategy="FULL_SHARD", use_orig_params=False)
-    layouts = [(name, unit.buckets[0].layout.over(mesh.shard)) for name, unit in _units(ours)]
+    layouts = [(name, layout.over(mesh.shard)) for name, layout in layouts_of(ours)]
     units = plan_units(layouts, strategy, policy=LOW if low else None)
     return seen, _planned(units, mesh, rank, microbatches=microbatches, sync=sync)
 
@@ -116,7 +116,7 @@ def _fsdp2(rank, world_size, shard, reshard, low, microbatches, sync):
                     peer.set_requires_all_reduce(last or sync is not Sync.ALL_REDUCE_LAST)
                 loss_of(peer, microbatch, rank).backward()
     ours = _our_fsdp2(build_net(), strategy="FULL_SHARD")
-    layouts = [(name, unit.buckets[0].layout.over(mesh.shard)) for name, unit in _units(ours)]
+    layouts = [(name, layout.over(mesh.shard)) for name, layout in layouts_of(ours)]
     policy = LOW if low else None
     units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=reshard, policy=policy)
     plan = _planned(units, mesh, rank, microbatches=microbatches, sync=sync)
@@ -138,7 +138,7 @@ def _ours(rank, world_size, face, strategy, microbatches, sync):
                     model.set_requires_gradient_sync(not waits)
                 with model.no_sync() if waits and face is Face.FSDP1 else nullcontext():
                     loss_of(model, microbatch, rank).backward()
-    layouts = [(name, unit.buckets[0].layout) for name, unit in _units(model)]
+    layouts = layouts_of(model)
     units = plan_units(layouts, Strategy[strategy], face=face)
     plan = step_plan(units, MeshSpec(world_size), rank, microbatches=microbatches, sync=sync)
     return difference(plan, events, ordered=True)
@@ -156,7 +156,7 @@ def _frozen(rank, world_size, face):
             with record_trace() as events, Collectives() as watcher:
                 loss_of(model, 0, rank).backward()
         seen.append(watcher.seen)
-    layouts = [(name, unit.buckets[0].layout) for name, unit in _units(model)]
+    layouts = layouts_of(model)
     plan = step_plan(plan_units(layouts, face=Face(face)), MeshSpec(world_size), rank)
     return difference(plan, events, ordered=True), seen[0].total(), seen[1].total()
 

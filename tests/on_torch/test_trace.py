@@ -11,8 +11,8 @@ from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER, collectives, difference, summary
 from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, OPTIONS, _our_fsdp1
-from tests.on_torch.test_layout import _units
 from torch_backend.observe import record_trace
+from torch_backend.shards import layouts_of
 
 
 class Watcher(TorchDispatchMode):
@@ -46,7 +46,7 @@ def _trace(rank, world_size, face, options):
         loss_of(model, 1, rank).backward()
     with Watcher() as peer_watcher:
         loss_of(peer, 1, rank).backward()
-    layouts = [(name, unit.buckets[0].layout) for name, unit in _units(model)]
+    layouts = layouts_of(model)
     plan = step_plan(plan_units(layouts, Strategy[options["strategy"]]), MeshSpec(shard=world_size), rank)
     assert difference(plan, events, ordered=True) == []
     frees = [(e.unit, e.phase, e.num_bytes) for e in plan if e.kind == "free"]

@@ -1,7 +1,7 @@
 """What shards a model, asked of each engine in its own way."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -10,14 +10,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from crossframe.dtypes import FLOATING
 from crossframe.errors import UnsupportedError
+from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.params import ParamSpec
+from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from crossframe.units import enclosing_unit
 from torch_backend.dtypes import dtype_name, name_or_none
 from torch_backend.piece_tensor import PieceTensor
 from torch_backend.recorder import tree
-from torch_backend.unit import Unit, unit_of
+from torch_backend.unit_tree import named_units
 
 Registered = tuple[nn.Module, str]
 Range = tuple[int, int]
@@ -28,6 +30,7 @@ class Bucket:
     """Parameters that lie together.
 
     Attributes:
+        modules: the names of the unit's modules, on whose entry its parameters can be read in full.
         params: what the optimizer has: one parameter each in the layout's order, or one flat parameter.
         places: of each parameter the modules and attributes that forward reads.
         is_flat: whether `params` is one flat parameter, this rank's shard.
@@ -35,6 +38,7 @@ class Bucket:
     """
 
     unit: str
+    modules: Sequence[str]
     layout: Layout
     params: Sequence[Tensor]
     places: Sequence[Sequence[Registered]]
@@ -69,9 +73,9 @@ class Engine:
     compute_dtype: str | None = None
     names: Callable[[], dict[str, str]] | None = None
 
-    def entries_of(self, unit: str) -> list[str]:
-        """The modules on whose entry a unit's parameters can be read in full."""
-        return [""] if self.reads_all_at_once else unit.split(", ")
+    def entries_of(self, bucket: Bucket) -> Sequence[str]:
+        """The modules on whose entry a bucket's parameters can be read in full."""
+        return [""] if self.reads_all_at_once else bucket.modules
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -81,40 +85,37 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def ours(found: Sequence[tree.Place]) -> Engine:
+def ours(model: nn.Module) -> Engine:
     """Ours, under either interface."""
-    paths: dict[Unit, list[str]] = {}
-    for place in found:
-        paths.setdefault(unit_of(place.module), []).append(place.name)
-    named = [(", ".join(some), unit) for unit, some in paths.items()]
-    first = named[0][1]
-    if any(unit.mesh.spec != first.mesh.spec for _, unit in named):
+    named = named_units(model, rename=canonical_name)
+    first = named[0].unit
+    if any(each.unit.mesh.spec != first.mesh.spec for each in named):
         raise UnsupportedError("units of one model on meshes of other sizes are not recorded")
-    buckets, spans = [], []
-    for path, unit in named:
-        for bucket in unit.buckets:
-            specs = unit.params_at(bucket, path)
-            places: list[list[Registered]] = [[] for _ in specs]
-            for i, module, attribute in bucket.exposure.registered:
+    buckets = []
+    for unit in named:
+        unit.check_whole()
+        for each in unit.buckets:
+            exposure = each.bucket.exposure
+            places: list[list[Registered]] = [[] for _ in each.params]
+            for i, module, attribute in exposure.registered:
                 places[i].append((module, attribute))
-            managed = bucket.exposure.managed()
+            managed = exposure.managed()
             is_flat = getattr(managed[0], "_fsdp_flattened", False)
-            layout: Any = replace(bucket.layout, params=specs)  # type: ignore[type-var]
-            buckets.append(Bucket(path, layout, managed, places, is_flat))
-            spans.append((bucket, specs))
+            buckets.append(Bucket(unit.name, unit.paths, each.layout, managed, places, is_flat))
     compute = name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None
-    mesh, face = first.mesh, type(found[0].module).__name__
+    mesh = first.mesh
 
     def names() -> dict[str, str]:
         return {
             own.name: spec.name
-            for bucket, specs in spans
-            for own, spec in zip(bucket.layout.params, specs, strict=True)
+            for unit in named
+            for each in unit.buckets
+            for own, spec in zip(each.bucket.layout.params, each.params, strict=True)
         }
 
     return Engine(
-        "crossframe FSDP1" if face == "FullyShardedDataParallel" else "crossframe FSDP2",
-        _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1][1].choices.reshard_after_forward),
+        "crossframe FSDP1" if first.choices.face is Face.FSDP1 else "crossframe FSDP2",
+        _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1].unit.choices.reshard_after_forward),
         (mesh.replicas.rank, mesh.replicas.size),
         (mesh.shards.rank, mesh.shards.size),
         tuple(group.group for group in (mesh.shards, mesh.replicas) if group.size > 1),
@@ -150,7 +151,7 @@ def torch_fsdp1(found: Sequence[tree.Place]) -> Engine:
 def _flat_bucket(name: str, handle: Any) -> Bucket:
     flat = handle.flat_param
     prefix = f"{name}." if name else ""
-    names = [prefix + tree.canonical_name(each) for each in flat._fqns]
+    names = [prefix + canonical_name(each) for each in flat._fqns]
     places: list[list[Registered]] = [[(info.module, info.param_name)] for info in flat._param_infos]
     order = {(id(info.module), info.param_name): i for i, info in enumerate(flat._param_infos)}
     aliases: list[list[str]] = [[] for _ in names]
@@ -158,7 +159,7 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
         i = order[id(info.prim_module), info.prim_param_name]
         places[i].append((info.module, info.param_name))
         alias = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
-        aliases[i].append(prefix + tree.canonical_name(alias))
+        aliases[i].append(prefix + canonical_name(alias))
     keeps = handle._use_orig_params
     params = list(flat._params) if keeps else [flat]
     specs = tuple(
@@ -178,11 +179,11 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
         (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
         for info in flat._shard_param_infos
     ]
-    return Bucket(name, layout, params, places, not keeps, ranges)
+    return Bucket(name, (name,), layout, params, places, not keeps, ranges)
 
 
-def torch_fsdp2(model: nn.Module, unit_names: Sequence[str]) -> Engine:
-    """torch's fully_shard: each parameter is a DTensor, and belongs to the nearest module that was sharded."""
+def torch_fsdp2(model: nn.Module, found: Sequence[tree.Place]) -> Engine:
+    """torch's fully_shard: each parameter is a DTensor, and belongs to the unit of the nearest module that was sharded."""
     params = {name: each for name, each in _registrations(model).items() if isinstance(each[0], DTensor)}
     meshes = {param.device_mesh: param for param, _, _ in params.values()}
     if len(meshes) != 1:
@@ -203,13 +204,20 @@ def torch_fsdp2(model: nn.Module, unit_names: Sequence[str]) -> Engine:
     shards = mesh.get_group(mesh.ndim - 1) if is_sharded else None
     replicas = mesh.get_group(0) if mesh.ndim > 1 or not is_sharded else None
     size = _place_in(shards)[1]
+    # Modules that were sharded together have one state.
+    states: dict[int, tuple[Any, list[str]]] = {}
+    for place in found:
+        sharded: Any = place.module
+        state = sharded._get_fsdp_state()
+        states.setdefault(id(state), (state, []))[1].append(place.name)
+    units = [tuple(names) for _, names in states.values()]
     buckets = []
-    for (unit, dtype), members in _by_unit(params, unit_names).items():
+    for (modules, dtype), members in _by_unit(params, units).items():
         specs, dims = _specs(params, members, dtype), tuple(_dim(params[name][0]) for name in members)
         layout = PerParamLayout(specs, size, dims)
-        buckets.append(Bucket(unit, layout, [params[n][0] for n in members], [params[n][1] for n in members]))
-    sharded: list[Any] = [module for module in model.modules() if tree.is_torch_fsdp2(module)]
-    policies = [policy for each in sharded if (policy := getattr(each._get_fsdp_state(), "_mp_policy", None))]
+        held, places = [params[n][0] for n in members], [params[n][1] for n in members]
+        buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
+    policies = [policy for state, _ in states.values() if (policy := getattr(state, "_mp_policy", None))]
     return Engine(
         "torch FSDP2",
         _strategy(size, _place_in(replicas)[1], keeps=False),
@@ -233,9 +241,10 @@ def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     buckets = []
-    for (unit, dtype), members in _by_unit(params, sorted(unit_names)).items():
+    for (modules, dtype), members in _by_unit(params, [(name,) for name in unit_names]).items():
         layout = FlatLayout(_specs(params, members, dtype), 1, keep_original=True)
-        buckets.append(Bucket(unit, layout, [params[n][0] for n in members], [params[n][1] for n in members]))
+        held, places = [params[n][0] for n in members], [params[n][1] for n in members]
+        buckets.append(Bucket(modules[0], modules, layout, held, places))
     alone = group is None or group.size() == 1
     return Engine(
         "torch DDP" if tree.is_ddp(model) else "one device" if alone else "replicas",
@@ -266,14 +275,19 @@ def _registrations(model: nn.Module) -> dict[str, tuple[Any, list[Registered], l
     return found
 
 
-def _by_unit(params: dict[str, Any], unit_names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Names of parameters by unit and dtype, the root first and the others in the order of the tree."""
-    known = frozenset({"", *unit_names})
-    found: dict[tuple[str, str], list[str]] = {}
+def _by_unit(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> dict[tuple[tuple[str, ...], str], list[str]]:
+    """Names of parameters by unit and dtype, the root first and the others in the order of the tree.
+
+    Args:
+        units: of each unit but the root the names of its modules.
+    """
+    of_module = {"": ("",)} | {name: modules for modules in units for name in modules}
+    known = frozenset(of_module)
+    found: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for name, (param, _, _) in params.items():
-        unit = enclosing_unit(name.rpartition(".")[0], known)
+        unit = of_module[enclosing_unit(name.rpartition(".")[0], known)]
         found.setdefault((unit, dtype_name(param.dtype)), []).append(name)
-    return dict(sorted(found.items(), key=lambda entry: bool(entry[0][0])))
+    return dict(sorted(found.items(), key=lambda entry: entry[0][0] != ("",)))
 
 
 def _specs(params: dict[str, Any], names: Sequence[str], dtype: str) -> tuple[ParamSpec, ...]:

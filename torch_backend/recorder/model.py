@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from crossframe.errors import UnsupportedError, UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
+from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from torch_backend.recorder import tree
 from torch_backend.recorder.engines import Bucket, Engine, local_of, ours, torch_fsdp1, torch_fsdp2, unsharded
-from torch_backend.unit import UNIT
+from torch_backend.unit_tree import units_in
 
 Registered = tuple[nn.Module, str]
 """A module and an attribute, which yields a parameter."""
@@ -105,12 +106,12 @@ def view_of(model: nn.Module, units: Any = None) -> ModelView:
         UnsupportedError: tensor parallelism; meshes that differ between units; a layout that the core has otherwise.
     """
     places = list(tree.named_places(model))
-    if found := [place for place in places if UNIT in place.module.__dict__]:
-        engine = ours(found)
+    if units_in(model):
+        engine = ours(model)
     elif found := [place for place in places if tree.is_torch_fsdp1(place.module)]:
         engine = torch_fsdp1(found)
     elif found := [place for place in places if tree.is_torch_fsdp2(place.module)]:
-        engine = torch_fsdp2(model, [place.name for place in found])
+        engine = torch_fsdp2(model, found)
     else:
         return _view(model, places, unsharded(model, tree.choose_units(model, units)))
     if units is not None:
@@ -129,16 +130,20 @@ def _view(model: nn.Module, places: Sequence[tree.Place], engine: Engine) -> Mod
     }
     # Of a wrapper and what it wraps, which have one name, the latter; of a compiled model what is around it.
     by_name = {place.name: place.module for place in places if not place.compiled}
-    units = dict.fromkeys(bucket.unit for bucket in engine.buckets)
+    units = {bucket.unit: engine.entries_of(bucket) for bucket in engine.buckets}
     entries: dict[nn.Module, tuple[str, ...]] = {}
     # What is gathered inside of a compiled module cannot be read.
     hidden = set() if engine.reads_all_at_once else {place.name for place in places if place.compiled}
-    for unit in units:
-        for name in engine.entries_of(unit):
+    for unit, names in units.items():
+        for name in names:
             if name in by_name and name not in hidden:
                 entries[by_name[name]] = (*entries.get(by_name[name], ()), unit)
     owners = {module for where in read.values() for module, _ in where}
-    wanted = {"", *units, *(place.name for place in places if place.module in owners)}
+    wanted = {
+        "",
+        *(name for bucket in engine.buckets for name in bucket.modules),
+        *(place.name for place in places if place.module in owners),
+    }
     known = {id(param) for bucket in engine.buckets for param in bucket.params}
     return ModelView(
         engine,
@@ -150,7 +155,7 @@ def _view(model: nn.Module, places: Sequence[tree.Place], engine: Engine) -> Mod
         {module: name for name, module in by_name.items() if name in wanted},
         entries,
         engine.compute_dtype or engine.buckets[0].layout.params[0].dtype,
-        tuple(tree.canonical_name(name) for name, param in model.named_parameters() if id(param) not in known),
+        tuple(canonical_name(name) for name, param in model.named_parameters() if id(param) not in known),
     )
 
 

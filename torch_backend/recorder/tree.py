@@ -8,11 +8,9 @@ from typing import Any
 from torch import nn
 
 from crossframe.errors import UsageError
-from crossframe.state import without_parts
-from torch_backend.slots import WRAPPED
+from crossframe.state import COMPILED, WRAPPERS
 from torch_backend.torch_classes import derives_from_torch
 
-_WRAPPED = (WRAPPED, "_checkpoint_wrapped_module", "_orig_mod")
 _DDP = "DistributedDataParallel"
 _SHARDED = "FSDPModule"
 
@@ -45,7 +43,7 @@ def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] |
             return
         seen.add(module)
     yield Place(name, module, compiled)
-    compiled = compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    compiled = compiled or COMPILED in module._modules or module._compiled_call_impl is not None
     for attribute, child in module._modules.items():
         if child is not None:
             yield from _places(child, child_name(module, name, attribute), compiled, seen)
@@ -53,18 +51,9 @@ def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] |
 
 def child_name(module: nn.Module, name: str, attribute: str) -> str:
     """The canonical name of a child of the module of that name."""
-    if attribute in _WRAPPED or (attribute == "module" and is_ddp(module)):
+    if attribute in WRAPPERS or (attribute == "module" and is_ddp(module)):
         return name
     return f"{name}.{attribute}" if name else attribute
-
-
-def canonical_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it.
-
-    >>> canonical_name("_orig_mod.blocks.0._checkpoint_wrapped_module.weight")
-    'blocks.0.weight'
-    """
-    return without_parts(name, _WRAPPED)
 
 
 def is_ddp(module: nn.Module) -> bool:
