@@ -8,6 +8,7 @@ from typing import Any
 from crossframe.dtypes import itemsize
 from crossframe.errors import CrossframeError, RecordingError
 from crossframe.recording import lines
+from crossframe.recording.dims import LEAST_DIMS, Order
 from crossframe.recording.manifest import Manifest
 from crossframe.trace import Event
 
@@ -174,6 +175,11 @@ def _check_activation(fields: dict[str, Any], manifest: Manifest, where: str) ->
         raise RecordingError(f"{where}: an activation {use!r} of unit {fields['unit']!r}: the manifest has none such")
     if not all(type(size) is int and size >= 0 for size in fields["shape"]) or fields["microbatch"] < 0:
         raise RecordingError(f"{where}: expected a shape and a microbatch, got {fields['shape']!r}; record again")
+    if fields["order"] not in list(Order) or (fields["order"] != Order.TORCH and len(fields["shape"]) < LEAST_DIMS):
+        raise RecordingError(
+            f"{where}: expected an order among {[each.value for each in Order]}, and {Order.TORCH.value!r} below {LEAST_DIMS} "
+            f"dims, got {fields['order']!r} of shape {fields['shape']!r}; record again"
+        )
     _check_dtype(fields, where)
 
 

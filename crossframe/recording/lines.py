@@ -6,7 +6,9 @@ A line is one JSON object. "event" says which of these it is:
 - "batch": what a rank was fed. `digest` (sha256, hex) and `sample_ids`.
 - "loss": `value`, of this rank alone.
 - "activation": what a module was given or gave in forward (`use`), of `shape`; it lies in the step's safetensors file under
-  `activation_key`. `name` is the module. These lines stand in the order in which forward came by.
+  `activation_key`. `name` is the module. `order` is what is known of its order of dims (`crossframe.recording.dims`); a sketched
+  one whose order is not known has the sketch of it with channels first as well, as "channels_first", under `channels_first_key`.
+  These lines stand in the order in which forward came by.
 - "tensor": elements `start:stop` of a parameter, or of what has its shape, lie in the step's safetensors file under `tensor_key`,
   as `dtype`.
 - "norm": `value`, the norm of the gradient as the loop computed it.
@@ -60,7 +62,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "begin": {"manifest": str},
     "batch": _PLACE | {"digest": str, "sample_ids": list},
     "loss": _PLACE | {"value": _NUMBER},
-    "activation": _PLACE | {"shape": list, "dtype": str},
+    "activation": _PLACE | {"shape": list, "dtype": str, "order": str},
     "tensor": _PLACE | {"start": int, "stop": int, "dtype": str},
     "norm": _PLACE | {"value": _NUMBER},
     "count": _PLACE | {"value": _NUMBER},
@@ -97,6 +99,11 @@ def tensor_key(phase: str, name: str, slot: str = "") -> str:
 def activation_key(use: str, microbatch: int, module: str) -> str:
     """Under which key the input or the output of a module lies in the file of its step."""
     return f"{use}/{microbatch}/{module}"
+
+
+def channels_first_key(key: str) -> str:
+    """Under which key the sketch of an activation with its channels first lies, beside that of `key`."""
+    return f"channels_first/{key}"
 
 
 def place(
@@ -162,11 +169,12 @@ def decode(line: bytes, rank: int, where: str) -> dict[str, Any]:
         raise RecordingError(f"{where}: a line of rank {fields['rank']} in the folder of rank {rank}; record again")
     if "value" in _FIELDS[event]:
         fields["value"] = _to_float(fields["value"], where)
-    if (sketch := fields.get("sketch")) is not None:
-        _check(sketch, _SKETCH, "sketch", where)
-        if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
-            raise RecordingError(f"{where}: expected a sketch, got {sketch!r}; record the run again")
-        sketch["squares"] = _to_float(sketch["squares"], where)
+    for name in ("sketch", "channels_first"):
+        if (sketch := fields.get(name)) is not None:
+            _check(sketch, _SKETCH, name, where)
+            if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
+                raise RecordingError(f"{where}: expected a sketch, got {sketch!r}; record the run again")
+            sketch["squares"] = _to_float(sketch["squares"], where)
     if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
         raise RecordingError(f"{where}: expected a sha256 as digest, got {fields['digest']!r}; record the run again")
     return fields

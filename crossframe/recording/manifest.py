@@ -22,7 +22,7 @@ from crossframe.recording.lines import INPUT
 from crossframe.recording.schedule import Schedule
 from crossframe.units import enclosing_unit
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST_NAME = "manifest.json"
 FULL, SKETCH = "full", "sketch"
 MOST_RANKS = 1 << 20

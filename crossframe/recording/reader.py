@@ -1,7 +1,8 @@
 """Reading a recording, whatever layout and world size it was made at."""
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from crossframe.errors import CrossframeError, RecordingError
 from crossframe.layout import Layout
 from crossframe.mesh import check_rank
 from crossframe.recording import lines
+from crossframe.recording.dims import Order, channels_first, channels_first_shape
 from crossframe.recording.index import Batch, RankIndex, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
@@ -50,6 +52,8 @@ class Recording:
         self._indexes = tuple(indexes)
         self._progress = Progress(directory, manifest.world_size)
         self._files: dict[tuple[int, int], TensorFile] = {}
+        self._moved: frozenset[tuple[str, str]] = frozenset()
+        self._views: dict[frozenset[tuple[str, str]], Recording] = {}
 
     @classmethod
     def open(cls, directory: str | Path, *, partial: bool = False) -> "Recording":
@@ -90,8 +94,19 @@ class Recording:
         """The twins that were recorded with this run, in order (`crossframe.recording.twins`)."""
         found = []
         while (folder := self.directory / lines.twin_folder(len(found) + 1)).is_dir():
-            found.append(Recording.open(folder))
+            found.append(Recording.open(folder).with_channels_first(self._moved))
         return tuple(found)
+
+    def with_channels_first(self, activations: Collection[tuple[str, str]]) -> "Recording":
+        """This recording, in which these activations, (module, use) each, have their channels moved from the last dim to dim 1.
+        So have those of its twins. The activations' order must be unknown."""
+        moved = self._moved | frozenset(activations)
+        if moved == self._moved:
+            return self
+        if moved not in self._views:
+            self._views[moved] = view = copy.copy(self)
+            view._moved, view._views = moved, {}
+        return self._views[moved]
 
     def losses(self) -> np.ndarray:
         """Every rank's loss at every step: float64 of shape (num_steps, world_size)."""
@@ -270,19 +285,33 @@ class Recording:
         if line.get("sketch"):
             raise RecordingError(f"{self.directory}: the {use} of {module!r} at step {step} was recorded as a sketch")
         key = lines.activation_key(use, microbatch, module)
-        return self._file(rank, step).read(key, line["dtype"], math.prod(line["shape"])).reshape(line["shape"])
+        values = self._file(rank, step).read(key, line["dtype"], math.prod(line["shape"])).reshape(line["shape"])
+        return channels_first(values) if (module, use) in self._moved else values
 
     def activation_shape(self, step: int, rank: int, microbatch: int, module: str, use: str) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(self._activation(step, rank, microbatch, module, use)["shape"])
+        shape = tuple(self._activation(step, rank, microbatch, module, use)["shape"])
+        return channels_first_shape(shape) if (module, use) in self._moved else shape
+
+    def activation_order(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Order:
+        """What is known of its order of dims."""
+        line = self._activation(step, rank, microbatch, module, use)
+        return Order.TORCH if (module, use) in self._moved else Order(line["order"])
 
     def activation_sketch(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Sketch | None:
         """Its sketch; None where it was recorded in full."""
         line = self._activation(step, rank, microbatch, module, use)
         if not line.get("sketch"):
             return None
-        sums = self._file(rank, step).read(lines.activation_key(use, microbatch, module), "float64", NUM_SUMS)
-        return Sketch.from_json(line["sketch"], math.prod(line["shape"]), line["dtype"], sums)
+        key, of = lines.activation_key(use, microbatch, module), "sketch"
+        if (module, use) in self._moved:
+            key, of = lines.channels_first_key(key), "channels_first"
+        if not line.get(of):
+            raise RecordingError(
+                f"{self.directory}: the {use} of {module!r} at step {step} has no sketch with channels first; record again"
+            )
+        sums = self._file(rank, step).read(key, "float64", NUM_SUMS)
+        return Sketch.from_json(line[of], math.prod(line["shape"]), line["dtype"], sums)
 
     def _activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> dict[str, Any]:
         self._check(step, rank)

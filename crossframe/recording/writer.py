@@ -18,6 +18,7 @@ import numpy as np
 from crossframe.errors import RecordingError
 from crossframe.mesh import check_rank
 from crossframe.recording import lines
+from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
 from crossframe.recording.manifest import MANIFEST_NAME, SKETCH, Manifest
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.recording.tensors import dtype_name, write_tensors
@@ -267,14 +268,19 @@ class RecordingWriter:
         use: str,
         value: np.ndarray | Sketch,
         shape: Sequence[int] | None = None,
+        *,
+        order: Order = Order.TORCH,
+        moved: Sketch | None = None,
     ) -> None:
         """What a module was given or gave in forward, on this rank. Called in the order in which forward comes by.
 
         Args:
             module: canonical name; "" is the model.
             use: "input" or "output".
-            value: an array, its dims in torch's order; or its sketch, made under the name `activation_key`.
+            value: an array, or its sketch, made under the name `activation_key`.
             shape: of a sketched one.
+            order: what is known of its order of dims.
+            moved: of a sketched one whose order is not known, the sketch of its elements with channels first, under that name.
         """
         where = f"rank {self.rank}, step {step}, microbatch {microbatch}, {use} of module {module!r}"
         self._check_dense(step, "activations")
@@ -285,7 +291,19 @@ class RecordingWriter:
         if isinstance(value, Sketch) and (shape is None or math.prod(shape) != value.numel):
             raise RecordingError(f"{where}: expected the shape of {value.numel} sketched elements, got {shape}")
         sizes = list(value.shape if isinstance(value, np.ndarray) else shape or ())
+        known = order is Order.TORCH
+        if not known and len(sizes) < LEAST_DIMS:
+            raise RecordingError(
+                f"{where}: expected {LEAST_DIMS} dims or more in an order that is not known, got {sizes}"
+            )
+        if (moved is None) == (isinstance(value, Sketch) and not known):
+            raise RecordingError(
+                f"{where}: expected the sketch with channels first exactly where its order is not known"
+            )
         key = lines.activation_key(use, microbatch, module)
+        if isinstance(value, np.ndarray) and not known and self.manifest.detail == SKETCH and value.size > WHOLE:
+            dtype_name(value.dtype)
+            moved = sketches_of(key, [channels_first(value)])[0]
         fields = lines.place(
             step,
             self.rank,
@@ -294,8 +312,12 @@ class RecordingWriter:
             unit=self.manifest.maker(module, use),
             name=module,
             microbatch=microbatch,
-        ) | {"shape": [int(size) for size in sizes]}
+        ) | {"shape": [int(size) for size in sizes], "order": order.value}
+        if moved is not None:
+            fields["channels_first"] = moved.to_json()
         self._keep("activation", fields, key, key, value, 0, math.prod(sizes))
+        if moved is not None:
+            self._tensors[lines.channels_first_key(key)] = np.array(moved.sums, np.float64)
 
     def parameters(self, step: int, unit: str, pieces: Pieces) -> None:
         """What this rank's shard holds of the unit's parameters before the step. Asked for before step 0 alone."""

@@ -8,6 +8,7 @@ from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import FORWARD, UPDATE
 from crossframe.verdict.comparable import labels, why_incomparable
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
+from crossframe.verdict.dims import in_one_order
 from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
@@ -116,6 +117,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
     Raises:
         RecordingError: tensors that are damaged, or that should be there and are not.
     """
+    a, b = in_one_order(a, b)
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
     names, dtype, steps = labels(a, b), a.manifest.dtype, min(a.num_steps, b.num_steps)

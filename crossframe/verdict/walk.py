@@ -168,14 +168,24 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
             if shapes[0] != shapes[1]:
                 _, module, use = at
                 raise RecordingError(
-                    f"step {step}, rank {rank}: the {use} of module {module!r} is of shape {shapes[0]} in {pair.a.directory} and "
-                    f"{shapes[1]} in {pair.b.directory}; record both in one order of dims"
+                    f"step {step}, rank {rank}: the {use} of module {module!r} has shape {shapes[0]} in {pair.a.directory} and "
+                    f"{shapes[1]} in {pair.b.directory}{_reordered(shapes)}"
                 )
             sides = (of_activation(recording, step, rank, at) for recording in (pair.a, pair.b))
             group.append(
                 _activation(pair, step, at, rank, matched(activation_name(at), *sides, by_sketch=pair.sketched))
             )
         yield group
+
+
+def _reordered(shapes: list[tuple[int, ...]]) -> str:
+    """What to do about two shapes that differ."""
+    if sorted(shapes[0]) != sorted(shapes[1]):
+        return "; the models, or their batches, differ there"
+    return (
+        ", which are not the same with channels moved from the last dim to dim 1 either; let both models have one order of dims "
+        "there, or state which modules have their channels last in JAX: Recorder(channels_last=[...])"
+    )
 
 
 def _aligned_activations(pair: Pair, step: int) -> Iterator[Group]:

@@ -11,6 +11,7 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import INPUT, OUTPUT, twin_folder
 from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.verdict import Bounds, PairVerdict, bounds_for, compare, overall
+from crossframe.verdict.dims import in_one_order
 from experiments.report.evidence import first_beyond
 from experiments.report.traces import trace_of, trace_table
 
@@ -86,7 +87,7 @@ def _series(verdict: PairVerdict, a: Recording, b: Recording, command: str | Non
         bounds=bounds_for(verdict.dtype) if verdict.envelope_used is None else None,
         twins=tuple((label, num) for label, num in twins if num),
         sharding=Sharding(b.manifest.units, b.manifest.mesh),
-        shape=_shape(verdict, b),
+        shape=_shape(verdict, in_one_order(a, b)[1]),
         sketched=SKETCH in (a.manifest.detail, b.manifest.detail),
         run=_run_rows(a.manifest, b.manifest),
         command=command,

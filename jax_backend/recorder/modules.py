@@ -1,13 +1,16 @@
 """Modules by their canonical names: which of JAX's they are, and how what goes through them lies in torch's order of dims."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 
+from crossframe.errors import UsageError
 from crossframe.names import MapEntry, ParamMap
+from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
 from jax_backend.activations import INPUT, OUTPUT
 
-# An image as JAX's convolutions have it: (batch, height, width, channels).
+# An image with its batch, also where no convolution of the map has as many dims: a model may cut it into patches itself.
 _IMAGE_DIMS = 4
 
 
@@ -44,19 +47,57 @@ class Dims:
     """How activations lie in torch.
 
     Args:
-        param_map: tells which modules keep heads apart in JAX: (..., num_heads, head_width), where torch has (..., width).
+        param_map: tells which modules keep heads apart in JAX, (..., num_heads, head_width), where torch has (..., width); and
+            which are convolutions, whose channels are the last dim in JAX and dim 1 in torch.
+        channels_last: modules, or (module, "input" or "output"), of whose activations the same holds; all others lie as in torch.
+            None: those of convolutions; of others with as many dims as an image, or as a convolution of the map, it is not known.
     """
 
-    def __init__(self, param_map: ParamMap) -> None:
+    def __init__(self, param_map: ParamMap, channels_last: Collection[str | tuple[str, str]] | None = None) -> None:
         self._heads: set[tuple[str, str]] = set()
+        self._convolutions: dict[str, int] = {}
         for entry in param_map.entries:
+            module = entry.name.rpartition(".")[0]
             if entry.split is not None and len(entry.paths) == 1:
-                module = entry.name.rpartition(".")[0]
                 # The rows of a weight are what comes out, its columns what goes in.
                 self._heads.add((module, OUTPUT if entry.split[0] == 0 else INPUT))
+            elif entry.axes is not None and entry.axes == _kernel_axes(len(entry.axes)):
+                self._convolutions[module] = len(entry.axes)
+        self._num_dims = {_IMAGE_DIMS, *self._convolutions.values()}
+        self._stated = None if channels_last is None else frozenset(channels_last)
 
-    def canonical(self, module: str, use: str, array: np.ndarray) -> np.ndarray:
-        """One rank's activation as torch has it: heads as one dim, and an image's channels behind the batch."""
+    def canonical(self, module: str, use: str, array: np.ndarray) -> tuple[np.ndarray, Order]:
+        """One rank's activation, heads as one dim, and what is known of its order of dims: torch's, wherever that is known."""
         if (module, use) in self._heads:
-            return array.reshape(*array.shape[:-2], -1)
-        return np.moveaxis(array, -1, 1) if array.ndim == _IMAGE_DIMS else array
+            return array.reshape(*array.shape[:-2], -1), Order.TORCH
+        if array.ndim < LEAST_DIMS:
+            return array, Order.TORCH
+        if self._stated is not None:
+            is_last = module in self._stated or (module, use) in self._stated
+            return (channels_first(array) if is_last else array), Order.TORCH
+        if self._convolutions.get(module) == array.ndim:
+            return array, Order.CONVOLUTION
+        return array, Order.UNSTATED if array.ndim in self._num_dims else Order.TORCH
+
+
+def check_channels_last(stated: Any) -> frozenset[str | tuple[str, str]] | None:
+    """What a user states of modules with channels last, checked.
+
+    Raises:
+        UsageError: neither None nor names of modules, or (name, "input" or "output") of them.
+    """
+    if stated is None:
+        return None
+    given = list(stated) if isinstance(stated, Iterable) and not isinstance(stated, str) else [stated]
+    for each in given:
+        is_pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and each[1] in (INPUT, OUTPUT)
+        if isinstance(stated, str) or not (isinstance(each, str) or is_pair):
+            raise UsageError(
+                f"channels_last: expected names of modules, or (name, {INPUT!r} or {OUTPUT!r}), in a list, got {stated!r}"
+            )
+    return frozenset(given)
+
+
+def _kernel_axes(num_dims: int) -> tuple[int, ...] | None:
+    """The axes of a convolution's kernel (`crossframe.names.conv`) of so many dims."""
+    return (num_dims - 1, num_dims - 2, *range(num_dims - 2)) if num_dims >= LEAST_DIMS else None

@@ -22,6 +22,7 @@ from crossframe.trace import Event
 from jax_backend.other_rounding import other_rounding
 from jax_backend.recorder.begin import About, begun, check_directory, kept, manifest_of, place_of
 from jax_backend.recorder.inner import Inner, with_inner
+from jax_backend.recorder.modules import check_channels_last
 from jax_backend.recorder.of_arrays import OfArrays
 from jax_backend.recorder.of_shards import OfShards
 from jax_backend.recorder.writers import Seen, Writers
@@ -88,6 +89,10 @@ class Recorder:
         steps: how many the loop will take, if that is known; the last one is then recorded too.
         samples: batch to what of it is told apart; None: all of it. A loop in torch tells the inputs of its model: to be compared
             with one, give those alone.
+        channels_last: canonical names of modules, or (name, "input" or "output"), whose activations have their channels in the
+            last dim where torch has them in dim 1; all others then lie as in torch. None: convolutions of the map have them last,
+            and of other images the shapes of both recordings tell when they are compared. To be given only where those fit both
+            ways, as of 8 channels of 8 x 8, and values do not tell either.
         twin: 0, or which twin of the run this is (`crossframe.recording.twins`): `recorder.params` are one unit in the last place
             away, what is wrapped rounds otherwise, and it lies inside the run's own recording. None: as the environment variable
             CROSSFRAME_TWIN says.
@@ -115,6 +120,7 @@ class Recorder:
         detail: str = "auto",
         steps: int | None = None,
         samples: Callable[[Any], Any] | None = None,
+        channels_last: Iterable[str | tuple[str, str]] | None = None,
         twin: int | None = None,
         overwrite: bool = False,
         name: str = "model",
@@ -138,6 +144,7 @@ class Recorder:
         else:
             self._source = OfArrays(params, mesh, param_map, units)
         self.twin, self._overwrite, self._samples = twin_number(twin), overwrite, samples
+        self._channels_last = check_channels_last(channels_last)
         self._path = place_of(directory, self.twin)
         schedule = Schedule(dense, every, tuple(windows))
         self._about = About(
@@ -351,7 +358,7 @@ class Recorder:
     def _start(self, recorded: list[str], *, by_rank: bool) -> None:
         says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
         manifest = begun(self._path, manifest_of(self._source, self._about, says), overwrite=self._overwrite)
-        self._writers = Writers(self._path, manifest, self._source)
+        self._writers = Writers(self._path, manifest, self._source, self._channels_last)
         self._open_window()
 
     def _batches(self, batch: Any) -> dict[int, Batch]:

@@ -1,6 +1,6 @@
 """One recorded step of a run in one process: what its ranks saw, written by one writer each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ import numpy as np
 
 from crossframe.mesh import MeshSpec
 from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
+from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.lines import activation_key
 from crossframe.trace import Event
 from jax_backend.local_grads import LocalGrads
@@ -52,9 +53,15 @@ class Seen:
 class Writers:
     """The writers of this process's ranks. A context manager as `RecordingWriter` is one."""
 
-    def __init__(self, directory: str | Path, manifest: Manifest, source: OfArrays | OfShards) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        manifest: Manifest,
+        source: OfArrays | OfShards,
+        channels_last: Collection[str | tuple[str, str]] | None = None,
+    ) -> None:
         self.source, self._manifest = source, manifest
-        self._dims = Dims(source.param_map)
+        self._dims = Dims(source.param_map, channels_last)
         self._sketches = manifest.detail == "sketch"
         self._sizes = {name: spec.numel for name, spec in manifest.params.items()}
         self.by_rank = {rank: RecordingWriter(directory, manifest, rank) for rank in source.grid.here}
@@ -121,9 +128,12 @@ class Writers:
         for microbatch, inner in enumerate(seen.inner):
             told = inner.activations
             for (module, use), value in zip(told.names, told.values, strict=True):
-                array = self._dims.canonical(module, use, _row(value, rank, self.source))
-                kept = self._kept(activation_key(use, microbatch, module), array, array.size)
-                writer.activation(step, microbatch, module, use, kept, array.shape)
+                array, order = self._dims.canonical(module, use, _row(value, rank, self.source))
+                key = activation_key(use, microbatch, module)
+                kept, moved = self._kept(key, array, array.size), None
+                if isinstance(kept, Sketch) and order is not Order.TORCH:
+                    moved = self._kept(key, channels_first(array), array.size)
+                writer.activation(step, microbatch, module, use, kept, array.shape, order=order, moved=moved)
         for bucket, lines in seen.local_grads.lines.items() if seen.local_grads is not None else ():
             for unit, grads in self.source.whole(bucket, _row(lines, rank, self.source)).items():
                 writer.local_grads(step, unit, self._whole(grads))

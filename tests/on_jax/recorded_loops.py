@@ -57,7 +57,7 @@ def step_of(tx, fault=lambda grads: grads, told=True):
     return step
 
 
-def run(folder, mesh=None, *, axis="fsdp", dtype="float64", fault=lambda grads: grads, told=True, **options):
+def run(folder, mesh=None, *, axis="fsdp", dtype=None, fault=lambda grads: grads, told=True, **options):
     """Record the small model, trained with AdamW, on a mesh or on one device."""
     params = small_params(dtype)
     params = jax.tree.map(jnp.asarray, params) if mesh is None else placed(params, mesh, axis)
@@ -75,7 +75,7 @@ def record(folder, mesh=None, **options):
     return Recording.open(folder)
 
 
-def sharded_small(num_ranks=2, replicate=1, dtype="float64", **options):
+def sharded_small(num_ranks=2, replicate=1, dtype=None, **options):
     """The small model as ShardedParams."""
     mesh = make_mesh(MeshSpec(num_ranks, replicate), jax.devices("cpu"))
     return shard(small_params(dtype), mesh, units=UNITS, param_map=small_map(), **options)

@@ -10,10 +10,27 @@ from crossframe.names import MapEntry, ParamMap
 from crossframe.strategy import Strategy
 from jax_backend import make_mesh
 
+
+def widest():
+    """The widest dtype that JAX has by now."""
+    return "float64" if jax.config.jax_enable_x64 else "float32"
+
+
+WIDE = widest()
+"""The widest dtype that JAX has in this run. The tests are run with jax_enable_x64, and without it, as JAX's users have it."""
+ATOL = RTOL = 4500 * float(np.finfo(WIDE).eps)
+"""What rounding may reach of values of order 1: some hundred roundings, each of half an eps, stay far below it, and a wrong
+factor does not. 1e-12 in float64, 5e-4 in float32."""
+
 UNITS = ("blocks.0", "blocks.1")
 WORLDS = (1, 2, 3, 4)
 SHARDING = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP)
 SIZES = {"inp": (3, 5), "blocks.0": (5, 5), "blocks.1": (5, 5), "out": (5, 2)}
+
+
+def wide(tree):
+    """The same pytree, its float64 arrays cast to the widest dtype of this run: JAX without float64 refuses such parameters."""
+    return jax.tree.map(lambda leaf: leaf.astype(WIDE) if getattr(leaf, "dtype", None) == np.float64 else leaf, tree)
 
 
 def mesh_of_size(num_ranks):
@@ -31,11 +48,11 @@ def small_map():
     return ParamMap(tuple(entries))
 
 
-def small_params(dtype="float64", seed=0, draw=None):
+def small_params(dtype=None, seed=0, draw=None):
     """{"blocks": [...], "inp": ..., "out": ...}; jax's own order of leaves is not torch's."""
     rng = np.random.default_rng(seed)
     draw = draw or (lambda shape: rng.normal(size=shape))
-    dtype = numpy_dtype(dtype)
+    dtype = numpy_dtype(dtype or widest())
     modules = {
         name: {"kernel": draw(size).astype(dtype), "bias": draw(size[1:]).astype(dtype)} for name, size in SIZES.items()
     }
@@ -61,8 +78,8 @@ def canonical(params):
     return found
 
 
-def small_batch(num_samples=12, dtype="float64", seed=1):
-    rng = np.random.default_rng(seed)
+def small_batch(num_samples=12, dtype=None, seed=1):
+    rng, dtype = np.random.default_rng(seed), numpy_dtype(dtype or widest())
     return {"x": rng.normal(size=(num_samples, 3)).astype(dtype), "y": rng.normal(size=(num_samples, 2)).astype(dtype)}
 
 

@@ -12,6 +12,7 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.recording import Batch, Recording
 from crossframe.recording.batches import digest_of, row_ids
+from crossframe.recording.dims import Order
 from crossframe.recording.twins import moved
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.bounds import bounds_for
@@ -19,7 +20,7 @@ from jax_backend import Recorder
 from jax_backend.recorder.modules import Dims, module_paths
 from jax_backend.recorder.of_arrays import state_by_path
 from tests.on_jax.recorded_loops import mesh_of, placed, record
-from tests.on_jax.small import canonical, small_batch, small_loss, small_map, small_params
+from tests.on_jax.small import canonical, small_batch, small_loss, small_map, small_params, wide
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,10 @@ def test_steps_between_recorded_ones_hold_loss_and_batch_and_a_window_opens_on_d
             if i == 5:
                 recorder.open_window(2)
             recorder.step(
-                params={"w": params["w"] * i}, loss=jnp.float64(i), grad_norm=jnp.float64(10 * i), batch=np.full(2, i)
+                params={"w": params["w"] * i},
+                loss=jnp.asarray(float(i)),
+                grad_norm=jnp.asarray(10.0 * i),
+                batch=np.full(2, i),
             )
     found = Recording.open(tmp_path / "r")
     assert found.recorded_steps() == (0, 2, 4, 5, 6, 8)
@@ -247,7 +251,7 @@ def test_the_environment_says_which_twin_a_run_is(tmp_path, monkeypatch):
 
 
 def test_state_is_found_by_the_path_of_its_parameter_under_the_name_that_torch_has():
-    params = {"a": {"w": np.ones((2, 3)), "b": np.ones(3)}, "c": np.ones(3)}
+    params = wide({"a": {"w": np.ones((2, 3)), "b": np.ones(3)}, "c": np.ones(3)})
     paths = {"a.w": (2, 3), "a.b": (3,), "c": (3,)}
 
     def found(tx):
@@ -289,12 +293,36 @@ def test_modules_are_found_by_the_names_of_their_parameters():
         "q": "q",
         "o": "o",
     }
-    dims = Dims(table)
-    heads, image = np.arange(48.0).reshape(2, 3, 2, 4), np.arange(48.0).reshape(2, 3, 2, 4)
-    np.testing.assert_array_equal(dims.canonical("q", "output", heads), heads.reshape(2, 3, 8))
-    np.testing.assert_array_equal(dims.canonical("o", "input", heads), heads.reshape(2, 3, 8))
-    np.testing.assert_array_equal(dims.canonical("stem", "output", image), image.transpose(0, 3, 1, 2))
-    assert dims.canonical("layers.0.fc", "output", np.ones((2, 3, 8))).shape == (2, 3, 8)
+    array, tokens = np.arange(48.0).reshape(2, 3, 2, 4), np.ones((2, 3, 8))
+    joined, moved = array.reshape(2, 3, 8), array.transpose(0, 3, 1, 2)
+
+    def assert_canonical(of, given, wanted, order):
+        found, known = of
+        np.testing.assert_array_equal(found, wanted)
+        assert known is order, given
+
+    dims, stated = Dims(table), Dims(table, ["layers.0.fc", ("q_norm", "input")])
+    for module, use, given, wanted, order in [
+        ("q", "output", array, joined, Order.TORCH),
+        ("o", "input", array, joined, Order.TORCH),
+        ("stem", "output", array, array, Order.CONVOLUTION),
+        ("stem", "output", tokens, tokens, Order.TORCH),
+        ("q_norm", "input", array, array, Order.UNSTATED),
+        ("layers.0.fc", "output", tokens, tokens, Order.TORCH),
+    ]:
+        assert_canonical(dims.canonical(module, use, given), (module, use), wanted, order)
+    for module, use, given, wanted in [
+        ("q", "output", array, joined),
+        ("layers.0.fc", "output", array, moved),
+        ("layers.0.fc", "output", tokens[0], tokens[0]),
+        ("q_norm", "input", array, moved),
+        ("q_norm", "output", array, array),
+        ("stem", "output", array, array),
+    ]:
+        assert_canonical(stated.canonical(module, use, given), (module, use), wanted, Order.TORCH)
+    sequences = Dims(ParamMap.of(conv("stem", "first", dims=1)))
+    assert sequences.canonical("stem", "input", tokens)[1] is Order.CONVOLUTION
+    assert sequences.canonical("norm", "input", tokens)[1] is Order.UNSTATED
 
 
 def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
@@ -309,6 +337,12 @@ def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
         (lambda: Recorder(tmp_path / "r", params, detail="some"), UsageError, "detail: expected 'auto'"),
         (lambda: Recorder(tmp_path / "r", params, units=["x"]), UsageError, r"units: .* \['x'\] own none"),
         (lambda: Recorder(tmp_path / "r", params, mesh=2), UsageError, "mesh: expected a jax Mesh"),
+        (lambda: Recorder(tmp_path / "r", params, channels_last="norm"), UsageError, "channels_last: .* got 'norm'"),
+        (
+            lambda: Recorder(tmp_path / "r", params, channels_last=[("norm", "in")]),
+            UsageError,
+            "channels_last: .* or .name, 'input' or 'output'",
+        ),
         (lambda: Recorder(tmp_path / "r", params).open_window(0), UsageError, "open_window: .* got 0"),
         (
             lambda: Recorder(tmp_path / "r", params).value_and_grad(small_loss),

@@ -1,0 +1,118 @@
+"""The order of dims in which activations of two recordings are compared.
+
+Where a recording does not know its order (`crossframe.recording.dims`), the other one tells it: both have the same shape as they
+are, or once the channels are moved from the last dim to dim 1. Where both fit, as of 8 channels of 8 x 8, recordings of one
+framework lie alike; a convolution's channels are moved, since that is known of convolutions; of others the order is taken in
+which the values of the first dense step lie nearer. One order holds for a module's input, or its output, at all steps.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from crossframe.recording import Recording
+from crossframe.recording.dims import LEAST_DIMS, Order, channels_first_shape
+from crossframe.verdict.aligned import At, aligned
+from crossframe.verdict.metrics import distance
+from crossframe.verdict.quantities import finite
+from crossframe.verdict.sides import Side, activation_name, matched, of_activation
+
+Of = tuple[str, str]
+"""(module, use)."""
+_AS_THEY_ARE = (False, False)
+
+
+def in_one_order(a: Recording, b: Recording) -> tuple[Recording, Recording]:
+    """The two recordings, the channels of some activations of either moved to dim 1, so that both lie alike."""
+    steps = [step for step in range(min(a.num_steps, b.num_steps)) if a.activations(step) and b.activations(step)]
+    same_framework = a.manifest.framework == b.manifest.framework
+    moved: tuple[set[Of], set[Of]] = (set(), set())
+    open_ones: dict[Of, list[tuple[bool, bool]]] = {}
+    for of, choices in _choices(a, b, steps).items():
+        if not choices:
+            continue  # the walk says so
+        if same_framework and _AS_THEY_ARE in choices:
+            continue
+        if len(choices) == 1 or choices[0] != _AS_THEY_ARE:
+            _note(moved, of, choices[0])
+        else:
+            open_ones[of] = choices
+    if open_ones:
+        for of, choice in _nearest(a, b, steps[0], open_ones).items():
+            _note(moved, of, choice)
+    return a.with_channels_first(moved[0]), b.with_channels_first(moved[1])
+
+
+def _note(moved: tuple[set[Of], set[Of]], of: Of, choice: tuple[bool, bool]) -> None:
+    for names, is_moved in zip(moved, choice, strict=True):
+        if is_moved:
+            names.add(of)
+
+
+def _choices(a: Recording, b: Recording, steps: Iterable[int]) -> dict[Of, list[tuple[bool, bool]]]:
+    """By activation whose order is not known in either recording, which of (a, b) may be moved so that all shapes agree."""
+    same_world = a.manifest.world_size == b.manifest.world_size
+    found: dict[Of, list[tuple[bool, bool]]] = {}
+    for step in steps:
+        theirs = set(b.activations(step))
+        for at in a.activations(step):
+            if at not in theirs:
+                continue
+            for rank in range(a.manifest.world_size if same_world else 1):
+                orders = [recording.activation_order(step, rank, *at) for recording in (a, b)]
+                if orders == [Order.TORCH, Order.TORCH]:
+                    break
+                shapes = [recording.activation_shape(step, rank, *at) for recording in (a, b)]
+                choices = found.setdefault(at[1:], _all_choices(orders))
+                # Of other world sizes a rank has another number of samples.
+                found[at[1:]] = [choice for choice in choices if _agree(shapes, choice, 0 if same_world else 1)]
+    return found
+
+
+def _all_choices(orders: list[Order]) -> list[tuple[bool, bool]]:
+    """What may be moved, what is likely first. As they are comes first, unless one alone is known to be a convolution's."""
+    moves = [
+        move for move, order in zip(((True, False), (False, True)), orders, strict=True) if order is not Order.TORCH
+    ]
+    is_known = orders.count(Order.CONVOLUTION) == 1 and orders.count(Order.TORCH) == 1
+    return [*moves, _AS_THEY_ARE] if is_known else [_AS_THEY_ARE, *moves]
+
+
+def _agree(shapes: list[tuple[int, ...]], choice: tuple[bool, bool], first: int) -> bool:
+    if any(moved and len(shape) < LEAST_DIMS for shape, moved in zip(shapes, choice, strict=True)):
+        return False
+    a, b = (channels_first_shape(s) if moved else s for s, moved in zip(shapes, choice, strict=True))
+    return a[first:] == b[first:]
+
+
+def _nearest(
+    a: Recording, b: Recording, step: int, of: dict[Of, list[tuple[bool, bool]]]
+) -> dict[Of, tuple[bool, bool]]:
+    """Of activations whose shapes fit in several orders, that in which the values lie nearest; the first of equals."""
+    best: dict[Of, tuple[float, tuple[bool, bool]]] = {}
+    for choice in ((False, False), (True, False), (False, True)):
+        names = {each for each, choices in of.items() if choice in choices}
+        views = (a.with_channels_first(names) if choice[0] else a, b.with_channels_first(names) if choice[1] else b)
+        for each, apart in _distances(*views, step, names).items():
+            if each not in best or apart < best[each][0]:
+                best[each] = apart, choice
+    return {each: choice for each, (_, choice) in best.items()}
+
+
+def _distances(a: Recording, b: Recording, step: int, names: set[Of]) -> dict[Of, float]:
+    found: dict[Of, float] = {}
+    for at, x, y in _sides(a, b, step, names):
+        left, right, _ = matched(activation_name(at), x, y, by_sketch=False)
+        found[at[1:]] = float(np.hypot(found.get(at[1:], 0.0), distance(finite(left), finite(right))))
+    return found
+
+
+def _sides(a: Recording, b: Recording, step: int, names: set[Of]) -> Iterable[tuple[At, Side, Side]]:
+    if a.manifest.world_size != b.manifest.world_size:
+        yield from ((at, Side(x), Side(y)) for at, _, x, y in aligned(a, b, step) if at[1:] in names)
+        return
+    theirs = set(b.activations(step))
+    for at in a.activations(step):
+        if at in theirs and at[1:] in names:
+            for rank in range(a.manifest.world_size):
+                yield at, of_activation(a, step, rank, at), of_activation(b, step, rank, at)
