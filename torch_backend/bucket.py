@@ -91,11 +91,14 @@ class Bucket:
         self._shown_grads: list[Tensor | None] | None = None
 
     def _provide(self, device: torch.device, *, partial: Tensor | None = None) -> None:
-        """Make what depends on dtype and device, and take a partial sum over (R28)."""
+        """Make what depends on dtype and device, and take a partial sum over (R28). As long as the shard is on meta, so are the
+        full parameters: no memory is taken for a model that has no values yet."""
         shard, self._streams = self.store.buffer, streams_of(device)
+        self._device = device
         self.precision = self._policy.resolve(dtype_name(shard.dtype))
         gathered = torch_dtype(self.precision.gathered)
-        self.buffer = self.store.gather_buffer(gathered, device, self._streams, limited=self._limited)
+        home = shard.device if shard.is_meta else device
+        self.buffer = self.store.gather_buffer(gathered, home, self._streams, limited=self._limited)
         grads = GradStore(self.layout, self.precision, self._face, self.mesh, self._streams, self.reduction_choices)
         grads.partial = None if partial is None else partial.to(device, torch_dtype(self.precision.reduced))
         self.grads = grads
@@ -109,7 +112,7 @@ class Bucket:
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self.buffer.full.device
+        return self._device
 
     @property
     def offloaded(self) -> bool:
@@ -341,7 +344,7 @@ class Bucket:
         """
         with torch.no_grad():
             shard = fn(self.store.buffer)
-        device = shard.device if not self.offloaded else self.device
+        device = self.device if self.offloaded or shard.is_meta else shard.device
         dtype = dtype_name(shard.dtype)
         params = tuple(replace(spec, dtype=dtype) for spec in self.layout.params)
         options = {}

@@ -87,9 +87,10 @@ def build_unit(
     buckets = []
     for members in groups.values():
         full = [local_of(entry.param).detach() for entry in members]
-        home = torch.device("cpu") if offload else full[0].device
+        # Shards on meta go to the CPU, if they shall, when they become real.
+        home = torch.device("cpu") if offload and not full[0].is_meta else full[0].device
         compute = full[0].device if device is None else device
-        pin = offload and pinned and compute.type != home.type
+        pin = offload and pinned and compute.type != home.type == "cpu"
         store = parts.store(members, parts.layout(members), full, home, pin)
         buckets.append(
             Bucket(

@@ -25,7 +25,7 @@ from crossframe.reduction import custom_factors
 from torch_backend.collectives import Communicator
 from torch_backend.fully_shard_api import AllGather, ReduceScatter
 from torch_backend.load_check import strictly
-from torch_backend.on_meta import check_real
+from torch_backend.on_meta import check_real, make_real
 from torch_backend.refusals import refuse_ddp, refuse_to_pickle
 from torch_backend.schedule import Schedule
 from torch_backend.streams import on_stream
@@ -303,6 +303,8 @@ def begin_as_root(module: nn.Module) -> Schedule:
         )
     named = named_units(module, Face.FSDP2)
     _check_shared(named)
+    for each in named:
+        make_real(each.unit)
     check_real(named)
     if unit.choices.keeps_root:
         unit.choices.reshard_after_forward = False

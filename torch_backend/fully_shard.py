@@ -17,6 +17,7 @@ from crossframe.shown import shown
 from torch_backend.build import build_unit
 from torch_backend.choices import Choices
 from torch_backend.collectives import Communicator
+from torch_backend.composable import register, replicated_params
 from torch_backend.data_mesh import DataMesh, find_mesh
 from torch_backend.fsdp_module import (
     FSDPModule,
@@ -110,6 +111,7 @@ def fully_shard(
     ignored = set(ignored_params or ())
     group_size = _group_size(reshard_after_forward, ranks.shards.size)
     for root in modules:
+        ignored |= replicated_params(root)
         move_to_mesh(root, is_sharded, ignored, data.device)
 
     unit = build_unit(
@@ -219,6 +221,7 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
     hooks = _Hooks(modules, unit)
     for module in modules:
         module.__dict__[UNIT] = unit
+        register(module)
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.after, always_call=True)
         module.register_state_dict_pre_hook(hooks.show_sharded)

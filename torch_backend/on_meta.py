@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import InitialisationError, UnsupportedError
@@ -18,29 +18,41 @@ from torch_backend.unit_tree import NamedUnit, named_units
 
 
 def make_real(unit: Unit) -> None:
-    """Take over real values that `load_state_dict(assign=True)` registered in the place of parameters on meta, once there are
-    some for all of the unit's parameters."""
+    """Take over real parameters that a user, or `load_state_dict(assign=True)`, registered instead of those on meta: of every
+    bucket in which all parameters are real."""
+    devices = {}
     for bucket in unit.buckets:
-        exposure = bucket.exposure
-        if not bucket.store.buffer.is_meta or not isinstance(exposure, RegisteredParams):
-            continue
-        given = [param for param in exposure.registered_params() if not param.is_meta]
-        if len(given) < len(exposure.params):
-            continue
-        others = exposure.put_back()
-        device = given[0].device
-        with unit.converting(lambda tensor, device=device: torch.empty_like(tensor, device=device)):
-            pass
-        with torch.no_grad():
-            for i, other in others.items():
-                exposure.params[i].copy_(other)
-                exposure.params[i].grad = other.grad
+        if bucket.store.buffer.is_meta:
+            given = _registered(bucket)
+            if not any(param.is_meta for param in given):
+                devices[bucket.store.buffer] = given[0].device
+    if devices:
+        _make_real(unit, devices)
+
+
+def _make_real(unit: Unit, devices: Mapping[Tensor, torch.device]) -> None:
+    """Give the shards that are keys here memory on their devices, filled with zeros; all other tensors stay as they are."""
+    with unit.converting(
+        lambda tensor: torch.zeros_like(tensor, device=devices[tensor]) if tensor in devices else tensor
+    ):
+        pass
+
+
+def _registered(bucket: Bucket) -> list[nn.Parameter]:
+    """What the module registers for each parameter of a bucket under FSDP2."""
+    assert isinstance(bucket.exposure, RegisteredParams)
+    return bucket.exposure.registered_params()
 
 
 def check_real(named: Sequence[NamedUnit]) -> None:
     """Raise InitialisationError if any parameter is still on meta, with the names."""
     names = [
-        spec.name for unit in named for each in unit.buckets if each.bucket.store.buffer.is_meta for spec in each.params
+        spec.name
+        for unit in named
+        for each in unit.buckets
+        if each.bucket.store.buffer.is_meta
+        for spec, param in zip(each.params, _registered(each.bucket), strict=True)
+        if param.is_meta
     ]
     if names:
         raise InitialisationError(
@@ -76,10 +88,10 @@ def initialise_sharded(
     modules = _innermost(model)
     plan = _plan(modules, specs, tied_to)
     for unit in (each.unit for each in named):
-        if any(bucket.store.buffer.is_meta for bucket in unit.buckets):
+        shards = [bucket.store.buffer for bucket in unit.buckets if bucket.store.buffer.is_meta]
+        if shards:
             to = unit.buckets[0].device if device is None else torch.device(device)
-            with unit.converting(lambda tensor, to=to: torch.zeros_like(tensor, device=to)):
-                pass
+            _make_real(unit, dict.fromkeys(shards, to))
     for step in plan:
         _draw(modules[step.module], step, where, device)
 

@@ -1,7 +1,7 @@
 """A unit: what is gathered together, freed together and reduced together. The only writer of its own state."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -329,16 +329,26 @@ class Unit:
                 self.conceal()
             self.move(Move.EDIT_SHARDS)  # refused in use, and the message says why
             self.reshard("summon")
+        # Shards on meta cannot take values over. What was put in their place is taken over as soon as they are real.
+        others: list[Mapping[int, nn.Parameter]] = []
         for bucket in self.buckets:
-            bucket.exposure.adopt()
+            if bucket.store.buffer.is_meta:
+                others.append(bucket.exposure.put_back())
+            else:
+                others.append({})
+                bucket.exposure.adopt()
             bucket.exposure.deregister()
         self.is_converting = True
         try:
             yield
         finally:
             self.is_converting = False
-            for bucket in self.buckets:
+            for bucket, put_back in zip(self.buckets, others, strict=True):
                 bucket.convert(fn)
+                if put_back:
+                    bucket.exposure.put_in(put_back)
+                    if not bucket.store.buffer.is_meta:
+                        bucket.exposure.adopt()
                 count_steps(bucket.exposure.managed(), self._steps)
             self._take_leaves()
             self._grads = self._grads.move_to(self.leaves, self._accumulated)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import torch_backend
 from tests.on_torch.models import build_net, loss_of
@@ -278,6 +278,41 @@ def _converted_between_steps(rank: int, world_size: int) -> list[Any]:
 
 def test_R25_a_model_is_converted_between_steps(ranks):
     assert ranks.run(2, _converted_between_steps) == [[True, torch.float64]] * 2
+
+
+def _two_dtypes_become_real(rank: int, world_size: int, loads: bool) -> list[Any]:
+    with torch.device("meta"):
+        model = linears(4, 6, 3)
+    model[1].bfloat16()
+    torch_backend.fully_shard(model, offload_policy=torch_backend.CPUOffloadPolicy(pin_memory=False))
+    given = {
+        name: distribute_tensor(torch.full(param.shape, 2.0, dtype=param.dtype), param.device_mesh, param.placements)
+        for name, param in model.named_parameters()
+    }
+    text = ""
+    if loads:
+        model.load_state_dict(given, assign=True)
+    else:
+        model[0].weight, model[0].bias = nn.Parameter(given["0.weight"]), nn.Parameter(given["0.bias"])
+        refused = raised(lambda: model(torch.ones(2, 4)))
+        text = "" if refused is None else refused.text
+        torch.manual_seed(0)
+        torch_backend.initialise_sharded(model)
+    return [text, {name: [param.dtype, _full(param.detach())] for name, param in model.named_parameters()}]
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["loaded", "partly assigned"])
+def test_R38_two_dtypes_on_meta_become_real(ranks, loads):
+    """Each of a unit's buckets when all of its parameters are real; what is real already keeps its values."""
+    torch.manual_seed(0)
+    drawn = nn.Linear(6, 3, dtype=torch.bfloat16)
+    for text, named in ranks.run(2, _two_dtypes_become_real, loads):
+        assert [dtype for dtype, _ in named.values()] == [torch.float32] * 2 + [torch.bfloat16] * 2
+        assert all((named[name][1] == 2).all() for name in ("0.weight", "0.bias"))
+        for name in ("weight", "bias"):
+            expected = torch.full_like(getattr(drawn, name), 2) if loads else getattr(drawn, name)
+            assert torch.equal(named[f"1.{name}"][1], expected)
+        assert loads or ("1.weight, 1.bias" in text and "0.weight" not in text)
 
 
 def _several_dtypes(rank: int, world_size: int) -> list[Any]:

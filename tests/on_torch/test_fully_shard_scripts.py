@@ -23,6 +23,7 @@ import torch.distributed.checkpoint.state_dict as checkpoint_state
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as checkpoint_by_hooks
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
@@ -1480,6 +1481,50 @@ def from_meta_by_values(side):
     return trained(side, model)
 
 
+def _real(param: Any, value: float) -> nn.Parameter:
+    """A parameter on the CPU, sharded as one on meta is."""
+    full = torch.linspace(-1, value, param.numel()).view(param.shape)
+    return nn.Parameter(distribute_tensor(full, param.device_mesh, param.placements))
+
+
+@scenario()
+def from_meta_by_new_parameters(side):
+    """Some are made real by `to_empty`, others replaced by real ones, which an optimizer holds."""
+    with torch.device("meta"):
+        model = linears(4, 6, 5)
+    side.fully_shard(model[0])
+    side.fully_shard(model)
+    model[0].to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model[0].parameters():
+            param.fill_(0.5)
+    model[1].weight, model[1].bias = _real(model[1].weight, 1), _real(model[1].bias, 2)
+    held = list(model.parameters())
+    results = trained_linears(side, model)
+    return [results, [a is b for a, b in zip(held, model.parameters(), strict=True)]]
+
+
+@scenario()
+def from_meta_partly_by_new_parameters(side):
+    with torch.device("meta"):
+        model = linears(4, 6)
+    side.fully_shard(model)
+    model[0].weight = _real(model[0].weight, 1)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    return trained_linears(side, model)
+
+
+@scenario()
+def parameters_on_meta_take_no_memory(side):
+    with torch.device("meta"):
+        model = nn.Linear(2**20, 2**20, bias=False)
+    side.fully_shard(model)
+    return [look(model), model.weight.device, model.weight.to_local().device]
+
+
 @scenario()
 def from_meta_by_assignment(side):
     """load_state_dict(assign=True) of DTensors cut by the script."""
@@ -2176,6 +2221,32 @@ def a_full_mesh_whose_dims_are_flattened(side):
     return _on_a_full_mesh(side, (2, 2), ("a", "b"), shard=("a", "b"))
 
 
+# Beside replicas of DistributedDataParallel
+
+
+def _beside_replicas(side: Side, around: bool) -> list[Any]:
+    model = linears(4, 6, 5, 3)
+    if around:
+        side.fully_shard(model[1])
+        replicate(model)
+    else:
+        replicate(model[1])
+        side.fully_shard(model[0])
+        side.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    return [trained_linears(side, model, optimizer=optimizer), look(model)]
+
+
+@scenario()
+def replicate_around_units(side):
+    return _beside_replicas(side, around=True)
+
+
+@scenario()
+def units_around_replicate(side):
+    return _beside_replicas(side, around=False)
+
+
 # Tensor subclasses
 
 
@@ -2366,6 +2437,11 @@ def placements_that_are_none(side):
 @refusal()
 def placements_on_a_dim_that_is_not_there(side):
     side.fully_shard(nn.Linear(4, 2), shard_placement_fn=lambda p: Shard(2))
+
+
+@refusal()
+def replicating_a_unit(side):
+    replicate(side.fully_shard(nn.Linear(4, 2)))
 
 
 @refusal()

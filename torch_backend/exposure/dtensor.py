@@ -11,6 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from crossframe.errors import ReplacedError
 from crossframe.layout import PerParamLayout
+from torch_backend.composable import replaced_by_replicate
 from torch_backend.exposure.registration import (
     ShardedParams,
     call_grad_hooks,
@@ -132,6 +133,7 @@ class DTensorExposure(ShardedParams):
             raise ReplacedError(
                 f"parameter {name!r} was replaced by a {type(other).__name__}; expected a DTensor of placements "
                 f"{self._specs[i].placements} on the same mesh (use distribute_tensor), or copy into the parameter"
+                f"{replaced_by_replicate(self._places[i][1])}"
             )
         if other._spec.placements != self._specs[i].placements:
             raise ReplacedError(

@@ -1,6 +1,6 @@
 """FSDP1 without original parameters."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from torch import Tensor, nn
 
@@ -119,6 +119,13 @@ class FlatExposure:
     def deregister(self) -> None:
         """The flat parameter is not registered."""
         del self._module._parameters[FLAT_PARAM]
+
+    def put_back(self) -> Mapping[int, nn.Parameter]:
+        """Original parameters are not registered."""
+        return {}
+
+    def put_in(self, others: Mapping[int, nn.Parameter]) -> None:
+        """Original parameters are not registered."""
 
     def adopt_loaded(self) -> None:
         """As ever."""

@@ -1,6 +1,6 @@
 """What an engine asks of a face."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -86,6 +86,14 @@ class Exposure(Protocol):
 
     def adopt_loaded(self) -> None:
         """Take over what `load_state_dict(assign=True)` has just registered in the place of sharded parameters (R25)."""
+        ...
+
+    def put_back(self) -> Mapping[int, nn.Parameter]:
+        """Register ours again where a user registered other objects, and return these by index, as they are."""
+        ...
+
+    def put_in(self, others: Mapping[int, nn.Parameter]) -> None:
+        """End `put_back`."""
         ...
 
     def show_part(self, part: GroupShard) -> None:

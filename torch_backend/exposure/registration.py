@@ -1,6 +1,6 @@
 """What the exposures do alike: registering parameters, shadowing attributes, taking over what a user put there."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -195,7 +195,7 @@ class RegisteredParams:
         return list(found.values())
 
     def put_back(self) -> dict[int, nn.Parameter]:
-        """Register ours again where there are other objects, and return these by index, as they are."""
+        """Register ours again where a user registered other objects, and return these by index, as they are."""
         others: dict[int, nn.Parameter] = {}
         for i, owner, attribute in self._places:
             registered = owner._parameters.get(attribute)
@@ -203,6 +203,12 @@ class RegisteredParams:
                 others[i] = registered
                 owner._parameters[attribute] = self.params[i]
         return others
+
+    def put_in(self, others: Mapping[int, nn.Parameter]) -> None:
+        """Register these where ours are."""
+        for i, owner, attribute in self._places:
+            if i in others:
+                owner._parameters[attribute] = others[i]
 
     def _take_back_places(self, check: Callable[[int, nn.Parameter], None]) -> None:
         """Where load_state_dict(assign=True) or a user registered another object, take its data over and register ours again,
