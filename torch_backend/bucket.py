@@ -254,9 +254,9 @@ class Bucket:
     def dismiss(self, writeback: Writeback) -> None:
         """End `summon`, in the order of R24: writeback, as asked for, then what was shown is freed."""
         full = grads = None
-        if self._shown is not None:
-            full, grads = self.exposure.dismiss()
         try:
+            if self._shown is not None:
+                full, grads = self.exposure.dismiss()
             match writeback:
                 case Writeback.NOTHING:
                     pass

@@ -12,6 +12,7 @@ from crossframe.state import state_key
 from torch_backend.collectives import UnitMesh
 from torch_backend.ignored import Ignored, IsUnit
 from torch_backend.rounds import agree
+from torch_backend.slots import local_of
 
 
 def own_modules(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -155,7 +156,7 @@ def sync_states(root: nn.Module, is_unit: IsUnit, ignored: Ignored, mesh: UnitMe
         for attribute, tensor in tensors:
             if id(tensor) not in left_out:
                 left_out.add(id(tensor))
-                named[state_key(f"{name}.{attribute}".lstrip("."))] = tensor.detach()
+                named[state_key(f"{name}.{attribute}".lstrip("."))] = local_of(tensor).detach()
     said = [
         (f"tensor {name!r}", {"shape": str(list(tensor.shape)), "dtype": str(tensor.dtype)})
         for name, tensor in named.items()

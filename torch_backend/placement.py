@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from crossframe.errors import AssertedError, UnsupportedError, UsageError
 from torch_backend.data_mesh import DataMesh, joined
 from torch_backend.slots import local_of
+from torch_backend.tensor_parallel import Whole
 
 PlacementFn = Callable[[nn.Parameter], Any]
 """The argument `shard_placement_fn`: from a parameter to a Shard, or None for dim 0."""
@@ -27,22 +28,11 @@ class Placed:
         dim: on which dim it is sharded.
         sharded: of the sharded parameter, and of its gradient.
         whole: of the unsharded parameter, if that is a DTensor (tensor parallelism); None: it is a plain tensor.
-        kept_partial: of the axes of `whole`, those over which a gradient may stay a partial sum, since it is reduced over
-            them.
     """
 
     dim: int
     sharded: DTensorSpec
-    whole: DTensorSpec | None = None
-    kept_partial: frozenset[int] = frozenset()
-
-    def in_dtype(self, dtype: torch.dtype) -> "Placed":
-        """The same of an unsharded parameter in another dtype."""
-        if self.whole is None:
-            return self
-        meta = self.whole.tensor_meta
-        assert meta is not None
-        return replace(self, whole=replace(self.whole, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype)))
+    whole: Whole | None = None
 
 
 def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None) -> Placed:
@@ -89,7 +79,7 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
     split = whole.num_shards_map[dim]
     shard = (_StridedShard(dim, split_factor=split),) if data.shards and split > 1 else shard
     placements = (*replicate, *shard, *whole.placements)
-    return Placed(dim, DTensorSpec(joined(data.mesh, whole.mesh), placements, whole.tensor_meta), whole)
+    return Placed(dim, DTensorSpec(joined(data.mesh, whole.mesh), placements, whole.tensor_meta), Whole(whole))
 
 
 def _place_spmd(name: str, whole: DTensorSpec, data: DataMesh, dim: int) -> Placed:
@@ -110,7 +100,7 @@ def _place_spmd(name: str, whole: DTensorSpec, data: DataMesh, dim: int) -> Plac
         placements[axis] = _StridedShard(dim, split_factor=split) if split > 1 else Shard(dim)
     kept = frozenset((*over_shards, *over_replicas))
     if len(over_shards) <= 1:
-        return Placed(dim, DTensorSpec(mesh, tuple(placements), whole.tensor_meta), whole, kept)
+        return Placed(dim, DTensorSpec(mesh, tuple(placements), whole.tensor_meta), Whole(whole, kept))
     # Several axes to shard over count as one: in their place stands the mesh that they make together.
     first, parts, found = min(over_shards), [], []
     for axis in range(mesh.ndim):
@@ -120,7 +110,7 @@ def _place_spmd(name: str, whole: DTensorSpec, data: DataMesh, dim: int) -> Plac
         elif axis not in kept:
             parts.append(mesh[mesh.mesh_dim_names[axis]])  # type: ignore[index]
             found.append(placements[axis])
-    return Placed(dim, DTensorSpec(joined(*parts), tuple(found), whole.tensor_meta), whole, kept)
+    return Placed(dim, DTensorSpec(joined(*parts), tuple(found), whole.tensor_meta), Whole(whole, kept))
 
 
 def _dim(name: str, param: nn.Parameter, fn: PlacementFn | None) -> int:
@@ -135,57 +125,3 @@ def _dim(name: str, param: nn.Parameter, fn: PlacementFn | None) -> int:
             f"shard_placement_fn: parameter {name!r} of shape {tuple(param.shape)} has no dim {asked.dim} to shard"
         )
     return dim
-
-
-class _AsDTensor(torch.autograd.Function):
-    """From what this rank has of a parameter to the DTensor that the module computes with, and back for its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, placed: Placed) -> Tensor:
-        ctx.placed = placed
-        return DTensor(local.view_as(local), placed.whole, requires_grad=local.requires_grad)  # type: ignore[call-arg]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
-        return local_grad(grad, ctx.placed), None
-
-
-def local_grad(grad: Any, placed: Placed) -> Tensor:
-    """The gradient of what this rank has of a parameter, from the gradient of the DTensor that the module computes with."""
-    assert placed.whole is not None
-    wanted = tuple(
-        came if axis in placed.kept_partial else placement
-        for axis, (came, placement) in enumerate(zip(grad.placements, placed.whole.placements, strict=True))
-    )
-    if wanted != grad.placements:
-        grad = grad.redistribute(placements=wanted)
-    local = grad._local_tensor
-    return local.wait() if hasattr(local, "wait") else local
-
-
-def as_whole(local: Tensor, placed: Placed) -> Tensor:
-    """What a module computes with: `local`, or the DTensor that it is the local part of."""
-    return local if placed.whole is None else _AsDTensor.apply(local, placed)  # type: ignore[return-value]
-
-
-def as_whole_param(leaf: nn.Parameter, placed: Placed) -> nn.Parameter:
-    """What the module registers while it is unsharded: `leaf`, or a DTensor parameter of which it is the local part.
-
-    The gradient of the DTensor is moved to `leaf` as soon as it has accumulated: a user may compute with what is registered
-    outside of a forward, and reductions take the gradients of leaves.
-    """
-    if placed.whole is None:
-        return leaf
-    trainable = leaf.is_floating_point()
-    with torch.no_grad():
-        whole: Any = DTensor(leaf.data, placed.whole, requires_grad=trainable)  # type: ignore[call-arg]
-    whole._is_param = True  # what nn.Parameter makes of a DTensor is that DTensor, marked
-
-    @torch.no_grad()
-    def move_grad(whole: Any) -> None:
-        grad, whole.grad = local_grad(whole.grad, placed), None
-        leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-
-    if trainable:  # it may be frozen now and trained later
-        whole.register_post_accumulate_grad_hook(move_grad)
-    return whole.requires_grad_(leaf.requires_grad)

@@ -16,7 +16,8 @@ from torch_backend.dtypes import dtype_name
 
 @dataclass(frozen=True)
 class OwnedParam:
-    """A parameter of a unit, the object itself, and every (module, attribute) that it is registered under."""
+    """A parameter of a unit, the object itself, and every (module, attribute) that it is registered under. Of a DTensor (tensor
+    parallelism) the spec is that of this rank's part."""
 
     spec: ParamSpec
     param: nn.Parameter

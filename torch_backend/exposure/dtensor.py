@@ -18,7 +18,7 @@ from torch_backend.exposure.registration import (
     register,
 )
 from torch_backend.group_shard import GroupShard
-from torch_backend.placement import Placed, as_whole, as_whole_param
+from torch_backend.placement import Placed
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
 
@@ -41,9 +41,9 @@ class DTensorExposure(ShardedParams):
         assert isinstance(layout, PerParamLayout)
         self._local_shapes = _local_shapes(layout, store.rank)
         self._widths = [column.width for column in layout.columns]
-        self._placed = placed
         self._specs = [place.sharded for place in placed]
-        super().__init__(owned, store, leaves, [])
+        is_whole = any(place.whole is not None for place in placed)
+        super().__init__(owned, store, leaves, [], [place.whole for place in placed] if is_whole else [])
         locals_ = self._own_locals()
         self._local_strides = [local.stride() for local in locals_]
         with torch.no_grad():
@@ -51,15 +51,7 @@ class DTensorExposure(ShardedParams):
                 _parameter(local, spec, entry.spec.requires_grad)
                 for local, spec, entry in zip(locals_, self._specs, owned, strict=True)
             ]
-        self._take_leaves(leaves)
         register(self._places, self.params)
-
-    def _take_leaves(self, leaves: list[nn.Parameter]) -> None:
-        self._leaves = self._full = leaves
-        self._wholes: list[Placed] = []
-        if any(place.whole is not None for place in self._placed):
-            self._wholes = [place.in_dtype(leaf.dtype) for place, leaf in zip(self._placed, leaves, strict=True)]
-            self._full = [as_whole_param(leaf, place) for leaf, place in zip(leaves, self._wholes, strict=True)]
 
     def _locals(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """What this rank holds of each parameter, in its shape."""
@@ -74,29 +66,17 @@ class DTensorExposure(ShardedParams):
         self._known = [_address(local) for local in made]
         return made
 
-    def show_full(self) -> None:
-        """Register the full parameters."""
-        register(self._places, self._full)
-
     def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
         """The aliases, under tensor parallelism as DTensors."""
-        if self._wholes:
-            aliases = [as_whole(alias, place) for alias, place in zip(aliases, self._wholes, strict=True)]
-        for alias in aliases:
-            alias._is_param = True  # type: ignore[attr-defined]  # what a module looks up is an nn.Parameter
-        return aliases
-
-    def sync_requires_grad(self) -> None:
-        """One by one."""
-        super().sync_requires_grad()
-        if self._wholes:
-            for param, full in zip(self.params, self._full, strict=True):
-                full.requires_grad_(param.requires_grad)
+        used = super().used_params(aliases)
+        for each in used:
+            each._is_param = True  # type: ignore[attr-defined]  # what a module looks up is an nn.Parameter
+        return used
 
     def show_part(self, part: GroupShard) -> None:
         """Register DTensors of what the smaller group holds; under tensor parallelism the shards stay registered."""
         mesh, layout = part.mesh, part.layout
-        if self._wholes or not isinstance(layout, PerParamLayout):
+        if self.wholes or not isinstance(layout, PerParamLayout):
             return
         rank, parts = part.communicator.rank, []
         with torch.no_grad():

@@ -20,6 +20,7 @@ from torch_backend.exposure.registration import (
 from torch_backend.group_shard import GroupShard
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore
+from torch_backend.tensor_parallel import in_use, wholes_of
 
 
 class FlatParameter(nn.Parameter):
@@ -40,6 +41,7 @@ class FlatExposure:
 
     def __init__(self, module: nn.Module, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]):
         self._module, self._store = module, store
+        self.wholes = wholes_of([entry.param for entry in owned])
         self._places = list(registrations(owned))
         self.flat_param = FlatParameter(store.buffer, requires_grad=owned[0].spec.requires_grad)
         # As torch's knows them, for libraries: the names of what is in it.
@@ -52,7 +54,11 @@ class FlatExposure:
 
     def _stand_for(self, leaves: list[nn.Parameter]) -> None:
         self._leaves = leaves
-        self._absent = [leaf.new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
+        absent = [leaf.detach().new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
+        self._absent = [
+            nan if whole is None else whole.dtensor(nan)
+            for nan, whole in zip(absent, self.wholes or [None] * len(absent), strict=True)
+        ]
         self.unuse()
 
     @property
@@ -68,8 +74,8 @@ class FlatExposure:
         self.unuse()
 
     def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The aliases."""
-        return aliases
+        """The aliases, under tensor parallelism as DTensors."""
+        return in_use(aliases, self.wholes)
 
     def use(self, used: Sequence[Tensor]) -> None:
         """Attributes yield `used`."""
@@ -82,15 +88,16 @@ class FlatExposure:
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """Full parameters are registered, and the flat parameter is not."""
         assert grads is None, "refused: the gradient is the flat parameter's"
-        self._shown = full_params(full, self._leaves)
+        self._shown = full_params(full, self._leaves, self.wholes)
         self.show_state(self._shown)
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Back to the flat parameter."""
-        current = self.left()
-        self.hide_state()
-        self._shown = []
-        return current, []
+        try:
+            return self.left(), []
+        finally:
+            self.hide_state()
+            self._shown = []
 
     def show_state(self, params: Sequence[nn.Parameter]) -> None:
         """Register these, and not the flat parameter."""
@@ -107,7 +114,7 @@ class FlatExposure:
 
     def left(self) -> list[Tensor]:
         """What is registered now."""
-        return left_by_user(self._places, self._shown)
+        return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
         """None were shown."""

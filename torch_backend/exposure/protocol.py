@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from torch_backend.group_shard import GroupShard
+from torch_backend.tensor_parallel import Wholes
 
 
 class Exposure(Protocol):
@@ -13,6 +14,9 @@ class Exposure(Protocol):
 
     # Whether the module shows the shards again at the end of a forward after which full memory is kept.
     conceals_after_forward: bool
+
+    # Under tensor parallelism: for each parameter the DTensor that it is this rank's part of, None for a plain one. Else empty.
+    wholes: Wholes
 
     @property
     def registered(self) -> Sequence[tuple[int, nn.Module, str]]:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from crossframe.layout import Layout
 from torch_backend.group_shard import GroupShard
 from torch_backend.optimizer_steps import count_like
 from torch_backend.slots import OwnedParam
 from torch_backend.store import ShardStore, copy_into
+from torch_backend.tensor_parallel import Wholes, as_params, in_use
 
 # A parameter's index in the layout, and a module and attribute under which it is registered.
 Place = tuple[int, nn.Module, str]
@@ -39,15 +41,22 @@ def register(places: Sequence[Place], params: Sequence[nn.Parameter]) -> None:
         owner._parameters[attribute] = params[i]
 
 
-def left_by_user(places: Sequence[Place], shown: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The data that a user who was shown `shown` left behind: what replaced a parameter under any of its names counts, what
-    deleted one does not."""
-    current = [param.data for param in shown]
+def left_by_user(
+    places: Sequence[Place], shown: Sequence[nn.Parameter], wholes: Wholes, layout: Layout
+) -> list[Tensor]:
+    """The data that a user who was shown `shown` has left there: what replaced a parameter under any of its names counts, what
+    deleted one does not. Of DTensors, this rank's parts."""
+    current = list(shown)
     for i, owner, attribute in places:
         registered = owner._parameters.get(attribute)
         if registered is not None and registered is not shown[i]:
-            current[i] = registered.data
-    return current
+            current[i] = registered
+    if not wholes:
+        return [param.data for param in current]
+    return [
+        param.data if whole is None else whole.local(param, spec.name).detach()
+        for param, whole, spec in zip(current, wholes, layout.params, strict=True)
+    ]
 
 
 def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None:
@@ -57,9 +66,9 @@ def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None
         param.data = piece
 
 
-def full_params(full: Sequence[Tensor], leaves: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def full_params(full: Sequence[Tensor], leaves: Sequence[nn.Parameter], wholes: Wholes) -> list[nn.Parameter]:
     """Parameters for a user to see: full values, trained or frozen as the leaves are."""
-    return [nn.Parameter(value, requires_grad=leaf.requires_grad) for value, leaf in zip(full, leaves, strict=True)]
+    return as_params(full, [leaf.requires_grad for leaf in leaves], wholes)
 
 
 def add_grad_to(param: nn.Parameter, grad: Tensor) -> None:
@@ -118,6 +127,7 @@ class RegisteredParams:
 
     Attributes:
         params: what the optimizer holds, in the layout's order.
+        wholes: see Exposure.
     """
 
     def __init__(
@@ -126,10 +136,21 @@ class RegisteredParams:
         store: ShardStore,
         leaves: list[nn.Parameter],
         params: list[nn.Parameter],
+        wholes: Wholes = (),
     ) -> None:
-        self._store, self._leaves, self.params = store, leaves, params
+        self._store, self.params, self.wholes = store, params, wholes
         self._places = list(registrations(owned))
         self._in_use = False
+        self._take_leaves(leaves)
+
+    def _take_leaves(self, leaves: list[nn.Parameter]) -> None:
+        """Full parameters are these from now on; under tensor parallelism DTensors of them are registered."""
+        self._leaves = self._full = leaves
+        if self.wholes:
+            self._full = [
+                leaf if whole is None else whole.registered(leaf)
+                for leaf, whole in zip(leaves, self.wholes, strict=True)
+            ]
 
     @property
     def registered(self) -> list[Place]:
@@ -137,8 +158,8 @@ class RegisteredParams:
         return self._places
 
     def show_full(self) -> None:
-        """Register the leaves."""
-        register(self._places, self._leaves)
+        """Register the full parameters."""
+        register(self._places, self._full)
 
     def show_sharded(self) -> None:
         """Register the sharded parameters."""
@@ -147,8 +168,8 @@ class RegisteredParams:
         register(self._places, self.params)
 
     def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The aliases."""
-        return aliases
+        """The aliases, under tensor parallelism as DTensors."""
+        return in_use(aliases, self.wholes)
 
     def use(self, used: Sequence[Tensor]) -> None:
         """Attributes yield `used`."""
@@ -165,6 +186,9 @@ class RegisteredParams:
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.requires_grad is not param.requires_grad:
                 leaf.requires_grad_(param.requires_grad)
+        if self.wholes:
+            for param, full in zip(self.params, self._full, strict=True):
+                full.requires_grad_(param.requires_grad)
 
     def show_state(self, params: Sequence[nn.Parameter]) -> None:
         """Register these in the place of the sharded parameters."""
@@ -257,19 +281,20 @@ class ShardedParams(RegisteredParams):
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """Register full parameters."""
         assert grads is None, "no interface asks for them"
-        self._shown = full_params(full, self._leaves)
+        self._shown = full_params(full, self._leaves, self.wholes)
         register(self._places, self._shown)
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Register the sharded parameters again."""
-        current = self.left()
-        register(self._places, self.params)
-        self._shown = []
-        return current, []
+        try:
+            return self.left(), []
+        finally:
+            register(self._places, self.params)
+            self._shown = []
 
     def left(self) -> list[Tensor]:
         """What is registered now."""
-        return left_by_user(self._places, self._shown)
+        return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
         """None were shown."""
