@@ -14,14 +14,11 @@ from torch_backend.store import ShardStore
 class GroupShard:
     """This rank's part of the full parameters, over the ranks of a smaller group, in the dtype of compute.
 
-    A layout that is one line is cut as it stands, so that its parts are gathered into the line again. Per parameter each is
-    chunked anew, as `torch.chunk` does over the smaller group: then a part is what a DTensor over that group says.
-
     Attributes:
-        layout: over the smaller group.
+        layout: over the smaller group, the core's `post_forward`.
         communicator: between its ranks.
         mesh: all ranks as (replicate, shard), the shard axis of that size.
-        buffer: shape (gathered_numel / size,) or (padded_shard_numel,); None: not held now.
+        buffer: shape (padded_shard_numel,); None: not held now.
         pieces: per parameter, what this rank holds, 1-D, as views of the buffer; none where the layout is one line.
     """
 
@@ -31,7 +28,7 @@ class GroupShard:
             layout: of the bucket, over all ranks of its shard group.
         """
         self.communicator, self.mesh = communicator, mesh
-        self.layout = layout if layout.contiguous else post_forward(layout, communicator.size)
+        self.layout = post_forward(layout, communicator.size)
         self.buffer: Tensor | None = None
         self.pieces: list[Tensor] = []
 
@@ -44,7 +41,7 @@ class GroupShard:
         """
         with torch.no_grad():
             if self.layout.contiguous:
-                numel = full.numel() // self.communicator.size
+                numel = self.layout.padded_shard_numel
                 self.buffer = full[self.communicator.rank * numel :][:numel].clone()
             else:
                 store = ShardStore(self.layout, self.communicator.rank, views)

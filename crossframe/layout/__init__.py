@@ -56,9 +56,17 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
     if isinstance(kind, str):
         match kind:
             case "flat":
-                return FlatLayout(params, field("world_size"), field("keep_original"), field("compute_dtype"))
+                return FlatLayout(
+                    params,
+                    field("world_size"),
+                    field("keep_original"),
+                    field("compute_dtype"),
+                    padded_for=fields.get("padded_for"),
+                )
             case "per_param":
                 return PerParamLayout(params, field("world_size"), optional("dims"))
             case "ragged":
-                return RaggedLayout(params, field("world_size"), optional("blocks"))
+                return RaggedLayout(
+                    params, field("world_size"), optional("blocks"), padded_for=fields.get("padded_for")
+                )
     raise LayoutError(f"unknown layout kind {shown(kind)}: expected 'flat', 'per_param' or 'ragged'")

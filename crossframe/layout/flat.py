@@ -77,12 +77,12 @@ class FlatLayout(LineLayout):
     @property
     def flat_numel(self) -> int:
         """Elements of the unsharded flat parameter, padding inside it included (R03)."""
-        return self._end + (-self._end % self.world_size if self.keep_original else 0)
+        return self._end + (-self._end % self.line_ranks if self.keep_original else 0)
 
     @property
-    def padded_shard_numel(self) -> int:
-        """Elements of every rank's buffer (R04)."""
-        return -(-self.flat_numel // self.world_size)
+    def gathered_numel(self) -> int:
+        """Elements of the buffer that an all-gather fills: one chunk for each of the ranks that the line is padded for (R04)."""
+        return -(-self.flat_numel // self.line_ranks) * self.line_ranks
 
     @cached_property
     def _end(self) -> int:
@@ -106,4 +106,4 @@ class FlatLayout(LineLayout):
     def to_json(self) -> dict:
         """What `layout_from_json` needs to build this layout again."""
         return {"kind": self.kind, "world_size": self.world_size, "keep_original": self.keep_original,
-                "compute_dtype": self.compute_dtype}  # fmt: skip
+                "compute_dtype": self.compute_dtype} | self._padded_for()  # fmt: skip

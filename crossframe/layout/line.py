@@ -1,9 +1,9 @@
-"""A line of parameters cut into equal shards: what the flat layout and the ragged layout share."""
+"""Parameters in one line that is cut into equal shards: the common part of the flat layout and the ragged layout."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -11,17 +11,23 @@ from crossframe.errors import LayoutError
 from crossframe.layout.pieces import Column, Padding, Piece, check_elements, check_one_dtype
 from crossframe.mesh import check_rank, check_world_size
 from crossframe.params import ParamSpec, check_params
+from crossframe.shown import shown
 
 
 @dataclass(frozen=True)
 class LineLayout(ABC):
     """Parameters in order along one line, of which rank k holds elements `k * padded_shard_numel` and on.
 
-    A kind of line says where each parameter starts, how long the line and a shard are, and what its paddings are called.
+    A kind of line says where each parameter starts, how long the line is, and what its paddings are called.
+
+    Attributes:
+        padded_for: the number of ranks that the line is padded for, a multiple of `world_size`. None means `world_size`;
+            otherwise the line of those ranks is cut into fewer, larger shards, as between forward and backward under R08.
     """
 
     params: tuple[ParamSpec, ...]
     world_size: int
+    padded_for: int | None = field(default=None, kw_only=True)
 
     kind = "line"
     contiguous = True
@@ -30,11 +36,24 @@ class LineLayout(ABC):
         check_world_size(self.world_size)
         check_params(self.params)
         check_one_dtype(self.params, self.kind, "convert one, or give them units of their own")
+        if self.padded_for is not None:
+            check_world_size(self.padded_for)
+            if self.padded_for % self.world_size:
+                raise LayoutError(
+                    f"padded_for: expected a multiple of the world size {self.world_size}, got {shown(self.padded_for)}"
+                )
+            if self.padded_for == self.world_size:
+                object.__setattr__(self, "padded_for", None)
+
+    @property
+    def line_ranks(self) -> int:
+        """The number of ranks that the line is padded for."""
+        return self.padded_for or self.world_size
 
     @property
     @abstractmethod
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts in the line, in elements; none before the end of the one in front of it."""
+        """Where each parameter starts in the line, in elements; at or after the end of the one before it."""
 
     @property
     @abstractmethod
@@ -43,8 +62,13 @@ class LineLayout(ABC):
 
     @property
     @abstractmethod
+    def gathered_numel(self) -> int:
+        """Elements of the buffer that an all-gather fills: the line with the padding of the last shards."""
+
+    @property
     def padded_shard_numel(self) -> int:
         """Elements of every rank's buffer."""
+        return self.gathered_numel // self.world_size
 
     @abstractmethod
     def padding(self, rank: int) -> tuple[Padding, ...]:
@@ -68,11 +92,6 @@ class LineLayout(ABC):
             found.append(start - end)
             end = start + param.numel
         return (*found, self.gathered_numel - end)
-
-    @property
-    def gathered_numel(self) -> int:
-        """Elements of the buffer that an all-gather fills: world_size * padded_shard_numel."""
-        return self.padded_shard_numel * self.world_size
 
     @property
     def unsharded_numel(self) -> int:
@@ -99,7 +118,7 @@ class LineLayout(ABC):
         return tuple(found)
 
     def gaps(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The runs of this rank's buffer between, before and behind its pieces."""
+        """The runs of this rank's buffer between, before and after its pieces."""
         covered = 0
         for piece in self.pieces(rank):
             if covered < piece.shard_start:
@@ -121,6 +140,18 @@ class LineLayout(ABC):
             yield Piece(name, rank, at, at + until - start, start, until)
             start = until
 
+    def _padded_for(self) -> dict[str, int]:
+        """The field of `to_json` that is there only if the line is padded for other ranks."""
+        return {} if self.padded_for is None else {"padded_for": self.padded_for}
+
     def over(self, world_size: int) -> Self:
-        """The same parameters with the same options over another number of ranks."""
-        return replace(self, world_size=world_size)
+        """The same parameters with the same options over another number of ranks, padded for these."""
+        return replace(self, world_size=world_size, padded_for=None)
+
+    def cut_over(self, num_ranks: int) -> Self:
+        """The same line, padding included, cut over fewer ranks: shards that lie side by side become one.
+
+        Raises:
+            LayoutError: a number that does not divide the ranks that the line is padded for.
+        """
+        return replace(self, world_size=num_ranks, padded_for=self.line_ranks)

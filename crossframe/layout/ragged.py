@@ -83,12 +83,12 @@ class RaggedLayout(LineLayout):
     @property
     def flat_numel(self) -> int:
         """Elements of the gathered buffer, padding included: every shard is full."""
-        return self.padded_shard_numel * self.world_size
+        return self.gathered_numel
 
     @property
-    def padded_shard_numel(self) -> int:
-        """Elements of every rank's buffer."""
-        return self._placed[0]
+    def gathered_numel(self) -> int:
+        """Elements of the buffer that an all-gather fills: a shard for each of the ranks that the line is padded for."""
+        return self._placed[0] * self.line_ranks
 
     @property
     def padding_numel(self) -> int:
@@ -110,7 +110,7 @@ class RaggedLayout(LineLayout):
         neighbouring shards then hold more than S together, so fewer than 2 * numel / S + 1 of them are used, which is no more
         than there are.
         """
-        return self.world_size * self._sure_shard_numel - self.numel
+        return self.line_ranks * self._sure_shard_numel - self.numel
 
     @property
     def wasteful(self) -> bool:
@@ -128,8 +128,8 @@ class RaggedLayout(LineLayout):
         if not self._line:
             return 0
         common = math.lcm(*(block for _, block in self._line))
-        aligned = -(-(self.numel + sum(block - 1 for _, block in self._line[1:])) // self.world_size)
-        whole = max(max(numel for numel, _ in self._line), -(-2 * self.numel // self.world_size))
+        aligned = -(-(self.numel + sum(block - 1 for _, block in self._line[1:])) // self.line_ranks)
+        whole = max(max(numel for numel, _ in self._line), -(-2 * self.numel // self.line_ranks))
         return min(aligned + -aligned % common, whole)
 
     @cached_property
@@ -137,7 +137,7 @@ class RaggedLayout(LineLayout):
         """The shard size and where each parameter starts."""
         numel = self._shard_numel()
         placed = place(self._line, numel)
-        assert placed is not None and placed[1] <= self.world_size * numel
+        assert placed is not None and placed[1] <= self.line_ranks * numel
         offsets, starts, at = [], iter(placed[0]), 0
         for param in self.params:
             if param.numel:
@@ -148,14 +148,14 @@ class RaggedLayout(LineLayout):
 
     def _shard_numel(self) -> int:
         """The smallest shard size among those tried for which a placement exists."""
-        least, best = -(-self.numel // self.world_size), self._sure_shard_numel
+        least, best = -(-self.numel // self.line_ranks), self._sure_shard_numel
         for modulus in self._moduli(best):
             numel = least + -least % modulus
             for attempt in range(STEPS + LEAPS):
                 if numel >= best:
                     break
                 placed = place(self._line, numel)
-                needed = -(-placed[1] // self.world_size) if placed else 0
+                needed = -(-placed[1] // self.line_ranks) if placed else 0
                 if placed and needed <= numel:
                     best = numel
                     break
@@ -186,7 +186,11 @@ class RaggedLayout(LineLayout):
 
     def to_json(self) -> dict:
         """What `layout_from_json` needs to build this layout again."""
-        return {"kind": self.kind, "world_size": self.world_size, "blocks": list(self.blocks) if self.blocks else None}
+        return {
+            "kind": self.kind,
+            "world_size": self.world_size,
+            "blocks": list(self.blocks) if self.blocks else None,
+        } | self._padded_for()
 
 
 def place(line: tuple[tuple[int, int], ...], shard_numel: int) -> tuple[tuple[int, ...], int] | None:

@@ -113,8 +113,9 @@ class Sharding:
 def post_forward(layout: Layout, group_size: int) -> Layout:
     """The layout that a unit has between forward and backward under `reshard_after_forward=group_size` (R08).
 
-    Each rank then holds its chunk over `group_size` ranks, as `torch.chunk` of the parameter itself cuts it. torch cuts its
-    padded buffer instead, and shows wrong rows where dim 0 is uneven.
+    Per parameter, each rank holds its chunk over `group_size` ranks, as `torch.chunk` of the parameter itself cuts it; torch
+    cuts its padded buffer instead, and shows wrong rows where dim 0 is uneven. A line is cut into `group_size` equal parts
+    as it is, padding included, so that it is gathered again in place: the offsets of parameters stay what they are.
 
     Raises:
         MeshError: a group size that does not divide the layout's world size, 1, or the whole world size.
@@ -122,11 +123,14 @@ def post_forward(layout: Layout, group_size: int) -> Layout:
     >>> layout = PerParamLayout((ParamSpec("w", (5, 3)),), world_size=4)
     >>> [post_forward(layout, 2).shard_shape(0, rank) for rank in range(2)]
     [(3, 3), (2, 3)]
+    >>> line = FlatLayout((ParamSpec("w", (3, 3)),), world_size=4, keep_original=True)
+    >>> line.gathered_numel, post_forward(line, 2).gathered_numel, line.over(2).gathered_numel
+    (12, 12, 10)
     """
     if not isinstance(layout, LAYOUTS):
         raise LayoutError(f"expected a layout, got {shown(layout)}")
     _check_group_size(group_size, layout.world_size)
-    return layout.over(group_size)
+    return layout.over(group_size) if isinstance(layout, PerParamLayout) else layout.cut_over(group_size)
 
 
 def reduced_layout(layout: Layout, trained: Sequence[bool] | None = None) -> Layout:

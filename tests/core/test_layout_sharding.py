@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossframe.errors import LayoutError, MeshError, ParamError
-from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding, post_forward, post_forward_group
+from crossframe.layout import (
+    FlatLayout,
+    PerParamLayout,
+    RaggedLayout,
+    Sharding,
+    layout_from_json,
+    post_forward,
+    post_forward_group,
+)
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from tests.core.random_layouts import ALL_LAYOUTS, QUICK, elements, specs
@@ -133,6 +141,31 @@ def test_R08_a_group_holds_all_of_every_parameter_once(layout, group_size, times
     held = [e for rank in range(group_size) for e in elements(group, rank) if isinstance(e, tuple)]
     assert sorted(held) == sorted((param.name, i) for param in layout.params for i in range(param.numel))
     assert type(group) is type(layout) and group.params == layout.params
+
+
+@QUICK
+@given(ALL_LAYOUTS.filter(lambda layout: layout.contiguous), st.integers(2, 4), st.integers(2, 4))
+def test_R08_a_line_is_cut_as_it_stands(layout, group_size, times):
+    layout = layout.over(group_size * times)
+    group = post_forward(layout, group_size)
+    assert (group.offsets, group.gathered_numel, group.flat_numel) == (
+        layout.offsets,
+        layout.gathered_numel,
+        layout.flat_numel,
+    )
+    for rank in range(group_size):
+        # What is padding, and of which kind, stays too.
+        joined = [each for part in range(rank * times, (rank + 1) * times) for each in elements(layout, part)]
+        assert elements(group, rank) == joined
+    assert layout_from_json(group.to_json(), group.params) == group
+    assert group.over(group_size * times) == layout
+
+
+def test_R08_a_line_is_padded_for_a_multiple_of_its_ranks():
+    for wrong in (3, 0, -4, 2.0, "4"):
+        with pytest.raises((LayoutError, MeshError), match="expected"):
+            FlatLayout(specs([(5,)]), 2, True, padded_for=wrong)  # type: ignore[arg-type]
+    assert FlatLayout(specs([(5,)]), 2, True, padded_for=2) == FlatLayout(specs([(5,)]), 2, True)
 
 
 def test_R08_group_sizes_that_are_none_are_refused_with_what_they_mean():
