@@ -20,6 +20,7 @@ from crossframe.shown import shown
 from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
 from crossframe.units import enclosing_unit
+from crossframe.unshard import Truth, authoritative
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ def step_plan(
         microbatches: forwards and backwards before the optimizer steps.
         sync: which of them reduce their gradients.
 
-    On a mesh of one shard nothing is gathered or freed: what memory holds is the truth (R14). Gradients are summed over
-    replicas once they are reduced over the shard group (R28).
+    On a mesh of one shard nothing is gathered, and nothing is freed but low-precision copies: the shard itself is full (R14).
+    Gradients are summed over replicas once they are reduced over the shard group (R28).
 
     Raises:
         PlanError: no units, layouts that are not of the mesh's shard size, counts below their least, or a `sync` that the face or
@@ -288,9 +289,10 @@ class _Planner:
         self.part.discard(unit.name)
         for at, bucket in enumerate(unit.buckets):
             dtype, layout = bucket.precision.gathered, bucket.layout
+            if _is_shard(bucket):
+                continue
             if self.mesh.shard == 1:
-                if bucket.precision.is_mixed:
-                    yield self._event(CAST, unit, at, phase, dtype, layout.gathered_numel, self.shard_group)
+                yield self._event(CAST, unit, at, phase, dtype, layout.gathered_numel, self.shard_group)
             elif from_part:
                 size = int(unit.reshard_after_forward)
                 group = post_forward_group(self.mesh, self.rank, size)
@@ -309,7 +311,7 @@ class _Planner:
             if to_part:
                 kept = post_forward(bucket.layout, int(unit.reshard_after_forward)).padded_shard_numel
                 yield self._event(RESHARD_TO_GROUP, unit, at, phase, dtype, numel - kept, self.shard_group)
-            elif self.mesh.shard > 1 or bucket.precision.is_mixed:
+            elif not _is_shard(bucket):
                 yield self._event(FREE, unit, at, phase, dtype, numel, self.shard_group)
 
     def _compute(self, unit: PlannedUnit, phase: str) -> Iterator[Event]:
@@ -342,6 +344,11 @@ class _Planner:
                     pass  # local to a rank
                 case _:
                     assert_never(step)
+
+
+def _is_shard(bucket: PlannedBucket) -> bool:
+    """Whether its full parameters are the shard itself (R14)."""
+    return authoritative(bucket.layout, cast=bucket.precision.is_mixed) is Truth.FULL_STORAGE
 
 
 def _trained(unit: PlannedUnit) -> bool:

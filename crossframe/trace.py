@@ -16,6 +16,8 @@ CAST = "cast"  # full parameters in a low precision are made where there is noth
 COMPUTE = "compute"  # the unit's forward or backward
 STEP = "step"  # the optimizer
 
+COMPARED = (*COLLECTIVES, FREE, RESHARD_TO_GROUP)  # what an engine does that its plan says
+
 
 @dataclass(frozen=True)
 class Event:
@@ -82,17 +84,21 @@ def summary(events: Iterable[Event]) -> dict[str, dict[str, int]]:
     return result
 
 
-def difference(expected: Sequence[Event], seen: Sequence[Event], *, ordered: bool) -> list[str]:
-    """What the collectives of two traces do not share, one line each; empty when they are equal.
+def difference(
+    expected: Sequence[Event], seen: Sequence[Event], *, ordered: bool, kinds: Sequence[str] = COMPARED
+) -> list[str]:
+    """What two traces do not share, one line each; empty when they are equal.
 
     Args:
         ordered: compare position by position. Otherwise as multisets: for a compiler, which orders as it likes.
+        kinds: which events to compare. COLLECTIVES for a trace that cannot show when memory is given back: one that was read
+            from a compiled program, or from a recording.
     """
-    a, b = collectives(expected), collectives(seen)
+    a, b = ([event for event in events if event.kind in kinds] for events in (expected, seen))
     if ordered:
         lines = [f"event {i}: expected {x}, seen {y}" for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
         if len(a) != len(b):
-            lines.append(f"expected {len(a)} collectives, seen {len(b)}")
+            lines.append(f"expected {len(a)} events, seen {len(b)}")
         return lines
     missing, extra = Counter(a) - Counter(b), Counter(b) - Counter(a)
     return [f"missing {n} x {event}" for event, n in missing.items()] + [

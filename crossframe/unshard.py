@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from crossframe.errors import UnsupportedError, UsageError
+from crossframe.layout import Layout
 from crossframe.lifecycle import Residency
 from crossframe.precision import Precision
 from crossframe.shown import shown
@@ -15,6 +16,24 @@ class Truth(Enum):
 
     SHARDS = "shards"
     FULL_STORAGE = "full storage"
+
+
+def authoritative(layout: Layout, *, cast: bool = False, moved: bool = False) -> Truth:
+    """Where the values of a bucket live once its parameters are full: in their own storage if that is the shard itself, so that
+    nothing is gathered, copied or freed (R14, R20).
+
+    Args:
+        layout: of the bucket. Over one rank, its shard and its unsharded buffer are laid out alike.
+        cast: whether the full parameters have another dtype than the shard.
+        moved: whether they are on another device.
+
+    >>> from crossframe.layout import PerParamLayout
+    >>> from crossframe.params import ParamSpec
+    >>> alone, shared = (PerParamLayout((ParamSpec("w", (3, 3)),), size) for size in (1, 2))
+    >>> [authoritative(alone).name, authoritative(alone, cast=True).name, authoritative(shared).name]
+    ['FULL_STORAGE', 'SHARDS', 'SHARDS']
+    """
+    return Truth.SHARDS if layout.world_size > 1 or cast or moved else Truth.FULL_STORAGE
 
 
 class ExitStep(Enum):

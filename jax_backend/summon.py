@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from crossframe.errors import ReplacedError, StateError, UnitError, UsageError
 from crossframe.lifecycle import Exposure, Move, Residency, UnitState
 from crossframe.shown import shown
-from crossframe.unshard import Truth, UnshardRequest
+from crossframe.unshard import Truth, UnshardRequest, authoritative
 from jax_backend.mesh import device_of, mesh_spec
 from jax_backend.sharded import ShardedParams, mesh_of
 from jax_backend.tree import Bucket, ParamTree, dtype_name, path_name
@@ -114,7 +114,8 @@ def summon_full_params(
     _check_idle(before, units or [unit])
     buckets = [bucket for bucket in before.tree.buckets if bucket.unit in units]
     mesh = mesh_of(before)
-    truth = Truth.FULL_STORAGE if mesh_spec(mesh).shard == 1 else Truth.SHARDS
+    # Of one mesh, and so the same for all buckets.
+    truth = next((authoritative(bucket.layout) for bucket in buckets), Truth.SHARDS)
     for bucket in buckets:
         request.check(keeps_original=getattr(bucket.layout, "keep_original", True), truth=truth)
     check_there(before, buckets)

@@ -13,7 +13,7 @@ from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout, reduced_layout
 from crossframe.precision import PrecisionPolicy
 from crossframe.trace import FREE, RESHARD_TO_GROUP, Event
-from crossframe.unshard import Truth, UnshardRequest
+from crossframe.unshard import Truth, UnshardRequest, authoritative
 from crossframe.writeback import check_full
 from torch_backend.collectives import UnitMesh
 from torch_backend.comm_hook import CommHook
@@ -105,9 +105,8 @@ class Bucket:
 
     @property
     def truth(self) -> Truth:
-        """Whether the full parameters that a user is shown are the truth itself, or gathered from it."""
-        alone = self.layout.world_size == 1 and self.layout.contiguous
-        return Truth.FULL_STORAGE if alone and self.store.buffer.device == self.device else Truth.SHARDS
+        """Where the values live that a user is shown in full precision."""
+        return authoritative(self.layout, moved=self.offloaded)
 
     @property
     def device(self) -> torch.device:

@@ -15,7 +15,7 @@ from crossframe.reduction import Missing, ReductionStep, factors_of, missing_gra
 from crossframe.reference.collectives import all_gather, over_groups
 from crossframe.reference.optim import Optimizer, State
 from crossframe.reference.unit import Params, ReferenceUnit
-from crossframe.unshard import ExitStep, Truth, shows_grad
+from crossframe.unshard import ExitStep, Truth, authoritative, shows_grad
 
 Grads = dict[str, np.ndarray]
 
@@ -60,20 +60,20 @@ class LiveBucket:
 
     @property
     def truth(self) -> Truth:
-        """Where nothing is sharded, full parameters in the stored dtype are the truth itself, and no copy of it."""
-        return Truth.FULL_STORAGE if self.layout.world_size == 1 else Truth.SHARDS
+        """Where the values live that full parameters in the stored dtype show."""
+        return authoritative(self.layout)
 
     @property
     def full_is_truth(self) -> bool:
         """Whether what is gathered is no copy, so that it cannot go stale."""
-        return self.truth is Truth.FULL_STORAGE and not self.precision.is_mixed
+        return authoritative(self.layout, cast=self.precision.is_mixed) is Truth.FULL_STORAGE
 
     # Parameters
 
     def gather(self, dtype: str) -> None:
         """Fill every rank's full buffer from the shards, in a dtype (R33)."""
         self.full_layout = self.layout
-        if self.truth is Truth.FULL_STORAGE and dtype == self.precision.stored:
+        if authoritative(self.layout, cast=dtype != self.precision.stored) is Truth.FULL_STORAGE:
             self.full = list(self.unit.shards)
         else:
             self.full = list(self.unit.gather([shard.astype(numpy_dtype(dtype)) for shard in self.unit.shards]))

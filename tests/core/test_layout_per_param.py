@@ -99,13 +99,23 @@ def test_R07_columns_of_the_gathered_buffer_are_the_chunks_of_each_rank(layout):
 @QUICK
 @given(per_param_layouts())
 def test_the_unsharded_buffer_has_aligned_room_for_every_column_and_no_more(layout):
-    itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[layout.dtype]
+    # Over one rank it is the shard itself.
+    alignment = 1 if layout.world_size == 1 else 64 // {"float64": 8, "float32": 4, "bfloat16": 2}[layout.dtype]
     bounds = [*layout.offsets, layout.unsharded_numel]
     assert bounds[0] == 0
     for i, column in enumerate(layout.columns):
         room = bounds[i + 1] - bounds[i]
-        assert bounds[i] * itemsize % 64 == 0
-        assert 0 <= room - column.width * layout.world_size < 64 // itemsize
+        assert bounds[i] % alignment == 0
+        assert 0 <= room - column.width * layout.world_size < alignment
+
+
+@QUICK
+@given(ALL_LAYOUTS)
+def test_R14_over_one_rank_the_shard_is_the_unsharded_buffer(layout):
+    alone = layout.over(1)
+    assert alone.unsharded_numel == alone.gathered_numel == alone.padded_shard_numel
+    starts = {piece.name: piece.shard_start for piece in alone.pieces(0)}
+    assert starts == {p.name: at for p, at in zip(alone.params, alone.offsets, strict=True) if p.numel}
 
 
 @QUICK

@@ -11,7 +11,7 @@ import torch
 import torch_backend
 from crossframe.plan import plan_units, step_plan
 from crossframe.strategy import Prefetch, Strategy, Sync
-from crossframe.trace import collectives, difference
+from crossframe.trace import COMPARED, collectives, difference
 from tests.on_torch.models import Block, build_net, loss_of
 from tests.on_torch.test_plan import Collectives
 from torch_backend.observe import record_trace
@@ -61,9 +61,9 @@ def _seen(model, rank, microbatches, sync):
 
 
 def _by_group(events):
-    """The collectives of each group in order: between groups there is none."""
+    """The events of each group in order: between groups there is none."""
     groups = {}
-    for event in collectives(events):
+    for event in (event for event in events if event.kind in COMPARED):
         groups.setdefault(tuple(event.group), []).append(event)
     return groups
 

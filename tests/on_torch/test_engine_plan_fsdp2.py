@@ -1,6 +1,7 @@
-"""FSDP2's face under its choices: the engine's trace is the core's plan, an observer that the engine knows nothing of sees the
-same, and torch's fully_shard never sends less (R08, R11, R13, R15, R28, R34). FSDP1's face is in test_engine_plan.py."""
+"""FSDP2 under its choices: the engine's trace, frees included, is the core's plan, an observer that the engine knows nothing of
+sees the same, and torch's fully_shard never sends less (R08, R11, R13, R14, R15, R28, R34). FSDP1 is in test_engine_plan.py."""
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Sync
 from crossframe.trace import collectives, difference
+from tests.conftest import EXHAUSTIVE
 from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.test_engine_plan import _by_group, _bytes
 from tests.on_torch.test_plan import LOW, WORLD_SIZE, Collectives
@@ -36,7 +38,8 @@ class Case:
         frozen: "start" freezes the units that come first in forward, "middle" one behind others that are trained, "part" a part
             of the root.
         across: parameters whose last dim allows it are cut on that one.
-        mixed: a block of two dtypes.
+        mixed: a block of two dtypes, and so a unit of two buckets.
+        layout: how a unit's shards lie.
     """
 
     mesh: tuple[int, ...] = (4,)
@@ -48,11 +51,23 @@ class Case:
     frozen: str = ""
     across: bool = False
     mixed: bool = False
+    layout: str = "per_param"
 
     @property
     def asks_torch(self) -> bool:
-        """Whether torch can do it: to a smaller group it cuts on dim 0 what lies cut on another, and goes beyond its memory."""
-        return not (self.across and type(self.reshard) is int)
+        """Whether torch can do it. It has no other layouts; to a smaller group it cuts on dim 0 what lies cut on another, and
+        goes beyond its memory."""
+        return self.layout == "per_param" and not (self.across and type(self.reshard) is int)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is such a case: a line has no dims, a smaller group divides the shards, and a sum over replicas can be
+        put off where there are replicas. The block of two dtypes casts by itself."""
+        puts_off = self.sync is Sync.ALL_REDUCE_LAST
+        shards, replicas = self.spec.shard, self.spec.replicate
+        divides = type(self.reshard) is not int or (self.reshard < shards and shards % self.reshard == 0)
+        lines, clash = self.layout != "per_param", self.low and self.mixed
+        return divides and not clash and not (self.across and lines) and not (puts_off and replicas == 1)
 
     @property
     def spec(self) -> MeshSpec:
@@ -90,7 +105,37 @@ CASES = {
         Case((1, 4), reshard=2),
         Case((4, 1), sync=Sync.ALL_REDUCE_LAST, low=True),
     ],
+    "layouts": [
+        Case(reshard=2, layout="flat"),
+        Case(reshard=2, layout="ragged", nested=True, sync=Sync.LAST),
+        Case(reshard=2, layout="flat", low=True),
+        Case(reshard=True, layout="ragged", frozen="middle"),
+        Case((2, 2), layout="ragged", sync=Sync.ALL_REDUCE_LAST, low=True),
+        Case((2, 2), layout="flat", reshard=False, frozen="part"),
+        Case(across=True, mixed=True, reshard=True),
+    ],
+    "one shard": [
+        Case((4, 1)),
+        Case((4, 1), reshard=True, nested=True, sync=Sync.LAST),
+        Case((4, 1), across=True, mixed=True, reshard=False),
+        Case((4, 1), layout="flat", reshard=True),
+        Case((4, 1), layout="ragged", mixed=True),
+        Case((4, 1), frozen="middle", low=True, reshard=True),
+    ],
 }
+# Every combination that there is, in parts.
+ALL = [
+    case
+    for mesh in [(4,), (2, 2), (4, 1)]
+    for layout in ("per_param", "flat", "ragged")
+    for reshard in (None, True, False, 2)
+    for sync in Sync
+    for low in (False, True)
+    for mixed in (False, True)
+    for across in (False, True)
+    for frozen in ("", "start", "middle", "part")
+    if (case := Case(mesh, reshard, 2, sync, low, frozen != "", frozen, across, mixed, layout)).is_possible
+]
 
 
 @cache
@@ -123,6 +168,8 @@ def _sharded(face, case):
         options["mp_policy"] = face.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if case.across:
         options["shard_placement_fn"] = _on_last_dim(case.mesh[-1])
+    if case.layout != "per_param":
+        options["layout"] = case.layout
     if case.frozen == "start":
         face.fully_shard(net.embedding, **options)
     for block in net.blocks:
@@ -178,5 +225,12 @@ def _compare(rank, world_size, cases):
 
 
 @pytest.mark.parametrize("what", CASES)
-def test_R08_R13_R15_R28_R34_fully_shards_trace_is_the_plan_and_sends_no_more_than_torch(ranks, what):
+def test_R08_R13_R14_R15_R28_R34_fully_shards_trace_is_the_plan(ranks, what):
+    assert all(case.is_possible for case in CASES[what])
     assert ranks.run(WORLD_SIZE, _compare, CASES[what]) == [[]] * WORLD_SIZE
+
+
+@pytest.mark.skipif(not os.environ.get(EXHAUSTIVE), reason="minutes: pytest --exhaustive")
+@pytest.mark.parametrize("part", range(32))
+def test_R08_R13_R14_R15_R28_R34_every_trace_is_the_plan(ranks, part):
+    assert ranks.run(WORLD_SIZE, _compare, ALL[part::32]) == [[]] * WORLD_SIZE

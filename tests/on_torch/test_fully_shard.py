@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_backend
 from tests.on_torch.models import build_net, loss_of
@@ -25,11 +25,14 @@ from tests.on_torch.test_fully_shard_scripts import (
     hybrid_mesh,
     inputs,
     linears,
+    mesh_of,
     parallel,
     sharded_net,
     trained,
     values,
 )
+from torch_backend.fully_shard import is_sharded
+from torch_backend.unit import unit_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -350,6 +353,72 @@ def _pinned(rank: int, world_size: int) -> bool:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is memory to pin")
 def test_R33_offload_without_an_accelerator_changes_nothing(ranks):
     assert ranks.run(2, _pinned) == [True, True]
+
+
+ONE_SHARD = [
+    {},
+    {"reshard_after_forward": True},
+    {"reshard_after_forward": False},
+    {"low": True},
+    {"across": True},
+    {"offload": True},
+]
+
+
+def _life_of_one_shard(
+    side: Side, low: bool = False, across: bool = False, offload: bool = False, **options: Any
+) -> Any:
+    """Training, forwards between steps, edits of the shards, gradients of two microbatches, a state dict, and full parameters."""
+    if low:
+        options["mp_policy"] = side.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if across:
+        options["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
+    if offload:
+        options["offload_policy"] = side.CPUOffloadPolicy(pin_memory=False)
+    model = sharded_net(side, mesh=mesh_of((side.world_size, 1), ("replicate", "shard")), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    results = [trained(side, model, 2, optimizer)]
+    for step in range(2, 4):
+        with torch.no_grad():
+            results.append(loss_of(model, step, side.rank))
+            for module in model.modules():
+                if isinstance(module, side.FSDPModule):
+                    module.reshard()
+            for param in model.parameters():
+                param._local_tensor.mul_(0.75)
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            loss_of(model, step + microbatch, side.rank).backward()
+        optimizer.step()
+        results.append(values(model))
+        optimizer.zero_grad()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    results.append(trained(side, model, 1, optimizer))
+    model.load_state_dict(state)
+    results.append(trained(side, model, 1, optimizer))
+    model.unshard()
+    results.append([param.detach().clone() for param in model.parameters(recurse=False)])
+    model.reshard()
+    return model, results
+
+
+def _one_shard(rank: int, world_size: int) -> list[str]:
+    problems = []
+    for options in ONE_SHARD:
+        (_, theirs), (model, ours) = (_life_of_one_shard(Side(p, rank, world_size), **options) for p in PACKAGES)
+        problems += [f"{options}: {line}" for line in difference(theirs, ours).splitlines()]
+        for bucket in (
+            bucket for module in model.modules() if is_sharded(module) for bucket in unit_of(module).buckets
+        ):
+            shard, full = bucket.store.buffer.untyped_storage(), bucket.buffer.full.untyped_storage()
+            if (shard.data_ptr() == full.data_ptr()) == bool(options.get("low")):
+                problems.append(f"{options}: the shard is not the full parameters")
+    return problems
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_R14_one_shard_trains_as_torch_without_a_copy(ranks, num_ranks):
+    assert ranks.run(num_ranks, _one_shard) == [[]] * num_ranks
 
 
 def _through_a_checkpoint(rank: int, world_size: int, folder: str, saves: int) -> bool:
