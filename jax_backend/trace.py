@@ -32,7 +32,8 @@ _KINDS = {
 def trace_of(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: Any) -> list[Event]:
     """The collectives of one call of a step on one rank, in the order of the jaxpr. Nothing is run.
 
-    XLA may reorder or merge them: compare by `crossframe.trace.difference(..., ordered=False)`.
+    XLA may reorder or merge them, and a program does not say when memory is given back: compare by
+    `crossframe.trace.difference(..., ordered=False, kinds=COLLECTIVES)`.
 
     Args:
         step: what `value_and_grad` returned, or any function that calls it.

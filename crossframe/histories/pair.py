@@ -293,6 +293,8 @@ class Pair:
                 model.exit(failed=False)
             case ["summon", *flags]:
                 model.summon(REQUESTS["".join(flags)])
+            case ["toggle", _]:
+                pass  # `_do` has toggled what both read
             case _:
                 raise AssertionError(f"no such operation: {operation!r}")
 

@@ -7,7 +7,7 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
 from crossframe.strategy import Strategy, Sync
-from crossframe.trace import Event, collectives, difference, summary
+from crossframe.trace import COLLECTIVES, Event, collectives, difference, summary
 
 STEP, RANK = 0, 0
 
@@ -35,7 +35,9 @@ def trace_of(name_a: str, a: Recording, name_b: str, b: Recording) -> dict[str, 
     if not all(seen):
         return None
     plans = [planned(recording) for recording in (a, b)]
-    equal = all(not difference(plan, events, ordered=False) for plan, events in zip(plans, seen, strict=True))
+    equal = all(
+        not difference(plan, events, ordered=False, kinds=COLLECTIVES) for plan, events in zip(plans, seen, strict=True)
+    )
     return {"plan": summary(plans[0]), name_a: summary(seen[0]), name_b: summary(seen[1]), "equal": equal}
 
 

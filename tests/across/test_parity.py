@@ -13,7 +13,7 @@ from crossframe.plan import Strategy, plan_units, step_plan
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, UPDATE
 from crossframe.strategy import Sync
-from crossframe.trace import difference
+from crossframe.trace import COLLECTIVES, difference
 from crossframe.verdict import Verdict, compare
 from experiments.cli import app
 from experiments.parity.grid import cells
@@ -64,8 +64,8 @@ def test_float64_training_agrees_and_does_what_was_planned(recorded, world_size,
     assert result["zero_gradient_parameters"] == [f"blocks.{i}.attention.key.bias" for i in range(2)]
     for rank in range(world_size):
         plan = step_plan(plan_units(a.manifest.units, strategy), MeshSpec(shard=world_size), rank)
-        assert difference(plan, a.collectives(0, rank), ordered=True) == []
-        assert difference(plan, b.collectives(0, rank), ordered=False) == []
+        assert difference(plan, a.collectives(0, rank), ordered=True, kinds=COLLECTIVES) == []
+        assert difference(plan, b.collectives(0, rank), ordered=False, kinds=COLLECTIVES) == []
 
 
 def test_a_hybrid_mesh_with_batch_norm_momentum_clipping_and_microbatches_agrees(recorded):
@@ -92,8 +92,8 @@ def test_a_hybrid_mesh_with_batch_norm_momentum_clipping_and_microbatches_agrees
     units = plan_units(a.manifest.units, Strategy.HYBRID_SHARD)
     for rank in range(4):
         plan = step_plan(units, MeshSpec(shard=2, replicate=2), rank, microbatches=2, sync=Sync.LAST)
-        assert difference(plan, a.collectives(0, rank), ordered=True) == []
-        assert difference(plan, b.collectives(0, rank), ordered=False) == []
+        assert difference(plan, a.collectives(0, rank), ordered=True, kinds=COLLECTIVES) == []
+        assert difference(plan, b.collectives(0, rank), ordered=False, kinds=COLLECTIVES) == []
 
 
 def test_bfloat16_and_top_k_routing_lie_within_what_twins_of_torch_reach(ranks, tmp_path):

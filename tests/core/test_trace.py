@@ -8,17 +8,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossframe import trace
-from crossframe.trace import ALL_GATHER, ALL_REDUCE, FREE, REDUCE_SCATTER, Event, collectives, difference, summary
+from crossframe.trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    COMPUTE,
+    FREE,
+    REDUCE_SCATTER,
+    RESHARD_TO_GROUP,
+    Event,
+    collectives,
+    difference,
+    summary,
+)
 from tests.core.random_layouts import QUICK
 
 GATHER = Event(ALL_GATHER, "", "forward", "float32", 16, (0, 1))
 SCATTER = Event(REDUCE_SCATTER, "a", "backward", "bfloat16", 8, (0, 1))
 SUM = Event(ALL_REDUCE, "a", "backward", "bfloat16", 4, (0, 2))
 FREED = Event(FREE, "", "forward", "float32", 16, (0, 1))
-TRACES = st.lists(st.sampled_from([GATHER, SCATTER, SUM, FREED]), max_size=5)
+KEPT = Event(RESHARD_TO_GROUP, "", "forward", "float32", 8, (0, 1))
+COMPUTED = Event(COMPUTE, "", "forward", "float32", 16, (0,))
+EVENTS = [GATHER, SCATTER, SUM, FREED, KEPT, COMPUTED]
+TRACES = st.lists(st.sampled_from(EVENTS), max_size=5)
 
 
-@pytest.mark.parametrize("event", [GATHER, SCATTER, SUM, FREED])
+@pytest.mark.parametrize("event", EVENTS)
 def test_events_round_trip_through_json(event):
     assert Event.from_json(json.loads(json.dumps(event.to_json()))) == event
 
@@ -26,7 +41,7 @@ def test_events_round_trip_through_json(event):
 @QUICK
 @given(TRACES)
 def test_a_free_moves_no_data_between_ranks(trace):
-    assert collectives(trace) == [event for event in trace if event is not FREED]
+    assert collectives(trace) == [event for event in trace if event not in (FREED, KEPT, COMPUTED)]
 
 
 @QUICK
@@ -41,16 +56,17 @@ def test_the_summary_counts_and_adds_by_kind(trace):
 
 @QUICK
 @given(TRACES, TRACES)
-def test_traces_differ_where_their_collectives_do(a, b):
-    moved_a, moved_b = ([event for event in trace if event is not FREED] for trace in (a, b))
-    assert (difference(a, b, ordered=True) == []) == (moved_a == moved_b)
-    assert (difference(a, b, ordered=False) == []) == (Counter(moved_a) == Counter(moved_b))
+def test_traces_differ_where_collectives_or_frees_do(a, b):
+    for options, ignored in ({}, (COMPUTED,)), ({"kinds": COLLECTIVES}, (FREED, KEPT, COMPUTED)):
+        left_a, left_b = ([event for event in trace if event not in ignored] for trace in (a, b))
+        assert (difference(a, b, ordered=True, **options) == []) == (left_a == left_b)
+        assert (difference(a, b, ordered=False, **options) == []) == (Counter(left_a) == Counter(left_b))
 
 
 def test_a_difference_says_what_and_where():
     assert difference([GATHER, FREED, SCATTER, SUM], [GATHER, SUM], ordered=True) == [
-        f"event 1: expected {SCATTER}, seen {SUM}",
-        "expected 3 collectives, seen 2",
+        f"event 1: expected {FREED}, seen {SUM}",
+        "expected 4 events, seen 2",
     ]
     assert difference([GATHER, SCATTER, SCATTER], [SUM, SCATTER], ordered=False) == [
         f"missing 1 x {GATHER}",

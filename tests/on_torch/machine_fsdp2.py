@@ -53,8 +53,6 @@ from tests.on_torch.machine import (
 EXPLAINED = {
     "learns late": "R17: of an exception in backward the engine hears nothing; the next forward, move or reset_iter_state brings "
     "all units back. Until then modules may show full parameters.",
-    "copies what is whole": "R14, R20: on a mesh of one shard full parameters are a copy too, as in torch, and an edit of them "
-    "is lost; to the reference they are the truth.",
 }
 NOT_DRIVEN = {
     "`.data = ...`": "torch: a DTensor's data is what it wraps, which that does not reach.",
@@ -285,15 +283,6 @@ class ExpectedFSDP2(Expected):
             if self._outdated(name) or (training and not self._kept[name]):
                 unit.reshard()
 
-    def do(self, name: str, arguments: dict[str, Any]) -> tuple[str | None, Any]:
-        """Do one operation; returns the refusal and what it returns."""
-        result = super().do(name, arguments)
-        for bucket in (bucket for unit in self.world.units.values() for bucket in unit.buckets):
-            for rank, full in enumerate(bucket.full):
-                if full is not None and full is bucket.unit.shards[rank] and self._bends("copies what is whole"):
-                    bucket.full[rank] = full.copy()
-        return result
-
     def _outdated(self, unit: str) -> bool:
         held = self.world.units[unit].state.residency is not Residency.SHARD
         return held and self._seen_steps[unit] != self.steps
@@ -426,7 +415,8 @@ class ExpectedFSDP2(Expected):
             state, bucket = live.states[rank], live.buckets[0]
             own = bucket.grad_pieces(rank)
             held = bucket.unit.pieces(bucket.unit.shards[rank], rank)
-            full = state.residency is Residency.FULL
+            buffer = bucket.full[rank]
+            full = buffer is not None and buffer is not bucket.unit.shards[rank]
             found.append(
                 {
                     "state": (state.residency.name, state.exposure.name, state.activity.name),
