@@ -108,10 +108,12 @@ class Names:
         self.owned = [] if plain else owned_by(model)
         self.place = {id(param): (each, at) for each in self.owned for at, param in enumerate(each.params)}
         self.others: dict[int, str] = {}
-        self._registered = [(state_key(name), param) for name, param in model.named_parameters()]
-        for name, param in self._registered:
+        self.registered: dict[int, str] = {}
+        self._by_name: dict[str, nn.Parameter] = {}
+        for name, param in model.named_parameters():
+            self.registered[id(param)], self._by_name[state_key(name)] = name, param
             if id(param) not in self.place:
-                self.others.setdefault(id(param), name)
+                self.others[id(param)] = state_key(name)
         self.params = _params_of(model, optimizer, given)
 
     def of(self, param: nn.Parameter) -> list[str]:
@@ -131,17 +133,17 @@ class Names:
         return [self.others[id(param)]]
 
     def by_key(self, keys: Iterable[Any]) -> dict[Any, nn.Parameter]:
-        """The parameters that the keys of an optimizer's state stand for: their places in it, or their registered names."""
-        named = dict(self._registered)
-        named |= {
+        """The parameters that the keys of an optimizer's state stand for: their places in it, or their names, as registered or
+        without wrappers."""
+        named = self._by_name | {
             each.specs[i].name: p for each in self.owned for at, p in enumerate(each.params) for i in each.members(at)
         }
         found: dict[Any, nn.Parameter] = {}
         for key in keys:
             if isinstance(key, int) and key < len(self.params):
                 found[key] = self.params[key]
-            elif key in named:
-                found[key] = named[key]
+            elif isinstance(key, str) and (name := state_key(key)) in named:
+                found[key] = named[name]
         return found
 
 
@@ -359,6 +361,7 @@ def rekey(state_dict: Mapping[str, Any], names: Names, *, to_names: bool) -> dic
             )
         called += own
     table: dict[Any, Any] = dict(enumerate(called)) if to_names else {name: i for i, name in enumerate(called)}
+    table |= {key: table[state_key(key)] for key in keys if isinstance(key, str) and state_key(key) in table}
     if unknown := sorted({shown(key) for key in keys if key not in table}):
         raise StateDictError(
             f"no parameter of this optimizer is called {', '.join(unknown)}: expected {shown(sorted(table))}"

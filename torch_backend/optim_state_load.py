@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from crossframe.errors import StateDictError
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
+from crossframe.state import state_key
 from torch_backend.collectives import Communicator, default_process_group
 from torch_backend.optim_state_dict import Names, Owned
 from torch_backend.piece_moves import from_rows, is_over, rows_of_dtensor
@@ -49,36 +50,49 @@ def to_load(
             been changed then.
         AgreementError: ranks with other sharded state.
     """
+    asked: list[dist.ProcessGroup] = []
     if rank0_only:
-        saved = _from_first(saved, group)
+        ranks = Communicator(group or default_process_group())
+        saved = _from_first(saved, ranks)
+        asked = [ranks.group] if ranks.size > 1 else []
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         raise StateDictError(f"expected an optimizer's state dict with the key 'state', got {shown(saved)}")
     names = Names(model, optimizer, given)
     known = {key for each in names.owned for spec in each.specs for key in (spec.name, *spec.aliases)}
     known |= set(names.others.values())
-    state = saved["state"]
+    state = {_as_key(key): value for key, value in saved["state"].items()}
     groups = saved.get("param_groups")
+    if groups is not None:
+        groups = [{**settings, "params": [_as_key(key) for key in settings["params"]]} for settings in groups]
+    asked += [each for each in _groups(names) if each not in asked]
     try:
         _check(names, known, state, groups)
-    except StateDictError as error:
-        withdraw(list(_groups(names)), TITLE, error)
+    except Exception as error:
+        withdraw(asked, TITLE, error)
         raise
-    _agree(names, state)
+    _agree(asked, names, state)
+    # By the parameter's identity what the optimizer calls it.
+    keys: dict[int, Any] = {id(param): k for k, param in enumerate(names.params)}
+    if by_name:
+        keys |= _own_names(names, optimizer)
     result: dict[Hashable, Any] = {}
-    keys = {id(param): k for k, param in enumerate(names.params)}
     for each in names.owned:
         for at, own in _of_bucket(each, state).items():
-            param = each.params[at]
-            if id(param) in keys:
-                key = each.specs[at].name if by_name and not each.is_flat else keys[id(param)]
-                result[key] = own
-    for param in names.params:
-        name = names.others.get(id(param))
-        if name in state:
-            result[name if by_name else keys[id(param)]] = {
-                entry: value.fetch() if isinstance(value, _Remote) else value for entry, value in state[name].items()
-            }
-    result |= {key: value for key, value in state.items() if key not in known}
+            if id(each.params[at]) in keys:
+                result[keys[id(each.params[at])]] = own
+    # Ranks may hold the other parameters in different orders, or not all of them. So all ranks fetch all that the first rank has,
+    # in its order, and keep what is theirs.
+    managed = {key for each in names.owned for spec in each.specs for key in (spec.name, *spec.aliases)}
+    others: dict[Any, Any] = {
+        names.others[id(param)]: keys[id(param)] for param in names.params if id(param) in names.others
+    }
+    found_others: dict[Hashable, Any] = {}
+    for key, value in state.items():
+        if key not in managed:
+            value = _map(value, lambda each: each.fetch(), _Remote)
+            if key in others or key not in known:
+                found_others[others.get(key, key)] = value
+    result |= {key: found_others.pop(key) for key in others.values() if key in found_others} | found_others
     found: dict[str, Any] = {"state": result}
     if groups is not None:
         owner = {name: keys[id(param)] for param in names.params for name in names.of(param)}
@@ -86,10 +100,23 @@ def to_load(
             owner |= {alias: owner[spec.name] for spec in each.specs for alias in spec.aliases if spec.name in owner}
         found["param_groups"] = [
             copy.deepcopy({key: value for key, value in settings.items() if key != "params"})
-            | {"params": list(settings["params"]) if by_name else sorted({owner[name] for name in settings["params"]})}
+            | {"params": sorted({owner[name] for name in settings["params"]})}
             for settings in groups
         ]
     return found
+
+
+def _as_key(key: Hashable) -> Hashable:
+    return state_key(key) if isinstance(key, str) else key
+
+
+def _own_names(names: Names, optimizer: Optimizer | None) -> dict[int, Hashable]:
+    """What an optimizer whose keys are names calls its parameters: what its own state dict calls them, or else their registered
+    names."""
+    found: dict[int, Hashable] = dict(names.registered)
+    told = [] if optimizer is None else optimizer.state_dict()["param_groups"]
+    called = [key for settings in told for key in settings["params"] if isinstance(key, str)]
+    return found | {id(param): key for key, param in names.by_key(called).items()}
 
 
 def _check(names: Names, known: set[str], state: Mapping[Any, Any], groups: Any) -> None:
@@ -160,9 +187,9 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _agree(names: Names, state: Mapping[Any, Any]) -> None:
+def _agree(groups: Sequence[dist.ProcessGroup], names: Names, state: Mapping[Any, Any]) -> None:
     """What is exchanged must be the same on all ranks of a shard group."""
-    said: dict[Any, list[tuple[str, dict[str, str]]]] = {group: [] for group in _groups(names)}
+    said: dict[Any, list[tuple[str, dict[str, str]]]] = {group: [] for group in groups}
     for each in names.owned:
         group = each.bucket.mesh.shards.group
         for spec in each.specs:
@@ -193,7 +220,8 @@ def _of_bucket(each: Owned, state: Mapping[Any, Any]) -> dict[int, dict[str, Any
             else:
                 own.setdefault(entry, None)
                 elementwise.setdefault((entry, value.dtype), {})[i] = value
-    for (entry, dtype), values in elementwise.items():
+    # The entries of a state dict may have different orders on different ranks.
+    for (entry, dtype), values in sorted(elementwise.items(), key=lambda item: (str(item[0][0]), str(item[0][1]))):
         buffer = _buffer_of(each, values, dtype)
         if each.is_flat:
             found[0][entry] = buffer
@@ -252,19 +280,19 @@ class _Remote:
         return value
 
 
-def _from_first(saved: Any, group: dist.ProcessGroup | None) -> Any:
-    """The first rank's state on all ranks: tensors come when they are asked for, one by one."""
-    ranks = Communicator(group or default_process_group())
-    skeleton = _map(saved, lambda value: value.to("meta") if value.dim() else value) if ranks.rank == 0 else None
+def _from_first(saved: Any, ranks: Communicator) -> Any:
+    """The first rank's state on all ranks: single values at once, other tensors when they are fetched, one by one."""
+    skeleton = _map(saved, lambda value: value if value.numel() == 1 else value.to("meta")) if ranks.rank == 0 else None
     skeleton = ranks.broadcast_object(skeleton)
     if not isinstance(skeleton, Mapping) or not isinstance(skeleton.get("state"), Mapping):
         return skeleton
     source = saved if ranks.rank == 0 else skeleton
-    return {**skeleton, "state": _map(source["state"], lambda value: _Remote(value, ranks) if value.dim() else value)}
+    remote = _map(source["state"], lambda value: value if value.numel() == 1 else _Remote(value, ranks))
+    return {**skeleton, "state": remote}
 
 
-def _map(value: Any, fn: Any) -> Any:
-    """The same mappings with `fn` of each tensor in them."""
+def _map(value: Any, fn: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """The same mappings with `fn` of each value of that kind in them."""
     if isinstance(value, Mapping):
-        return {key: _map(each, fn) for key, each in value.items()}
-    return fn(value) if isinstance(value, Tensor) else value
+        return {key: _map(each, fn, kind) for key, each in value.items()}
+    return fn(value) if isinstance(value, kind) else value

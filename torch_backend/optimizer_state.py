@@ -23,18 +23,22 @@ TITLE = "loading of optimizer state"
 # State by parameter (or what stands for it) and by its name in the optimizer.
 State = Mapping[Any, Mapping[Hashable, Any]]
 
+# What one collective moves: the entries of one bucket, name and dtype. Sorted, the order of collectives is the same on all ranks,
+# even if their optimizers hold the parameters in different orders.
+_GroupKey = tuple[str, str, str, int]
+
 _hooked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def as_dtensors(state: State) -> dict[Any, dict[Hashable, Any]]:
     """State with DTensors in the place of PieceTensors. One all-to-all for each bucket, name and dtype; all ranks call it."""
     result = {key: dict(values) for key, values in state.items()}
-    groups: dict[Hashable, list[tuple[Any, Hashable, PieceTensor]]] = {}
+    groups: dict[_GroupKey, list[tuple[Any, Hashable, PieceTensor]]] = {}
     for key, values in result.items():
         for name, value in values.items():
             if isinstance(value, PieceTensor):
-                groups.setdefault((id(value.place.store), name, value.dtype), []).append((key, name, value))
-    for members in groups.values():
+                groups.setdefault(_group_key(value, name, value), []).append((key, name, value))
+    for _, members in _in_one_order(groups):
         for (key, name, _), dtensor in zip(members, together([value for _, _, value in members]), strict=True):
             result[key][name] = dtensor
     return result
@@ -45,14 +49,15 @@ def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashabl
 
     Args:
         state: under the keys of `params`.
-        params: the parameters, in an order that all ranks have. State of those that are no PieceTensors stays as it is.
+        params: the parameters, in any order. State of those that are not PieceTensors stays as it is.
 
     Raises:
         StateDictError: a DTensor on another mesh.
         AgreementError: ranks were given other entries. Like the error above, all ranks raise it and nothing has been taken.
     """
     result = {key: dict(values) for key, values in state.items()}
-    shards = {param.place.shards.group: None for param in params.values() if isinstance(param, PieceTensor)}
+    groups_of = {param.place.shards.ranks: param.place.shards.group for param in params.values() if _is_piece(param)}
+    shards = [groups_of[ranks] for ranks in sorted(groups_of)]
     found = list(_entries(result, params))
     try:
         for _, param, name, value in found:
@@ -62,18 +67,18 @@ def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashabl
                     f"{param.device_mesh}, the mesh of its module, or a full tensor"
                 )
     except StateDictError as error:
-        withdraw(list(shards), TITLE, error)
+        withdraw(shards, TITLE, error)
         raise
     said = [(f"state {name!r} of {param.place.name!r}", _described(value)) for _, param, name, value in found]
     for group in shards:
         agree([group], TITLE, said, advice="load the same state dict on every rank")
-    groups: dict[Hashable, list[tuple[Any, Hashable, DTensor]]] = {}
+    groups: dict[_GroupKey, list[tuple[Any, Hashable, DTensor]]] = {}
     for key, param, name, value in found:
         if isinstance(value, DTensor):
-            groups.setdefault((id(param.place.store), name, value.dtype), []).append((key, name, value))
+            groups.setdefault(_group_key(param, name, value), []).append((key, name, value))
         else:
             result[key][name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
-    for members in groups.values():
+    for _, members in _in_one_order(groups):
         places = [params[key].place for key, _, _ in members]
         store, like = places[0].store, members[0][2].to_local()
         buffer = like.new_empty(store.layout.padded_shard_numel)
@@ -85,13 +90,26 @@ def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashabl
 
 
 def _entries(state: State, params: Mapping[Any, Any]) -> Iterator[tuple[Any, PieceTensor, Hashable, Tensor]]:
-    """What becomes a PieceTensor, in one order on all ranks."""
-    for key, param in params.items():
-        if not isinstance(param, PieceTensor):
-            continue
+    """What becomes a PieceTensor, by the parameter's name: in one order on all ranks."""
+    pieces = [(key, param) for key, param in params.items() if _is_piece(param)]
+    for key, param in sorted(pieces, key=lambda each: each[1].place.name):
         for name, value in sorted(state.get(key, {}).items(), key=lambda item: str(item[0])):
             if isinstance(value, Tensor) and not isinstance(value, PieceTensor) and value.shape == param.shape:
                 yield key, param, name, value
+
+
+def _is_piece(param: Any) -> bool:
+    return isinstance(param, PieceTensor)
+
+
+def _group_key(param: PieceTensor, name: Hashable, value: Tensor) -> _GroupKey:
+    store = param.place.store
+    return store.layout.params[0].name, str(name), str(value.dtype), id(store)
+
+
+def _in_one_order(groups: Mapping[_GroupKey, list[Any]]) -> list[tuple[_GroupKey, list[Any]]]:
+    """Groups by name. Before the root has run, units may have parameters of one name; these stay in the optimizer's order."""
+    return sorted(groups.items(), key=lambda item: item[0][:3])
 
 
 def _described(value: Tensor) -> dict[str, str]:

@@ -209,6 +209,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     grads: Sequence[PieceTensor] = args[0]
     found_inf = args[1]
     _foreach(func, args, kwargs)
-    for shards in {grad.place.shards.ranks: grad.place.shards for grad in grads}.values():
-        shards.sum_all(found_inf)
+    groups = {grad.place.shards.ranks: grad.place.shards for grad in grads}
+    for ranks in sorted(groups):  # ranks may hold gradients in different orders
+        groups[ranks].sum_all(found_inf)
     found_inf.clamp_(max=1)
