@@ -135,6 +135,13 @@ class Bucket:
         else:
             self.buffer.start(self.store.buffer, self.mesh.shards, unit=unit, phase=phase)
 
+    def finish(self) -> bool:
+        """Wait for the all-gather: the full parameters are readable. Returns whether other leaves are in use since."""
+        if not self.buffer.finish():
+            return False
+        self.exposure.take_leaves(self.buffer.leaves)
+        return True
+
     def free(self, *, unit: str, phase: str) -> None:
         """Free the full parameters, or what a smaller group holds of them."""
         if self.part is not None and self.part.buffer is not None:

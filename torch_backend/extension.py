@@ -1,8 +1,9 @@
 """Tensor subclasses that say themselves what is gathered of them, by `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
-torch's FSDP2 defines the two methods. Before a gather the sharded tensor is asked for the tensors to gather (quantised values and
-their scales, say); behind it, for the unsharded tensor that they make. Each such parameter is a bucket of its own. Its gradient
-is an ordinary one.
+torch's FSDP2 defines the two methods. Before each gather the sharded tensor is asked for the tensors to gather (quantised values
+and their scales, for example); after it, for the unsharded tensor that they make. It is not asked before the first gather: until
+then the shard may be on the meta device or without values. Each such parameter is a bucket of its own. Its gradient is an
+ordinary one.
 """
 
 import inspect
@@ -76,6 +77,9 @@ class ExtendedStore(ShardStore):
         """The chunk is the only piece."""
         self.pieces = [self.buffer]
 
+    def check_extended(self, i: int) -> None:
+        """It was sharded so."""
+
     def holds(self, i: int, local: Tensor) -> bool:
         """Whether `local` is the chunk."""
         return local is self.buffer
@@ -101,11 +105,11 @@ class ExtendedStore(ShardStore):
 class ExtendedBuffer:
     """The unsharded parameter, and the gathered tensors that it is made of, allocated while the unit is unsharded.
 
-    The subclass makes the parameter once, of tensors that stay the same objects; they are filled anew by every gather, and it is
-    told by `out` that it has been made.
+    The subclass makes the parameter after the first gather, of tensors that stay the same objects; they are filled anew by every
+    gather, and the subclass is told by `out` that the parameter has been made.
 
     Attributes:
-        leaves: the unsharded parameter.
+        leaves: the unsharded parameter; before the first gather a plain one without memory.
         full: the first of the tensors that it is made of.
     """
 
@@ -119,20 +123,19 @@ class ExtendedBuffer:
         self._work: Work | None = None
         self._sent: list[Tensor] = []
         self._landing: Tensor | None = None
-        with torch.no_grad():
-            inputs, metadata = self._inputs()
-            size = store.layout.world_size
-            self._outputs = [torch.zeros(size * tensor.numel(), dtype=tensor.dtype, device=device) for tensor in inputs]
-            made, self._inner = self._put_together(self._views(inputs), metadata, dtype)
-            (spec,) = store.layout.params
-            self.leaves = [nn.Parameter(made, requires_grad=spec.requires_grad)]
-        self._num_bytes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in (*self._outputs, *self._inner)]
-        self.free()
+        # The gathered tensors, those that the parameter is made of, and how many bytes each of them takes.
+        self._outputs: list[Tensor] = []
+        self._inner: Sequence[Tensor] = ()
+        self._num_bytes: list[tuple[Tensor, int]] = []
+        (spec,) = store.layout.params
+        nothing = torch.empty(spec.shape, dtype=dtype, device=device)
+        nothing.untyped_storage().resize_(0)
+        self.leaves = [nn.Parameter(nothing, requires_grad=spec.requires_grad)]
 
     @property
     def full(self) -> Tensor:
         """See the class."""
-        return self._outputs[0]
+        return self._outputs[0] if self._outputs else self.leaves[0]
 
     def _inputs(self) -> tuple[Sequence[Tensor], Any]:
         store, (spec,) = self._store, self._store.layout.params
@@ -159,7 +162,13 @@ class ExtendedBuffer:
             with self._streams.unsharding():
                 inputs, self._metadata = self._inputs()
                 self._sent = list(inputs)
-                if [tensor.numel() * communicator.size for tensor in inputs] != [o.numel() for o in self._outputs]:
+                sizes = [tensor.numel() * communicator.size for tensor in inputs]
+                if not self._outputs:
+                    self._outputs = [
+                        torch.empty(numel, dtype=tensor.dtype, device=self._device)
+                        for numel, tensor in zip(sizes, inputs, strict=True)
+                    ]
+                elif sizes != [output.numel() for output in self._outputs]:
                     raise AssertedError(
                         f"unit {unit!r}, parameter {self.layout.params[0].name!r}: fsdp_pre_all_gather gave tensors of shapes "
                         f"{[tuple(tensor.shape) for tensor in inputs]}; expected as many elements on every rank and every time, "
@@ -175,10 +184,10 @@ class ExtendedBuffer:
                 work = communicator.all_gather(gathered, sent, unit=unit, phase=phase)
                 self._work = self._streams.settle(work)
 
-    def finish(self) -> None:
-        """Wait, and let the subclass put its parameter together."""
+    def finish(self) -> bool:
+        """Wait, and let the subclass put its parameter together. Returns whether the leaf is another object since."""
         if self._work is None:
-            return
+            return False
         self._wait()
         with torch.no_grad():
             if self._landing is not None:
@@ -189,8 +198,22 @@ class ExtendedBuffer:
                     start += rows.shape[1]
                 self._landing = None
             views = self._views(self._sent[: len(self._outputs)])
-            self._put_together(views, self._metadata, self._dtype, out=self.leaves[0])
+            is_first = not self._num_bytes
+            if is_first:
+                self._make(views)
+            else:
+                self._put_together(views, self._metadata, self._dtype, out=self.leaves[0])
         self._sent = []
+        return is_first
+
+    def _make(self, views: tuple[Tensor, ...]) -> None:
+        """Let the subclass make its parameter, and cut off what chunks were padded with."""
+        made, self._inner = self._put_together(views, self._metadata, self._dtype)
+        (spec,), (dim,) = self._store.layout.params, self._store.layout.shard_dims
+        if made.shape[dim] != spec.shape[dim]:
+            made = made.narrow(dim, 0, spec.shape[dim])
+        self.leaves = [nn.Parameter(made, requires_grad=self.leaves[0].requires_grad)]
+        self._num_bytes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in (*self._outputs, *self._inner)]
 
     def _wait(self) -> None:
         work, self._work = self._work, None

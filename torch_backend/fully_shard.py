@@ -107,9 +107,9 @@ def fully_shard(
     dims = None if dp_mesh_dims is None else _record("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
     data = find_mesh(mesh, dims)
     ranks = data.unit_mesh()
-    parts = ShardParts(data, ranks, mp_policy, shard_placement_fn, layout, block_fn)
-    ignored = set(ignored_params or ())
     group_size = _group_size(reshard_after_forward, ranks.shards.size)
+    parts = ShardParts(data, ranks, mp_policy, shard_placement_fn, layout, block_fn, group_size)
+    ignored = set(ignored_params or ())
     for root in modules:
         ignored |= replicated_params(root)
         move_to_mesh(root, is_sharded, ignored, data.device)

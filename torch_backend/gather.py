@@ -96,14 +96,15 @@ class GatherBuffer:
                 self._landing, self._landed = gathered, layout
             self._work = self._streams.settle(communicator.all_gather(gathered, shard, unit=unit, phase=phase))
 
-    def finish(self) -> None:
-        """Wait for the all-gather and put every parameter in its place."""
+    def finish(self) -> bool:
+        """Wait for the all-gather and put every parameter in its place. Returns whether other leaves are in use since: never."""
         self._wait()
         if self._landing is not None:
             self.full.untyped_storage().resize_(self._num_bytes)
             self._put(self._landing, self._landed)
             self._streams.before_free(self._landing, limited=self._limited)
             self._landing = self._sent = None
+        return False
 
     def _put(self, gathered: Tensor, layout: Layout) -> None:
         places = self._places.get(layout.world_size)

@@ -33,6 +33,7 @@ class ShardParts:
         data, ranks: the ranks, as a mesh and as process groups.
         policy: as the user gave it, torch's own record too: tensor subclasses are passed that very object.
         placement_fn, kind, block_fn: the arguments `shard_placement_fn`, `layout` and `block_fn`.
+        group_size: how many ranks keep the parameters between forward and backward (R08); None: all or one.
 
     Raises:
         UsageError: a layout that there is not, or `block_fn` for one without blocks.
@@ -45,6 +46,7 @@ class ShardParts:
     placement_fn: PlacementFn | None
     kind: str
     block_fn: BlockFn | None
+    group_size: int | None = None
     _placed: dict[str, Placed] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,8 +64,15 @@ class ShardParts:
             )
 
     def bucket_of(self, entry: OwnedParam) -> Hashable:
-        """One bucket a dtype; a parameter that says itself what is gathered of it is one by itself."""
-        return entry.spec.name if is_extended(local_of(entry.param)) else entry.param.dtype
+        """One bucket per dtype; a parameter that says itself what is gathered of it is a bucket by itself."""
+        if not is_extended(local_of(entry.param)):
+            return entry.param.dtype
+        if (self.group_size or 1) > 1:
+            raise UnsupportedError(
+                f"parameter {entry.spec.name!r} says by fsdp_pre_all_gather what is gathered of its shard, but not of parts that "
+                f"{self.group_size} ranks keep; pass reshard_after_forward=True or False"
+            )
+        return entry.spec.name
 
     def layout(self, owned: Sequence[OwnedParam]) -> Layout:
         """Where the parameters of a bucket lie."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crossframe.errors import ParamError
+from crossframe.errors import ParamError, UnsupportedError
 from crossframe.layout import Layout, Padding, Piece
 from crossframe.writeback import check_full, check_replaced
 from torch_backend.dtypes import dtype_name
@@ -58,6 +58,13 @@ class ShardStore:
         """Whether `local` is the memory of piece i."""
         piece = self.pieces[i]
         return local.data_ptr() == piece.data_ptr() or not piece.numel()
+
+    def check_extended(self, i: int) -> None:
+        """The shard of parameter i says itself what is gathered of it: raise UnsupportedError, since it was not sharded so."""
+        raise UnsupportedError(
+            f"parameter {self.layout.params[i].name!r}, rank {self.rank}: its local tensor has got a method fsdp_pre_all_gather "
+            "since it was sharded; make the parameter a tensor subclass with that method before fully_shard"
+        )
 
     def take(self, i: int, value: Tensor, shape: tuple[int, ...]) -> None:
         """Take over what a user put in the place of piece i, which has this shape (R25).

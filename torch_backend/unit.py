@@ -75,6 +75,11 @@ class Unit:
         self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
 
+    def _follow_leaves(self) -> None:
+        """Other unsharded parameters are in use; gradients that wait for a reduction follow."""
+        self._take_leaves()
+        self._grads = self._grads.move_to(self.leaves, self._accumulated)
+
     def count_steps(self, steps: StepCount) -> None:
         """Let optimizers that hold any of this unit's parameters be counted in `steps`."""
         self._steps, self._steps_seen = steps, steps.num
@@ -108,7 +113,7 @@ class Unit:
                 if bucket.buffer.is_shard and self.state.exposure == Exposed.SHARDED:
                     bucket.exposure.adopt()
             return
-        if phase != "backward" and self.state.residency == Residency.SHARD:
+        if self.state.residency == Residency.SHARD:
             for bucket in self.buckets:
                 bucket.exposure.adopt()
         self.move(Move.GATHER)
@@ -120,8 +125,9 @@ class Unit:
     def unshard(self, phase: str) -> None:
         """Have the full parameters in memory, readable."""
         self.gather(phase)
-        for bucket in self.buckets:
-            bucket.buffer.finish()
+        changed = [bucket.finish() for bucket in self.buckets]
+        if any(changed):
+            self._follow_leaves()
 
     def expose(self, *, again: bool = False) -> None:
         """Register the full parameters.
@@ -233,6 +239,11 @@ class Unit:
             return
         self.unshard("backward")
         if self.state.exposure != Exposed.FULL:
+            if (
+                not self.choices.reshard_after_forward
+            ):  # nothing was gathered, and what a user has put in goes to the shards
+                for bucket in self.buckets:
+                    bucket.exposure.adopt()
             self.expose(again=True)
         self._resume_use()
 
@@ -350,8 +361,7 @@ class Unit:
                     if not bucket.store.buffer.is_meta:
                         bucket.exposure.adopt()
                 count_steps(bucket.exposure.managed(), self._steps)
-            self._take_leaves()
-            self._grads = self._grads.move_to(self.leaves, self._accumulated)
+            self._follow_leaves()
 
     @property
     def summoned(self) -> bool:

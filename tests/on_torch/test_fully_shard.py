@@ -21,6 +21,7 @@ from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.scripts import Side, difference, raised
 from tests.on_torch.test_fully_shard_scripts import (
     PACKAGES,
+    Both,
     grads,
     hybrid_mesh,
     inputs,
@@ -281,6 +282,30 @@ def _converted_between_steps(rank: int, world_size: int) -> list[Any]:
 
 def test_R25_a_model_is_converted_between_steps(ranks):
     assert ranks.run(2, _converted_between_steps) == [[True, torch.float64]] * 2
+
+
+def _says_what_is_gathered_later(rank: int, world_size: int) -> list[str]:
+    model = torch_backend.fully_shard(nn.Linear(4, 2))
+    x = inputs(Side("torch_backend", rank, world_size))
+    model(x).sum().backward()
+    local = model.weight._local_tensor
+    local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
+    local.fsdp_post_all_gather = lambda *args, **options: None
+    later = raised(lambda: model(x))
+    weight = nn.Parameter(Both(torch.ones(4, 4), torch.ones(4, 4)))
+    linear = nn.Linear(4, 4, bias=False)
+    linear.weight = weight
+    parts = raised(lambda: torch_backend.fully_shard(linear, reshard_after_forward=2))
+    assert later is not None and parts is not None
+    assert linear.weight is weight and issubclass(parts.kind, NotImplementedError)
+    return [later.text, parts.text]
+
+
+def test_R33_a_gather_of_ones_own_is_refused_where_it_cannot_be(ranks):
+    """Methods put on a shard after fully_shard, and smaller groups: torch takes the first and raises in the second's backward."""
+    for later, parts in ranks.run(4, _says_what_is_gathered_later):
+        assert "'weight'" in later and "before fully_shard" in later
+        assert "'weight'" in parts and "reshard_after_forward" in parts
 
 
 def _two_dtypes_become_real(rank: int, world_size: int, loads: bool) -> list[Any]:

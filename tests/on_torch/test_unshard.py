@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
 import torch_backend
 from crossframe.errors import ParamError, StateError
 from tests.on_torch.models import Block, batch, build_net, loss_of
 from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2
+from torch_backend import ShardingStrategy, fully_shard
 from torch_backend.unit import unit_of
 
 FSDP = torch_backend.FullyShardedDataParallel
@@ -119,6 +121,54 @@ def _adopted(rank, world_size, options):
 @pytest.mark.parametrize("options", MODES)
 def test_R25_data_replaced_outside_is_adopted_and_a_wrong_shape_refused(ranks, options):
     assert all(ranks.run(2, _adopted, options))
+
+
+def _replaced_between(rank, world_size, strategy):
+    """Two linears without biases, of which the first gets another weight after the forward; the same as FSDP2's units."""
+    torch.manual_seed(0)
+    linears = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    if strategy == "fully_shard":
+        for linear in linears:
+            fully_shard(linear)
+        model, linear = fully_shard(linears), linears[0]
+    else:
+        for i in (0, 1):
+            linears[i] = FSDP(linears[i], use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
+        model, linear = (
+            FSDP(linears, use_orig_params=True, sharding_strategy=ShardingStrategy[strategy]),
+            linears[0].module,
+        )
+    loss = model(torch.ones(2, 4)).sum()
+    old = linear.weight
+    new = torch.full_like(old.detach(), 7.0)
+    linear.weight = nn.Parameter(new)
+    loss.backward()
+    # The same object under FSDP1, the user's under FSDP2.
+    assert (linear.weight is old) == (strategy != "fully_shard")
+    assert torch.equal(linear.weight.detach(), new) and linear.weight.grad is not None
+    full = model(torch.eye(4)[:1])
+    expected = torch.full((4,), 7.0) @ next(iter(_full_weights(linears[1]))).T
+    torch.testing.assert_close(full.detach()[0], expected)
+    linear.weight = nn.Parameter(new.new_zeros(3) if strategy != "fully_shard" else torch.zeros(4, 4))
+    try:
+        full.sum().backward()
+    except ParamError as error:
+        return str(error)
+    return ""
+
+
+def _full_weights(module):
+    if isinstance(module, FSDP):
+        with FSDP.summon_full_params(module):
+            return [param.detach().clone() for param in module.parameters()]
+    return [param.full_tensor().detach() for param in module.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "fully_shard"])
+def test_R25_a_parameter_replaced_before_backward_is_adopted(ranks, strategy):
+    """In the backward, which refuses one that does not fit."""
+    expected = "DTensor" if strategy == "fully_shard" else "sharded shape"
+    assert all("weight" in text and expected in text for text in ranks.run(2, _replaced_between, strategy))
 
 
 def _twice(rank, world_size, options):

@@ -92,6 +92,8 @@ class DTensorExposure(ShardedParams):
         self._take_new_objects(self._check_dtensor)
         for i, (param, known) in enumerate(zip(self.params, self._known, strict=True)):
             local = param._local_tensor  # type: ignore[attr-defined]
+            if hasattr(local, "fsdp_pre_all_gather"):
+                self._store.check_extended(i)
             # The tensor itself, or another of the same memory.
             if local.data_ptr() != known and not self._store.holds(i, local):
                 self._store.take(i, local, self._local_shapes[i])
@@ -113,7 +115,7 @@ class DTensorExposure(ShardedParams):
             raise ReplacedError(
                 f"parameter {name!r} was replaced by a {type(other).__name__}; expected a DTensor of placements "
                 f"{self._specs[i].placements} on the same mesh (use distribute_tensor), or copy into the parameter"
-                f"{replaced_by_replicate(self._places[i][1])}"
+                f"{replaced_by_replicate(next(owner for at, owner, _ in self._places if at == i))}"
             )
         if other._spec.placements != self._specs[i].placements:
             raise ReplacedError(
@@ -144,7 +146,7 @@ class DTensorExposure(ShardedParams):
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Each parameter's local tensor becomes its piece of the new buffer."""
-        self._take_leaves(leaves)
+        self.take_leaves(leaves)
         dtype = self._store.buffer.dtype
         for i, (param, local) in enumerate(zip(self.params, self._own_locals(), strict=True)):
             meta = self._specs[i].tensor_meta

@@ -50,9 +50,10 @@ class FlatExposure:
         for _, owner, attribute in self._places:
             del owner._parameters[attribute]
         module.register_parameter(FLAT_PARAM, self.flat_param)
-        self._stand_for(leaves)
+        self.take_leaves(leaves)
 
-    def _stand_for(self, leaves: list[nn.Parameter]) -> None:
+    def take_leaves(self, leaves: list[nn.Parameter]) -> None:
+        """Attributes yield NaN in their shapes."""
         self._leaves = leaves
         absent = [leaf.detach().new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
         self._absent = [
@@ -142,7 +143,7 @@ class FlatExposure:
         """The flat parameter becomes the new buffer."""
         point_at(self.flat_param, self._store.buffer, fn)
         self._module._parameters[FLAT_PARAM] = self.flat_param
-        self._stand_for(leaves)
+        self.take_leaves(leaves)
 
     def managed(self) -> list[nn.Parameter]:
         """The flat parameter."""

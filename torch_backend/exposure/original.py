@@ -137,7 +137,7 @@ class OriginalExposure(RegisteredParams):
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """The user's parameters become pieces of the new buffer."""
-        self._take_leaves(leaves)
+        self.take_leaves(leaves)
         for param, piece in zip(self.params, self._shaped(self._store.pieces), strict=True):
             point_at(param, piece, fn)
         register(self._places, self.params)

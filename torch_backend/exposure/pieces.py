@@ -116,7 +116,7 @@ class PieceExposure(ShardedParams):
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Each parameter becomes its piece of the new buffer."""
-        self._take_leaves(leaves)
+        self.take_leaves(leaves)
         for i, (param, piece, place) in enumerate(zip(self.params, self._store.pieces, self.places, strict=True)):
             if param.is_meta != piece.is_meta:  # one object cannot be both
                 self.params[i] = piece_param(piece, place, requires_grad=param.requires_grad)

@@ -71,6 +71,10 @@ class Exposure(Protocol):
         """Let the module have no parameters of this bucket for a while."""
         ...
 
+    def take_leaves(self, leaves: list[nn.Parameter]) -> None:
+        """Other unsharded parameters are in use, while the sharded ones are shown."""
+        ...
+
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """End `deregister`. `fn` (of `module.to`) has made another buffer of the store's, and with it other unsharded parameters
         are in use; gradients follow."""

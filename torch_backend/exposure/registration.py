@@ -141,9 +141,9 @@ class RegisteredParams:
         self._store, self.params, self.wholes = store, params, wholes
         self._places = list(registrations(owned))
         self._in_use = False
-        self._take_leaves(leaves)
+        self.take_leaves(leaves)
 
-    def _take_leaves(self, leaves: list[nn.Parameter]) -> None:
+    def take_leaves(self, leaves: list[nn.Parameter]) -> None:
         """Full parameters are these from now on; under tensor parallelism DTensors of them are registered."""
         self._leaves = self._full = leaves
         if self.wholes:
