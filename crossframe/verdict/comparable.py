@@ -37,7 +37,8 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     for field in _SAME:
         x, y = getattr(a.manifest, field), getattr(b.manifest, field)
         if None not in (x, y) and x != y:
-            yield f"{field.replace('_', ' ')} differs: {x!r} in {first}, {y!r} in {second}"
+            advice = "; if both are one model, record both with the same Recorder(..., name=...)" * (field == "model")
+            yield f"{field.replace('_', ' ')} differs: {x!r} in {first}, {y!r} in {second}{advice}"
     for setting in _SAME_SETTINGS:
         x, y = a.manifest.settings.get(setting), b.manifest.settings.get(setting)
         if None not in (x, y) and x != y:

@@ -295,9 +295,13 @@ def _fewer():
 @pytest.mark.parametrize(
     ("b", "match"),
     [
-        (synthetic.manifest(model="other"), "model differs: 'toy' in a, 'other' in b"),
+        (
+            synthetic.manifest(model="other"),
+            "model differs: 'toy' in a, 'other' in b; if both are one model, record both with",
+        ),
         (synthetic.manifest(dtype="float32"), "dtype differs: 'float64' in a, 'float32' in b"),
         (synthetic.manifest(steps=2), "steps differs"),
+        (synthetic.manifest(model="other"), "the same Recorder(..., name=...)"),
         (synthetic.manifest(seed=5), "seed differs: 0 in a, 5 in b"),
         (synthetic.manifest(learning_rate=0.2), "learning rate differs"),
     ],
