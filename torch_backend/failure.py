@@ -9,9 +9,9 @@ right (R17). If one raises alone, and its user catches the exception, no rank ca
 that it has not, and the next that it issues would be taken for that. So a rank that leaves says in the store after how many
 collectives (`abandon`), and before its next step, or its next gather outside of one, all ranks compare these numbers (`rejoin`).
 A rank that waits for a collective looks into the store once a second, and raises when another has left after fewer than
-itself. This needs a wait on the host that can be cut short, as for tensors on CPU, but for gloo's reduce_scatter, which heeds
-no timeout but the group's; on CUDA `Work.wait` returns at once, and NCCL's watchdog ends a process whose collective exceeds
-the timeout of the group.
+itself, or is certain never to come ([Note: ranks that come apart]). This needs a wait on the host that can be cut short, as for
+tensors on CPU, but for gloo's reduce_scatter, which heeds no timeout but the group's; on CUDA `Work.wait` returns at once, and
+NCCL's watchdog ends a process whose collective exceeds the timeout of the group.
 """
 
 import json
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossframe.errors import AgreementError, CollectiveError
+from torch_backend.position import find_apart, note_issued
 from torch_backend.rounds import agree, group_key, listed, spans_ranks, timeout_seconds, withdraw
 
 AFTER_AN_EXCEPTION = "first step after an exception"
@@ -71,15 +72,19 @@ _OVER = _Over()
 class Pending:
     """A collective that was issued, and what for."""
 
-    __slots__ = ("_group", "_kind", "_phase", "_unit", "_wait_on_host", "_work")
+    __slots__ = ("_group", "_kind", "_ordinal", "_phase", "_unit", "_wait_on_host", "_work")
 
-    def __init__(self, work: Any, group: dist.ProcessGroup, kind: str, unit: str, phase: str, on_host: bool) -> None:
+    def __init__(
+        self, work: Any, group: dist.ProcessGroup, kind: str, unit: str, phase: str, on_host: bool, ordinal: int = 0
+    ) -> None:
         self._work = work
         self._group = group
         self._kind = kind
         self._unit = unit
         self._phase = phase
         self._wait_on_host = on_host
+        # Which of this rank's collectives in the group it is; 0 where ranks do not tell each other.
+        self._ordinal = ordinal
 
     def wait(self) -> bool:
         """As `Work.wait` does. Raises CollectiveError if the collective failed, or another rank has left the step."""
@@ -98,9 +103,17 @@ class Pending:
                     _fail(error, self._group, self._kind, self._unit, self._phase)
                 if self._work.is_completed():  # since, well or badly: the next wait says at once
                     continue
-                reason = _who_left(self._group)
+                reason = _who_left(self._group) or self._who_is_elsewhere()
                 if reason:
                     _break(self._group, _sentence(self._group, self._kind, self._unit, self._phase, reason), error)
+
+    def _who_is_elsewhere(self) -> str:
+        if not self._ordinal:
+            return ""
+        try:
+            return find_apart(self._group, self._ordinal)
+        except dist.DistError:  # the store has ended: its keeper has, and so will the collective
+            return ""
 
 
 def issue(
@@ -120,7 +133,8 @@ def issue(
         _fail(error, group, kind, unit, phase)
     # A collective of the user's own may be over when it returns, or wait without a time.
     on_host = tensors[0].is_cpu and isinstance(work, dist.Work)
-    return Pending(_OVER if work is None else work, group, kind, unit, phase, on_host)
+    ordinal = note_issued(group, kind, unit, phase, tensors[0].numel()) if on_host and spans_ranks(group) else 0
+    return Pending(_OVER if work is None else work, group, kind, unit, phase, on_host, ordinal)
 
 
 def abandon(groups: Sequence[dist.ProcessGroup], what: str) -> None:
@@ -201,11 +215,11 @@ def _break(group: dist.ProcessGroup, sentence: str, error: RuntimeError) -> NoRe
     raise failure from error
 
 
-def _publish(group: dist.ProcessGroup, num_issued: int, what: str) -> None:
+def _publish(group: dist.ProcessGroup, after: int, what: str) -> None:
     note = {
         "rank": dist.get_rank(),
         "what": " ".join(what.split()),
-        "num_issued": num_issued,
+        "num_issued": after,
         "num_rejoined": _standing(group).num_rejoined,
     }
     with suppress(dist.DistError):  # the store has ended too; what failed first is what to tell

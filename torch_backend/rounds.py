@@ -209,6 +209,15 @@ class _Round:
             # In proportion, so that what has taken long takes little longer by it.
             time.sleep(min(max(waited / 2, first), _LONGEST_PAUSE_SECONDS))
 
+    def position(self) -> dict[str, Any]:
+        """What this rank is in while it waits here; see [Note: ranks that come apart]."""
+        return {
+            "what": f"an agreement ({self._title})",
+            "group": self._group.group_name,
+            "ranks": self._ranks,
+            "round": self._number,
+        }
+
     @property
     def _where(self) -> dict[str, Any]:
         return {
@@ -302,8 +311,13 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def num_rounds(group: dist.ProcessGroup) -> int:
-    """How many rounds this rank has entered with the group: right behind one, all ranks of it say the same."""
-    return _entered.get(dist.distributed_c10d._get_default_store(), {}).get(group.group_name, 0)
+    """How many rounds this rank has entered with the group: right after one, all ranks of it say the same."""
+    return num_rounds_in(group.group_name)
+
+
+def num_rounds_in(group_name: str) -> int:
+    """The same, of the group of a name."""
+    return _entered.get(dist.distributed_c10d._get_default_store(), {}).get(group_name, 0)
 
 
 def group_key(group: dist.ProcessGroup) -> str:
