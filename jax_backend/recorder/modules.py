@@ -66,18 +66,21 @@ class Dims:
         self._num_dims = {_IMAGE_DIMS, *self._convolutions.values()}
         self._stated = None if channels_last is None else frozenset(channels_last)
 
-    def canonical(self, module: str, use: str, array: np.ndarray) -> tuple[np.ndarray, Order]:
-        """One rank's activation, heads as one dim, and what is known of its order of dims: torch's, wherever that is known."""
+    def canonical(self, module: str, use: str, array: np.ndarray) -> np.ndarray:
+        """One rank's activation as torch has it, as far as that is known: heads as one dim, channels that are stated to be last
+        as dim 1."""
         if (module, use) in self._heads:
-            return array.reshape(*array.shape[:-2], -1), Order.TORCH
-        if array.ndim < LEAST_DIMS:
-            return array, Order.TORCH
-        if self._stated is not None:
-            is_last = module in self._stated or (module, use) in self._stated
-            return (channels_first(array) if is_last else array), Order.TORCH
+            return array.reshape(*array.shape[:-2], -1)
+        is_last = self._stated is not None and (module in self._stated or (module, use) in self._stated)
+        return channels_first(array) if is_last and array.ndim >= LEAST_DIMS else array
+
+    def order(self, module: str, use: str, array: np.ndarray) -> Order:
+        """What is known of the order of dims of what `canonical` returned."""
+        if self._stated is not None or (module, use) in self._heads or array.ndim < LEAST_DIMS:
+            return Order.TORCH
         if self._convolutions.get(module) == array.ndim:
-            return array, Order.CONVOLUTION
-        return array, Order.UNSTATED if array.ndim in self._num_dims else Order.TORCH
+            return Order.CONVOLUTION
+        return Order.UNSTATED if array.ndim in self._num_dims else Order.TORCH
 
 
 def check_channels_last(stated: Any) -> frozenset[str | tuple[str, str]] | None:

@@ -299,6 +299,11 @@ class Recorder:
         parameters as each rank's forward sees them, what modules tell (`jax_backend.activations`), and each rank's own gradients.
         Several calls before `step` are its microbatches.
 
+        [Note: a recorded step has the bits of one that is not] What a program also returns may change how the rest of it rounds:
+        XLA may make one fused multiply-add of a product and a sum, unless the product is a result too. So what the step returns
+        is always of the program that records nothing. At dense steps another one runs besides, which takes as long again; what
+        it shows of the inside is the step's but for rounding.
+
         Args:
             options: of `value_and_grad`. In a twin the loss rounds otherwise.
 
@@ -317,9 +322,9 @@ class Recorder:
         )
         twin: Callable = functools.partial(other_rounding, seed=self.twin) if self.twin else lambda fun: fun
         plain = value_and_grad(twin(loss_fn), mesh, has_aux=has_aux, **options)
-        reduces, wants = options.get("reduces", True), options.get("local_grads", False)
+        reduces = options.get("reduces", True)
         told = with_inner(loss_fn, has_state=has_state, has_aux=has_aux)
-        dense = value_and_grad(twin(told), mesh, has_aux=True, **(options | {"local_grads": wants or reduces}))
+        dense = value_and_grad(twin(told), mesh, has_aux=True, **(options | {"local_grads": reduces}))
         events: list[list[Event]] = []
 
         def step(*args: Any, **kwargs: Any) -> Result:
@@ -327,17 +332,15 @@ class Recorder:
                 raise UsageError(
                     "recorder.value_and_grad: expected arrays, got tracers; call its step outside of jit and grad"
                 )
-            run = dense if self.is_dense() else plain
             if not events:
-                events.append(trace_of(run, *args, mesh=mesh, **kwargs))
+                events.append(trace_of(plain, *args, mesh=mesh, **kwargs))
             self._events += [_at(event, self._num_microbatches) for event in events[0]]
             self._num_microbatches += 1
-            result = run(*args, **kwargs)
-            if run is dense:
-                aux, inner = result.aux
-                self._inner.append(inner)
-                self._local_grads = result.local_grads if reduces else None
-                result = result._replace(aux=aux, local_grads=result.local_grads if wants else None)
+            result = plain(*args, **kwargs)
+            if self.is_dense():
+                inside = dense(*args, **kwargs)
+                self._inner.append(inside.aux[1])
+                self._local_grads = inside.local_grads if reduces else None
             return result
 
         return step

@@ -128,8 +128,8 @@ class Writers:
         for microbatch, inner in enumerate(seen.inner):
             told = inner.activations
             for (module, use), value in zip(told.names, told.values, strict=True):
-                array, order = self._dims.canonical(module, use, _row(value, rank, self.source))
-                key = activation_key(use, microbatch, module)
+                array = self._dims.canonical(module, use, _row(value, rank, self.source))
+                order, key = self._dims.order(module, use, array), activation_key(use, microbatch, module)
                 kept, moved = self._kept(key, array, array.size), None
                 if isinstance(kept, Sketch) and order is not Order.TORCH:
                     moved = self._kept(key, channels_first(array), array.size)

@@ -296,10 +296,10 @@ def test_modules_are_found_by_the_names_of_their_parameters():
     array, tokens = np.arange(48.0).reshape(2, 3, 2, 4), np.ones((2, 3, 8))
     joined, moved = array.reshape(2, 3, 8), array.transpose(0, 3, 1, 2)
 
-    def assert_canonical(of, given, wanted, order):
-        found, known = of
+    def assert_canonical(dims, module, use, given, wanted, order):
+        found = dims.canonical(module, use, given)
         np.testing.assert_array_equal(found, wanted)
-        assert known is order, given
+        assert dims.order(module, use, found) is order, (module, use)
 
     dims, stated = Dims(table), Dims(table, ["layers.0.fc", ("q_norm", "input")])
     for module, use, given, wanted, order in [
@@ -310,7 +310,7 @@ def test_modules_are_found_by_the_names_of_their_parameters():
         ("q_norm", "input", array, array, Order.UNSTATED),
         ("layers.0.fc", "output", tokens, tokens, Order.TORCH),
     ]:
-        assert_canonical(dims.canonical(module, use, given), (module, use), wanted, order)
+        assert_canonical(dims, module, use, given, wanted, order)
     for module, use, given, wanted in [
         ("q", "output", array, joined),
         ("layers.0.fc", "output", array, moved),
@@ -319,10 +319,10 @@ def test_modules_are_found_by_the_names_of_their_parameters():
         ("q_norm", "output", array, array),
         ("stem", "output", array, array),
     ]:
-        assert_canonical(stated.canonical(module, use, given), (module, use), wanted, Order.TORCH)
+        assert_canonical(stated, module, use, given, wanted, Order.TORCH)
     sequences = Dims(ParamMap.of(conv("stem", "first", dims=1)))
-    assert sequences.canonical("stem", "input", tokens)[1] is Order.CONVOLUTION
-    assert sequences.canonical("norm", "input", tokens)[1] is Order.UNSTATED
+    assert sequences.order("stem", "input", tokens) is Order.CONVOLUTION
+    assert sequences.order("norm", "input", tokens) is Order.UNSTATED
 
 
 def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
