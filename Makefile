@@ -8,12 +8,13 @@ WORLD_SIZE ?= 2
 FAULTS ?= 200
 WORKERS ?= 2
 
-.PHONY: parity test check spec mutate format clean
+.PHONY: parity test jax-defaults check spec mutate format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make parity   train a GPT in torch and in JAX, sharded, and say whether they agree (WORLD_SIZE=$(WORLD_SIZE))"
 	@echo "make test     the whole test suite, in $(WORKERS) processes"
+	@echo "make jax-defaults   tests/on_jax without jax_enable_x64 and with XLA's default flags, in $(WORKERS) processes"
 	@echo "make check    formatting, lint, types and import rules"
 	@echo "make spec     every rule of sharding against torch, the reference and closed forms, all cases"
 	@echo "make mutate   put $(FAULTS) small faults into the core, and see which of them no test sees"
@@ -34,6 +35,9 @@ parity: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+jax-defaults: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --jax-defaults tests/on_jax
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

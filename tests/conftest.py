@@ -17,20 +17,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXHAUSTIVE = "CROSSFRAME_EXHAUSTIVE_TESTS"
+JAX_DEFAULTS = "CROSSFRAME_TESTS_OF_JAX_DEFAULTS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--exhaustive`: every combination, where a test otherwise takes those that differ."""
+    """`--exhaustive`: every combination, where a test otherwise takes those that differ. `--jax-defaults`: neither jax_enable_x64
+    nor flags of XLA."""
     parser.addoption("--exhaustive", action="store_true", help="every combination, where tests take a part of them")
+    parser.addoption(
+        "--jax-defaults", action="store_true", help="JAX and XLA as their users have them: tests/on_jax alone"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests look at it when they are collected."""
     if config.getoption("--exhaustive"):
         os.environ[EXHAUSTIVE] = "1"
-    else:
+    if config.getoption("--jax-defaults"):
+        os.environ[JAX_DEFAULTS] = "1"
+        os.environ.pop("XLA_FLAGS", None)
+    elif not config.getoption("--exhaustive"):
         # Small models run for milliseconds, and JAX compiles them for seconds.
         os.environ.setdefault("XLA_FLAGS", _quick_to_compile())
+    if not config.getoption("--exhaustive"):
         # Many tests make the same program anew, from functions of their own.
         cache = tempfile.TemporaryDirectory(prefix="crossframe-tests-xla-")
         config.add_cleanup(cache.cleanup)

@@ -13,7 +13,7 @@ from crossframe.grad_norm import clip_coefficient, combine, partial
 from jax_backend import clip_grad_norm, make_mesh, shard, unshard
 from jax_backend.padding import padding_of
 
-from .small import UNITS, small_map, small_params
+from .small import UNITS, WIDE, small_map, small_params, wide
 
 ORDERS: Any = (2.0, 3.5, "inf")
 
@@ -55,10 +55,10 @@ def test_R30_each_element_counts_once_and_padding_never(layout, spec):
 
 
 def test_R30_the_norm_is_of_the_largest_dtype_and_gradients_keep_theirs():
-    params = {"a": np.full(3, 3, jnp.bfloat16), "b": np.full((2, 2), 4.0)}
+    params = wide({"a": np.full(3, 3, jnp.bfloat16), "b": np.full((2, 2), 4.0)})
     clipped, norm = clip_grad_norm(shard(params, make_mesh(MeshSpec(2)), layout="per_param"), 1.0)
-    assert norm.dtype == jnp.float64 and float(norm) == np.sqrt(27.0 + 64)
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(clipped)} == {"bfloat16", "float64"}
+    assert norm.dtype == WIDE and float(norm) == np.sqrt(np.asarray(27.0 + 64, WIDE))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(clipped)} == {"bfloat16", WIDE}
     same, norm = clip_grad_norm(clipped, 100.0, norm_type=1)
     jax.tree.map(np.testing.assert_array_equal, same, clipped)
 
@@ -78,7 +78,7 @@ def test_R30_a_nan_on_any_rank_is_passed_on_and_the_padding_stays_0(order):
 
 
 def test_wrong_arguments_are_refused():
-    sharded = shard({"w": np.ones(3)}, make_mesh(MeshSpec(2)))
+    sharded = shard(wide({"w": np.ones(3)}), make_mesh(MeshSpec(2)))
     for args, message in [
         (({"w": 1}, 1.0), "grads: expected ShardedParams"),
         ((sharded, -1.0), "max_norm"),

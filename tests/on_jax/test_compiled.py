@@ -12,7 +12,7 @@ from jax_backend import compiled_trace, make_mesh, scan, shard, trace_of, value_
 from jax_backend.compiled import events_of
 from jax_backend.trace import FOREIGN
 
-from .small import UNITS, small_batch, small_loss, small_params
+from .small import UNITS, small_batch, small_loss, small_params, wide
 from .test_meshes_and_layouts import MODES, stacked_loss, stacked_params
 from .test_trace import saved_for_backward
 
@@ -72,7 +72,7 @@ def test_R14_resharding_in_a_scan_saves_memory(mode):
         hidden, _ = scan(lambda hidden, block, _: (jax.numpy.tanh(hidden @ block["w"]), None), batch, params["blocks"])
         return (hidden**2).mean()
 
-    params = {"blocks": {"w": np.zeros((num_layers, width, width))}}
+    params = wide({"blocks": {"w": np.zeros((num_layers, width, width))}})
     temporaries = {}
     for reshards in (True, False):
         sharded = shard(params, mesh, stacked=("blocks",), reshard_after_forward=reshards)

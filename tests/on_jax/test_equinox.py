@@ -8,6 +8,7 @@ import numpy as np
 from crossframe import MeshSpec
 from jax_backend import make_mesh, per_rank, shard, summon_full_params, unshard, value_and_grad
 from jax_backend.equinox import split, state_of, with_params
+from tests.on_jax.small import ATOL, RTOL, WIDE
 
 
 class Net(eqx.Module):
@@ -21,7 +22,7 @@ class Net(eqx.Module):
     def __init__(self):
         one, two, self.key = jax.random.split(jax.random.key(0), 3)
         self.layers = [eqx.nn.Linear(*size, key=key) for size, key in (((3, 4), one), ((4, 2), two))]
-        self.layers = jax.tree.map(lambda a: a.astype(jnp.float64) if eqx.is_inexact_array(a) else a, self.layers)
+        self.layers = jax.tree.map(lambda a: a.astype(WIDE) if eqx.is_inexact_array(a) else a, self.layers)
         self.count = jnp.asarray(0)
         self.act = jax.nn.tanh
 
@@ -34,7 +35,7 @@ class Net(eqx.Module):
 def test_a_module_is_split_into_static_parts_parameters_and_state():
     net = Net()
     static, params, state = split(net)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float64)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(WIDE)}
     assert len(jax.tree.leaves(state)) == 2 and jax.tree.leaves(static) == [jax.nn.tanh]
     assert eqx.tree_equal(with_params(static, params, state), net)
     assert eqx.tree_equal(state_of(net), state)
@@ -70,10 +71,10 @@ def test_an_equinox_model_trains_as_the_unsharded_one():
         result = step(sharded, batch, states)
         sharded, states = jax.tree.map(lambda a, b: a - 0.1 * b, sharded, result.grads), result.state
         (value, own), params = plain_step(params, own)
-        np.testing.assert_allclose(result.loss, value, rtol=1e-12)
+        np.testing.assert_allclose(result.loss, value, rtol=RTOL)
     full = unshard(sharded)
     assert isinstance(full, Net)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), full, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=ATOL), full, params)
     np.testing.assert_array_equal(states.count, [2, 2])
     with summon_full_params(sharded) as summoned:
         summoned.params = eqx.tree_at(lambda m: m.layers[1].bias, summoned.params, jnp.ones(2))

@@ -13,7 +13,7 @@ from jax_backend import make_mesh, shard, shards_of, unshard, value_and_grad
 from jax_backend.collectives import all_reduce
 from jax_backend.gather import divide
 
-from .small import UNITS, canonical, linear_loss, mesh_of_size, small_map, small_params
+from .small import UNITS, WIDE, canonical, linear_loss, mesh_of_size, small_map, small_params
 
 
 def reduced(world_size, draw, dtype, **kwargs):
@@ -39,7 +39,7 @@ def assert_reduced(result, expected, world_size):
             np.testing.assert_array_equal(found, expected[unit][rank].astype(found.dtype))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", dict.fromkeys(["bfloat16", "float32", WIDE]))
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_R26_R32_two_ranks_reduce_to_the_references_bits(world_size, dtype):
     rng = np.random.default_rng(2)
@@ -61,7 +61,7 @@ def test_R26_FSDP2_divides_between_the_two_sums_of_a_hybrid_mesh(mode):
 
 
 @pytest.mark.parametrize("keep_original", [True, False])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", dict.fromkeys(["bfloat16", "float32", WIDE]))
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_R26_R32_small_integers_reduce_to_the_references_bits_at_3_and_4(world_size, dtype, keep_original):
     # Sums of at most 4 integers up to 50, halved, are exact: only the last division rounds, and it must be a division.
@@ -75,15 +75,13 @@ def test_R26_R32_small_integers_reduce_to_the_references_bits_at_3_and_4(world_s
 def test_R26_the_factors_come_from_the_core_when_the_step_is_traced(monkeypatch):
     rng = np.random.default_rng(4)
     monkeypatch.setattr(reduction, "divide_factors", lambda num_ranks: DivideFactors(1.0, 1.0))
-    result, _, grads = reduced(2, lambda shape: rng.integers(-50, 50, size=shape), "float64")
+    result, _, grads = reduced(2, lambda shape: rng.integers(-50, 50, size=shape), WIDE)
     total = sum(canonical(grad)["blocks.0.weight"] for grad in grads)
     found = result.grads.tree.views("blocks.0", np.asarray(result.grads.shards["blocks.0"]))
     np.testing.assert_array_equal(found["blocks.0.weight"], total)
 
 
-@pytest.mark.parametrize(
-    ("factor", "dtype"), [(1.5, "float32"), (16.0625, "bfloat16"), (4.0, "float64"), (3.0, "float16")]
-)
+@pytest.mark.parametrize(("factor", "dtype"), [(1.5, "float32"), (16.0625, "bfloat16"), (4.0, WIDE), (3.0, "float16")])
 def test_R26_a_division_is_a_division_in_every_dtype(factor, dtype):
     # 16.0625 is what 257 ranks divide by, and no bfloat16.
     array = np.arange(1, 2000).astype(numpy_dtype(dtype))
@@ -96,7 +94,7 @@ def test_R26_a_division_is_a_division_in_every_dtype(factor, dtype):
 
 def test_R05_gradients_hold_0_in_the_padding():
     rng = np.random.default_rng(5)
-    result, _, _ = reduced(3, lambda shape: rng.normal(size=shape), "float64")
+    result, _, _ = reduced(3, lambda shape: rng.normal(size=shape), WIDE)
     runs = 0
     for unit, layout in result.grads.tree.units:
         for rank in range(3):
@@ -109,7 +107,7 @@ def test_R05_gradients_hold_0_in_the_padding():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_local_gradients_are_each_ranks_own_before_any_division(world_size):
     rng = np.random.default_rng(6)
-    result, _, grads = reduced(world_size, lambda shape: rng.normal(size=shape), "float64")
+    result, _, grads = reduced(world_size, lambda shape: rng.normal(size=shape), WIDE)
     for unit, layout in result.grads.tree.units:
         assert result.local_grads.lines[unit].shape == (world_size, layout.gathered_numel)
         for rank in range(world_size):

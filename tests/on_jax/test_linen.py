@@ -6,6 +6,7 @@ from flax import linen
 from crossframe import MeshSpec
 from jax_backend import make_mesh, per_rank, shard, summon_full_params, unshard, value_and_grad
 from jax_backend.linen import apply, split, with_params
+from tests.on_jax.small import ATOL, RTOL, WIDE
 
 
 class Net(linen.Module):
@@ -13,9 +14,9 @@ class Net(linen.Module):
 
     @linen.compact
     def __call__(self, x):
-        x = linen.Dense(4, param_dtype=jnp.float64)(x)
-        x = linen.BatchNorm(use_running_average=False, param_dtype=jnp.float64)(x)
-        return linen.Dense(2, param_dtype=jnp.float64)(jnp.tanh(x))
+        x = linen.Dense(4, param_dtype=WIDE)(x)
+        x = linen.BatchNorm(use_running_average=False, param_dtype=WIDE)(x)
+        return linen.Dense(2, param_dtype=WIDE)(jnp.tanh(x))
 
 
 def batch_of():
@@ -25,7 +26,7 @@ def batch_of():
 
 def test_a_linen_model_trains_as_the_unsharded_one_with_each_ranks_own_statistics():
     net, batch, mesh = Net(), batch_of(), make_mesh(MeshSpec(2))
-    variables = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), jax.jit(net.init)(jax.random.key(0), batch["x"]))
+    variables = jax.tree.map(lambda leaf: leaf.astype(WIDE), jax.jit(net.init)(jax.random.key(0), batch["x"]))
     params, state = split(variables)
     assert set(state) == {"batch_stats"} and with_params(params, state) == variables
 
@@ -51,11 +52,11 @@ def test_a_linen_model_trains_as_the_unsharded_one_with_each_ranks_own_statistic
         result = step(sharded, batch, states)
         sharded, states = jax.tree.map(lambda a, b: a - 0.1 * b, sharded, result.grads), result.state
         (value, plain), params = plain_step(params, plain)
-        np.testing.assert_allclose(result.loss, value, rtol=1e-12)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), unshard(sharded), params)
+        np.testing.assert_allclose(result.loss, value, rtol=RTOL)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=ATOL), unshard(sharded), params)
     for rank in range(2):
         own = jax.tree.map(lambda leaf, rank=rank: leaf[rank], states)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), own, plain[rank])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=ATOL), own, plain[rank])
     assert not np.allclose(
         states["batch_stats"]["BatchNorm_0"]["mean"][0], plain[1]["batch_stats"]["BatchNorm_0"]["mean"]
     )

@@ -24,6 +24,6 @@ def test_each_rank_has_its_part_of_what_is_empty_too():
         "flat": np.zeros(0),
     }
     axes = ("replicate", "shard")
-    found = mapped(on_rank, mesh, (P(axes), P()), P(axes))(trees, jnp.float64(3))
+    found = mapped(on_rank, mesh, (P(axes), P()), P(axes))(trees, jnp.asarray(3.0))
     assert seen[0] == ({"full": (1, 2), "wide": (2, 0), "flat": (0,)}, ())
     np.testing.assert_array_equal(found, 3 * np.arange(8.0).reshape(4, 2))

@@ -10,17 +10,17 @@ from jax_backend import per_rank, shard, summon_full_params, unshard, value_and_
 from jax_backend.activations import Activations, listening
 from jax_backend.nnx import ShardedModule, params_of, split, state_of, watch, with_params
 
-from .small import mesh_of_size
+from .small import ATOL, RTOL, WIDE, mesh_of_size
 
 
 class Net(nnx.Module):
     """Linear, batch norm, dropout, and a list of one block."""
 
     def __init__(self, rngs):
-        self.first = nnx.Linear(3, 4, rngs=rngs, param_dtype=jnp.float64)
-        self.norm = nnx.BatchNorm(4, rngs=rngs, param_dtype=jnp.float64)
+        self.first = nnx.Linear(3, 4, rngs=rngs, param_dtype=WIDE)
+        self.norm = nnx.BatchNorm(4, rngs=rngs, param_dtype=WIDE)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
-        self.blocks = nnx.List([nnx.Linear(4, 2, rngs=rngs, param_dtype=jnp.float64)])
+        self.blocks = nnx.List([nnx.Linear(4, 2, rngs=rngs, param_dtype=WIDE)])
 
     def __call__(self, x):
         return self.blocks[0](self.drop(nnx.tanh(self.norm(self.first(x)))))
@@ -31,7 +31,7 @@ def net_of():
     where float64 flows into them."""
     net = Net(nnx.Rngs(0))
     for stat in (net.norm.mean, net.norm.var):
-        stat.set_value(stat.get_value().astype(jnp.float64))
+        stat.set_value(stat.get_value().astype(WIDE))
     return net
 
 
@@ -92,7 +92,7 @@ def test_an_nnx_model_trains_with_each_ranks_own_statistics_and_dropout():
     graphdef, params, state = split(net)
     sharded = shard(params, mesh, units=("blocks.0",), param_map=net_map())
     # flax keeps running statistics in float32 whatever the parameters are, and JAX warns where float64 flows into them.
-    state = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if leaf.dtype == jnp.float32 else leaf, state)
+    state = jax.tree.map(lambda leaf: leaf.astype(WIDE) if leaf.dtype == jnp.float32 else leaf, state)
     ranks_state = per_rank(state, mesh)
     result = value_and_grad(loss_of(graphdef), mesh, has_state=True)(sharded, batch(), ranks_state)
 
@@ -106,10 +106,10 @@ def test_an_nnx_model_trains_with_each_ranks_own_statistics_and_dropout():
         return sum(losses) / world_size, states
 
     (loss, states), grads = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(params)
-    np.testing.assert_allclose(result.loss, loss, rtol=1e-12)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), unshard(result.grads), grads)
+    np.testing.assert_allclose(result.loss, loss, rtol=RTOL)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=ATOL), unshard(result.grads), grads)
     for rank in range(world_size):
-        np.testing.assert_allclose(result.state["norm"]["mean"][rank], states[rank]["norm"]["mean"], rtol=1e-12)
+        np.testing.assert_allclose(result.state["norm"]["mean"][rank], states[rank]["norm"]["mean"], rtol=RTOL)
     assert not np.allclose(result.state["norm"]["mean"][0], result.state["norm"]["mean"][1])
     np.testing.assert_array_equal(result.state["drop"]["rngs"]["count"], [1, 1])
 

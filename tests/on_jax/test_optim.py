@@ -1,4 +1,4 @@
-"""optax over shards beside optax over full parameters, in float64."""
+"""optax over shards beside optax over full parameters."""
 
 import functools
 from typing import Any
@@ -14,11 +14,9 @@ from crossframe.errors import UnsupportedError, UsageError
 from jax_backend import apply_updates, make_mesh, shard, sharded_optimizer, unshard, value_and_grad
 from jax_backend.padding import zero_padding
 
-from .small import UNITS, mesh_of_size, small_batch, small_loss, small_map, small_params
+from .small import ATOL, UNITS, WIDE, mesh_of_size, small_batch, small_loss, small_map, small_params, wide
 
 STEPS = 3
-# float64: some steps of what divides by norms and roots of order 1e-3 and up leave 1e-12 far away.
-ATOL = 1e-12
 
 
 def drawn(seed):
@@ -112,7 +110,7 @@ def kernels_alone(params):
 
 BY_LEAF = {
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9, dtype_momentum=jnp.float64),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9, dtype_momentum=WIDE),
     "factored": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
     "muon": lambda: optax.contrib.muon(1e-2),
     "mask of ndim": lambda: optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
@@ -157,7 +155,7 @@ def test_what_goes_by_leaves_is_refused_where_a_leaf_is_a_whole_unit(name):
         assert "scale_by_trust_ratio" in str(caught.value)
 
 
-STACKED: Any = {"blocks": {"w": np.random.default_rng(0).normal(size=(2, 5, 3))}, "b": np.arange(4.0)}
+STACKED: Any = wide({"blocks": {"w": np.random.default_rng(0).normal(size=(2, 5, 3))}, "b": np.arange(4.0)})
 
 
 @pytest.mark.parametrize("layout", ["per_param", "ragged"])

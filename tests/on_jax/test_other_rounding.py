@@ -11,9 +11,10 @@ from crossframe.verdict.bounds import bounds_for
 from crossframe.verdict.metrics import distance, norm
 from jax_backend.other_rounding import other_rounding
 from tests.on_jax.recorded_loops import mesh_of
+from tests.on_jax.small import WIDE, wide
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", dict.fromkeys([WIDE, "float32", "bfloat16"]))
 def test_results_fall_to_a_neighbour_or_stay(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=200), dtype)
     right, found = jnp.tanh(x), other_rounding(jnp.tanh, 1)(x)
@@ -46,7 +47,7 @@ def test_zeros_and_what_is_not_finite_stay():
 def test_a_step_differs_by_rounding_alone_in_loss_and_gradients(mode):
     mesh = jax_backend.make_mesh(MeshSpec(shard=2), jax.devices("cpu")[:2])
     generator = np.random.default_rng(0)
-    params = {"a": {"w": generator.normal(size=(5, 6))}, "b": {"w": generator.normal(size=(6, 3))}}
+    params = wide({"a": {"w": generator.normal(size=(5, 6))}, "b": {"w": generator.normal(size=(6, 3))}})
     batch = generator.normal(size=(4, 5))
     sharded = jax_backend.shard(params, mesh, units=("a",))
 
@@ -63,7 +64,7 @@ def test_a_step_differs_by_rounding_alone_in_loss_and_gradients(mode):
         return float(found.loss), jax_backend.unshard(found.grads)
 
     run, twin, other, again = grads(None), grads(1), grads(2), grads(1)
-    bounds = bounds_for("float64")
+    bounds = bounds_for(WIDE)
     np.testing.assert_allclose([twin[0], other[0]], run[0], rtol=bounds.loss)
     for a, b, c, d in zip(*(jax.tree.leaves(each[1]) for each in (run, twin, other, again)), strict=True):
         assert not (a == b).all() and not (b == c).all() and (b == d).all()
@@ -87,7 +88,7 @@ def test_a_seed_that_is_traced_gives_what_it_gives_otherwise():
 
 @pytest.mark.parametrize("numel", [1, 2, 7, 12, 97, 100_003])
 def test_sums_go_through_all_their_terms_in_another_order(numel):
-    ones, places = jnp.ones(numel, "float64"), jnp.arange(numel, dtype="float64")
+    ones, places = jnp.ones(numel, WIDE), jnp.arange(numel, dtype=WIDE)
     for seed in range(3):
         # Sums of integers are exact in any order: a term that is left out or taken twice shows.
         found = [float(other_rounding(lambda a: jnp.dot(a, places), seed)(each)) for each in (ones, places)]

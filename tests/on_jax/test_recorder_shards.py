@@ -20,7 +20,7 @@ from jax_backend.activations import tell
 from jax_backend.recorder.inner import with_inner
 from jax_backend.recorder.of_shards import OfShards
 from tests.on_jax.recorded_loops import STEPS, TOLD, record, sharded_small, train
-from tests.on_jax.small import canonical, small_batch, small_loss, small_map, small_params
+from tests.on_jax.small import ATOL, EPS, WIDE, canonical, small_batch, small_loss, small_map, small_params, wide
 
 LAYOUTS = {"flat": {}, "per_param": {"layout": "per_param"}, "ragged": {"layout": "ragged"}}
 
@@ -38,7 +38,7 @@ def test_every_layout_is_rounding_away_from_one_device(tmp_path, one_device, lay
     found = Recording.open(tmp_path / "r")
     verdict = compare(one_device, found)
     assert verdict.verdict is Verdict.ROUNDING, verdict.reason
-    assert 0 < verdict.max_relative_parameter_difference < 1e-12
+    assert 0 < verdict.max_relative_parameter_difference < ATOL
     assert found.manifest.settings["losses"] == "by rank" and "inside of steps" in found.manifest.settings["recorded"]
     # What is put together from pieces is what the loop had, moments too.
     last, grads = (
@@ -51,8 +51,8 @@ def test_every_layout_is_rounding_away_from_one_device(tmp_path, one_device, lay
             np.testing.assert_array_equal(found.full("reduce", STEPS - 1, name, replica=replica), grads[name])
         assert found.state_slots(0, name) == ("exp_avg", "exp_avg_sq") and found.count(0, name) == 1.0
         one = found.full("reduce", 0, name)
-        np.testing.assert_allclose(found.full("state", 0, name, use="exp_avg"), 0.1 * one, rtol=1e-14)
-        np.testing.assert_allclose(found.full("state", 0, name, use="exp_avg_sq"), 0.001 * one**2, rtol=1e-13)
+        np.testing.assert_allclose(found.full("state", 0, name, use="exp_avg"), 0.1 * one, rtol=45 * EPS)
+        np.testing.assert_allclose(found.full("state", 0, name, use="exp_avg_sq"), 0.001 * one**2, rtol=450 * EPS)
     if layout == "flat":
         assert list(found.manifest.units) == list(sharded.tree.units)
 
@@ -74,7 +74,7 @@ def assert_within_bounds(found, right):
 
 
 def test_what_is_inside_of_a_dense_step_is_each_ranks_own(tmp_path):
-    sharded = sharded_small(mp_policy=PrecisionPolicy("float32", reduce_dtype="float64"))
+    sharded = sharded_small(mp_policy=PrecisionPolicy("float32", reduce_dtype=WIDE))
     with Recorder(tmp_path / "r", sharded, **TOLD) as recorder:
         _, _, result = train(recorder, sharded, telling, microbatches=2)
     assert result.local_grads is None and result.aux is None  # which nobody asked for
@@ -194,7 +194,7 @@ def test_twins_of_shards_are_moved_in_canonical_order_and_round_otherwise(tmp_pa
 
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_what_is_cut_on_another_dim_is_recorded_by_rows(tmp_path, replicate):
-    w, b = np.arange(24.0).reshape(4, 6), np.arange(5.0)
+    w, b = wide((np.arange(24.0).reshape(4, 6), np.arange(5.0)))
     mesh = make_mesh(MeshSpec(2, replicate), jax.devices("cpu"))
     sharded = shard({"w": w, "b": b}, mesh, layout="per_param", dims=lambda spec: len(spec.shape) - 1)
     tx = sharded_optimizer(optax.sgd(0.1, momentum=0.9))

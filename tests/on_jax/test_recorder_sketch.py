@@ -13,6 +13,7 @@ from jax_backend.activations import tell
 from jax_backend.recorder import sketch
 from jax_backend.recorder.sketch import sketch_of
 from tests.on_jax.recorded_loops import TOLD, train
+from tests.on_jax.small import wide
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 
@@ -53,7 +54,7 @@ def test_without_a_cpu_of_jaxs_numpy_sketches(monkeypatch):
 def test_a_recording_of_sketches_says_of_all_quantities_what_a_full_one_does(tmp_path):
     """Of a model whose parameters are large and small."""
     generator = np.random.default_rng(0)
-    params = {"up": {"w": generator.normal(size=(3, 300))}, "down": {"w": generator.normal(size=(300, 2))}}
+    params = wide({"up": {"w": generator.normal(size=(3, 300))}, "down": {"w": generator.normal(size=(300, 2))}})
 
     def loss(params, batch):
         tell("up", "input", batch["x"])

@@ -9,14 +9,14 @@ from crossframe.names import MapEntry, ParamMap
 from crossframe.reference import ReferenceUnit
 from jax_backend import ShardedParams, pieces_of, shard, shards_of, unshard, value_and_grad
 
-from .small import UNITS, WORLDS, canonical, mesh_of_size, small_map, small_params
+from .small import UNITS, WIDE, WORLDS, canonical, mesh_of_size, small_map, small_params, wide
 
 
 def bits(array):
     return np.asarray(array).tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", dict.fromkeys([WIDE, "float32", "bfloat16"]))
 @pytest.mark.parametrize("keep_original", [True, False])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_R04_R05_the_shard_of_rank_i_is_the_references_bit_for_bit(world_size, keep_original, dtype):
@@ -40,12 +40,12 @@ def test_R01_R02_units_and_order_are_torchs_whatever_the_order_of_the_pytree():
     assert [spec.name for spec in layouts[""].params] == ["inp.weight", "inp.bias", "out.weight", "out.bias"]
     assert [spec.shape for spec in layouts[""].params] == [(5, 3), (5,), (2, 5), (2,)]
     assert layouts["blocks.1"] == FlatLayout(
-        (ParamSpec("blocks.1.weight", (5, 5), "float64"), ParamSpec("blocks.1.bias", (5,), "float64")), 2, True
+        (ParamSpec("blocks.1.weight", (5, 5), WIDE), ParamSpec("blocks.1.bias", (5,), WIDE)), 2, True
     )
 
 
 def test_R01_the_order_inside_a_unit_is_the_maps_also_across_modules():
-    params = {"a": {"u": np.zeros(2), "v": np.ones(3)}, "b": {"w": np.full(2, 2.0)}}
+    params = wide({"a": {"u": np.zeros(2), "v": np.ones(3)}, "b": {"w": np.full(2, 2.0)}})
     names = ("a.v", "b.w", "a.u")
     pmap = ParamMap(tuple(MapEntry(name, name) for name in names))
     sharded = shard(params, mesh_of_size(1), param_map=pmap, keep_original=False)
@@ -54,7 +54,7 @@ def test_R01_the_order_inside_a_unit_is_the_maps_also_across_modules():
 
 
 def test_without_a_map_paths_and_axes_are_the_pytrees_own():
-    params = {"b": [np.arange(6.0).reshape(2, 3)], "a": np.float64([9.0])}
+    params = wide({"b": [np.arange(6.0).reshape(2, 3)], "a": np.float64([9.0])})
     sharded = shard(params, mesh_of_size(1), keep_original=False)
     assert [spec.name for spec in sharded.tree.layouts[""].params] == ["a", "b.0"]
     np.testing.assert_array_equal(shards_of(sharded, 0)[""], [9, 0, 1, 2, 3, 4, 5])
@@ -77,7 +77,7 @@ def test_R06_pieces_are_the_references_and_hold_no_padding():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_R07_other_layouts_of_the_core_can_be_given_by_unit(world_size):
     params = small_params()
-    specs = tuple(ParamSpec(f"blocks.0.{n}", s, "float64") for n, s in (("bias", (5,)), ("weight", (5, 5))))
+    specs = tuple(ParamSpec(f"blocks.0.{n}", s, WIDE) for n, s in (("bias", (5,)), ("weight", (5, 5))))
     given = {"blocks.0": PerParamLayout(specs, world_size)}
     sharded = shard(params, mesh_of_size(world_size), units=UNITS, param_map=small_map(), unit_layouts=given)
     assert sharded.tree.layouts["blocks.0"] is given["blocks.0"]
@@ -124,27 +124,29 @@ def test_a_map_that_does_not_fit_is_refused():
     refused(MappingError, r"in the map but not in the model, by path: \['y'\]", param_map=long)
     flat = ParamMap((MapEntry("w", "w", (1, 0)),))
     refused(
-        MappingError, r"'w': expected 1 axes for 'w' of shape \(2,\), got \(1, 0\)", {"w": np.ones(2)}, param_map=flat
+        MappingError,
+        r"'w': expected 1 axes for 'w' of shape \(2,\), got \(1, 0\)",
+        wide({"w": np.ones(2)}),
+        param_map=flat,
     )
 
 
 def test_R11_unknown_units_and_mixed_dtypes_are_refused():
     refused(UnitError, r"units \['blocks.2'\] are not modules", units=("blocks.2",), param_map=small_map())
-    refused(LayoutError, "'a' is float64, 'b' is float32", {"a": np.ones(2), "b": np.ones(2, np.float32)})
+    halves = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}
+    refused(LayoutError, "'a' is float32, 'b' is float16", halves)
 
 
 def test_given_layouts_that_do_not_fit_are_refused():
     def given(*specs, world_size=2, unit=""):
         return {"unit_layouts": {unit: FlatLayout(tuple(specs), world_size, True)}}
 
-    params = {"w": np.ones(2)}
-    refused(LayoutError, "over 2 ranks, got one over 3", params, **given(ParamSpec("w", (2,), "float64"), world_size=3))
-    refused(
-        LayoutError, r"'w', \(2,\), 'float64'.*'w', \(3,\), 'float64'", params, **given(ParamSpec("w", (3,), "float64"))
-    )
-    refused(LayoutError, r"\['u'\] are not units", params, **given(ParamSpec("w", (2,), "float64"), unit="u"))
-    frozen = ParamSpec("w", (2,), "float64", requires_grad=False)
-    refused(LayoutError, r"'w', \(2,\), 'float64', True.*'w', \(2,\), 'float64', False", params, **given(frozen))
+    params = wide({"w": np.ones(2)})
+    refused(LayoutError, "over 2 ranks, got one over 3", params, **given(ParamSpec("w", (2,), WIDE), world_size=3))
+    refused(LayoutError, rf"'w', \(2,\), '{WIDE}'.*'w', \(3,\), '{WIDE}'", params, **given(ParamSpec("w", (3,), WIDE)))
+    refused(LayoutError, r"\['u'\] are not units", params, **given(ParamSpec("w", (2,), WIDE), unit="u"))
+    frozen = ParamSpec("w", (2,), WIDE, requires_grad=False)
+    refused(LayoutError, rf"'w', \(2,\), '{WIDE}', True.*'w', \(2,\), '{WIDE}', False", params, **given(frozen))
 
 
 def test_reading_shards_of_what_is_not_there_is_refused():
@@ -159,12 +161,12 @@ def test_reading_shards_of_what_is_not_there_is_refused():
 
 def test_units_given_as_one_string_are_refused():
     with pytest.raises(UsageError, match=r"pass \('block',\)"):
-        shard({"block": {"w": np.ones(3)}}, mesh_of_size(2), units="block")
+        shard(wide({"block": {"w": np.ones(3)}}), mesh_of_size(2), units="block")
 
 
 def test_a_unit_without_elements_is_sharded_and_trained_around():
     mesh = mesh_of_size(2)
-    sharded = shard({"w": np.ones(3), "empty": {"z": np.zeros((0,))}}, mesh, units=("empty",))
+    sharded = shard(wide({"w": np.ones(3), "empty": {"z": np.zeros((0,))}}), mesh, units=("empty",))
     step = value_and_grad(lambda params, batch: (params["w"] * batch).sum() + params["empty"]["z"].sum(), mesh)
     result = step(sharded, np.ones((2, 3)))
     assert float(result.loss) == 3.0

@@ -10,6 +10,7 @@ from crossframe.errors import ReplacedError, UnsupportedError, UsageError
 from crossframe.names import MapEntry, ParamMap
 from crossframe.precision import PrecisionPolicy
 from jax_backend import make_mesh, shard, summon_full_params, unshard, writeback
+from tests.on_jax.small import WIDE, wide
 
 MESH = MeshSpec(2)
 SHARED = {"head.table": "embed.table"}
@@ -17,7 +18,7 @@ SHARED = {"head.table": "embed.table"}
 
 def params():
     table = np.arange(6.0).reshape(3, 2)
-    return {"embed": {"table": table}, "head": {"table": table, "bias": np.ones(3)}}
+    return wide({"embed": {"table": table}, "head": {"table": table, "bias": np.ones(3)}})
 
 
 def small(**kwargs):
@@ -44,17 +45,17 @@ def put(path, value):
         node = summoned.params
         for part in parts:
             node = node[part]
-        node[last] = value
+        node[last] = wide(value)
 
     return edit
 
 
 def test_R20_what_does_not_fit_is_refused_by_name_and_nothing_is_written():
     both = put("head.bias", np.ones(4))
-    refused(r"'head.bias' \('head.bias'\): expected the unsharded shape .*\(\(3,\), 'float64'\), got \(\(4,\)", both)
-    refused(r"got \(\(3,\), 'float32'\)", put("head.bias", np.ones(3, np.float32)))
+    refused(rf"'head.bias' \('head.bias'\): expected the unsharded shape .*\(\(3,\), '{WIDE}'\), got \(\(4,\)", both)
+    refused(r"got \(\(3,\), 'float16'\)", put("head.bias", np.ones(3, np.float16)))
     refused("got None", put("head.bias", None))
-    refused(r"got \(\(\), 'float64'\)", put("head.bias", 1.0))
+    refused(rf"got \(\(\), '{WIDE}'\)", put("head.bias", 1.0))
     refused(r"missing \[\], unexpected \['head.more'\]", put("head.more", np.ones(3)))
     refused(r"missing \['embed.table'", lambda summoned: setattr(summoned, "params", {}))
 
@@ -71,7 +72,7 @@ def test_R31_a_shared_parameter_is_one_whichever_of_its_places_is_edited(places,
     with summon_full_params(sharded, offload_to_cpu=offload) as summoned:
         assert summoned.params["embed"]["table"] is summoned.params["head"]["table"]
         for place in places:
-            summoned.params[place]["table"] = np.full((3, 2), 9.0)
+            summoned.params[place]["table"] = np.full((3, 2), 9.0, WIDE)
     wanted = {"embed": {"table": np.full((3, 2), 9.0)}, "head": {"table": np.full((3, 2), 9.0), "bias": np.ones(3)}}
     same(unshard(summoned.sharded), wanted)
 
@@ -102,7 +103,7 @@ def test_R24_an_exception_inside_ends_it_as_any_exit_does(layout):
 def test_R20_frozen_parameters_are_shown_and_persist_and_trained_ones_alone_do_not_do():
     sharded = small(frozen=("head.bias",))
     with summon_full_params(sharded) as summoned:
-        summoned.params["head"]["bias"] = np.zeros(3)
+        summoned.params["head"]["bias"] = np.zeros(3, WIDE)
     assert set(summoned.sharded.frozen) == set(sharded.frozen) == {"head"}
     np.testing.assert_array_equal(unshard(summoned.sharded)["head"]["bias"], np.zeros(3))
     with pytest.raises(UsageError, match=r"lack what is frozen.*with_trainable"), summon_full_params(sharded.trainable):
@@ -113,7 +114,7 @@ def test_R20_frozen_parameters_are_shown_and_persist_and_trained_ones_alone_do_n
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_R20_stacked_units_are_shown_with_all_layers(offload):
-    full = {"blocks": {"w": np.arange(15.0).reshape(3, 5)}, "out": np.ones(2)}
+    full = wide({"blocks": {"w": np.arange(15.0).reshape(3, 5)}, "out": np.ones(2)})
     for layout in ("flat", "per_param"):
         sharded = shard(full, make_mesh(MESH), stacked=("blocks",), layout=layout)
         with summon_full_params(sharded, offload_to_cpu=offload) as summoned:
@@ -123,7 +124,7 @@ def test_R20_stacked_units_are_shown_with_all_layers(offload):
 
 
 def test_R20_one_of_several_leaves_that_are_one_parameter_is_edited_alone():
-    full = {name: np.arange(6.0).reshape(2, 3) + i for i, name in enumerate("qkv")}
+    full = wide({name: np.arange(6.0).reshape(2, 3) + i for i, name in enumerate("qkv")})
     joined = ParamMap((MapEntry("qkv", ("q", "k", "v"), (1, 0)),))
     sharded = shard(full, make_mesh(MESH), param_map=joined)
     with summon_full_params(sharded) as summoned:
@@ -134,7 +135,7 @@ def test_R20_one_of_several_leaves_that_are_one_parameter_is_edited_alone():
 
 def test_R20_writeback_of_replicas_that_differ_leaves_each_its_own():
     mesh = make_mesh(MeshSpec(shard=1, replicate=2))
-    sharded = shard({"w": np.zeros(2)}, mesh)
+    sharded = shard(wide({"w": np.zeros(2)}), mesh)
     spread = jax.shard_map(
         lambda: jnp.full(2, jax.lax.axis_index("replicate"), float),
         mesh=mesh,

@@ -9,7 +9,7 @@ from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, collectives, difference
 from jax_backend import gather, shard, trace_of, value_and_grad
 
-from .small import SHARDING, UNITS, WORLDS, mesh_of_size, small_batch, small_loss, small_map, small_params
+from .small import SHARDING, UNITS, WIDE, WORLDS, mesh_of_size, small_batch, small_loss, small_map, small_params, wide
 
 
 def sharded_over(world_size, **kwargs):
@@ -21,7 +21,7 @@ def count(jaxpr_text, primitive):
     return jaxpr_text.count(f" = {primitive}[")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", dict.fromkeys(["float32", WIDE]))
 @pytest.mark.parametrize("strategy", SHARDING)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_R13_R14_the_trace_of_a_step_is_the_plan(world_size, strategy, dtype):
@@ -86,7 +86,7 @@ def test_R14_scans_jits_and_casts_in_the_loss_keep_no_full_parameter_either():
 
 
 def test_a_unit_whose_values_backward_does_not_need_is_not_gathered_again():
-    params = {"a": {"w": np.ones(4)}, "b": {"w": np.ones(4)}}
+    params = wide({"a": {"w": np.ones(4)}, "b": {"w": np.ones(4)}})
     mesh = mesh_of_size(2)
     step = value_and_grad(lambda p, x: jnp.sum(jnp.tanh(x * p["a"]["w"] + p["b"]["w"])), mesh)
     events = trace_of(step, shard(params, mesh, units=("a", "b")), np.ones((2, 4)), mesh=mesh)

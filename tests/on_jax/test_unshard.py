@@ -10,7 +10,7 @@ from crossframe.names import MapEntry, ParamMap
 from crossframe.reference import ReferenceUnit
 from jax_backend import shard, shards_of, unshard, value_and_grad, writeback
 
-from .small import UNITS, WORLDS, canonical, mesh_of_size, small_batch, small_loss, small_map, small_params
+from .small import UNITS, WIDE, WORLDS, canonical, mesh_of_size, small_batch, small_loss, small_map, small_params, wide
 
 
 def sharded_over(world_size, params=None, **kwargs):
@@ -20,7 +20,7 @@ def sharded_over(world_size, params=None, **kwargs):
 
 def test_R19_R20_axes_that_are_not_their_own_inverse_go_there_and_back():
     # A convolution: torch's (out, in, height, width) is flax's (height, width, in, out).
-    kernel = np.arange(2.0 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    kernel = wide(np.arange(2.0 * 3 * 4 * 5).reshape(2, 3, 4, 5))
     pmap = ParamMap((MapEntry("conv.weight", "conv.kernel", (3, 2, 0, 1)),))
     sharded = shard({"conv": {"kernel": kernel}}, mesh_of_size(2), param_map=pmap, keep_original=False)
     line = np.concatenate([shards_of(sharded, rank)[""] for rank in range(2)])
@@ -116,8 +116,8 @@ def refused(match, full, world_size=2):
 def test_R20_writeback_refuses_what_does_not_fit_by_name():
     full = small_params()
     full["inp"]["kernel"] = full["inp"]["kernel"].T
-    refused(r"'inp.kernel' \('inp.weight'\): expected shape \(3, 5\) and dtype float64, got \(5, 3\)", full)
-    refused("expected shape .* and dtype float64, got .* and float32", small_params("float32"))
+    refused(rf"'inp.kernel' \('inp.weight'\): expected shape \(3, 5\) and dtype {WIDE}, got \(5, 3\)", full)
+    refused(f"expected shape .* and dtype {WIDE}, got .* and float16", small_params("float16"))
     full = small_params()
     full["more"] = full.pop("out")
     refused(r"missing \['out.bias', 'out.kernel'\], unexpected \['more.bias', 'more.kernel'\]", full)

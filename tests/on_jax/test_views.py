@@ -9,6 +9,7 @@ from hypothesis import given
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.layout import views as expected_views
 from jax_backend.views import views
+from tests.on_jax.small import wide
 
 from ..core.random_layouts import ALL_LAYOUTS, QUICK, specs
 
@@ -31,7 +32,7 @@ def test_R05_views_in_jax_are_those_in_numpy_and_padding_is_in_none(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
 def test_R05_backward_of_views_puts_gradients_where_they_were_cut_and_0_into_padding(layout):
-    line = np.arange(1.0, layout.gathered_numel + 1)
+    line = wide(np.arange(1.0, layout.gathered_numel + 1))
     _, back = jax.vjp(lambda line: views(layout, line), jnp.asarray(line))
     grads = expected_views(layout, line)
     held = np.isin(line, np.concatenate([view.reshape(-1) for view in grads.values()]))
@@ -45,7 +46,7 @@ def test_R05_backward_of_views_puts_gradients_where_they_were_cut_and_0_into_pad
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
 def test_views_may_be_mapped_and_pushed_forward(layout):
-    lines = np.random.default_rng(0).normal(size=(2, layout.gathered_numel))
+    lines = wide(np.random.default_rng(0).normal(size=(2, layout.gathered_numel)))
     mapped = jax.vmap(lambda line: views(layout, line))(jnp.asarray(lines))
     _, pushed = jax.jvp(lambda line: views(layout, line), (jnp.asarray(lines[0]),), (jnp.asarray(lines[1]),))
     for i, line in enumerate(lines):

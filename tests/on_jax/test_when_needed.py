@@ -11,7 +11,7 @@ from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER
 from jax_backend import compiled_trace, on_rank, shard, shards_of, under_jit, value_and_grad
 
-from .small import UNITS, mesh_of_size, small_batch, small_loss, small_map, small_params
+from .small import UNITS, WIDE, mesh_of_size, small_batch, small_loss, small_map, small_params, wide
 
 NUM_BLOCKS, WIDTH = 6, 64
 BLOCKS = tuple(f"{i}" for i in range(NUM_BLOCKS))
@@ -25,7 +25,7 @@ def deep_loss(params, x):
 
 def deep(strategy, mode):
     rng, mesh = np.random.default_rng(0), mesh_of_size(2)
-    params = {name: {"w": rng.normal(size=(WIDTH, WIDTH)), "b": rng.normal(size=WIDTH)} for name in BLOCKS}
+    params = wide({name: {"w": rng.normal(size=(WIDTH, WIDTH)), "b": rng.normal(size=WIDTH)} for name in BLOCKS})
     step = value_and_grad(deep_loss, mesh, mode=mode, strategy=strategy)
     return step, shard(params, mesh, units=BLOCKS), np.ones((2, WIDTH)), mesh
 
@@ -39,7 +39,7 @@ def test_R14_what_is_gathered_again_does_not_lie_in_memory_meanwhile(mode):
         temporaries[strategy] = memory.temp_size_in_bytes
         events = compiled_trace(step, params, batch, mesh=mesh)
         gathered[strategy] = [event.phase for event in events if event.kind == ALL_GATHER]
-    unit_bytes = 8 * (WIDTH * WIDTH + WIDTH)
+    unit_bytes = np.dtype(WIDE).itemsize * (WIDTH * WIDTH + WIDTH)
     # Without branches XLA keeps two copies of all six units, and under jit their gradients beside them.
     if mode == "shard_map":
         assert temporaries[Strategy.FULL_SHARD] < 4 * unit_bytes < 5 * unit_bytes < temporaries[Strategy.SHARD_GRAD_OP]
