@@ -46,7 +46,8 @@ def save_checkpoint(
         CheckpointError: something exists at `path`, another job has saved there meanwhile, or a rank's file is not seen by the
             first; AgreementError on other ranks.
         UsageError: no sharded root, or an optimizer that has no state of a parameter, or not of this model.
-        UnsupportedError: state that is neither one value an element nor one a parameter, or a flat unit that is trained in part.
+        UnsupportedError: state that is neither one value an element nor one a parameter, a flat unit that is trained in part, or
+            tensor parallelism.
     """
     held = _Held(model)
     state = held.state(optimizer, fill=False)
@@ -136,6 +137,9 @@ class _Held:
             )
         for each in found:
             each.check_whole()
+            each.unit.refuse_tensor_parallelism(
+                "tensor parallel parameters are not in crossframe's checkpoints; use state_dict and torch.distributed.checkpoint"
+            )
         self.units = [each.unit for each in found]
         mesh = self.units[0].mesh
         for unit in self.units:

@@ -228,7 +228,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             mesh,
             choices,
             is_unit=_is_wrapped,
-            parts=_Parts(self, policy.param_dtype, mesh),
+            parts=_Parts(self, policy.param_dtype, mesh, device_mesh),
             policy=policy,
             device=self._device if self.cpu_offload.offload_params else None,
             offload=self.cpu_offload.offload_params,
@@ -413,8 +413,15 @@ def _named_fsdp_modules(module: nn.Module) -> Iterator[tuple[str, FullyShardedDa
 class _Parts:
     """What the units are made of: one flat layout each, and by `use_orig_params` one flat parameter or the original ones."""
 
-    def __init__(self, wrapper: FullyShardedDataParallel, param_dtype: str | None, mesh: UnitMesh) -> None:
+    def __init__(
+        self,
+        wrapper: FullyShardedDataParallel,
+        param_dtype: str | None,
+        mesh: UnitMesh,
+        device_mesh: DeviceMesh | None,
+    ) -> None:
         self._wrapper, self._param_dtype, self._ranks = wrapper, param_dtype, mesh.shards
+        self._device_mesh = device_mesh
 
     def bucket_of(self, entry: OwnedParam) -> None:
         """All are one, which refuses a mix."""
@@ -433,5 +440,5 @@ class _Parts:
     def exposure(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
         """See Parts."""
         if self._wrapper._use_orig_params:
-            return OriginalExposure(owned, store, leaves)
-        return FlatExposure(self._wrapper.module, owned, store, leaves)
+            return OriginalExposure(owned, store, leaves, self._device_mesh)
+        return FlatExposure(self._wrapper.module, owned, store, leaves, self._device_mesh)

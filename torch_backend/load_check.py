@@ -24,6 +24,7 @@ from torch_backend.exposure.registration import ShardedParams
 from torch_backend.piece_moves import is_over
 from torch_backend.piece_tensor import PieceTensor
 from torch_backend.rounds import agree, spans_ranks, withdraw
+from torch_backend.tensor_parallel import Whole
 from torch_backend.unit import UNIT, Unit, unit_of
 
 TITLE = "loading of a state dict"
@@ -122,11 +123,14 @@ def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> It
         elif like is None:
             continue
         elif not isinstance(value, DTensor):
-            if isinstance(like, DTensor):
+            if isinstance(like, DTensor | Whole):
                 yield (
                     f"{key!r} is a {type(value).__name__} and the parameter a DTensor (distribute_tensor makes one of it; of "
                     "whole state dicts set_model_state_dict does, with StateDictOptions(full_state_dict=True))"
                 )
+        elif isinstance(like, Whole):
+            if not like.is_over(value.device_mesh):
+                yield f"{key!r} is on {value.device_mesh}, expected {like.spec.mesh}, or that and the data parallel ranks"
         elif value.device_mesh is not like.device_mesh and not _is_over(value.device_mesh, like):
             yield f"{key!r} is on {value.device_mesh}, expected {like.device_mesh}, or its full_tensor()"
 
@@ -153,7 +157,7 @@ class _Expected:
         self.local: set[str] = set()
         self.sharded: list[nn.Module] = []
         # The shapes of parameters of FSDP1's units, for which something of another shape is registered, or nothing.
-        self._shapes: dict[nn.Module, dict[str, tuple[int, ...]]] = {}
+        self._shapes: dict[nn.Module, dict[str, tuple[tuple[int, ...], Whole | None]]] = {}
         self._visit(module, prefix, known=True)
         del self.sharded[0]
 
@@ -183,16 +187,19 @@ class _Expected:
     def _take_shapes(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             if not isinstance(bucket.exposure, ShardedParams):
+                wholes = bucket.exposure.wholes or [None] * len(bucket.layout.params)
                 for i, owner, attribute in bucket.exposure.registered:
-                    self._shapes.setdefault(owner, {})[attribute] = bucket.layout.params[i].shape
+                    whole = wholes[i]
+                    shape = bucket.layout.params[i].shape if whole is None else whole.shape
+                    self._shapes.setdefault(owner, {})[attribute] = shape, whole
 
     def _take_entries(self, module: nn.Module, at: str) -> None:
         shapes = self._shapes.get(module, {})
-        self.entries.update({at + attribute: (shape, None) for attribute, shape in shapes.items()})
+        self.entries.update({at + attribute: entry for attribute, entry in shapes.items()})
         for attribute, param in module._parameters.items():
             if param is not None and attribute != FLAT_PARAM:
                 like = param if isinstance(param, (DTensor, PieceTensor)) else None
-                self.entries[at + attribute] = (shapes.get(attribute, param.shape), like)
+                self.entries[at + attribute] = shapes.get(attribute, (param.shape, like))
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
                 self.entries[at + attribute] = (buffer.shape, buffer if isinstance(buffer, DTensor) else None)

@@ -6,9 +6,10 @@ out like the unit's shard, so it is gathered, or cut into rows, as the shard is;
 """
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from crossframe.errors import StateDictError, UsageError
+from crossframe.errors import StateDictError, UnsupportedError, UsageError
 from crossframe.faces import Face
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
@@ -45,6 +46,17 @@ class Owned:
     wrapper: HasStateDicts
     bucket: Bucket
     specs: tuple[ParamSpec, ...]
+
+    @functools.cached_property
+    def shown(self) -> tuple[ParamSpec, ...]:
+        """The parameters with the shapes that a state dict shows: under tensor parallelism those of the DTensors."""
+        wholes = self.bucket.exposure.wholes
+        if not wholes:
+            return self.specs
+        return tuple(
+            spec if whole is None else replace(spec, shape=whole.shape)
+            for spec, whole in zip(self.specs, wholes, strict=True)
+        )
 
     @property
     def is_flat(self) -> bool:
@@ -184,6 +196,8 @@ def save(
         StateDictError: state that is neither one value an element nor one in all, or that ranks differ in.
     """
     names = Names(model, optimizer, given)
+    if full and rank0_only:
+        refuse_rank0_only(names, "saved")
     keys = names.by_key(raw["state"])
     states = {id(param): raw["state"][key] for key, param in keys.items()}
     kept = not (full and rank0_only) or dist.get_rank(group) == 0
@@ -212,6 +226,15 @@ def save(
             for settings, members in zip(raw["param_groups"], _grouped(raw["param_groups"], names), strict=True)
         ]
     return result
+
+
+def refuse_rank0_only(names: Names, what: str) -> None:
+    """Raise UnsupportedError for state of tensor parallelism, of which no single rank has all."""
+    if any(each.bucket.exposure.wholes for each in names.owned):
+        raise UnsupportedError(
+            f"optimizer state of tensor parallel parameters is {what} on every rank, each with its own parts of DTensors; use "
+            "rank0_only=False"
+        )
 
 
 def _grouped(groups: Sequence[Mapping[str, Any]], names: Names) -> list[list[str]]:
@@ -322,11 +345,17 @@ def _whole(each: Owned, values: Tensor, indices: list[int], *, kept: bool, offlo
         gathered = values.new_empty(layout.padded_shard_numel * layout.world_size)
         shards.all_gather(gathered, values, unit=name, phase=PHASE).wait()
         views = views_of(layout, gathered)
-        return [views[i].to(device) if kept else None for i in indices]
+        return [_shown(bucket, i, views[i].to(device)) if kept else None for i in indices]
     with bucket.gathered(values, name) as whole:
         if layout.world_size > 1:
             values.untyped_storage().resize_(0)  # it has been sent, and no one else has it
-        return [whole[i].to(device, copy=True) if kept else None for i in indices]
+        return [_shown(bucket, i, whole[i].to(device, copy=True)) if kept else None for i in indices]
+
+
+def _shown(bucket: Bucket, i: int, value: Tensor) -> Tensor:
+    """A full value of a parameter's state, under tensor parallelism as a DTensor."""
+    whole = bucket.exposure.wholes[i] if bucket.exposure.wholes else None
+    return value if whole is None else whole.dtensor(value)
 
 
 def _rows(each: Owned, values: Tensor, indices: list[int], *, offload: bool) -> Sequence[Tensor]:

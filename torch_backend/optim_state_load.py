@@ -17,8 +17,8 @@ from crossframe.params import ParamSpec
 from crossframe.shown import shown
 from crossframe.state import state_key
 from torch_backend.collectives import Communicator, default_process_group
-from torch_backend.optim_state_dict import Names, Owned
-from torch_backend.piece_moves import from_rows, is_over, rows_of_dtensor
+from torch_backend.optim_state_dict import Names, Owned, refuse_rank0_only
+from torch_backend.piece_moves import from_rows, is_over, part_of_dtensor
 from torch_backend.rounds import agree, withdraw
 from torch_backend.sharded_tensors import rows_of_sharded_tensor
 from torch_backend.state_dict import places_of
@@ -58,7 +58,9 @@ def to_load(
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         raise StateDictError(f"expected an optimizer's state dict with the key 'state', got {shown(saved)}")
     names = Names(model, optimizer, given)
-    known = {key for each in names.owned for spec in each.specs for key in (spec.name, *spec.aliases)}
+    if rank0_only:
+        refuse_rank0_only(names, "loaded")
+    known = {key for each in names.owned for spec in each.shown for key in (spec.name, *spec.aliases)}
     known |= set(names.others.values())
     state = {_as_key(key): value for key, value in saved["state"].items()}
     groups = saved.get("param_groups")
@@ -82,7 +84,7 @@ def to_load(
                 result[keys[id(each.params[at])]] = own
     # Ranks may hold the other parameters in different orders, or not all of them. So all ranks fetch all that the first rank has,
     # in its order, and keep what is theirs.
-    managed = {key for each in names.owned for spec in each.specs for key in (spec.name, *spec.aliases)}
+    managed = {key for each in names.owned for spec in each.shown for key in (spec.name, *spec.aliases)}
     others: dict[Any, Any] = {
         names.others[id(param)]: keys[id(param)] for param in names.params if id(param) in names.others
     }
@@ -97,7 +99,7 @@ def to_load(
     if groups is not None:
         owner = {name: keys[id(param)] for param in names.params for name in names.of(param)}
         for each in names.owned:
-            owner |= {alias: owner[spec.name] for spec in each.specs for alias in spec.aliases if spec.name in owner}
+            owner |= {alias: owner[spec.name] for spec in each.shown for alias in spec.aliases if spec.name in owner}
         found["param_groups"] = [
             copy.deepcopy({key: value for key, value in settings.items() if key != "params"})
             | {"params": sorted({owner[name] for name in settings["params"]})}
@@ -126,13 +128,13 @@ def _check(names: Names, known: set[str], state: Mapping[Any, Any], groups: Any)
         if key not in known and isinstance(value, Mapping)
     ]
     held = {name for param in names.params for name in names.of(param)}
-    held |= {alias for each in names.owned for spec in each.specs if spec.name in held for alias in spec.aliases}
+    held |= {alias for each in names.owned for spec in each.shown if spec.name in held for alias in spec.aliases}
     for settings in groups or ():
         wrong += [
             f"a group has {key!r}, which the optimizer does not hold" for key in settings["params"] if key not in held
         ]
     for each in names.owned:
-        for spec in each.specs:
+        for spec in each.shown:
             for entry, value in _state_of(spec, state).items():
                 if isinstance(value, Tensor | _Remote) and not _is_scalar(value, spec) and value.shape != spec.shape:
                     wrong.append(f"{entry!r} of {spec.name!r} has shape {tuple(value.shape)}, expected {spec.shape}")
@@ -147,11 +149,11 @@ def _check(names: Names, known: set[str], state: Mapping[Any, Any], groups: Any)
 
 def _not_as_one(each: Owned, state: Mapping[Any, Any]) -> list[str]:
     """What keeps the state of a flat parameter's members from being one."""
-    states = {spec.name: own for spec in each.specs if (own := _state_of(spec, state))}
+    states = {spec.name: own for spec in each.shown if (own := _state_of(spec, state))}
     if not states:
         return []
     first, expected = next(iter(states.items()))
-    specs = {spec.name: spec for spec in each.specs}
+    specs = {spec.name: spec for spec in each.shown}
     wrong = []
     for name, own in states.items():
         if own.keys() != expected.keys():
@@ -192,7 +194,7 @@ def _agree(groups: Sequence[dist.ProcessGroup], names: Names, state: Mapping[Any
     said: dict[Any, list[tuple[str, dict[str, str]]]] = {group: [] for group in groups}
     for each in names.owned:
         group = each.bucket.mesh.shards.group
-        for spec in each.specs:
+        for spec in each.shown:
             for entry, value in _state_of(spec, state).items():
                 if isinstance(value, DTensor | ShardedTensor) and group in said:
                     what = {"kind": type(value).__name__, "shape": str(tuple(value.shape)), "dtype": str(value.dtype)}
@@ -211,7 +213,7 @@ def _of_bucket(each: Owned, state: Mapping[Any, Any]) -> dict[int, dict[str, Any
     """By the optimizer's parameter its state on this rank."""
     found: dict[int, dict[str, Any]] = {}
     elementwise: dict[tuple[str, torch.dtype], dict[int, Any]] = {}
-    for i, spec in enumerate(each.specs):
+    for i, spec in enumerate(each.shown):
         at = 0 if each.is_flat else i
         for entry, value in _state_of(spec, state).items():
             own = found.setdefault(at, {})
@@ -238,15 +240,19 @@ def _buffer_of(each: Owned, values: Mapping[int, Any], dtype: torch.dtype) -> Te
     store, layout, shards = each.bucket.store, each.bucket.layout, each.bucket.mesh.shards
     buffer = torch.zeros_like(store.buffer, dtype=dtype)
     rows: dict[int, Tensor] = {}
-    full: list[Tensor | None] = [None] * len(each.specs)
-    place = places_of(each.bucket, each.wrapper._device_mesh)[0]
+    full: list[Tensor | None] = [None] * len(each.shown)
+    places = places_of(each.bucket, each.wrapper._device_mesh)
     for i, value in values.items():
+        local, is_rows = None, True
         if isinstance(value, ShardedTensor):
             local = rows_of_sharded_tensor(value, layout, i, store.rank)
         elif isinstance(value, DTensor):
-            local = rows_of_dtensor(value) if is_over(value.device_mesh, place) else None
-        else:
-            full[i] = value.fetch() if isinstance(value, _Remote) else value
+            if is_over(value.device_mesh, places[i]):
+                local, is_rows = part_of_dtensor(value, places[i])
+        elif places[i].whole is None:
+            local, is_rows = value.fetch() if isinstance(value, _Remote) else value, False
+        if local is not None and not is_rows:
+            full[i] = local
             part = store.slices(full)[i]
             if part is not None:
                 store.split(buffer)[i].copy_(part)
@@ -254,7 +260,7 @@ def _buffer_of(each: Owned, values: Mapping[int, Any], dtype: torch.dtype) -> Te
             continue
         if local is None:
             raise StateDictError(
-                f"optimizer state of {each.specs[i].name!r}: expected {layout.world_size} shards of rows on the ranks of its "
+                f"optimizer state of {each.shown[i].name!r}: expected {layout.world_size} shards of rows on the ranks of its "
                 f"unit, got a {type(value).__name__} that is cut otherwise"
             )
         rows[i] = local

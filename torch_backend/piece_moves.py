@@ -155,7 +155,10 @@ def from_rows(
 
 
 def dtensor_of_rows(rows: Tensor, place: Place) -> DTensor:
-    """The DTensor of a parameter whose rows these are, sharded on dim 0 of the place's mesh."""
+    """The DTensor of a parameter whose rows these are, sharded on dim 0 of the place's mesh; under tensor parallelism on the
+    mesh of both."""
+    if place.whole is not None:
+        return place.whole.sharded.dtensor(rows)
     stride = torch.empty(place.shape, device="meta").stride()
     spec = DTensorSpec(place.mesh, place.placements, TensorMeta(place.shape, stride, rows.dtype))
     return DTensor.__new__(DTensor, rows, spec, requires_grad=False)
@@ -187,7 +190,17 @@ def rows_of_dtensor(dtensor: DTensor) -> Tensor:
 
 def is_over(mesh: DeviceMesh, place: Place) -> bool:
     """Whether a DTensor's mesh is that of a place, or of the ranks alone that the place's unit is sharded over."""
+    if place.whole is not None:
+        return place.whole.is_over(mesh)
     return mesh == place.mesh or (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == place.shards.ranks)
+
+
+def part_of_dtensor(dtensor: DTensor, place: Place) -> tuple[Tensor, bool]:
+    """What this rank takes of a DTensor whose mesh `is_over` a place: its rows, and True; or under tensor parallelism perhaps its
+    whole part of the parameter, and False. All ranks of the mesh call it."""
+    if place.whole is None:
+        return rows_of_dtensor(dtensor), True
+    return place.whole.part(dtensor)
 
 
 def from_dtensors(places: Sequence[Place], dtensors: Sequence[DTensor], values: Tensor, *, unit: str = "") -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from crossframe.layout import Layout, Piece
 from torch_backend.collectives import Communicator
 from torch_backend.store import ShardStore
+from torch_backend.tensor_parallel import Whole
 
 
 class Place:
@@ -23,15 +24,23 @@ class Place:
         index: its index in the layout.
         mesh: the ranks: (shard,) or (replicate, shard). None under FSDP1 without a mesh, where nothing is a DTensor.
         shards: this rank's shard group.
-        shape: of the parameter.
+        shape: of the parameter; under tensor parallelism of this rank's part of it.
+        whole: the DTensor of tensor parallelism that the parameter is this rank's part of; None of a plain one.
         numel: how many elements this rank holds.
     """
 
-    def __init__(self, store: ShardStore, index: int, mesh: DeviceMesh, shards: Communicator) -> None:
-        self.store, self.index, self.mesh, self.shards = store, index, mesh, shards
+    def __init__(
+        self, store: ShardStore, index: int, mesh: DeviceMesh, shards: Communicator, whole: Whole | None = None
+    ) -> None:
+        self.store, self.index, self.mesh, self.shards, self.whole = store, index, mesh, shards, whole
         self.shape = torch.Size(store.layout.params[index].shape)
         self.numel = store.pieces[index].numel()
         self._line_specs: dict[torch.dtype, DTensorSpec] = {}
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """The shape of the parameter in a state dict."""
+        return self.shape if self.whole is None else torch.Size(self.whole.shape)
 
     @property
     def layout(self) -> Layout:

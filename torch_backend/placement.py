@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from crossframe.errors import AssertedError, UnsupportedError, UsageError
 from torch_backend.data_mesh import DataMesh, joined
 from torch_backend.slots import local_of
-from torch_backend.tensor_parallel import Whole
+from torch_backend.tensor_parallel import Whole, sharded_spec
 
 PlacementFn = Callable[[nn.Parameter], Any]
 """The argument `shard_placement_fn`: from a parameter to a Shard, or None for dim 0."""
@@ -76,10 +76,7 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
             f"parameter {name!r} is a DTensor on a mesh of {whole.mesh.ndim} axes; expected one or two beside the data "
             "parallel ones"
         )
-    split = whole.num_shards_map[dim]
-    shard = (_StridedShard(dim, split_factor=split),) if data.shards and split > 1 else shard
-    placements = (*replicate, *shard, *whole.placements)
-    return Placed(dim, DTensorSpec(joined(data.mesh, whole.mesh), placements, whole.tensor_meta), Whole(whole))
+    return Placed(dim, sharded_spec(whole, data.mesh, dim, shards=data.shards), Whole(whole))
 
 
 def _place_spmd(name: str, whole: DTensorSpec, data: DataMesh, dim: int) -> Placed:

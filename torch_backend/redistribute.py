@@ -17,7 +17,7 @@ from crossframe.state import state_key
 from torch_backend.bucket import Bucket
 from torch_backend.exposure.pieces import PieceExposure
 from torch_backend.exposure.registration import Place as Registration
-from torch_backend.piece_moves import from_rows, is_over, rows_of_dtensor, to_dtensors
+from torch_backend.piece_moves import from_rows, is_over, part_of_dtensor, to_dtensors
 from torch_backend.piece_place import Place
 from torch_backend.piece_tensor import PieceTensor, piece_tensor, same_place
 from torch_backend.sharded_tensors import rows_of_sharded_tensor
@@ -95,7 +95,7 @@ def take(
     keys: dict[int, list[str]] = {}
     for i, names in paths.items():
         for key in names:
-            if isinstance(state.get(key), Tensor) and state[key].shape == places[i].shape:
+            if isinstance(state.get(key), Tensor) and state[key].shape == places[i].full_shape:
                 keys.setdefault(i, []).append(key)
     device = store.buffer.device
     if device.type == "meta" and keys:  # what is loaded may make the unit real
@@ -112,7 +112,11 @@ def take(
                 wrong.append(f"{names[-1]!r} is {value!r}, cut otherwise than here")
         elif isinstance(value, DTensor):
             if is_over(value.device_mesh, places[i]):
-                rows[i] = rows_of_dtensor(value)
+                local, is_rows = part_of_dtensor(value, places[i])
+                if is_rows:
+                    rows[i] = local
+                else:
+                    piece_tensor(part, places[i]).copy_(local)
             else:
                 wrong.append(f"{names[-1]!r} is on {value.device_mesh}")
         elif isinstance(value, ShardedTensor):
@@ -123,6 +127,8 @@ def take(
                 )
             else:
                 rows[i] = local
+        elif places[i].whole is not None:
+            wrong.append(f"{names[-1]!r} is a plain tensor")
         else:
             piece_tensor(part, places[i]).copy_(value)
     if wrong:

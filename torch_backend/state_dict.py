@@ -36,6 +36,7 @@ from torch_backend.state_dict_types import (
     StateDictType,
     settings_of,
 )
+from torch_backend.tensor_parallel import as_params
 from torch_backend.unit import Unit, unit_of
 
 
@@ -126,6 +127,12 @@ def kind_of(wrapper: HasStateDicts) -> StateKind:
             f"unit {unit.name!r}: local state dicts are of flat parameters on process groups; with a device_mesh use "
             "SHARDED_STATE_DICT"
         )
+    if kind is not StateKind.FULL and wrapper._device_mesh is None and unit.is_tensor_parallel:
+        raise UnsupportedError(
+            f"unit {unit.name!r}: its parameters are parts of DTensors (tensor parallelism), of which a {kind.value} state dict "
+            "needs the mesh of both; construct the wrapper with device_mesh=mesh['dp'] instead of process_group, or use "
+            "FULL_STATE_DICT"
+        )
     return kind
 
 
@@ -180,13 +187,15 @@ def _full_params(bucket: Bucket, config: StateDictConfig, unit: Unit) -> list[nn
         if not kept:
             return _piece_params(bucket, None)
         device = torch.device("cpu") if config.offload_to_cpu else bucket.device
-        return [nn.Parameter(value.to(device, copy=True), requires_grad=False) for value in full]
+        copies = [value.to(device, copy=True) for value in full]
+        return as_params(copies, [False] * len(copies), bucket.exposure.wholes)
 
 
 def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[Place]:
     """Where the parameters of a bucket lie."""
     ranks: Any = mesh
-    return [Place(bucket.store, i, ranks, bucket.mesh.shards) for i in range(len(bucket.layout.params))]
+    wholes = bucket.exposure.wholes or [None] * len(bucket.layout.params)
+    return [Place(bucket.store, i, ranks, bucket.mesh.shards, whole) for i, whole in enumerate(wholes)]
 
 
 def _piece_params(bucket: Bucket, mesh: DeviceMesh | None) -> list[nn.Parameter]:

@@ -1,5 +1,6 @@
 """Parameters of tensor parallelism: units shard the local parts of DTensors, and modules compute with the DTensors."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from crossframe.errors import ReplacedError
+from torch_backend.data_mesh import joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,10 +24,12 @@ class Whole:
     Attributes:
         spec: its mesh, placements, shape and dtype.
         kept_partial: the axes of its mesh over which a gradient may stay a partial sum, since it is reduced over them.
+        data_mesh: the data parallel ranks: (shard,) or (replicate, shard). None if they are not known as a mesh.
     """
 
     spec: DTensorSpec
     kept_partial: frozenset[int] = frozenset()
+    data_mesh: DeviceMesh | None = None
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, repr=False)
 
     @property
@@ -40,6 +46,28 @@ class Whole:
             for axis, placement in enumerate(self.spec.placements)
             if not placement.is_replicate() and mesh.size(axis) > 1
         )
+
+    @functools.cached_property
+    def sharded(self) -> "Whole":
+        """The same DTensor where this rank's part is sharded on dim 0 over the data parallel ranks: on the mesh of both."""
+        assert self.data_mesh is not None
+        return Whole(sharded_spec(self.spec, self.data_mesh, 0))
+
+    def is_over(self, mesh: DeviceMesh) -> bool:
+        """Whether a DTensor of the parameter may be on this mesh: that of tensor parallelism, or that of both."""
+        return mesh == self.spec.mesh or (self.data_mesh is not None and mesh == self.sharded.spec.mesh)
+
+    def part(self, value: DTensor) -> tuple[Tensor, bool]:
+        """This rank's part of a DTensor whose mesh `is_over` it, in any placements; and whether that is the part of `sharded`.
+        All ranks of the mesh call it."""
+        over_both = value.device_mesh != self.spec.mesh
+        is_sharded = over_both and value.placements == self.sharded.spec.placements
+        wanted = self.spec.placements
+        if over_both:
+            wanted = (*[Replicate()] * (value.device_mesh.ndim - len(wanted)), *wanted)
+        if not is_sharded and value.placements != wanted:
+            value = value.redistribute(placements=wanted)
+        return value.to_local(), is_sharded
 
     def used(self, local: Tensor) -> Tensor:
         """The DTensor of `local` that a module computes with. The gradient of `local` has the DTensor's placements."""
@@ -125,9 +153,25 @@ Wholes = Sequence[Whole | None]
 """For each parameter of a bucket the DTensor that it is a part of, None of a plain one. Empty: all are plain."""
 
 
-def wholes_of(params: Sequence[Tensor]) -> Wholes:
+def sharded_spec(whole: DTensorSpec, data_mesh: DeviceMesh, dim: int, *, shards: bool = True) -> DTensorSpec:
+    """Where a parameter of tensor parallelism lies whose local parts are sharded on a dim over the last axis of another mesh.
+
+    Args:
+        whole: of the unsharded parameter.
+        data_mesh: the other ranks, which replicate over its other axes.
+        shards: whether they shard; else they replicate over all axes.
+    """
+    split = whole.num_shards_map[dim]
+    shard: tuple[Placement, ...] = ()
+    if shards:  # tensor parallelism cuts the dim first
+        shard = (_StridedShard(dim, split_factor=split) if split > 1 else Shard(dim),)
+    replicate = tuple(Replicate() for _ in range(data_mesh.ndim - len(shard)))
+    return DTensorSpec(joined(data_mesh, whole.mesh), (*replicate, *shard, *whole.placements), whole.tensor_meta)
+
+
+def wholes_of(params: Sequence[Tensor], data_mesh: DeviceMesh | None) -> Wholes:
     """The DTensors among the parameters of a bucket."""
-    wholes = [Whole(param._spec) if isinstance(param, DTensor) else None for param in params]
+    wholes = [Whole(param._spec, data_mesh=data_mesh) if isinstance(param, DTensor) else None for param in params]
     return wholes if any(wholes) else []
 
 

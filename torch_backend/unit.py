@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from crossframe.errors import StateError
+from crossframe.errors import StateError, UnsupportedError
 from crossframe.layout import Layout
 from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
@@ -90,6 +90,21 @@ class Unit:
     def device(self) -> torch.device | None:
         """Where it computes; None if it has no parameters."""
         return self.buckets[0].device if self.buckets else None
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether any of its parameters is a part of a DTensor."""
+        return any(bucket.exposure.wholes for bucket in self.buckets)
+
+    def refuse_tensor_parallelism(self, advice: str) -> None:
+        """Raise UnsupportedError if any of its parameters is a part of a DTensor."""
+        for bucket in self.buckets:
+            for spec, whole in zip(bucket.layout.params, bucket.exposure.wholes, strict=False):
+                if whole is not None:
+                    raise UnsupportedError(
+                        f"unit {self.name!r}: parameter {spec.name!r} is a part of a DTensor of placements "
+                        f"{whole.spec.placements}: {advice}"
+                    )
 
     def place(self, name: str, layouts: Sequence[Layout]) -> None:
         """Learn what the unit is called in the root's model, and of each bucket the layout under the names of that model."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,6 +20,7 @@ import torch_backend
 from crossframe.errors import ReplacedError
 from tests.on_torch import scripts
 from tests.on_torch.scripts import difference, outcomes
+from torch_backend.recorder import Recorder
 
 THEIRS, OURS = "torch.distributed.fsdp", "torch_backend"
 NAMES = {2: ("dp", "tp"), 3: ("replicate", "dp", "tp")}
@@ -67,8 +68,8 @@ class Side(scripts.Side):
                 "up": ColwiseParallel(input_layouts=Shard(1)),
                 "down": RowwiseParallel(output_layouts=Shard(1)),
             }
-        for block in model[:2]:
-            parallelize_module(block, mesh["tp"], plan)
+        for i in range(2):
+            parallelize_module(model[i], mesh["tp"], plan)
         for name, param in model.named_parameters():
             if frozen and frozen in name:
                 param.requires_grad_(False)
@@ -224,11 +225,10 @@ def test_R32_checkpointed_tensor_parallel_training_equals_torch(ranks, where, us
 def _over_group(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     side = Side(OURS, rank, world_size, (2, 2))
-    results = [
-        trained(side, side.model(use_orig_params=True, **over))
-        for over in ({"device_mesh": mesh["dp"]}, {"process_group": mesh["dp"].get_group()})
-    ]
-    return difference(*results)
+    over_mesh = side.model(use_orig_params=True, device_mesh=mesh["dp"])
+    over_group = side.model(use_orig_params=True, process_group=mesh["dp"].get_group())
+    results = [trained(side, over_mesh), trained(side, over_group)]
+    return difference(results[0], results[1])
 
 
 def test_tensor_parallel_trains_over_a_process_group(ranks):
@@ -324,3 +324,123 @@ def _replaced(rank, world_size):
 def test_R20_replaced_tensor_parallel_parameters_are_written_back(ranks):
     for said in ranks.run(4, _replaced):
         assert said.kind is ReplacedError and "'up.weight'" in said.text and "expected a DTensor" in said.text
+
+
+def _states(rank, world_size, use_orig_params):
+    """Full and sharded state dicts of a trained model and its optimizer, and what they load into."""
+    side = Side(OURS, rank, world_size, (2, 2))
+    wrapper, found = side.FullyShardedDataParallel, {}
+    model = side.model(use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(side.batch(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    full = {name: value for name, (value, _) in side.full(model).items()}
+    moments = {}
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        kind = side.StateDictType[kind]
+        with wrapper.state_dict_type(model, kind):
+            state, optim_state = model.state_dict(), wrapper.optim_state_dict(model, optimizer)
+            found[kind.name] = {
+                name: value.placements if isinstance(value, DTensor) else None for name, value in state.items()
+            }
+            for name, value in state.items():
+                assert difference(whole(full[name]), whole(value)) == "", name
+            # The same whole moments either way, those of plain parameters too.
+            told = {
+                name: [whole(entry[key]) for key in ("exp_avg", "exp_avg_sq", "step")]
+                for name, entry in optim_state["state"].items()
+            }
+            assert difference(moments.setdefault("all", told), told) == ""
+            fresh = side.model(use_orig_params=use_orig_params, seed=4)
+            after = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+            with wrapper.state_dict_type(fresh, kind):
+                fresh.load_state_dict(state)
+                after.load_state_dict(wrapper.optim_state_dict_to_load(fresh, after, optim_state))
+        for each, its in ((model, optimizer), (fresh, after)):
+            each(side.batch(1)).square().mean().backward()
+            its.step()
+            its.zero_grad()
+        assert difference(side.full(model), side.full(fresh)) == ""
+        full = {name: value for name, (value, _) in side.full(model).items()}
+        moments.clear()
+    return found
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("use_orig_params", BOTH)
+def test_R36_tensor_parallel_states_hold_dtensors_and_load(ranks, use_orig_params):
+    for found in ranks.run(4, _states, use_orig_params):
+        full, sharded = found["FULL_STATE_DICT"], found["SHARDED_STATE_DICT"]
+        assert full["0.norm.weight"] is None and sharded["0.norm.weight"] == (Shard(0),)
+        assert full["0.up.weight"] == (Shard(0),) and full["0.down.weight"] == (Shard(1),)
+        # Tensor parallelism cuts the rows first, as under FSDP2; torch's FSDP1 lets data parallelism cut them first.
+        assert "_StridedShard(dim=0, sf=2)" in repr(sharded["0.up.weight"])
+        assert sharded["0.down.weight"] == (Shard(0), Shard(1)) and sharded["0.down.bias"] == (Shard(0), Replicate())
+
+
+def _states_of_torch(rank, world_size):
+    """Full and sharded state dicts beside torch's: the same whole tensors."""
+    results = []
+    for name in (THEIRS, OURS):
+        side = Side(name, rank, world_size, (2, 2))
+        model, seen = side.model(use_orig_params=True), []
+        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            with side.FullyShardedDataParallel.state_dict_type(model, side.StateDictType[kind]):
+                seen.append({key: whole(value) for key, value in model.state_dict().items()})
+        results.append(seen)
+    return difference(results[0], results[1])
+
+
+def test_R36_tensor_parallel_state_dicts_are_torchs_as_a_whole(ranks):
+    assert ranks.run(4, _states_of_torch) == [""] * 4
+
+
+def _refused(rank, world_size, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    side = Side(OURS, rank, world_size, (2, 2))
+    wrapper = side.FullyShardedDataParallel
+    model = side.model(use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(side.batch(0)).sum().backward()
+    optimizer.step()
+    over_group = side.model(use_orig_params=True, process_group=mesh["dp"].get_group())
+    before = side.full(model)
+
+    def record():
+        with Recorder(folder / "run", model=model) as recorder:
+            loss = model(side.batch(0)).sum()
+            loss.backward()
+            recorder.step(loss=loss)
+
+    with torch.no_grad():
+        plain = {name: whole(value) for name, value in model.state_dict().items()}
+    said = {
+        "plain": scripts.raised(lambda: model.load_state_dict(plain)),
+        "first": scripts.raised(lambda: wrapper.full_optim_state_dict(model, optimizer)),
+        "checkpoint": scripts.raised(lambda: side.save_checkpoint(folder / "made", model)),
+        "load": scripts.raised(lambda: side.load_checkpoint(folder / "made", model)),
+        "recorder": scripts.raised(record),
+    }
+    with wrapper.state_dict_type(over_group, side.StateDictType.SHARDED_STATE_DICT):
+        said["group"] = scripts.raised(over_group.state_dict)
+    two = nn.Sequential(Block())
+    parallelize_module(two[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    side.fully_shard(two, mesh=mesh["dp"])
+    said["fully_shard"] = scripts.raised(lambda: side.save_checkpoint(folder / "made", two))
+    assert difference(before, side.full(model)) == ""
+    return {name: None if error is None else error.text for name, error in said.items()}
+
+
+def test_tensor_parallelism_is_refused_where_it_is_not_supported(ranks, tmp_path):
+    for said in ranks.run(4, _refused, tmp_path):
+        assert "'0.up.weight' is a Tensor and the parameter a DTensor" in said["plain"]
+        assert "rank0_only=False" in said["first"]
+        assert "device_mesh=mesh['dp']" in said["group"]
+        for name in ("checkpoint", "load", "fully_shard"):
+            assert "tensor parallel" in said[name] and "torch.distributed.checkpoint" in said[name]
+        assert "tensor parallelism is not recorded" in said["recorder"]
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_backend.exposure.registration import (
     Place,
@@ -39,9 +40,20 @@ class FlatExposure:
 
     conceals_after_forward = True
 
-    def __init__(self, module: nn.Module, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]):
+    def __init__(
+        self,
+        module: nn.Module,
+        owned: Sequence[OwnedParam],
+        store: ShardStore,
+        leaves: list[nn.Parameter],
+        mesh: DeviceMesh | None,
+    ) -> None:
+        """
+        Args:
+            mesh: the ranks, if they are known as a mesh.
+        """
         self._module, self._store = module, store
-        self.wholes = wholes_of([entry.param for entry in owned])
+        self.wholes = wholes_of([entry.param for entry in owned], mesh)
         self._places = list(registrations(owned))
         self.flat_param = FlatParameter(store.buffer, requires_grad=owned[0].spec.requires_grad)
         # As torch's knows them, for libraries: the names of what is in it.

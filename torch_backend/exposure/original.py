@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence, Set
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import ReplacedError
@@ -30,8 +31,14 @@ class OriginalExposure(RegisteredParams):
 
     conceals_after_forward = True
 
-    def __init__(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]):
-        wholes = wholes_of([entry.param for entry in owned])
+    def __init__(
+        self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter], mesh: DeviceMesh | None
+    ) -> None:
+        """
+        Args:
+            mesh: the ranks, if they are known as a mesh.
+        """
+        wholes = wholes_of([entry.param for entry in owned], mesh)
         params = [
             nn.Parameter(piece, requires_grad=entry.spec.requires_grad)
             if isinstance(entry.param, DTensor)

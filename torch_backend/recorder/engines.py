@@ -25,6 +25,9 @@ Registered = tuple[nn.Module, str]
 Range = tuple[int, int]
 
 
+_NO_TENSOR_PARALLELISM = "tensor parallelism is not recorded, only a mesh of (shard,) or (replicate, shard)"
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Parameters that lie together.
@@ -94,6 +97,7 @@ def ours(model: nn.Module) -> Engine:
     buckets = []
     for unit in named:
         unit.check_whole()
+        unit.unit.refuse_tensor_parallelism(_NO_TENSOR_PARALLELISM)
         for each in unit.buckets:
             exposure = each.bucket.exposure
             places: list[list[Registered]] = [[] for _ in each.params]
@@ -152,6 +156,9 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
     flat = handle.flat_param
     prefix = f"{name}." if name else ""
     names = [prefix + canonical_name(each) for each in flat._fqns]
+    for each, extension in zip(names, flat._param_extensions, strict=True):
+        if extension is not None:
+            raise UnsupportedError(f"parameter {each!r} is a part of a DTensor: {_NO_TENSOR_PARALLELISM}")
     places: list[list[Registered]] = [[(info.module, info.param_name)] for info in flat._param_infos]
     order = {(id(info.module), info.param_name): i for i, info in enumerate(flat._param_infos)}
     aliases: list[list[str]] = [[] for _ in names]
@@ -196,10 +203,7 @@ def torch_fsdp2(model: nn.Module, found: Sequence[tree.Place]) -> Engine:
             or any(type(each) is not Replicate for each in before)
             or type(last) not in (Shard, Replicate)
         ):
-            raise UnsupportedError(
-                f"parameter {name!r} has placements {param.placements}: tensor parallelism is not recorded, only a mesh of "
-                "(shard,) or (replicate, shard)"
-            )
+            raise UnsupportedError(f"parameter {name!r} has placements {param.placements}: {_NO_TENSOR_PARALLELISM}")
     is_sharded = any(type(param.placements[-1]) is Shard for param, _, _ in params.values())
     shards = mesh.get_group(mesh.ndim - 1) if is_sharded else None
     replicas = mesh.get_group(0) if mesh.ndim > 1 or not is_sharded else None
