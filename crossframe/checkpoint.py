@@ -19,6 +19,7 @@ nobody; `remove_unfinished` removes it where the caller knows that no job is wri
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -29,17 +30,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from crossframe.dtypes import FLOATING, numpy_dtype
 from crossframe.errors import CrossframeError
+from crossframe.files import FileError, VerifiedFile, parse_json, read_bytes
 from crossframe.layout import FlatLayout, Layout, Sharding, layout_from_json, overlay
 from crossframe.mesh import MeshSpec
-from crossframe.params import ParamSpec
-from crossframe.shown import shown, shown_path
-from crossframe.tensor_file import write_tensors
+from crossframe.params import OVERFLOW, ParamSpec
+from crossframe.shown import shown, shown_error, shown_path
+from crossframe.tensor_file import MOST_DIMS, TensorFile, write_tensors
 
-FORMAT = "crossframe checkpoint 2"
+FORMAT = "crossframe checkpoint 3"
+# Those that are read. 2 does not state where layouts put parameters, which was as in 3.
+FORMATS = ("crossframe checkpoint 2", FORMAT)
+MOST_INDEX_BYTES = 1 << 26
+MOST_RANKS = 1 << 17
 INDEX = "index.json"
 # What a rank tells of its file until the index does.
 DESCRIBED = ".json"
@@ -50,6 +55,9 @@ MODEL, STATE = "model", "state"
 STEP, STEP_DTYPE = "step", np.dtype(np.int32)
 # How many names an error lists.
 LISTED = 5
+# Of values that belong to no parameter.
+_VALUE_DTYPES = (*FLOATING, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # Names of the folder that is written into, and of the files that a checkpoint consists of while it is.
 _UNFINISHED = re.compile(r"writing-.+-[0-9a-f]{16}", re.DOTALL)
 _OWN = re.compile(r"index\.json|rank\d{5,}\.(safetensors|json)")
@@ -278,7 +286,7 @@ class Saved:
     sections: Mapping[str, Sharding]
     values: Mapping[str, tuple[str, tuple[int, ...]]]
     _files: Mapping[str, Any]
-    _checked: set[str] = field(default_factory=set)
+    _checked: dict[str, TensorFile] = field(default_factory=dict)
 
     @property
     def files(self) -> list[str]:
@@ -287,56 +295,82 @@ class Saved:
 
     def complaint(self, name: str) -> str:
         """What is wrong with one of its files, in words that follow its name; "" if it is as it was written."""
-        return _complaint(self.path / name, self._files[name])
+        try:
+            VerifiedFile(self.path / name, self._files[name]["sha256"], self._files[name]["bytes"])
+        except FileError as error:
+            return "is missing" if error.missing else error.reason
+        return ""
 
     def lines(self, section: str, target: Sharding, rank: int) -> list[np.ndarray]:
         """A rank's lines of all buckets in the target's layouts, padding 0, from the ranges of the files that hold them.
 
         Raises:
-            CheckpointError: no such section, other parameters, shapes or dtypes, which are listed by name; or a damaged file.
+            CheckpointError: no such section, other parameters, shapes or dtypes, which are listed by name; a damaged file, or one
+                that holds something else than the index says; or one that changes while it is read.
         """
         if section not in self.sections:
             raise CheckpointError(
-                f"{self.path}: expected a section {section!r}, got {sorted(self.sections)}; it was saved without"
+                f"{self._at}: expected a section {section!r}, got {shown(sorted(self.sections))}; it was saved without"
             )
         try:
             transfers = list(overlay(self.sections[section], target, rank))
         except CrossframeError as error:
-            raise CheckpointError(f"{self.path}, of which nothing was loaded: {error}") from error
+            raise CheckpointError(f"{self._at}, of which nothing was loaded: {error}") from error
         found = [np.zeros(layout.padded_shard_numel, numpy_dtype(layout.dtype)) for _, layout in target.units]
         for place in sorted({each.source_rank for each in transfers}):
             wanted = [each for each in transfers if each.source_rank == place]
-            with self._opened(place, [each.name for each in wanted]) as file:
-                for each in wanted:
-                    line, stop = found[each.target_bucket], each.source_start + each.numel
-                    run = file.get_slice(f"{section}:{each.source_bucket}")[each.source_start : stop]
-                    line[each.target_start : each.target_start + each.numel] = run.view(line.dtype)
+            file = self._opened(place, [each.name for each in wanted])
+            for each in wanted:
+                line, stop = found[each.target_bucket], each.source_start + each.numel
+                layout = self.sections[section].units[each.source_bucket][1]
+                with self._named():
+                    line[each.target_start : each.target_start + each.numel] = file.read_run(
+                        f"{section}:{each.source_bucket}",
+                        numpy_dtype(layout.dtype),
+                        layout.padded_shard_numel,
+                        each.source_start,
+                        stop,
+                    )
         return found
 
     def value(self, key: str) -> np.ndarray:
         """What belongs to no parameter; CheckpointError if there is none of that key."""
         if key not in self.values:
-            raise CheckpointError(f"{self.path}: expected a value {key!r}, got {sorted(self.values)}")
+            raise CheckpointError(f"{self._at}: expected a value {shown(key)}, got {shown(sorted(self.values))}")
         dtype, shape = self.values[key]
-        with self._opened(0, [key]) as file:
-            data = file.get_tensor(f"value:{key}")
-        return np.frombuffer(data.tobytes(), numpy_dtype(dtype) if dtype in FLOATING else np.dtype(dtype)).reshape(
-            shape
-        )
+        numel = math.prod(shape) * _value_dtype(dtype).itemsize
+        file = self._opened(0, [key])
+        with self._named():
+            data = file.read(f"value:{key}", np.dtype(np.uint8), (numel,))
+        return data.view(_value_dtype(dtype)).reshape(shape)
 
-    def _opened(self, place: int, wanted: Sequence[str]) -> Any:
+    @property
+    def _at(self) -> str:
+        return shown_path(self.path)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Around what reads of a file."""
+        try:
+            yield
+        except FileError as error:
+            raise CheckpointError(
+                f"{error}; nothing was loaded, restore the file from a copy, or load another checkpoint"
+            ) from None
+
+    def _opened(self, place: int, wanted: Sequence[str]) -> TensorFile:
         name = _file_of(place)
         if name not in self._checked:
-            if complaint := self.complaint(name):
+            expected = self._files[name]
+            try:
+                self._checked[name] = TensorFile(self.path / name, expected["sha256"], expected["bytes"])
+            except FileError as error:
+                reason = "is missing" if error.missing else error.reason
                 raise CheckpointError(
-                    f"{self.path}, of which nothing was loaded: {name} {complaint}; with it is lost what rank {place} held of "
+                    f"{self._at}, of which nothing was loaded: {name} {reason}; with it is lost what rank {place} held of "
                     f"{_listed(wanted)}. Restore the file from a copy, or load another checkpoint"
-                )
-            self._checked.add(name)
-        try:
-            return safe_open(self.path / name, framework="numpy")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path / name}: cannot be read ({error})") from error
+                ) from None
+        return self._checked[name]
 
 
 def read(path: Path | str) -> Saved:
@@ -347,26 +381,70 @@ def read(path: Path | str) -> Saved:
     """
     path = _path(path)
     try:
-        wrapped = json.loads((path / INDEX).read_bytes())
+        wrapped = parse_json(read_bytes(path / INDEX, MOST_INDEX_BYTES))
         content, digest = wrapped["content"], wrapped["sha256"]
-    except OSError:
+    except FileError as error:
+        if error.missing:
+            raise CheckpointError(
+                f"{shown_path(path)}: expected a checkpoint, got no {INDEX} there; pass the folder that was saved"
+            ) from None
+        raise CheckpointError(f"{error}; restore it from a copy") from None
+    except (ValueError, KeyError, TypeError, IndexError):
         raise CheckpointError(
-            f"{path}: expected a checkpoint, got no {INDEX} there; pass the folder that was saved"
+            f"{shown_path(path / INDEX)}: is no index of a checkpoint; restore it from a copy"
         ) from None
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path / INDEX}: is no index of a checkpoint; restore it from a copy") from None
-    if digest != _digest(content) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or digest != _digest(content) or content.get("format") not in FORMATS:
         raise CheckpointError(
-            f"{path / INDEX}: has other content than was written (its checksum or format differs from {FORMAT!r}); restore it "
-            "from a copy"
+            f"{shown_path(path / INDEX)}: has other content than was written (its checksum or format differs from {FORMAT!r}); "
+            "restore it from a copy"
         )
-    mesh = MeshSpec(content["world_size"])
-    sections = {
-        name: Sharding(tuple(_unit_from_json(unit) for unit in units), mesh)
-        for name, units in content["sections"].items()
+    try:
+        return _saved(path, content)
+    except CrossframeError as error:
+        raise CheckpointError(f"{shown_path(path / INDEX)}: {shown_error(error)}; restore it from a copy") from None
+
+
+def _saved(path: Path, content: dict[str, Any]) -> Saved:
+    """What an index says, every field checked."""
+    about, sections, values, files = (_field(content, name, dict) for name in ("about", "sections", "values", "files"))
+    world_size = _field(content, "world_size", int)
+    if not 1 <= world_size <= MOST_RANKS:
+        raise CheckpointError(f"'world_size': expected 1 to {MOST_RANKS} ranks, got {shown(world_size)}")
+    if not sections:
+        raise CheckpointError("'sections': expected at least one, got none")
+    mesh = MeshSpec(world_size)
+    made = {
+        name: Sharding(tuple(_unit_from_json(unit) for unit in _field(sections, name, list)), mesh) for name in sections
     }
-    values = {key: (dtype, tuple(shape)) for key, (dtype, shape) in content["values"].items()}
-    return Saved(path, content["about"], sections, values, content["files"])
+    if files.keys() != {_file_of(place) for place in range(world_size)}:
+        raise CheckpointError(f"'files': expected one for each of {world_size} ranks, got {shown(sorted(files))}")
+    for name in files:
+        file = _field(files, name, dict)
+        if _field(file, "bytes", int) < 0 or not _SHA256.fullmatch(_field(file, "sha256", str)):
+            raise CheckpointError(f"'files': {name}: expected its size and its sha256, got {shown(file)}")
+    return Saved(path, about, made, {key: _value_from_json(key, value) for key, value in values.items()}, files)
+
+
+def _field(fields: Any, name: str, kind: type) -> Any:
+    """A field of the right type. True is not an int here, though Python says that it is."""
+    value = fields.get(name) if isinstance(fields, dict) else None
+    if type(value) is not kind:
+        raise CheckpointError(f"{shown(name)}: expected {kind.__name__}, got {shown(value)}")
+    return value
+
+
+def _value_dtype(name: str) -> np.dtype:
+    return numpy_dtype(name) if name in FLOATING else np.dtype(name)
+
+
+def _value_from_json(key: str, value: Any) -> tuple[str, tuple[int, ...]]:
+    pair = isinstance(value, list) and len(value) == 2
+    dtype, shape = value if pair else (None, None)
+    if dtype not in _VALUE_DTYPES or not isinstance(shape, list) or len(shape) > MOST_DIMS:
+        raise CheckpointError(f"value {shown(key)}: expected its dtype and shape, got {shown(value)}")
+    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) >= OVERFLOW:
+        raise CheckpointError(f"value {shown(key)}: expected a shape, got {shown(shape)}")
+    return dtype, tuple(shape)
 
 
 def _unit_json(name: str, layout: Any) -> dict:
@@ -376,12 +454,14 @@ def _unit_json(name: str, layout: Any) -> dict:
     return {"unit": name, "params": params, "layout": layout.to_json()}
 
 
-def _unit_from_json(unit: dict) -> tuple[str, Any]:
-    params = tuple(
-        ParamSpec(name, tuple(shape), dtype, tuple(aliases), trained)
-        for name, shape, dtype, aliases, trained in unit["params"]
-    )
-    return unit["unit"], layout_from_json(unit["layout"], params)
+def _unit_from_json(unit: Any) -> tuple[str, Layout]:
+    params = []
+    for row in _field(unit, "params", list):
+        if not isinstance(row, list) or len(row) != 5 or not isinstance(row[1], list) or not isinstance(row[3], list):
+            raise CheckpointError(f"'params': expected name, shape, dtype, aliases and requires_grad, got {shown(row)}")
+        name, shape, dtype, aliases, trained = row
+        params.append(ParamSpec(name, tuple(shape), dtype, tuple(aliases), trained))
+    return _field(unit, "unit", str), layout_from_json(_field(unit, "layout", dict), tuple(params))
 
 
 def _path(path: Any) -> Path:
@@ -416,15 +496,15 @@ def _file_of(place: int) -> str:
 def _told(file: Path, world_size: int) -> dict[str, Any]:
     """What the rank that wrote a file told of it, if the file is there as this rank sees it."""
     try:
-        told, size = json.loads(file.with_suffix(DESCRIBED).read_text()), file.stat().st_size
-    except OSError:
+        told, size = json.loads(read_bytes(file.with_suffix(DESCRIBED), 1 << 10)), file.stat().st_size
+    except (FileError, OSError):
         raise CheckpointError(
-            f"{file.parent}: expected the files of {world_size} ranks, got none of {file.name}; all ranks must see one "
-            "folder, and have written to it before one of them finishes"
+            f"{shown_path(file.parent)}: expected the files of {world_size} ranks, got none of {file.name}; all ranks must see "
+            "one folder, and have written to it before one of them finishes"
         ) from None
     if told["bytes"] != size:
         raise CheckpointError(
-            f"{file}: its rank wrote {told['bytes']} bytes, and here it has {size}; is the disk full?"
+            f"{shown_path(file)}: its rank wrote {told['bytes']} bytes, and here it has {size}; is the disk full?"
         )
     return told
 
@@ -432,20 +512,7 @@ def _told(file: Path, world_size: int) -> dict[str, Any]:
 def _listed(names: Sequence[str]) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(map(repr, names[:LISTED])) + more
-
-
-def _described(file: Path) -> dict[str, Any]:
-    with file.open("rb") as opened:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
-def _complaint(file: Path, expected: Mapping[str, Any]) -> str:
-    if not file.exists():
-        return "is missing"
-    if (size := file.stat().st_size) != expected["bytes"]:
-        return f"has {size} bytes, not {expected['bytes']}: it was cut off or replaced"
-    return "" if _described(file) == expected else "has other content than was written (its checksum differs)"
+    return ", ".join(map(shown, names[:LISTED])) + more
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -1,8 +1,19 @@
 """The errors that a user can meet. Every message says what was expected, what came, where, and what to do."""
 
+LONGEST_MESSAGE = 2000
+"""Characters of a message. Longer ones, which quote many or long names, lose their middle: what to do stands at the end."""
+
 
 class CrossframeError(ValueError):
     """Base of every error that wrong input or wrong use raises here, in the core and in both backends."""
+
+    longest_message: int | None = LONGEST_MESSAGE
+
+    def __init__(self, *args: object) -> None:
+        most = self.longest_message
+        if most and len(args) == 1 and isinstance(args[0], str) and len(args[0]) > most:
+            args = (f"{args[0][: most * 2 // 3]} [...] {args[0][-(most // 3 - 7) :]}",)
+        super().__init__(*args)
 
 
 class ParamError(CrossframeError):
@@ -79,7 +90,10 @@ class NonFiniteError(CrossframeError, RuntimeError):
 
 
 class StateDictError(CrossframeError, RuntimeError):
-    """A state dict of a model or an optimizer that does not fit (R36, R37). Also a RuntimeError, since torch raises that."""
+    """A state dict of a model or an optimizer that does not fit (R36, R37). Also a RuntimeError, since torch raises that.
+    It lists every name, as torch does."""
+
+    longest_message = None
 
 
 class InitialisationError(CrossframeError, RuntimeError):

@@ -32,3 +32,13 @@ def shown_path(path: str | os.PathLike) -> str:
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]}...{text[-LONGEST // 2 :]}"
     return text if text.isprintable() else repr(text)
+
+
+def shown_error(error: BaseException) -> str:
+    """What an error says, in one line and cut to a readable length.
+
+    >>> shown_error(ValueError("a\\nb"))
+    'a b'
+    """
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

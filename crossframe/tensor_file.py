@@ -6,14 +6,28 @@ arrays one after the other without gaps.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from crossframe.files import FileError, VerifiedFile, parse_json
+from crossframe.shown import shown, shown_error
 
 _CARRIERS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 # What safetensors calls the dtypes that arrays are stored as.
 _TAGS = {"float64": "F64", "float32": "F32", "float16": "F16", "uint16": "U16", "uint8": "U8"}
+# Every dtype of the format that numpy has under a name of its own.
+_DTYPES = {
+    tag: np.dtype(name) for name, tag in _TAGS.items()
+} | {"BOOL": np.dtype(bool), "I8": np.dtype(np.int8), "I16": np.dtype(np.int16), "I32": np.dtype(np.int32),
+     "I64": np.dtype(np.int64), "U32": np.dtype(np.uint32), "U64": np.dtype(np.uint64)}  # fmt: skip
+MOST_HEADER_BYTES = 100_000_000
+MOST_DIMS = 64
+"""Dims of an array in numpy."""
 # Data starts at a multiple of this, so that arrays can be mapped into memory as they are.
 _ALIGNMENT = 8
 _CHUNK = 1 << 24
@@ -68,3 +82,88 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[int, s
                 digest.update(chunk)
                 size += file.write(chunk)
     return size, digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where an array lies: the dtype that it is stored as, its shape, and its first byte in the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class TensorFile:
+    """A file of arrays whose content was verified. Arrays are read on demand, and are what was verified.
+
+    Raises:
+        FileError: a file that is missing, cut off or damaged, or not the one that was written; a header that is wrong.
+    """
+
+    def __init__(self, path: Path, sha256: str, size: int | None = None) -> None:
+        """`sha256` and `size` are what `write_tensors` returned."""
+        self.path = path
+        self._file = VerifiedFile(path, sha256, size)
+        self._entries = self._read_header()
+
+    def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """An array; FileError unless the file holds it with this dtype and shape."""
+        entry = self._entry(name, dtype, shape)
+        content = self._file.read(entry.start, entry.start + math.prod(shape) * dtype.itemsize)
+        return np.frombuffer(content, dtype).reshape(shape)
+
+    def read_run(self, name: str, dtype: np.dtype, numel: int, start: int, stop: int) -> np.ndarray:
+        """Elements `start:stop` of a 1-D array of `numel` elements; FileError as `read`."""
+        entry = self._entry(name, dtype, (numel,))
+        content = self._file.read(entry.start + start * dtype.itemsize, entry.start + stop * dtype.itemsize)
+        return np.frombuffer(content, dtype)
+
+    def _entry(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise FileError(self.path, f"expected a tensor {shown(name)}, it is not in the file")
+        if (entry.dtype, entry.shape) != (carrier(dtype), shape):
+            raise FileError(
+                self.path,
+                f"tensor {shown(name)}: expected shape {shown(shape)} of {dtype.name} (as {carrier(dtype).name}), "
+                f"got shape {shown(entry.shape)} of {entry.dtype.name}",
+            )
+        return entry
+
+    def _read_header(self) -> dict[str, _Entry]:
+        size = self._file.size
+        length = int.from_bytes(self._file.read(0, min(8, size)), "little")
+        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+            raise FileError(self.path, "is no file of tensors: its header is longer than the file, or too long")
+        try:
+            header = parse_json(bytes(self._file.read(8, 8 + length)))
+        except ValueError as error:
+            raise FileError(
+                self.path, f"is no file of tensors: its header is not JSON ({shown_error(error)})"
+            ) from None
+        if not isinstance(header, dict):
+            raise FileError(self.path, f"is no file of tensors: its header is {shown(header)}")
+        header.pop("__metadata__", None)
+        return {name: self._checked(name, fields, 8 + length) for name, fields in header.items()}
+
+    def _checked(self, name: str, fields: Any, first: int) -> _Entry:
+        """An entry of the header, whose bytes are inside of the file and as many as its shape says."""
+        said = fields if isinstance(fields, dict) else {}
+        dtype: Any = said.get("dtype")
+        shape: Any = said.get("shape")
+        offsets: Any = said.get("data_offsets")
+        found = _DTYPES.get(dtype) if isinstance(dtype, str) else None
+        if found is None or not _are_sizes(shape, MOST_DIMS) or not _are_sizes(offsets, 2) or len(offsets) != 2:
+            raise FileError(self.path, f"tensor {shown(name)}: its header has {shown(fields)}")
+        start, stop = offsets
+        if not 0 <= start <= stop <= self._file.size - first or stop - start != math.prod(shape) * found.itemsize:
+            raise FileError(
+                self.path,
+                f"tensor {shown(name)}: shape {shown(shape)} of {found.name} does not lie at bytes {shown(offsets)} of "
+                f"{self._file.size - first}",
+            )
+        return _Entry(found, tuple(shape), first + start)
+
+
+def _are_sizes(value: Any, most: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(type(size) is int and size >= 0 for size in value)

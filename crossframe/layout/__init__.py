@@ -37,7 +37,8 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
     """The layout that `to_json` described, over these parameters.
 
     Raises:
-        LayoutError: no mapping, an unknown kind, or a field that is missing. And what the layout itself refuses.
+        LayoutError: no mapping, an unknown kind, or a field that is missing; or where the parameters lie, as it is stated, is not
+            where the rules of this version put them. And what the layout itself refuses.
     """
     if not isinstance(fields, dict):
         raise LayoutError(f"expected the fields of a layout as a mapping, got {shown(fields)}")
@@ -53,20 +54,33 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
         return tuple(value) if isinstance(value, list) else value
 
     kind = field("kind")
-    if isinstance(kind, str):
-        match kind:
-            case "flat":
-                return FlatLayout(
-                    params,
-                    field("world_size"),
-                    field("keep_original"),
-                    field("compute_dtype"),
-                    padded_for=fields.get("padded_for"),
-                )
-            case "per_param":
-                return PerParamLayout(params, field("world_size"), optional("dims"))
-            case "ragged":
-                return RaggedLayout(
-                    params, field("world_size"), optional("blocks"), padded_for=fields.get("padded_for")
-                )
-    raise LayoutError(f"unknown layout kind {shown(kind)}: expected 'flat', 'per_param' or 'ragged'")
+    match kind if isinstance(kind, str) else None:
+        case "flat":
+            made: Layout = FlatLayout(
+                params,
+                field("world_size"),
+                field("keep_original"),
+                field("compute_dtype"),
+                padded_for=fields.get("padded_for"),
+            )
+        case "per_param":
+            made = PerParamLayout(params, field("world_size"), optional("dims"))
+        case "ragged":
+            made = RaggedLayout(params, field("world_size"), optional("blocks"), padded_for=fields.get("padded_for"))
+        case _:
+            raise LayoutError(f"unknown layout kind {shown(kind)}: expected 'flat', 'per_param' or 'ragged'")
+    # Files of formats without places were written by the rules of this version.
+    stated, here = fields.get("places", {}), made.places()
+    for name in here:
+        if "places" in fields and not _same(stated.get(name) if isinstance(stated, dict) else None, here[name]):
+            raise LayoutError(
+                f"a {kind} layout states other places than the rules of this version give it ({name!r}, here "
+                f"{shown(here[name])}): {shown(stated)}; read it with the version that wrote it"
+            )
+    return made
+
+
+def _same(stated: Any, here: int | list[int]) -> bool:
+    if isinstance(here, int):
+        return type(stated) is int and stated == here
+    return type(stated) is list and all(type(place) is int for place in stated) and stated == here

@@ -106,4 +106,4 @@ class FlatLayout(LineLayout):
     def to_json(self) -> dict:
         """What `layout_from_json` needs to build this layout again."""
         return {"kind": self.kind, "world_size": self.world_size, "keep_original": self.keep_original,
-                "compute_dtype": self.compute_dtype} | self._padded_for()  # fmt: skip
+                "compute_dtype": self.compute_dtype} | self._padded_for() | {"places": self.places()}  # fmt: skip

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from crossframe.errors import LayoutError
 from crossframe.layout.pieces import Column, Padding, Piece, check_elements, check_one_dtype
@@ -116,6 +116,10 @@ class LineLayout(ABC):
             if low < high:
                 found.append(Piece(param.name, rank, low - start, high - start, low - offset, high - offset))
         return tuple(found)
+
+    def places(self) -> dict[str, Any]:
+        """What a file states of where parameters lie, so that it is not read by other rules than it was written by."""
+        return {"offsets": list(self.offsets), "padded_shard_numel": self.padded_shard_numel}
 
     def gaps(self, rank: int) -> Iterator[tuple[int, int]]:
         """The runs of this rank's buffer between, before and after its pieces."""

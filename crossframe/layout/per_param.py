@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import LayoutError
@@ -220,6 +220,16 @@ class PerParamLayout:
         """The same parameters on the same dims over another number of ranks."""
         return replace(self, world_size=world_size)
 
+    def places(self) -> dict[str, Any]:
+        """What a file states of where parameters lie, so that it is not read by other rules than it was written by: the size of
+        each parameter's chunk along its dim, and where it starts in a rank's buffer."""
+        return {
+            "chunks": [self.chunk_rows(i) for i in range(len(self.params))],
+            "starts": [column.start for column in self.columns],
+            "padded_shard_numel": self.padded_shard_numel,
+        }
+
     def to_json(self) -> dict:
         """What `layout_from_json` needs to build this layout again."""
-        return {"kind": self.kind, "world_size": self.world_size, "dims": list(self.dims) if self.dims else None}
+        dims = list(self.dims) if self.dims else None
+        return {"kind": self.kind, "world_size": self.world_size, "dims": dims} | {"places": self.places()}

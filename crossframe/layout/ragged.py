@@ -186,11 +186,15 @@ class RaggedLayout(LineLayout):
 
     def to_json(self) -> dict:
         """What `layout_from_json` needs to build this layout again."""
-        return {
-            "kind": self.kind,
-            "world_size": self.world_size,
-            "blocks": list(self.blocks) if self.blocks else None,
-        } | self._padded_for()
+        return (
+            {
+                "kind": self.kind,
+                "world_size": self.world_size,
+                "blocks": list(self.blocks) if self.blocks else None,
+            }
+            | self._padded_for()
+            | {"places": self.places()}
+        )
 
 
 def place(line: tuple[tuple[int, int], ...], shard_numel: int) -> tuple[tuple[int, ...], int] | None:

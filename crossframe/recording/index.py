@@ -1,16 +1,26 @@
 """One rank's `events.jsonl`, read as a whole and checked against the manifest."""
 
 import hashlib
+import math
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import CrossframeError, RecordingError
+from crossframe.files import FileError, open_regular
+from crossframe.params import OVERFLOW
 from crossframe.recording import lines
 from crossframe.recording.dims import LEAST_DIMS, Order
 from crossframe.recording.manifest import Manifest
+from crossframe.shown import shown, shown_path
+from crossframe.tensor_file import MOST_DIMS
 from crossframe.trace import Event
+
+LARGEST_EVENTS = 1 << 30
+LONGEST_LINE = 1 << 24
+"""Bytes of a rank's lines, and of one of them: the numbers of a million samples are some 10 MB."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +62,34 @@ def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
     process cut in two. Any other line that cannot be read raises RecordingError.
     """
     index = RankIndex()
-    if not path.is_file():
-        return index
-    content = path.read_bytes()
-    *whole, cut = content.split(b"\n")
+    try:
+        file, size = open_regular(path, LARGEST_EVENTS)
+    except FileError as error:
+        if error.missing:
+            return index
+        raise RecordingError(f"{error}; copy the recording again, or record the run again") from None
+    with file, BufferedReader(file) as reader:  # type: ignore[arg-type]
+        _read_lines(reader, size, index, path, manifest, rank)
+    return index
+
+
+def _read_lines(reader: BufferedReader, size: int, index: RankIndex, path: Path, manifest: Manifest, rank: int) -> None:
+    """Read the lines of a file as they were when it was opened: a run may be writing to it."""
     open_step: list[tuple[dict[str, Any], str]] = []
-    begins = 0
-    for number, line in enumerate(whole, 1):
-        before, begins = begins, begins + len(line) + 1
-        where = f"{path}, line {number}"
+    digest, number = hashlib.sha256(), 0
+    while size:
+        line = reader.readline(min(LONGEST_LINE, size))
+        size -= len(line)
+        number += 1
+        where = f"{shown_path(path)}, line {number}"
+        if not line.endswith(b"\n"):
+            if len(line) == LONGEST_LINE:
+                raise RecordingError(f"{where}: expected a line of at most {LONGEST_LINE} bytes; damaged, record again")
+            if line and index.ended:
+                raise RecordingError(
+                    f"{shown_path(path)}: text after the end; two runs wrote here, record the run again"
+                )
+            return  # cut in two
         fields = lines.decode(line, rank, where)
         if index.ended:
             raise RecordingError(f"{where}: a line after the end; two runs wrote here, record the run again")
@@ -74,23 +103,23 @@ def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
                         "again, or record the run again"
                     )
             case "end":
-                _check_end(fields, index, open_step, manifest, content[:before], where)
+                _check_end(fields, index, open_step, manifest, digest.hexdigest(), where)
                 index.ended = True
             case "step":
                 _close_step(index, open_step, fields, manifest, where)
                 open_step = []
             case _:
                 open_step.append((fields, where))
-    if cut and index.ended:
-        raise RecordingError(f"{path}: text after the end; two runs wrote here, record the run again")
-    return index
+        digest.update(line)
 
 
-def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manifest, before: bytes, where: str) -> None:
+def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manifest, before: str, where: str) -> None:
     if open_step or fields["steps"] != index.num_steps or manifest.steps not in (None, index.num_steps):
         steps = fields["steps"] if manifest.steps is None else manifest.steps
-        raise RecordingError(f"{where}: expected the end after {steps} whole steps, got it after {index.num_steps}")
-    if hashlib.sha256(before).hexdigest() != fields["sha256"]:
+        raise RecordingError(
+            f"{where}: expected the end after {shown(steps)} whole steps, got it after {index.num_steps}"
+        )
+    if before != fields["sha256"]:
         raise RecordingError(
             f"{where}: the lines before it were changed since they were written (their sha256 is another); copy the recording "
             "again, or record the run again"
@@ -100,10 +129,14 @@ def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manife
 def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifest, where: str) -> None:
     step = fields["step"]
     if step != index.num_steps or (manifest.steps is not None and step >= manifest.steps):
-        raise RecordingError(f"{where}: expected step {index.num_steps} of {manifest.steps}, got {step}; record again")
+        raise RecordingError(
+            f"{where}: expected step {index.num_steps} of {manifest.steps}, got {shown(step)}; record again"
+        )
     for line, place in members:
         if line["step"] != step:
-            raise RecordingError(f"{place}: a line of step {line['step']} inside step {step}; record the run again")
+            raise RecordingError(
+                f"{place}: a line of step {shown(line['step'])} inside step {step}; record the run again"
+            )
         _file(index, line, step, manifest, place)
     if step not in index.losses or step not in index.batches:
         raise RecordingError(f"{where}: step {step} has no loss or no batch; record the run again")
@@ -118,7 +151,9 @@ def _file(index: RankIndex, fields: dict[str, Any], step: int, manifest: Manifes
         case "batch":
             ids = fields["sample_ids"]
             if not all(type(i) is int for i in ids):
-                raise RecordingError(f"{where}: expected sample ids that are ints, got {ids!r}; record the run again")
+                raise RecordingError(
+                    f"{where}: expected sample ids that are ints, got {shown(ids)}; record the run again"
+                )
             index.batches[step] = Batch(fields["digest"], tuple(ids))
         case "collective":
             index.collectives.setdefault(step, []).append(_event(fields["collective"], where))
@@ -131,14 +166,18 @@ def _file(index: RankIndex, fields: dict[str, Any], step: int, manifest: Manifes
             _check_activation(fields, manifest, where)
             at, found = (fields["microbatch"], fields["name"], fields["use"]), index.activations.setdefault(step, {})
             if at in found:
-                raise RecordingError(f"{where}: the {at[2]} of {at[1]!r} stands twice in step {step}; record again")
+                raise RecordingError(
+                    f"{where}: the {at[2]} of {shown(at[1])} stands twice in step {step}; record again"
+                )
             found[at] = fields
         case "tensor":
             _check_tensor(fields, manifest, where)
             slot = fields["use"] if fields["phase"] == lines.STATE else ""
             key = (fields["phase"], step, fields["name"], slot)
             if key in index.tensors:
-                raise RecordingError(f"{where}: {key[0]!r} of {key[2]!r} stands twice in step {step}; record again")
+                raise RecordingError(
+                    f"{where}: {key[0]!r} of {shown(key[2])} stands twice in step {step}; record again"
+                )
             index.tensors[key] = fields
 
 
@@ -147,38 +186,48 @@ def _event(fields: dict[str, Any], where: str) -> Event:
     for name, kind in expected.items():
         if type(fields.get(name)) is not kind:
             raise RecordingError(
-                f"{where}: field {name!r} of a collective: expected {kind.__name__}, got {fields.get(name)!r}"
+                f"{where}: field {name!r} of a collective: expected {kind.__name__}, got {shown(fields.get(name))}"
             )
     return Event.from_json(fields)
 
 
 def _check_param(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     if fields["name"] not in manifest.params or manifest.unit_of[fields["name"]] != fields["unit"]:
-        raise RecordingError(f"{where}: the manifest has no parameter {fields['name']!r} in unit {fields['unit']!r}")
+        raise RecordingError(
+            f"{where}: the manifest has no parameter {shown(fields['name'])} in unit {shown(fields['unit'])}"
+        )
 
 
 def _check_tensor(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     name, phase, start, stop = fields["name"], fields["phase"], fields["start"], fields["stop"]
     _check_param(fields, manifest, where)
     if phase not in lines.TENSOR_USES:
-        raise RecordingError(f"{where}: expected a phase among {list(lines.TENSOR_USES)}, got {phase!r}; record again")
+        raise RecordingError(
+            f"{where}: expected a phase among {list(lines.TENSOR_USES)}, got {shown(phase)}; record again"
+        )
     numel = manifest.params[name].numel
     whole = phase in lines.WHOLE_ON_RANK
     if not 0 <= start < stop <= numel or (whole and stop - start != numel):
-        raise RecordingError(f"{where}: expected a range of the {numel} elements of {name!r}, got {start}:{stop}")
+        raise RecordingError(
+            f"{where}: expected a range of the {numel} elements of {shown(name)}, got {shown(start)}:{shown(stop)}"
+        )
     _check_dtype(fields, where)
 
 
 def _check_activation(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     use = fields["use"]
     if use not in (lines.INPUT, lines.OUTPUT) or fields["unit"] != manifest.maker(fields["name"], use):
-        raise RecordingError(f"{where}: an activation {use!r} of unit {fields['unit']!r}: the manifest has none such")
-    if not all(type(size) is int and size >= 0 for size in fields["shape"]) or fields["microbatch"] < 0:
-        raise RecordingError(f"{where}: expected a shape and a microbatch, got {fields['shape']!r}; record again")
-    if fields["order"] not in list(Order) or (fields["order"] != Order.TORCH and len(fields["shape"]) < LEAST_DIMS):
+        raise RecordingError(
+            f"{where}: an activation {shown(use)} of unit {shown(fields['unit'])}: the manifest has none such"
+        )
+    shape, order = fields["shape"], fields["order"]
+    sizes = len(shape) <= MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
+    if not sizes or math.prod(shape) >= OVERFLOW or fields["microbatch"] < 0:
+        raise RecordingError(f"{where}: expected a shape and a microbatch, got {shown(shape)}; record again")
+    if order not in list(Order) or (order != Order.TORCH and len(shape) < LEAST_DIMS):
         raise RecordingError(
             f"{where}: expected an order among {[each.value for each in Order]}, and {Order.TORCH.value!r} below {LEAST_DIMS} "
-            f"dims, got {fields['order']!r} of shape {fields['shape']!r}; record again"
+            f"dims, got {shown(order)} of shape {shown(shape)}; record again"
         )
     _check_dtype(fields, where)
 

@@ -1,4 +1,12 @@
-"""Settings of a manifest that a comparison understands. All others are for people."""
+"""Settings of a manifest that a comparison understands, and what they may be. All others are for people."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from crossframe.dtypes import FLOATING
+from crossframe.errors import RecordingError
+from crossframe.shown import shown
 
 COMMAND = "command"
 """The command line that makes the recording again. `crossframe record ...` takes --output, --overwrite and --twins besides."""
@@ -8,3 +16,66 @@ GROUPS = "param_groups"
 """A list of groups of parameters whose optimizer has other settings than the rest: {"params": [names], "lr": ..., ...}."""
 LOSSES, MEAN = "losses", "mean"
 """What a loop knows of its loss: where that is the mean over ranks alone, each rank has written that down."""
+
+MOST_MICROBATCHES = 1 << 16
+_LARGEST = 1 << 53  # an int that is exact as a float
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf and (type(value) is float or abs(value) <= _LARGEST)
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, str) and value in FLOATING
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _are(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_one, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_NUMBER = ("a finite number", _is_number)
+_DTYPE = (f"one of {', '.join(FLOATING)}", _is_dtype)
+_OPTIONS = {
+    "lr": _NUMBER,
+    "weight_decay": _NUMBER,
+    "momentum": _NUMBER,
+    "eps": _NUMBER,
+    "betas": ("two numbers", lambda value: _are(value, _is_number) and len(value) == 2),
+}
+_KNOWN: dict[str, tuple[str, Callable[[Any], bool]]] = _OPTIONS | {
+    "clip": _NUMBER,
+    "accumulate": (f"an int from 1 to {MOST_MICROBATCHES}", lambda value: _is_count(value, MOST_MICROBATCHES)),
+    "batch_size": ("an int of at least 1", lambda value: _is_count(value, _LARGEST)),
+    "optimizer": ("a name", _is_text),
+    "param_dtype": _DTYPE,
+    "reduce_dtype": _DTYPE,
+    COMMAND: ("a command line", _is_text),
+    LOSSES: ("a name", _is_text),
+    PER_RANK: ("a list of names", lambda value: _are(value, _is_text)),
+    GROUPS: ("a list of groups of parameters", lambda value: _are(value, _is_group)),
+}
+
+
+def _is_group(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not _are(value.get("params"), _is_text):
+        return False
+    return all(is_right(value[name]) for name, (_, is_right) in _OPTIONS.items() if value.get(name) is not None)
+
+
+def check_settings(settings: Any) -> None:
+    """Raise RecordingError unless the settings that a comparison understands are what it takes them for; None is as if a
+    setting were not there."""
+    if not isinstance(settings, Mapping):
+        raise RecordingError(f"manifest field 'settings': expected an object, got {shown(settings)}")
+    for name, (expected, is_right) in _KNOWN.items():
+        value = settings.get(name)
+        if value is not None and not is_right(value):
+            raise RecordingError(f"manifest field 'settings.{name}': expected {expected}, got {shown(value)}")

@@ -28,6 +28,8 @@ import re
 from typing import Any
 
 from crossframe.errors import RecordingError
+from crossframe.files import parse_json
+from crossframe.shown import shown, shown_error
 
 EVENTS_NAME = "events.jsonl"
 
@@ -124,13 +126,13 @@ def place(
 def check_digest(digest: str) -> None:
     """Raise RecordingError unless this is a sha256 in hex."""
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise RecordingError(f"expected the sha256 of the batch as 64 hex digits, got {digest!r}")
+        raise RecordingError(f"expected the sha256 of the batch as 64 hex digits, got {shown(digest)}")
 
 
 def check_slot(slot: str) -> None:
     """Raise RecordingError unless an optimizer's state may be called so."""
     if not isinstance(slot, str) or not _SLOT.fullmatch(slot):
-        raise RecordingError(f"expected the name of an optimizer's state, such as 'exp_avg', got {slot!r}")
+        raise RecordingError(f"expected the name of an optimizer's state, such as 'exp_avg', got {shown(slot)}")
 
 
 def encode(event: str, fields: dict[str, Any]) -> str:
@@ -158,25 +160,33 @@ def decode(line: bytes, rank: int, where: str) -> dict[str, Any]:
         RecordingError: no JSON, an unknown event, a field that is missing or of another type, another rank's line.
     """
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RecordingError(f"{where}: expected JSON, but {error}; damaged, record the run again") from None
+        fields = parse_json(line)
+    except ValueError as error:
+        raise RecordingError(
+            f"{where}: expected JSON, but {shown_error(error)}; damaged, record the run again"
+        ) from None
     event = fields.get("event") if isinstance(fields, dict) else None
     if not isinstance(event, str) or event not in _FIELDS:
-        raise RecordingError(f"{where}: expected an event among {list(_FIELDS)}, got {event!r}; record the run again")
+        raise RecordingError(
+            f"{where}: expected an event among {list(_FIELDS)}, got {shown(event)}; record the run again"
+        )
     _check(fields, _FIELDS[event], event, where)
     if fields.get("rank", rank) != rank:
-        raise RecordingError(f"{where}: a line of rank {fields['rank']} in the folder of rank {rank}; record again")
+        raise RecordingError(
+            f"{where}: a line of rank {shown(fields['rank'])} in the folder of rank {rank}; record again"
+        )
     if "value" in _FIELDS[event]:
         fields["value"] = _to_float(fields["value"], where)
     for name in ("sketch", "channels_first"):
         if (sketch := fields.get(name)) is not None:
             _check(sketch, _SKETCH, name, where)
             if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
-                raise RecordingError(f"{where}: expected a sketch, got {sketch!r}; record the run again")
+                raise RecordingError(f"{where}: expected a sketch, got {shown(sketch)}; record the run again")
             sketch["squares"] = _to_float(sketch["squares"], where)
     if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
-        raise RecordingError(f"{where}: expected a sha256 as digest, got {fields['digest']!r}; record the run again")
+        raise RecordingError(
+            f"{where}: expected a sha256 as digest, got {shown(fields['digest'])}; record the run again"
+        )
     return fields
 
 
@@ -187,11 +197,11 @@ def _check(fields: Any, expected: dict[str, Any], what: str, where: str) -> None
         if type(value) not in kinds:
             raise RecordingError(
                 f"{where}: field {name!r} of a {what!r} line: expected {' or '.join(k.__name__ for k in kinds)}, got "
-                f"{value!r}; record the run again"
+                f"{shown(value)}; record the run again"
             )
 
 
 def _to_float(value: float | str, where: str) -> float:
     if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        raise RecordingError(f"{where}: expected a number, got {value!r}; record the run again")
+        raise RecordingError(f"{where}: expected a number, got {shown(value)}; record the run again")
     return float(value)

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,22 +13,31 @@ from typing import Any
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import CrossframeError, RecordingError
+from crossframe.files import FileError, parse_json, read_bytes
 from crossframe.layout import Layout, layout_from_json
 from crossframe.mesh import MeshSpec
 from crossframe.names import ParamMap
 from crossframe.params import ParamSpec, check_unique_names
 from crossframe.plan import Strategy
+from crossframe.recording.known_settings import check_settings
 from crossframe.recording.lines import INPUT
 from crossframe.recording.schedule import Schedule
+from crossframe.recording.sketch import SKETCHES
+from crossframe.shown import shown, shown_error, shown_path
 from crossframe.units import enclosing_unit
 
 FORMAT = 4
+FORMATS = (3, FORMAT)
+"""Formats that are read. 3 does not state what layouts and sketches are made by, which was as in 4, nor the order of dims."""
 MANIFEST_NAME = "manifest.json"
 FULL, SKETCH = "full", "sketch"
-MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 17
 _TOKEN = re.compile(r"([0-9a-f]{16})?")
-LARGEST = 1 << 28
-"""Bytes of a manifest. A model of a million parameters has a tenth of that."""
+LARGEST = 1 << 26
+"""Bytes of a manifest. A model of 100,000 parameters has a tenth of that."""
+LARGEST_INT = 1 << 63
+LONGEST_NAME = 1024
+"""Characters of a name in a manifest: of the model, a unit, a parameter, a path."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,10 @@ class Manifest:
     def __post_init__(self) -> None:
         for name in ("framework", "model"):
             _expect(bool(getattr(self, name)), name, "a non-empty string", getattr(self, name))
+            _expect_names(name, [getattr(self, name)])
         for name in ("steps", "terms"):
             value = getattr(self, name)
-            _expect(value is None or value >= 1, name, "an int of at least 1, or none", value)
+            _expect(value is None or 1 <= value < LARGEST_INT, name, "an int of at least 1, or none", value)
         rate = self.learning_rate
         positive = rate is None or (math.isfinite(rate) and rate >= 0)
         _expect(positive, "learning_rate", "a finite number of at least 0, or none", rate)
@@ -103,6 +113,11 @@ class Manifest:
             itemsize(self.dtype)
         with _naming("units"):
             check_unique_names(param for _, layout in self.units for param in layout.params)
+        _expect_names("units", (unit for unit, _ in self.units))
+        specs = self.params.values()
+        _expect_names("units", (each for spec in specs for each in (spec.name, *spec.aliases)))
+        _expect_names("param_map", (path for entry in self.param_map.entries for path in entry.paths))
+        check_settings(self.settings)
         unmapped = sorted(set(self.params) - set(self.param_map.by_name))
         _expect(not unmapped, "param_map", "an entry for every parameter", f"none for {unmapped[:4]}")
 
@@ -150,6 +165,7 @@ class Manifest:
                 "windows": [list(window) for window in self.schedule.windows],
             },
             "detail": self.detail,
+            "sketches": SKETCHES,
             "param_map": self.param_map.to_json(),
             "units": [_unit_to_json(name, layout) for name, layout in self.units],
             "strategy": self.strategy,
@@ -161,7 +177,15 @@ class Manifest:
     def from_json(cls, fields: Any) -> "Manifest":
         """The manifest that `to_json` wrote; RecordingError names the field that is missing or wrong."""
         _expect(isinstance(fields, dict), "(all)", "a JSON object", fields)
-        _expect(fields.get("format") == FORMAT, "format", f"{FORMAT}, the format read here", fields.get("format"))
+        form = fields.get("format")
+        _expect(type(form) is int and form in FORMATS, "format", f"{FORMAT}, the format read here", form)
+        if form > 3:
+            _expect(
+                fields.get("sketches") == SKETCHES,
+                "sketches",
+                f"{SKETCHES}, as this version has them",
+                fields.get("sketches"),
+            )
         sizes = _get(fields, "mesh", dict)
         with _naming("mesh"):
             mesh = MeshSpec(replicate=_get(sizes, "replicate", int), shard=_get(sizes, "shard", int))
@@ -205,21 +229,24 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest":
         """The manifest of the recording in a directory; RecordingError where there is none that can be read."""
         path = directory / MANIFEST_NAME
-        if not path.is_file():
-            raise RecordingError(f"{directory}: expected a recording, but it has no {MANIFEST_NAME}; check the path")
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise RecordingError(f"{path}: expected at most {LARGEST} bytes, it has {size}; no manifest is so large")
+        at = shown_path(path)
         try:
-            content = path.read_bytes()
-            manifest = cls.from_json(json.loads(content.decode()))
+            content = read_bytes(path, LARGEST)
+        except FileError as error:
+            if error.missing:
+                raise RecordingError(
+                    f"{shown_path(directory)}: expected a recording, but it has no {MANIFEST_NAME}; check the path"
+                ) from None
+            raise RecordingError(f"{error}; check the path, or record the run again") from None
+        try:
+            manifest = cls.from_json(parse_json(content))
             # Not of what this version would write.
             object.__setattr__(manifest, "_file_sha256", hashlib.sha256(content).hexdigest())
             return manifest
         except RecordingError as error:
-            raise RecordingError(f"{path}: {error}; record the run again with this version") from None
-        except (ValueError, RecursionError) as error:
-            raise RecordingError(f"{path}: expected JSON, but {error}; record the run again") from None
+            raise RecordingError(f"{at}: {error}; record the run again with this version") from None
+        except ValueError as error:
+            raise RecordingError(f"{at}: expected JSON, but {shown_error(error)}; record the run again") from None
 
 
 def _unit_to_json(name: str, layout: Layout) -> dict:
@@ -261,9 +288,14 @@ def _get(fields: Any, name: str, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
+def _expect_names(field: str, names: Iterable[str]) -> None:
+    for name in names:
+        _expect(len(name) <= LONGEST_NAME, field, f"names of at most {LONGEST_NAME} characters", name)
+
+
 def _expect(holds: bool, name: str, expected: str, came: Any) -> None:
     if not holds:
-        raise RecordingError(f"manifest field {name!r}: expected {expected}, got {came!r}")
+        raise RecordingError(f"manifest field {name!r}: expected {expected}, got {shown(came)}")
 
 
 class _naming:
@@ -278,4 +310,4 @@ class _naming:
         if isinstance(error, RecordingError):
             return
         if isinstance(error, (CrossframeError, KeyError, TypeError, ValueError)):
-            raise RecordingError(f"manifest field {self.name!r}: {error}") from None
+            raise RecordingError(f"manifest field {self.name!r}: {shown_error(error)}") from None

@@ -25,6 +25,10 @@ import numpy as np
 from crossframe.recording.hashing import element_keys, mix
 
 NUM_SUMS = 256
+SUM_SHIFT = 64 - (NUM_SUMS - 1).bit_length()
+"""The highest bits of an element's key, from this one on, say into which sum it goes."""
+SKETCHES = {"num_sums": NUM_SUMS, "keys": "blake2b, splitmix64"}
+"""What a recording states of its sketches. Sketches that were made otherwise cannot be compared with those made here."""
 WHOLE = 512
 """A tensor of so many elements is no larger than its sketch, and is recorded in full."""
 _ODD = np.uint64(0xD6E8FEB86659FD93)
@@ -117,7 +121,7 @@ def sketches_of(name: str, arrays: Sequence[np.ndarray], start: int = 0) -> list
     for first in range(0, size, _CHUNK):
         last = min(first + _CHUNK, size)
         keys = element_keys(name, start + first, start + last)
-        places = (keys >> np.uint64(56)).astype(np.intp)
+        places = (keys >> np.uint64(SUM_SHIFT)).astype(np.intp)
         signs = 1.0 - 2.0 * (keys & np.uint64(1)).astype(np.float64)
         for i, array in enumerate(flat):
             values = array[first:last]

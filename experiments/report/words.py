@@ -56,7 +56,7 @@ SIGNATURES = {
 }
 """What a signature looks like."""
 _LONGEST_NAME = 80
-_RIGHT_TO_LEFT = re.compile(r"\S*[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]\S*")
+_WORD, _RIGHT_TO_LEFT = re.compile(r"\S+"), re.compile(r"[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
 
 
 def display(name: str) -> str:
@@ -90,7 +90,11 @@ def isolated(text: str) -> str:
     >>> [hex(ord(c)) for c in isolated("of \u05d0 (rank 1)")[3:6]]
     ['0x2066', '0x5d0', '0x2069']
     """
-    return _RIGHT_TO_LEFT.sub(lambda found: f"\u2066{found[0]}\u2069", one_line(text))
+
+    def isolate(word: re.Match[str]) -> str:
+        return f"\u2066{word[0]}\u2069" if _RIGHT_TO_LEFT.search(word[0]) else word[0]
+
+    return _WORD.sub(isolate, one_line(text))
 
 
 def decisive(report: dict[str, Any]) -> int | None:

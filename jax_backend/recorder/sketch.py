@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossframe.recording.hashing import name_key
-from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
+from crossframe.recording.sketch import NUM_SUMS, SUM_SHIFT, Sketch, sketches_of
 
 # As in the core, where they are numpy's.
 _GOLDEN, _ODD, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -61,7 +61,7 @@ def _summed(values: Any, key: Any, start: Any, size: Any) -> tuple[jax.Array, ..
     signs = 1.0 - 2.0 * (keys & np.uint64(1)).astype(jnp.float64)
     return (
         hashed.sum(dtype=jnp.uint64),
-        (keys >> np.uint64(56)).astype(jnp.int32),
+        (keys >> np.uint64(SUM_SHIFT)).astype(jnp.int32),
         wide * signs,
         (wide * wide).sum(),
         (there & ~finite).sum(),

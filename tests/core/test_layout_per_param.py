@@ -238,8 +238,13 @@ def test_json_that_describes_no_layout_is_refused():
     assert layout_from_json(flat, one) == FlatLayout(one, 2, keep_original=True)
     with pytest.raises(LayoutError, match="unknown layout kind 'rugged'"):
         layout_from_json(flat | {"kind": "rugged"}, one)
-    for field in flat:
+    for field in flat.keys() - {"places"}:
         with pytest.raises(LayoutError, match=f"needs the field '{field}'"):
             layout_from_json({name: value for name, value in flat.items() if name != field}, one)
+    for places in (None, {}, {"offsets": [0], "padded_shard_numel": 1.0}, {"offsets": [4], "padded_shard_numel": 1}):
+        with pytest.raises(
+            LayoutError, match=r"other places than .*'(offsets|padded_shard_numel)', here .*: read|version"
+        ):
+            layout_from_json(flat | {"places": places}, one)
     with pytest.raises(LayoutError, match="mapping"):
         layout_from_json(None, one)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def test_a_manifest_that_is_no_json(directory):
         ({"detail": "half"}, r"field 'detail': expected 'full' or 'sketch', got 'half'"),
         (
             {"world_size": 10**9, "mesh": {"replicate": 1, "shard": 10**9}},
-            "field 'world_size': expected at most 1048576 ranks",
+            "field 'world_size': expected at most 131072 ranks",
         ),
         (
             {"schedule": {"dense": 1, "every": 1, "windows": [[5, 5]]}},
@@ -171,7 +171,7 @@ def test_tensors_that_were_changed(directory):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(RecordingError, match=r"step00001\.safetensors: cut off or changed since it was written"):
+    with pytest.raises(RecordingError, match=r"step00001\.safetensors: has other content than was written"):
         Recording.open(directory).full("update", 1, "block.w")
 
 
@@ -187,7 +187,7 @@ def test_tensors_that_are_cut_off_or_missing(directory):
     path = directory / "rank00001" / "step00001.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     recording = Recording.open(directory)
-    with pytest.raises(RecordingError, match=r"rank00001/step00001\.safetensors: cut off or changed"):
+    with pytest.raises(RecordingError, match=r"rank00001/step00001\.safetensors: has other content"):
         recording.full("update", 1, "block.w")
     path.unlink()
     with pytest.raises(RecordingError, match="there is no such file"):
@@ -199,7 +199,7 @@ def test_tensors_that_are_not_what_the_line_says(directory):
     with pytest.raises(RecordingError, match=r"expected one dtype on all ranks"):
         Recording.open(directory).full("parameters", 0, "embed")
     edit_events(directory, '"stop": 12, "dtype": "float64"', '"stop": 12, "dtype": "float32"', rank=1)
-    with pytest.raises(RecordingError, match=r"expected 8 elements of float32 .* of float64"):
+    with pytest.raises(RecordingError, match=r"expected shape \(8,\) of float32 .* of float64"):
         Recording.open(directory).full("parameters", 0, "embed")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from crossframe.recording.hashing import name_key
-from crossframe.recording.sketch import NUM_SUMS, Sketch
+from crossframe.recording.sketch import NUM_SUMS, SUM_SHIFT, Sketch
 from crossframe.recording.sketch import sketches_of as sketches_of_arrays
 from torch_backend.dtypes import dtype_name, to_numpy
 
@@ -51,7 +51,7 @@ def sketches_by_torch(name: str, tensors: Sequence[Tensor], start: int = 0) -> l
     for first in range(0, size, _CHUNK):
         last = min(first + _CHUNK, size)
         keys = _element_keys(name, start + first, start + last, device)
-        places, signs = _shifted(keys, 56), (1 - 2 * (keys & 1)).double()
+        places, signs = _shifted(keys, SUM_SHIFT), (1 - 2 * (keys & 1)).double()
         for i, tensor in enumerate(flat):
             values = tensor[first:last]
             whole[0, i] += _mixed(_bits_of(values).mul_(_signed(_ODD)).add_(keys)).sum()

@@ -1,0 +1,199 @@
+"""Reading files that anyone may have made: regular files alone, of a size that is known before reading, within bounded memory.
+
+A file that is read in parts, after its checksum was verified, may change in between: it is cut off, or overwritten. So what is
+read later is compared with what was verified (`VerifiedFile`), and files are read, not mapped: a page of a mapped file that was
+cut off ends the process with SIGBUS.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from crossframe.errors import CrossframeError
+from crossframe.shown import shown, shown_path
+
+# A file is verified in blocks, each with a digest of its own.
+BLOCK = 1 << 18
+_DIGEST_BYTES = 16
+# Of JSON: how many values one text may have, at some 200 bytes of memory each, and how many digits an int. Larger ints are in
+# nothing that is written here, and do not fit into what is computed with them.
+MOST_VALUES = 1 << 22
+MOST_DIGITS = 20
+_LONG_INT = re.compile(rb"\d{%d}" % (MOST_DIGITS + 1))
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class FileError(CrossframeError):
+    """A file that cannot be read, or that is not as it was written. The message begins with its path.
+
+    Attributes:
+        reason: the message without the path.
+        missing: whether there is no such file.
+    """
+
+    def __init__(self, path: Path | str, reason: str, *, missing: bool = False) -> None:
+        super().__init__(f"{shown_path(path)}: {reason}")
+        self.reason, self.missing = reason, missing
+
+
+def open_regular(path: Path | str, most_bytes: int | None = None) -> tuple[BinaryIO, int]:
+    """Open a regular file for reading; never waits, as opening a pipe would.
+
+    Returns:
+        The file, unbuffered, and its size in bytes.
+
+    Raises:
+        FileError: no such file, something else than a file, a file of more bytes than `most_bytes`, or one that may not be read.
+    """
+    try:
+        # Before it is opened: to open a device may have effects.
+        _check_regular(path, os.stat(path))
+        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)  # noqa: SIM115
+    except FileNotFoundError:
+        raise FileError(path, "there is no such file", missing=True) from None
+    except (OSError, ValueError) as error:  # a path with a null byte, or with a surrogate, is a ValueError
+        raise FileError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    try:
+        status = os.fstat(file.fileno())
+        _check_regular(path, status)
+        if most_bytes is not None and status.st_size > most_bytes:
+            raise FileError(path, f"expected at most {most_bytes} bytes, got {status.st_size}")
+    except BaseException:
+        file.close()
+        raise
+    return file, status.st_size
+
+
+def _check_regular(path: Path | str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
+        raise FileError(path, f"expected a file, got {kind}")
+
+
+def read_bytes(path: Path | str, most_bytes: int) -> bytes:
+    """The content of a regular file; FileError as `open_regular`, or where the disk fails."""
+    file, size = open_regular(path, most_bytes)
+    with file:
+        return _read(file, path, size)
+
+
+def _read(file: BinaryIO, path: Path | str, size: int) -> bytes:
+    parts = []
+    try:
+        while size and (part := file.read(min(size, 1 << 24))):
+            parts.append(part)
+            size -= len(part)
+    except OSError as error:
+        raise FileError(path, f"cannot be read ({error.strerror or error})") from None
+    return b"".join(parts)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """What a JSON text says, if it has no more values than `MOST_VALUES`, no int of more than `MOST_DIGITS` digits, and no text
+    that is not Unicode.
+
+    Raises:
+        ValueError: otherwise, and where it is not JSON; the message is one short line.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    num_values = sum(map(content.count, (b",", b"[", b"{")))
+    if num_values > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES} values")
+    try:
+        found = json.loads(content.decode(), parse_int=_int if _LONG_INT.search(content) else None)
+    except RecursionError:
+        raise ValueError("brackets nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"bytes that are not UTF-8 ({error.reason} at byte {error.start})") from None
+    if b"\\u" in content and _LONE_SURROGATE.search(json.dumps(found, ensure_ascii=False)):
+        raise ValueError("text that is not Unicode (a lone surrogate)")
+    return found
+
+
+def _int(digits: str) -> int:
+    if len(digits.lstrip("-")) > MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+class VerifiedFile:
+    """A file whose content was verified once, and of which parts are read later: what is read is what was verified.
+
+    The file is not kept open. Memory: 16 bytes for each 256 KiB of the file, and one block.
+
+    Attributes:
+        path: where it is.
+        size: in bytes.
+    """
+
+    def __init__(self, path: Path, sha256: str, size: int | None = None) -> None:
+        """Read the whole file once.
+
+        Args:
+            sha256: of its content, in hex.
+            size: in bytes, if it is known.
+
+        Raises:
+            FileError: as `open_regular`, or another size or content.
+        """
+        self.path, self._digests = path, []
+        file, self.size = open_regular(path)
+        digest, read = hashlib.sha256(), 0
+        with file:
+            if size is not None and size != self.size:
+                raise FileError(path, f"has {self.size} bytes, not {size}: it was cut off or replaced")
+            while block := _read(file, path, min(BLOCK, self.size - read)):
+                digest.update(block)
+                self._digests.append(_block_digest(block))
+                read += len(block)
+        if digest.hexdigest() != sha256:
+            raise FileError(
+                path,
+                "has other content than was written (its checksum differs): expected the sha256 "
+                f"{shown(sha256[:12])}..., got {digest.hexdigest()[:12]}...",
+            )
+        self._last: tuple[int, bytes] = (-1, b"")
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Bytes `start:stop`.
+
+        Raises:
+            FileError: they changed since they were verified, or can no longer be read.
+        """
+        assert 0 <= start <= stop <= self.size, (start, stop, self.size)
+        found = bytearray(stop - start)
+        if start == stop:
+            return found
+        first, last = start // BLOCK, (stop - 1) // BLOCK
+        file: BinaryIO | None = None
+        try:
+            for i in range(first, last + 1):
+                if i != self._last[0]:
+                    if file is None:
+                        file, _ = open_regular(self.path)
+                    file.seek(i * BLOCK)
+                    block = _read(file, self.path, min(BLOCK, self.size - i * BLOCK))
+                    if _block_digest(block) != self._digests[i]:
+                        raise FileError(self.path, "was changed while it was being read")
+                    self._last = i, block
+                low, high = max(start, i * BLOCK), min(stop, (i + 1) * BLOCK)
+                found[low - start : high - start] = memoryview(self._last[1])[low - i * BLOCK : high - i * BLOCK]
+        finally:
+            if file is not None:
+                file.close()
+        return found
+
+
+def _block_digest(block: bytes) -> bytes:
+    return hashlib.blake2b(block, digest_size=_DIGEST_BYTES).digest()
