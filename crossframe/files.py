@@ -122,8 +122,8 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def _int(digits: str) -> int:
-    if len(digits.lstrip("-")) > MOST_DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits")
+    if (num_digits := len(digits.lstrip("-"))) > MOST_DIGITS:
+        raise ValueError(f"an integer of {num_digits} digits")
     return int(digits)
 
 
@@ -137,18 +137,19 @@ class VerifiedFile:
         size: in bytes.
     """
 
-    def __init__(self, path: Path, sha256: str, size: int | None = None) -> None:
+    def __init__(self, path: Path, sha256: str, size: int | None = None, *, most_bytes: int | None = None) -> None:
         """Read the whole file once.
 
         Args:
             sha256: of its content, in hex.
             size: in bytes, if it is known.
+            most_bytes: a file of more bytes is refused unread.
 
         Raises:
             FileError: as `open_regular`, or another size or content.
         """
         self.path, self._digests = path, []
-        file, self.size = open_regular(path)
+        file, self.size = open_regular(path, most_bytes)
         digest, read = hashlib.sha256(), 0
         with file:
             if size is not None and size != self.size:

@@ -100,10 +100,10 @@ class TensorFile:
         FileError: a file that is missing, cut off or damaged, or not the one that was written; a header that is wrong.
     """
 
-    def __init__(self, path: Path, sha256: str, size: int | None = None) -> None:
-        """`sha256` and `size` are what `write_tensors` returned."""
+    def __init__(self, path: Path, sha256: str, size: int | None = None, *, most_bytes: int | None = None) -> None:
+        """`sha256` and `size` are what `write_tensors` returned; a file of more than `most_bytes` is not read."""
         self.path = path
-        self._file = VerifiedFile(path, sha256, size)
+        self._file = VerifiedFile(path, sha256, size, most_bytes=most_bytes)
         self._entries = self._read_header()
 
     def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

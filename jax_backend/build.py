@@ -12,6 +12,7 @@ from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.names import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
+from crossframe.shown import shown
 from crossframe.units import Slot, assign_units
 from jax_backend.tree import Bucket, ParamTree, dtype_name, leaves_by_path
 
@@ -37,12 +38,24 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("units", "stacked"):
-            if isinstance(getattr(self, name), str):
-                given = getattr(self, name)
-                raise UsageError(
-                    f"{name}: expected names in a tuple or list, got the string {given!r}; pass ({given!r},)"
-                )
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        if not callable(self.frozen):
+            object.__setattr__(self, "frozen", _names("frozen", self.frozen, " or a predicate"))
+        kinds: dict[str, tuple[str, bool]] = {
+            "shared": ("a mapping of paths, or None", self.shared is None or isinstance(self.shared, Mapping)),
+            "unit_layouts": (
+                "a mapping of units to layouts, or None",
+                self.unit_layouts is None or isinstance(self.unit_layouts, Mapping),
+            ),
+            "param_map": ("a ParamMap, or None", self.param_map is None or isinstance(self.param_map, ParamMap)),
+            "dims": ("a function of a ParamSpec, or None", self.dims is None or callable(self.dims)),
+            "blocks": ("a function of a ParamSpec, or None", self.blocks is None or callable(self.blocks)),
+            "keep_original": ("a bool", isinstance(self.keep_original, bool)),
+            "layout": (f"one of {LAYOUTS}", isinstance(self.layout, str)),
+        }
+        for name, (expected, holds) in kinds.items():
+            if not holds:
+                raise UsageError(f"{name}: expected {expected}, got {shown(getattr(self, name))}")
         if self.layout not in LAYOUTS:
             raise UsageError(f"layout: expected one of {LAYOUTS}, got {self.layout!r}")
         if self.mp_policy is not None and not isinstance(self.mp_policy, PrecisionPolicy):
@@ -58,10 +71,6 @@ class Options:
         for name, kind in (("dims", "per_param"), ("blocks", "ragged")):
             if getattr(self, name) is not None and self.layout != kind:
                 raise UsageError(f"{name}: expected None with layout={self.layout!r}; it is of layout={kind!r}")
-        if isinstance(self.frozen, str):
-            raise UsageError(
-                f"frozen: expected names or a predicate, got the string {self.frozen!r}; pass ({self.frozen!r},)"
-            )
 
     def is_frozen(self, name: str) -> bool:
         """Whether the user wants this parameter frozen: named, or below a module that is."""
@@ -77,6 +86,20 @@ class Options:
             return RaggedLayout(specs, world_size, tuple(map(self.blocks, specs)) if self.blocks else None)
         compute_dtype = self.mp_policy.param_dtype if self.mp_policy is not None else None
         return FlatLayout(specs, world_size, self.keep_original, compute_dtype)
+
+
+def _names(option: str, given: Any, also: str = "") -> tuple[str, ...]:
+    """The names that an option was given; UsageError if it is something else."""
+    if isinstance(given, str):
+        raise UsageError(
+            f"{option}: expected names in a tuple or list{also}, got the string {shown(given)}; pass ({shown(given)},)"
+        )
+    names = tuple(given) if isinstance(given, Iterable) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"{option}: expected names in a tuple or list{also}, got {shown(given if names is None else names)}"
+        )
+    return names
 
 
 def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:

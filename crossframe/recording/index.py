@@ -14,6 +14,7 @@ from crossframe.params import OVERFLOW
 from crossframe.recording import lines
 from crossframe.recording.dims import LEAST_DIMS, Order
 from crossframe.recording.manifest import Manifest
+from crossframe.recording.sketch import NUM_SUMS
 from crossframe.shown import shown, shown_path
 from crossframe.tensor_file import MOST_DIMS
 from crossframe.trace import Event
@@ -41,6 +42,7 @@ class RankIndex:
         tensors: by (phase, step, parameter, slot); slot is "" but for the optimizer's state.
         activations: by step, in order, by (microbatch, module, use).
         sha256: of the tensor file, by step.
+        most_bytes: more bytes than it can have, by step.
     """
 
     num_steps: int = 0
@@ -53,6 +55,13 @@ class RankIndex:
     tensors: dict[tuple[str, int, str, str], dict[str, Any]] = field(default_factory=dict)
     activations: dict[int, dict[tuple[int, str, str], dict[str, Any]]] = field(default_factory=dict)
     sha256: dict[int, str] = field(default_factory=dict)
+    most_bytes: dict[int, int] = field(default_factory=dict)
+
+    def _add_bytes(self, step: int, key: str, numel: int, line: dict[str, Any]) -> None:
+        """Count a tensor, and its entry in the header, to those of its step."""
+        size = NUM_SUMS * 8 if line.get("sketch") else numel * itemsize(line["dtype"])
+        both = 2 if line.get("channels_first") else 1
+        self.most_bytes[step] = self.most_bytes.get(step, 1 << 12) + both * (size + 6 * len(key) + 512)
 
 
 def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
@@ -90,7 +99,7 @@ def _read_lines(reader: BufferedReader, size: int, index: RankIndex, path: Path,
                     f"{shown_path(path)}: text after the end; two runs wrote here, record the run again"
                 )
             return  # cut in two
-        fields = lines.decode(line, rank, where)
+        fields = lines.decode(line, rank, where, manifest.framework if manifest.states_no_order else "")
         if index.ended:
             raise RecordingError(f"{where}: a line after the end; two runs wrote here, record the run again")
         if (number == 1) != (fields["event"] == "begin"):
@@ -170,6 +179,7 @@ def _file(index: RankIndex, fields: dict[str, Any], step: int, manifest: Manifes
                     f"{where}: the {at[2]} of {shown(at[1])} stands twice in step {step}; record again"
                 )
             found[at] = fields
+            index._add_bytes(step, lines.activation_key(at[2], at[0], at[1]), math.prod(fields["shape"]), fields)
         case "tensor":
             _check_tensor(fields, manifest, where)
             slot = fields["use"] if fields["phase"] == lines.STATE else ""
@@ -179,6 +189,8 @@ def _file(index: RankIndex, fields: dict[str, Any], step: int, manifest: Manifes
                     f"{where}: {key[0]!r} of {shown(key[2])} stands twice in step {step}; record again"
                 )
             index.tensors[key] = fields
+            name = lines.tensor_key(key[0], key[2], slot)
+            index._add_bytes(step, name, fields["stop"] - fields["start"], fields)
 
 
 def _event(fields: dict[str, Any], where: str) -> Event:
@@ -188,6 +200,9 @@ def _event(fields: dict[str, Any], where: str) -> Event:
             raise RecordingError(
                 f"{where}: field {name!r} of a collective: expected {kind.__name__}, got {shown(fields.get(name))}"
             )
+    numbers = [fields["num_bytes"], *fields["group"], fields.get("microbatch", 0), fields.get("bucket", 0)]
+    if not all(type(number) is int and 0 <= number < OVERFLOW for number in numbers):
+        raise RecordingError(f"{where}: expected bytes and ranks as ints of at least 0, got {shown(fields)}")
     return Event.from_json(fields)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from crossframe.errors import RecordingError
 from crossframe.files import parse_json
+from crossframe.recording.dims import LEAST_DIMS, Order
 from crossframe.shown import shown, shown_error
 
 EVENTS_NAME = "events.jsonl"
@@ -149,12 +150,13 @@ def _writable(value: Any) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def decode(line: bytes, rank: int, where: str) -> dict[str, Any]:
+def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str, Any]:
     """A line that `encode` wrote, checked.
 
     Args:
         rank: the rank in whose folder it stands.
         where: path and line number, for messages.
+        framework: that wrote a recording of a format in which activations do not state their order of dims.
 
     Raises:
         RecordingError: no JSON, an unknown event, a field that is missing or of another type, another rank's line.
@@ -170,6 +172,10 @@ def decode(line: bytes, rank: int, where: str) -> dict[str, Any]:
         raise RecordingError(
             f"{where}: expected an event among {list(_FIELDS)}, got {shown(event)}; record the run again"
         )
+    if framework and event == "activation":
+        dims = fields.get("shape")
+        known = framework == "torch" or not isinstance(dims, list) or len(dims) < LEAST_DIMS
+        fields["order"] = (Order.TORCH if known else Order.UNSTATED).value
     _check(fields, _FIELDS[event], event, where)
     if fields.get("rank", rank) != rank:
         raise RecordingError(

@@ -61,6 +61,7 @@ class Manifest:
         versions: of the packages that ran.
         settings: whatever else is worth knowing; JSON. "command" is the command line that records the run again, but for
             where to (--output).
+        states_no_order: whether it is a recording of format 3, whose activations do not state their order of dims.
         token: of the job that records, by which it knows its own recording again. Random, unless it is given. Processes of one
             job have one token, and recordings made before there were tokens "".
 
@@ -84,6 +85,7 @@ class Manifest:
     settings: Mapping[str, Any] = field(default_factory=dict)
     detail: str = FULL
     token: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
+    states_no_order: bool = field(default=False, init=False, compare=False, repr=False)
     _file_sha256: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -239,7 +241,9 @@ class Manifest:
                 ) from None
             raise RecordingError(f"{error}; check the path, or record the run again") from None
         try:
-            manifest = cls.from_json(parse_json(content))
+            fields = parse_json(content)
+            manifest = cls.from_json(fields)
+            object.__setattr__(manifest, "states_no_order", fields["format"] == 3)
             # Not of what this version would write.
             object.__setattr__(manifest, "_file_sha256", hashlib.sha256(content).hexdigest())
             return manifest

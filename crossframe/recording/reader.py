@@ -2,9 +2,11 @@
 
 import copy
 import math
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
 from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
 from crossframe.recording.tensors import TensorFile
+from crossframe.shown import shown, shown_path
 from crossframe.trace import Event
 
 _OPEN_FILES = 64
@@ -67,27 +70,33 @@ class Recording:
             RecordingError: no such directory, no or a wrong manifest, a rank that is missing, no end, a damaged line.
         """
         path = Path(directory)
-        if not path.is_dir():
-            raise RecordingError(f"{path}: expected the directory of a recording, but there is none; check the path")
+        at = shown_path(path)
+        if not os.path.isdir(path):
+            raise RecordingError(f"{at}: expected the directory of a recording, but there is none; check the path")
         manifest = Manifest.read(path)
-        folders = [path / lines.rank_folder(rank) for rank in range(manifest.world_size)]
-        absent = [folder.name for folder in folders if not (folder / lines.EVENTS_NAME).is_file()]
+        files = (path / lines.rank_folder(rank) / lines.EVENTS_NAME for rank in range(manifest.world_size))
+        absent = list(islice((file.parent.name for file in files if not os.path.isfile(file)), 4))
         if absent and not partial:
             raise RecordingError(
-                f"{path}: expected {manifest.world_size} ranks, but {', '.join(absent[:4])} left no "
-                f"{lines.EVENTS_NAME}; copy the whole directory, or record the run again"
+                f"{at}: expected {manifest.world_size} ranks, but {', '.join(absent)} left no {lines.EVENTS_NAME}; copy the "
+                "whole directory, or record the run again"
             )
-        indexes = [read_index(folder / lines.EVENTS_NAME, manifest, rank) for rank, folder in enumerate(folders)]
+        indexes = [
+            read_index(path / lines.rank_folder(rank) / lines.EVENTS_NAME, manifest, rank)
+            for rank in range(manifest.world_size)
+        ]
         num_steps = min(index.num_steps for index in indexes)
         unfinished = [rank for rank, index in enumerate(indexes) if not index.ended]
         if unfinished and not partial:
             raise RecordingError(
-                f"{path}: cut off: rank {unfinished[0]} has no end, and {num_steps} of {manifest.steps or 'all'} steps are "
+                f"{at}: cut off: rank {unfinished[0]} has no end, and {num_steps} of {manifest.steps or 'all'} steps are "
                 "whole on every rank; record the run again (Recording.open(..., partial=True) reads what is whole)"
             )
         if not partial and any(index.num_steps != num_steps for index in indexes):
             steps = [index.num_steps for index in indexes]
-            raise RecordingError(f"{path}: ranks ended after {steps} steps; all must record the same, record it again")
+            raise RecordingError(
+                f"{at}: ranks ended after {shown(steps)} steps; all must record the same, record it again"
+            )
         return cls(path, manifest, indexes, num_steps)
 
     def twins(self) -> tuple["Recording", ...]:
@@ -324,7 +333,7 @@ class Recording:
 
     def _where(self, phase: str, step: int, name: str, use: str) -> str:
         of = f"{use} of " if use else ""
-        return f"{self.directory}: step {step}, phase {phase!r}, {of}parameter {name!r}"
+        return f"{shown_path(self.directory)}: step {step}, phase {phase!r}, {of}parameter {shown(name)}"
 
     def elements(self, step: int, run: Run) -> np.ndarray:
         """The elements of a run that was recorded in full, in one line."""
@@ -336,7 +345,8 @@ class Recording:
             if len(self._files) >= _OPEN_FILES:
                 self._files.pop(next(iter(self._files)))
             path = self.directory / lines.rank_folder(rank) / lines.step_file(step)
-            self._files[key] = TensorFile(path, self._indexes[rank].sha256[step])
+            index = self._indexes[rank]
+            self._files[key] = TensorFile(path, index.sha256[step], index.most_bytes.get(step, 0))
         return self._files[key]
 
     def _check(self, step: int, rank: int) -> None:

@@ -36,10 +36,10 @@ class TensorFile:
         RecordingError: a file that is missing, cut off or damaged, or not the one that was written.
     """
 
-    def __init__(self, path: Path, sha256: str) -> None:
-        """`sha256` is what `write_tensors` returned."""
+    def __init__(self, path: Path, sha256: str, most_bytes: int) -> None:
+        """`sha256` is what `write_tensors` returned; a file of more than `most_bytes` is not read."""
         try:
-            self._file = tensor_file.TensorFile(path, sha256)
+            self._file = tensor_file.TensorFile(path, sha256, most_bytes=most_bytes)
         except FileError as error:
             raise RecordingError(f"{error}; copy it again, or record the run again") from None
 

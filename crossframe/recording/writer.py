@@ -1,6 +1,7 @@
 """Writing a recording: the manifest by one process, then one `RecordingWriter` a rank."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -40,11 +41,12 @@ Pieces = Mapping[str, tuple[int, int, np.ndarray | Sketch]]
 def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bool = False) -> Path:
     """Begin a recording: make the directory and write `manifest.json`. One process does this, before any writer opens.
 
-    [Note: ownership of a recording] Jobs that begin in one directory at the same time do not mix. The manifest appears under its
-    name whole, and only where there is none (a hard link); before that, a job that overwrites takes the old one away (a rename,
-    which succeeds for one job). So one job goes on and the other raises. Files of the old recording are deleted after that: each
-    folder is first moved aside, and put back if the manifest is another job's by then. A writer whose recording was overwritten
-    by another job learns it from the manifest's token, at the latest when it finishes.
+    [Note: ownership of a recording] Jobs that begin in one directory at the same time do not mix. Where the disk has locks, one
+    of them begins and the others raise at once. The rest holds without locks too, as on some network disks. The manifest appears
+    under its name whole, and only where there is none (a hard link); before that, a job that overwrites takes the old one away (a
+    rename, which succeeds for one job). So one job goes on and the others raise. Files of the old recording are deleted after
+    that: each folder is first moved aside, and put back if the manifest is another job's by then. A writer whose recording was
+    overwritten by another job learns it from the manifest's token, at the latest when it finishes.
 
     Args:
         overwrite: replace a recording that is there. Only what a recording consists of is deleted.
@@ -64,12 +66,29 @@ def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bo
         except (TypeError, ValueError) as error:
             raise RecordingError(f"manifest fields 'settings' and 'versions': expected JSON, but {error}") from None
         path.mkdir(parents=True, exist_ok=True)
-        _publish(path, manifest, _replaceable(path, overwrite))
+        with _alone(path):
+            _publish(path, manifest, _replaceable(path, overwrite))
     except OSError as error:
         raise RecordingError(
             f"{shown_path(path)}: no recording can begin there ({error.strerror or error}); make space, or pass another directory"
         ) from error
     return path
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a directory, which ends with the process; RecordingError if another job holds it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecordingError(_taken(path)) from None
+        except OSError:
+            pass  # a disk without locks
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _publish(path: Path, manifest: Manifest, old: list[Path]) -> None:

@@ -75,6 +75,26 @@ def test_recordings_of_format_3_are_read():
     np.testing.assert_allclose(sketched.sketch("update", 0, "w").sums, sketches_of("w", [whole])[0].sums, atol=1e-12)
 
 
+@pytest.mark.parametrize(("framework", "orders"), [("torch", {"torch"}), ("jax", {"torch", "unstated"})])
+def test_activations_of_format_3_are_read(tmp_path, framework, orders):
+    """Those of torch are in torch's order; of others with three dims or more it is not known."""
+
+    def three_dims(phase, step, rank, name, array):
+        return array[:, :, None] if phase == "output" and name == "block" else array
+
+    synthetic.write_run(tmp_path, synthetic.manifest(framework=framework), tamper=three_dims)
+    path = tmp_path / "manifest.json"
+    was = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
+    for rank in range(2):
+        synthetic.edit_events(tmp_path, was, hashlib.sha256(path.read_bytes()).hexdigest(), rank=rank)
+        for _ in range(3):
+            synthetic.edit_events(tmp_path, ', "order": "torch"', "", rank=rank)
+    found = Recording.open(tmp_path)
+    assert {found.activation_order(0, 0, *at).value for at in found.activations(0)} == orders
+    assert found.activation(0, 0, 0, "block", "output").shape == (3, 4, 1)
+
+
 def test_places_by_another_rule_of_alignment_are_refused(tmp_path, monkeypatch):
     """As if a later version aligned parameters otherwise: it does not read what this one wrote by its own rule."""
     sharding = read(FORMATS / "checkpoint_2").sections[MODEL]

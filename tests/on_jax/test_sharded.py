@@ -159,6 +159,28 @@ def test_reading_shards_of_what_is_not_there_is_refused():
         jax.jit(lambda tree: jnp.asarray(shards_of(tree, 0)[""]))(sharded)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("units", 5),
+        ("units", (5,)),
+        ("stacked", 5),
+        ("frozen", 5),
+        ("frozen", [None]),
+        ("layout", 5),
+        ("shared", 5),
+        ("unit_layouts", 5),
+        ("param_map", 5),
+        ("dims", 5),
+        ("blocks", 5),
+        ("keep_original", 5),
+    ],
+)
+def test_options_of_another_kind_are_refused(name, value):
+    with pytest.raises(UsageError, match=rf"^{name}: expected .*(got|not).* "):
+        shard(small_params("float32"), mesh_of_size(2), **{name: value})
+
+
 def test_units_given_as_one_string_are_refused():
     with pytest.raises(UsageError, match=r"pass \('block',\)"):
         shard(wide({"block": {"w": np.ones(3)}}), mesh_of_size(2), units="block")
