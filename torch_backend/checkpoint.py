@@ -129,7 +129,7 @@ class _Held:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = named_units(model, rename=canonical_name)
+        found = named_units(model, rename=canonical_name) if isinstance(model, nn.Module) else []
         if not found or found[0].name:
             raise UsageError(
                 f"expected the root of a sharded model, got {type(model).__name__}; pass what FullyShardedDataParallel or "

@@ -162,13 +162,13 @@ def _manifests(right: Path) -> Iterator[tuple[str, Callable[[Path], Any]]]:
 
 
 def _lines(right: Path) -> Iterator[tuple[str, Callable[[Path], Any]]]:
-    def change(path: Path, i: int, changed: Any) -> None:
+    def change(path: Path, i: int, changed: Any, event: str) -> None:
         file = path / "rank00000" / "events.jsonl"
         lines = file.read_text().splitlines(keepends=True)
         lines[i] = put(path / "scratch", changed) + "\n"
         (path / "scratch").unlink()
         file.write_text("".join(lines))
-        synthetic.edit_events(path, "", "")
+        synthetic.edit_events(path, "", "", seal=event != "end")
 
     seen = set()
     for i, line in enumerate((right / "rank00000" / "events.jsonl").read_text().splitlines()):
@@ -176,7 +176,10 @@ def _lines(right: Path) -> Iterator[tuple[str, Callable[[Path], Any]]]:
         if (kind := (fields["event"], fields.get("phase"))) not in seen:
             seen.add(kind)
             for what, changed in replaced(fields):
-                yield f"line {kind}: {what}", lambda path, i=i, changed=changed: change(path, i, changed)
+                yield (
+                    f"line {kind}: {what}",
+                    lambda path, i=i, changed=changed, event=kind[0]: change(path, i, changed, event),
+                )
 
 
 def _files(right: Path) -> Iterator[tuple[str, Callable[[Path], Any]]]:

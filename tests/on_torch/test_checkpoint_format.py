@@ -108,6 +108,8 @@ def refusals(rank, world_size, path):
     save_checkpoint(path / "bare", net)
     refused("about", lambda: save_checkpoint(path / "x", net, about={"at": (1, 2)}))
     refused("no root", lambda: save_checkpoint(path / "x", nn.Linear(2, 2)))
+    refused("no module", lambda: load_checkpoint(path / "adam", 5))  # type: ignore[arg-type]
+    refused("no path", lambda: save_checkpoint(5, net))  # type: ignore[arg-type]
     refused("no optimizer", lambda: save_checkpoint(path / "x", net, object()))  # type: ignore[arg-type]
     other, new = made("flat", seed=2)
     refused("not stepped", lambda: save_checkpoint(path / "x", other, new))
@@ -142,6 +144,8 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name_and_changes_nothing(r
         assert unchanged, said
         assert "about: expected a dict of what JSON has" in said["about"]
         assert "expected the root of a sharded model, got Linear" in said["no root"]
+        assert "expected the root of a sharded model, got int" in said["no module"]
+        assert "expected the folder of a checkpoint as a path with a name, got 5" in said["no path"]
         assert "optimizer: expected one of torch.optim, got object" in said["no optimizer"]
         assert "the optimizer has no state of any parameter" in said["not stepped"]
         assert "the optimizer has no state of any parameter" in said["stranger"]
