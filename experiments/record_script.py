@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from crossframe.errors import UsageError
+from crossframe.processes import module_command, run
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.schedule import window_arguments
@@ -70,7 +69,7 @@ def record_script(
             "overwrite": overwrite or twin > 0,
             "settings": {COMMAND: said},
         }
-        status = subprocess.run(_command(script, arguments, options, nproc_per_node), check=False).returncode
+        status, _ = run(_command(script, arguments, options, nproc_per_node))
         if status:
             what = f"twin {twin} of {script}" if twin else str(script)
             console.print(
@@ -82,7 +81,7 @@ def record_script(
 
 
 def _command(script: Path, arguments: Sequence[str], options: dict[str, Any], nproc_per_node: int | None) -> list[str]:
-    launch = [sys.executable]
-    if nproc_per_node is not None:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc_per_node)]
-    return [*launch, "-m", _MODULE, json.dumps(options), str(script), *arguments]
+    of_script = [json.dumps(options), str(script), *arguments]
+    if nproc_per_node is None:
+        return module_command(f"{_MODULE}:main", of_script)
+    return module_command(f"{_MODULE}:launch", [str(nproc_per_node), *of_script])

@@ -5,17 +5,19 @@ time of the processor, or, for an import, to the import of numpy. Each is the me
 compared with.
 """
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import crossframe
 from crossframe.cost import step_cost
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units, step_plan
+from crossframe.processes import run
 from experiments.bench.figure import TIMES, Figure
 from experiments.models.definition import LAYOUT_KINDS
 from experiments.models.shapes import model_shapes
@@ -50,12 +52,15 @@ def in_loops(work: Callable[[], Any]) -> float:
 
 def import_ratio(name: str, other: str) -> float:
     """How many times longer it takes to import `name` than `other`, each in fresh processes, without their start."""
-    code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+    root = str(Path(crossframe.__file__).parents[1])
+    code = "start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+    code = f"import sys, time; sys.path.append({root!r})\n{code}"
     seconds: dict[str, list[float]] = {name: [], other: []}
     for _ in range(IMPORTS + 1):
         for module, times in seconds.items():
-            command = [sys.executable, "-c", code.format(module)]
-            times.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+            status, printed = run([sys.executable, "-P", "-c", code.format(module)], captured=True)
+            assert not status, printed
+            times.append(float(printed))
     # The first of each may compile its modules.
     return median(seconds[name][1:]) / median(seconds[other][1:])
 

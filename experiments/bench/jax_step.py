@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from crossframe.processes import end_with_parent, starting
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
 from experiments.bench.timing import alternate, fastest, ratios
 from experiments.models.gpt import GPTConfig
@@ -136,7 +137,9 @@ def _depth_figures(sizes: JaxSizes, growth: Mapping[str, Any]) -> tuple[Figure, 
 
 
 def _in_process(work: Callable[..., Any], *args: Any) -> Any:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with starting():
+        pool = multiprocessing.get_context("spawn").Pool(1, initializer=end_with_parent)
+    with pool:
         return pool.apply(work, args)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from crossframe import processes
 from crossframe.errors import UsageError
 
 FAKE, GLOO, NCCL = "fake", "gloo", "nccl"
@@ -35,12 +36,22 @@ def on_ranks(world_size: int, backend: str, work: Callable[..., Any], *args: Any
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with tempfile.TemporaryDirectory() as folder:
         num_processes = 1 if backend == FAKE else world_size
+        arguments = (world_size, backend, folder, work, args)
+        with processes.starting():
+            ranks = start_processes(
+                processes.Child(_rank), arguments, num_processes, join=False, start_method="forkserver"
+            )
+        assert ranks is not None
+        process_ids = ranks.pids()
         try:
-            start_processes(_rank, (world_size, backend, folder, work, args), num_processes, start_method="forkserver")
+            while not ranks.join():
+                pass
         except ProcessException as error:
             raise UsageError(
                 f"rank {error.error_index} of {world_size} failed while it was measured: {error}"
             ) from None
+        finally:
+            processes.end(process_ids)
         return [json.loads(_result(folder, rank).read_text()) for rank in range(num_processes)]
 
 

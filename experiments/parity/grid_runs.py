@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch.multiprocessing as multiprocessing
 
 from crossframe.errors import UsageError
+from crossframe.processes import Child, end, starting
 from crossframe.recording import create_recording
 from experiments.parity.record_torch import PACKAGES
 from experiments.parity.settings import RunSettings
@@ -27,8 +28,9 @@ class _Workers:
         self._processes = []
         for rank in range(num_processes):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, target, rank, *arguments), daemon=True)
-            process.start()
+            process = context.Process(target=Child(_serve), args=(theirs, target, rank, *arguments), daemon=True)
+            with starting():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -59,8 +61,8 @@ class _Workers:
 
     def close(self) -> None:
         """End them."""
+        end(process.pid for process in self._processes)
         for process in self._processes:
-            process.terminate()
             process.join()
 
 

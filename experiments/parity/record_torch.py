@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional
 
+from crossframe import processes
 from crossframe.errors import UsageError
 from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
@@ -38,7 +39,7 @@ def record_torch(settings: RunSettings, output: Path, *, twins: int = 0, overwri
     Raises:
         UsageError: fewer devices than ranks.
         RecordingError: an output that cannot be written to.
-        multiprocessing.ProcessRaisedException: a rank failed; the others were ended.
+        ProcessRaisedException: a rank failed; the others were ended.
     """
     record_many(settings.runs(output, twins), overwrite=overwrite)
 
@@ -57,7 +58,17 @@ def record_many(runs: Sequence[tuple[RunSettings, Path]], *, overwrite: bool = F
         create_recording(path, manifest, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (begun, device, str(Path(folder, "store")))
-        multiprocessing.spawn(_rank, args=arguments, nprocs=first.world_size)  # type: ignore[attr-defined]
+        with processes.starting():
+            ranks = start_processes(
+                processes.Child(_rank), arguments, first.world_size, join=False, start_method="spawn"
+            )
+        assert ranks is not None
+        process_ids = ranks.pids()
+        try:
+            while not ranks.join():
+                pass
+        finally:
+            processes.end(process_ids)
 
 
 def _rank(rank: int, runs: list[tuple[RunSettings, Manifest, Path]], device: str, store_path: str) -> None:

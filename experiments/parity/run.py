@@ -1,7 +1,5 @@
 """`crossframe parity`: recordings in both frameworks, made by processes of their own, and the pairs to compare."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from crossframe.errors import UsageError
+from crossframe.processes import module_command, run
 from crossframe.recording import Recording
 from experiments.parity.progress import bars, watch
 from experiments.parity.settings import DTYPES, RunSettings
@@ -71,10 +70,9 @@ def _clear_report(folder: Path) -> None:
 
 def _record(framework: str, settings: RunSettings, path: Path, twins: int) -> None:
     arguments = [*settings.arguments(framework), "--output", str(path), "--overwrite", "--twins", str(twins)]
-    command = [sys.executable, "-m", "experiments.entry", *arguments]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if ended.returncode:
-        said = ended.stdout.strip().splitlines()
+    status, printed = run(module_command("experiments.entry:main", arguments), captured=True)
+    if status:
+        said = printed.strip().splitlines()
         own = [line.removeprefix("crossframe: ") for line in said if line.startswith("crossframe: ")]
         reason = own[-1] if own else "\n".join(said[-30:])
         raise UsageError(f"recording in {framework} ({settings.dtype}) failed: {reason}")

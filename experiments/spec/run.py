@@ -1,13 +1,13 @@
 """Runs checks, the full form in two processes, and gathers what they counted."""
 
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from multiprocessing import get_context
 
+from crossframe.processes import end_with_parent, starting
 from experiments.spec.checks import TORCH, Check, Scope
 from experiments.spec.tally import Tallies, Tally
 
@@ -53,7 +53,8 @@ def _in_processes(jobs: Sequence[tuple[Check, Scope]]) -> Iterator[Tallies]:
     workers = min(NUM_WORKERS, os.cpu_count() or 1)
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin_worker)
     try:
-        futures: dict[Future[Tallies], tuple[Check, Scope]] = {pool.submit(_run, *job): job for job in jobs}
+        with starting():
+            futures: dict[Future[Tallies], tuple[Check, Scope]] = {pool.submit(_run, *job): job for job in jobs}
         for future in as_completed(futures):
             check, scope = futures[future]
             try:
@@ -72,8 +73,7 @@ def _run(check: Check, scope: Scope) -> Tallies:
 
 
 def _begin_worker() -> None:
-    # An interrupt ends the worker without a word; the process that started it says what there is to say.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
     if torch_installed():
         import torch
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from crossframe.errors import UsageError
+from crossframe.processes import Child, end, starting
 
 
 def on_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
@@ -27,15 +28,19 @@ def on_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            context.Process(target=_rank, args=(rank, world_size, os.path.join(folder, "store"), work, sender))
+            context.Process(target=Child(_rank), args=(rank, world_size, os.path.join(folder, "store"), work, sender))
             for rank, (_, sender) in enumerate(pipes)
         ]
-        for process, (_, sender) in zip(processes, pipes, strict=True):
-            process.start()
-            sender.close()
-        results = [_received(receiver) for receiver, _ in pipes]
-        for process in processes:
-            process.join()
+        try:
+            for process, (_, sender) in zip(processes, pipes, strict=True):
+                with starting():
+                    process.start()
+                sender.close()
+            results = [_received(receiver) for receiver, _ in pipes]
+            for process in processes:
+                process.join()
+        finally:
+            end(process.pid for process in processes if process.pid is not None)
     if failed := [rank for rank, found in enumerate(results) if not found]:
         raise UsageError(f"torch ranks {failed} ended without a result: see their tracebacks above")
     return [value for (value,) in results]

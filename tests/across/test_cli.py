@@ -17,6 +17,8 @@ from experiments.cli import app
 from experiments.parity.settings import RunSettings
 from tests.across.recorded import record_with_torch
 
+ROOT = Path(__file__).parents[2]
+
 
 def run(*arguments):
     """Exit status and all that was printed, on one line."""
@@ -116,19 +118,20 @@ def test_other_settings_are_incomparable(ranks, recording, tmp_path):
 
 
 def test_parity_from_end_to_end_in_processes_of_its_own(tmp_path):
-    """What `make parity` does, with a small model."""
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.entry",
-        "parity",
-        "gpt-tiny",
-        "--steps",
-        "2",
-        "--output",
-        str(tmp_path),
-    ]
-    clean = subprocess.run([*command, "--world-size", "2"], capture_output=True, text=True, check=False)
+    """What `make parity` does, with a small model, in a folder whose packages have the names of the project's."""
+    for name in ("crossframe", "experiments", "torch_backend"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "random.py").write_text("raise ImportError('the random of the user')")
+    arguments = ["parity", "gpt-tiny", "--steps", "2", "--world-size", "2", "--output", str(tmp_path)]
+    clean = subprocess.run(
+        [sys.executable, "-P", "-m", "experiments.entry", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert clean.returncode == 0, clean.stdout + clean.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["verdict"] == "rounding"
@@ -178,20 +181,27 @@ def test_a_parity_run_that_fails_leaves_no_report_of_an_earlier_one(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def _spawned(tmp_path, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "experiments.entry", *arguments, "--output", str(tmp_path / "out")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def spawned(tmp_path):
+    """Start the command in a process; what the test leaves of it is killed."""
+    processes = []
+
+    def start(*arguments):
+        command = [sys.executable, "-m", "experiments.entry", *arguments, "--output", str(tmp_path / "out")]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def _children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def _wait_for(condition, seconds=30):
+def _wait_for(condition, seconds=200):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -199,13 +209,13 @@ def _wait_for(condition, seconds=30):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
-def test_a_rank_that_is_killed_ends_the_run_with_its_name(tmp_path):
-    process = _spawned(tmp_path, "record", "torch", "gpt-tiny", "--steps", "5000")
+def test_a_rank_that_is_killed_ends_the_run_with_its_name(tmp_path, spawned):
+    process = spawned("record", "torch", "gpt-tiny", "--steps", "5000")
     _wait_for(lambda: list(tmp_path.rglob("step00000.safetensors")))
     ranks = [pid for pid in _children(process.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=100)
     assert process.returncode == 2
     assert "failed, and the others were ended" in said and "crossframe: " in said
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
@@ -214,11 +224,48 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
-def test_a_parity_run_that_is_terminated_ends_what_it_started(tmp_path):
-    process = _spawned(tmp_path, "parity", "gpt-tiny", "--steps", "5000")
+def test_a_parity_run_that_is_terminated_ends_what_it_started(tmp_path, spawned):
+    process = spawned("parity", "gpt-tiny", "--steps", "5000")
     _wait_for(lambda: list(tmp_path.rglob("step00000.safetensors")))
     started = [pid for child in _children(process.pid) for pid in (child, *_children(child))]
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM
-    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), seconds=10)
+    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
+
+
+TRAINS_FOR_EVER = """
+import os, torch, torch.distributed as dist
+from experiments.net import net
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(net())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+while True:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("what", ["model", "script"])
+def test_a_signal_to_record_alone_ends_its_ranks(tmp_path, spawned, what, number):
+    if what == "script":
+        (tmp_path / "train.py").write_text(TRAINS_FOR_EVER)
+        (tmp_path / "experiments").mkdir()  # its own, not the project's
+        (tmp_path / "experiments" / "__init__.py").touch()
+        (tmp_path / "experiments" / "net.py").write_text("import torch\nnet = lambda: torch.nn.Linear(4, 4)\n")
+        process = spawned("record", str(tmp_path / "train.py"), "--nproc-per-node", "2")
+    else:
+        process = spawned("record", "torch", "gpt-tiny", "--steps", "5000")
+    _wait_for(lambda: list(tmp_path.rglob("step00000.safetensors")))
+    started = [pid for child in _children(process.pid) for pid in (child, *_children(child))]
+    assert len(started) >= 3
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert "Traceback" not in said
+    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
+    status, said = run("compare", tmp_path / "out", tmp_path / "out")
+    assert status == 2 and "cut off" in said

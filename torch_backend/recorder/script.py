@@ -1,4 +1,4 @@
-"""A script's training, recorded with nothing changed in it: `python -m torch_backend.recorder.script OPTIONS SCRIPT ARGUMENTS`.
+"""A script's training, recorded with nothing changed in it. `crossframe record SCRIPT` starts `main` or `launch` in a process.
 
 What is recorded is told by what the script does. An optimizer that is made is noted, with the parameters that it holds. The first
 module that is called by no other, with gradients enabled, and has all the parameters of an optimizer, is the model; the recording
@@ -7,7 +7,9 @@ of other parameters makes this no one training: that is refused, and a `Recorder
 """
 
 import json
+import os
 import runpy
+import signal
 import sys
 import traceback
 import weakref
@@ -21,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from crossframe.errors import CrossframeError, UsageError
+from crossframe.processes import module_command
 from torch_backend.recorder.around import replaced
 from torch_backend.recorder.recorder import Recorder
 from torch_backend.recorder.watch import in_backward
@@ -142,7 +145,7 @@ def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -
         directory, options: of `Recorder`.
     """
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path.insert(0, str(Path(script).resolve().parent))
     recorder = ScriptRecorder(directory, **options)
     try:
         with recorder.watching():
@@ -166,8 +169,35 @@ def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -
     return 0
 
 
-if __name__ == "__main__":
-    _options, _script, *_arguments = sys.argv[1:]
-    _given = json.loads(_options)
-    _given["windows"] = [tuple(window) for window in _given["windows"]]
-    sys.exit(run(_script, _arguments, **_given))
+def main() -> int:
+    """Run and record: OPTIONS SCRIPT ARGUMENTS are on the command line, OPTIONS as JSON. Returns the exit status."""
+    options, script, *arguments = sys.argv[1:]
+    given = json.loads(options)
+    given["windows"] = [tuple(window) for window in given["windows"]]
+    try:
+        return run(script, arguments, **given)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise
+
+
+def launch() -> int:
+    """torchrun, whose processes run `main`; returns the exit status.
+
+    NPROC_PER_NODE OPTIONS SCRIPT ARGUMENTS are on the command line.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    nproc_per_node, *arguments = sys.argv[1:]
+    python, *rest = module_command(f"{__name__}:{main.__name__}", arguments)
+    try:
+        torchrun(["--standalone", "--nproc-per-node", nproc_per_node, "--no-python", python, "-u", *rest])
+    except SignalException as ended:
+        return 128 + ended.sigval
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,48 @@
+"""Runs a function of this project in a process of its own: `python -P .../crossframe/child.py PARENT MODULE:FUNCTION ARGUMENTS`.
+
+It is started by its path (`crossframe.processes.module_command`), and finds the project's packages beside its own folder, before
+any packages of the same names in the current folder or on PYTHONPATH.
+"""
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+_ROOT = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = frozenset({"crossframe", "torch_backend", "jax_backend"})
+_RESEARCH = "experiments"
+
+
+class _Finder:
+    """Finds packages in the folder of the project.
+
+    Args:
+        names: of the packages.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        return PathFinder.find_spec(name, [_ROOT]) if name in self._names else None
+
+
+def _main() -> None:
+    _, parent, target, *sys.argv[1:] = sys.argv
+    module, _, function = target.partition(":")
+    # A training script may have a package `experiments` of its own.
+    own = _LIBRARIES | {_RESEARCH} if module.partition(".")[0] == _RESEARCH else _LIBRARIES
+    sys.meta_path.insert(0, _Finder(own))  # type: ignore[arg-type]
+    from crossframe.processes import end_with_parent
+
+    end_with_parent(int(parent))
+    sys.exit(getattr(import_module(module), function)())
+
+
+if __name__ == "__main__":
+    _main()
+elif __name__ == "__mp_main__":  # a process of multiprocessing that such a process started
+    sys.meta_path.insert(0, _Finder(_LIBRARIES | {_RESEARCH}))  # type: ignore[arg-type]

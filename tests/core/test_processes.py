@@ -1,0 +1,112 @@
+"""Processes that a command starts end with it, whatever ends it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAMILY = 3  # a process of multiprocessing, a program, and the program's child
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="finds processes by /proc")
+
+
+def runs(process_id):
+    """Whether a process runs: one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition):
+    """Wait for a condition; a test that waits in vain fails."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Start the command of `family` in a session of its own, and wait until all its processes run."""
+    left = []
+
+    def start(manner="", ignored=()):
+        def ignore():
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.core.family", str(tmp_path), manner],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=ignore,
+        )
+        left.append(process.pid)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == FAMILY)
+        family = [int(path.name) for path in tmp_path.iterdir()]
+        left.extend(family)
+        return process, family
+
+    yield start
+    for process_id in left:
+        if runs(process_id):
+            os.kill(process_id, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_to_the_command_ends_its_family(started, tmp_path, number):
+    process, family = started()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert not any(map(runs, family))
+    assert "Traceback" not in said and (tmp_path / "unwound").exists()
+
+
+def test_children_of_a_killed_command_end_themselves(started):
+    process, family = started()
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: not any(map(runs, family)))
+
+
+def test_a_second_signal_kills_children_that_ignore_the_first(started):
+    process, family = started("stubborn")
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: [each for each in family if not runs(each)])  # the process of multiprocessing, which does not
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    wait_until(lambda: not any(map(runs, family)))
+
+
+def test_sighup_stays_ignored_under_nohup(started):
+    process, _ = started(ignored=[signal.SIGHUP])
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_own_packages_are_found_from_any_folder(tmp_path):
+    for name in ("crossframe", "experiments", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('of the user')")
+    # The user's folder is on PYTHONPATH of what is started, not of what starts it.
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); os.environ['PYTHONPATH'] = '.'\n"
+        "from crossframe.processes import module_command, run\n"
+        "sys.exit(run(module_command('crossframe.processes:received_signal', []))[0])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
