@@ -32,8 +32,8 @@ from tests.on_torch.models import Net, build_net, loss_of
 from tests.on_torch.ranks import start_process
 from torch_backend.observe import Observer, observe
 
-# What a process takes to raise, print a traceback and be gone on a busy machine.
-SLACK_SECONDS = 6.0
+# What a process takes at most to raise, print a traceback and be gone, on a machine that does much else.
+SLACK_SECONDS = 30.0
 
 # FSDP1 with its flat parameters or the original ones, and FSDP2; at 4 ranks FSDP2 also with shards of 2 ranks between forward and
 # backward (R08), and with 2 replicas of 2 shards.

@@ -7,6 +7,8 @@ from functools import cache
 import pytest
 import torch
 
+from crossframe.errors import UsageError
+from tests.on_torch import histories
 from tests.on_torch.differential import around_departures, check, failure_of, shrink
 from tests.on_torch.differential_fsdp1 import HYBRIDS, STRATEGIES, WrapOptions, draw_case
 from tests.on_torch.exceptions import BUGS, DEPARTURES, MENDED
@@ -122,6 +124,8 @@ PLAIN = Case(Tree(Node(children=(Node("vector"),), unit=True)), WrapOptions())
         (torch.tensor([1.0]), None),
         (["a", "b"], ["b", "a"]),
         (ValueError("no"), torch.tensor([1.0])),
+        (ValueError("no"), TypeError("no")),
+        (RuntimeError("no memory"), RuntimeError("no such name")),
     ],
 )
 def test_R32_histories_that_differ_in_a_bit_differ(theirs, ours):
@@ -131,6 +135,14 @@ def test_R32_histories_that_differ_in_a_bit_differ(theirs, ours):
     assert difference([("grad", theirs)], [("grad", theirs)] * 2, PLAIN)
 
 
+def test_R32_an_error_of_torchs_kind_and_words_is_the_same(monkeypatch):
+    theirs, ours = [("raises", ValueError("scalars are not supported"))], [("raises", UsageError("'w' has no dims"))]
+    assert difference(theirs, [("raises", UsageError("scalars are not supported"))], PLAIN) == ""
+    assert difference(theirs, ours, PLAIN)
+    monkeypatch.setattr(histories, "MEANINGS", (("scalars are not", "has no dims"),))
+    assert difference(theirs, ours, PLAIN) == ""
+
+
 def test_R32_a_bound_lets_rounding_pass_and_nothing_else():
     case = replace(PLAIN, bits=False, world_size=3)
     one = torch.tensor([1.0, 2.0], dtype=torch.float64)
@@ -138,9 +150,11 @@ def test_R32_a_bound_lets_rounding_pass_and_nothing_else():
     assert difference([("grad", one)], [("grad", one * (1 + 1e-7))], case)
 
 
-def test_R32_what_has_blown_up_is_not_held_to_the_bound():
+def test_R32_both_blow_up_at_one_entry_or_differ():
     case = replace(PLAIN, bits=False, world_size=3)
     large, nan = torch.tensor([2.0**21]), torch.tensor([float("nan")])
     assert difference([("grad", large)], [("grad", large * 2)], case) == ""
     assert difference([("grad", nan)], [("grad", large)], case) == ""
     assert difference([("grad", large)], [("grad", large * 2)], PLAIN)
+    assert "ours did not" in difference([("grad", nan)], [("grad", torch.ones(1))], case)
+    assert difference([("grad", torch.ones(1))], [("grad", nan)], case)
