@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -146,6 +147,33 @@ def train(
             optimizer.step()
             record.step(loss=total)
             optimizer.zero_grad()
+
+
+def train_and_tell(
+    rank: int, world_size: int, kind: str, directory: str, schedule: dict[str, Any] | None
+) -> list[list[bytes]]:
+    """By step the bits of this rank's loss, gradients and parameters, of a run that is recorded so, or not at all."""
+    torch.manual_seed(0)
+    model, found = KINDS[kind](Net()), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    made = nullcontext() if schedule is None else Recorder(directory, model=model, optimizer=optimizer, **schedule)
+    with made as record:
+        for step in range(4):
+            (tokens,) = batches(step, rank, world_size)
+            loss = functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            if record is not None:
+                record.step(loss=loss.item())
+            held = [loss, *(each for param in model.parameters() for each in (param, param.grad) if each is not None)]
+            found.append([_bits(each.detach()) for each in held])
+            optimizer.zero_grad()
+    return found
+
+
+def _bits(tensor: Tensor) -> bytes:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.contiguous().view(-1).numpy().tobytes()
 
 
 def train_with_checkpointing(rank: int, world_size: int, kind: str, directory: str, reentrant: bool) -> None:

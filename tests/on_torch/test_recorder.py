@@ -24,6 +24,7 @@ from tests.on_torch.recorded_loops import (
     Net,
     batches,
     train,
+    train_and_tell,
     train_with_checkpointing,
     train_without_a_rank,
     where,
@@ -74,6 +75,18 @@ def test_every_kind_of_sharding_records_the_run_of_one_device(ranks, tmp_path, a
     assert modules == {"", "embed", "head", "blocks.0", "blocks.1"} | {
         f"blocks.{i}.{name}" for i in range(2) for name in ("norm", "up", "down")
     }
+
+
+@pytest.mark.parametrize("kind", ["ours fsdp1", "ours fsdp2"])
+def test_recording_changes_no_bit_of_training(ranks, tmp_path, kind):
+    plain = ranks.run(2, train_and_tell, kind, "", None)
+    # Densely, not at all, sparsely, and densely in a window.
+    schedule = {"dense": 1, "every": 2, "windows": [(3, 4)]}
+    directory = where(tmp_path, "mixed")
+    assert ranks.run(2, train_and_tell, kind, directory, schedule) == plain
+    recording = Recording.open(directory)
+    assert [step for step in range(4) if recording.activations(step)] == [0, 3]
+    assert recording.recorded_steps() == (0, 2, 3) and len(plain[0][0]) > 10
 
 
 def is_mean(local, reduced):
