@@ -86,6 +86,7 @@ def initialise_sharded(
     }
     specs = [UnitSpec(unit.name, tuple(spec for each in unit.buckets for spec in each.params)) for unit in named]
     modules = _innermost(model)
+    tied_to = {state_key(name): state_key(kept) for name, kept in (tied_to or {}).items()}
     plan = _plan(modules, specs, tied_to)
     for unit in (each.unit for each in named):
         shards = [bucket.store.buffer for bucket in unit.buckets if bucket.store.buffer.is_meta]

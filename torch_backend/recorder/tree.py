@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from crossframe.errors import UsageError
-from crossframe.state import COMPILED, WRAPPERS
+from crossframe.state import COMPILED, WRAPPERS, canonical_name
 from torch_backend.torch_classes import derives_from_torch
 
 _DDP = "DistributedDataParallel"
@@ -101,10 +101,11 @@ def choose_units(model: nn.Module, units: Any) -> set[str]:
     if hasattr(units, "overrides") or (callable(units) and not isinstance(units, type)):
         return _by_policy(named, units)
     given = [units] if isinstance(units, str | type) else list(units) if isinstance(units, Collection) else [units]
-    names = {each for each in given if isinstance(each, str)}
+    texts = {each for each in given if isinstance(each, str)}
     classes = tuple(each for each in given if isinstance(each, type) and issubclass(each, nn.Module))
-    if len(names) + len(classes) < len(set(given)):
+    if len(texts) + len(classes) < len(set(given)):
         raise UsageError(f"units: expected names or classes of modules, or a wrapping policy, got {units!r}")
+    names = {canonical_name(each) for each in texts}
     if unknown := sorted(names - set(named)):
         raise UsageError(f"units: no module is called {unknown[0]!r}; expected names among {sorted(named)[:8]} ...")
     return names | {name for name, module in named.items() if isinstance(module, classes)} - {""}
