@@ -5,11 +5,14 @@ read later is compared with what was verified (`VerifiedFile`), and files are re
 cut off ends the process with SIGBUS.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,6 +82,24 @@ def _check_regular(path: Path | str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
         raise FileError(path, f"expected a file, got {kind}")
+
+
+@contextmanager
+def folder_lock(path: Path) -> Iterator[bool]:
+    """Hold the lock of a folder, which ends with the process; whether it is held: not where another process has it. A disk that
+    has no locks is as if it were held."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except BlockingIOError:
+            held = False
+        except OSError:
+            held = True
+        yield held
+    finally:
+        os.close(descriptor)
 
 
 def read_bytes(path: Path | str, most_bytes: int) -> bytes:

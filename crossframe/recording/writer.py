@@ -1,7 +1,6 @@
 """Writing a recording: the manifest by one process, then one `RecordingWriter` a rank."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.errors import RecordingError
+from crossframe.files import folder_lock
 from crossframe.mesh import check_rank
 from crossframe.recording import lines
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
@@ -66,29 +66,15 @@ def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bo
         except (TypeError, ValueError) as error:
             raise RecordingError(f"manifest fields 'settings' and 'versions': expected JSON, but {error}") from None
         path.mkdir(parents=True, exist_ok=True)
-        with _alone(path):
+        with folder_lock(path) as held:
+            if not held:
+                raise RecordingError(_taken(path))
             _publish(path, manifest, _replaceable(path, overwrite))
     except OSError as error:
         raise RecordingError(
             f"{shown_path(path)}: no recording can begin there ({error.strerror or error}); make space, or pass another directory"
         ) from error
     return path
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of a directory, which ends with the process; RecordingError if another job holds it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecordingError(_taken(path)) from None
-        except OSError:
-            pass  # a disk without locks
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _publish(path: Path, manifest: Manifest, old: list[Path]) -> None:

@@ -4,10 +4,11 @@ A checkpoint is saved at the step at which the run goes on and at the one before
 that it holds is forgotten, and the newest is loaded. Buffers stay: they are in no checkpoint.
 """
 
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from crossframe.checkpoint import remove
 from experiments.parity.settings import RunSettings
 
 
@@ -23,6 +24,14 @@ def _saved(settings: RunSettings, step: int, output: Path) -> tuple[Path, Path] 
         return None
     folder = output.with_name(f"{output.name}-checkpoints")
     return folder, folder / f"step{step:05d}"
+
+
+def _remove(folder: Path, resume_at: int) -> None:
+    """Remove both checkpoints, and their folder where nothing else is in it."""
+    for step in (resume_at - 1, resume_at):
+        remove(folder / f"step{step:05d}")
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def resume_torch(settings: RunSettings, step: int, output: Path, model: Any, optimizer: Any) -> None:
@@ -48,7 +57,7 @@ def resume_torch(settings: RunSettings, step: int, output: Path, model: Any, opt
         optimizer.state.clear()
         load_torch(newest(folder), model, optimizer)
         if dist.get_rank() == 0:
-            shutil.rmtree(folder)
+            _remove(folder, step)
 
 
 def load_torch(path: Path, model: Any, optimizer: Any) -> None:
@@ -75,7 +84,7 @@ def resume_jax(
     if step == settings.resume_at:
         empty = jax.tree.map(jnp.zeros_like, sharded)
         sharded, opt_state = load_jax(newest(folder), empty, optimizer.init(empty))
-        shutil.rmtree(folder)
+        _remove(folder, step)
     return sharded, opt_state
 
 

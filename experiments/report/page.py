@@ -2,12 +2,16 @@
 
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from crossframe.errors import UsageError
+from crossframe.files import folder_lock
+from crossframe.shown import shown_path
 from crossframe.trace import COLLECTIVES
 from experiments.report import words
 from experiments.report.build import PairSeries, world_text
@@ -20,11 +24,17 @@ def write_report(directory: str | Path, report: dict[str, Any], series: Sequence
 
     Args:
         report, series: what `report_of` returned; one series a pair.
+
+    Raises:
+        UsageError: another process writes a report there.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    _write(path / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
-    _write(path / "report.html", page(report, series))
+    with folder_lock(path) as held:
+        if not held:
+            raise UsageError(f"{shown_path(path)}: another process writes a report there; pass another directory")
+        _write(path / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
+        _write(path / "report.html", page(report, series))
     return path / "report.html"
 
 
@@ -79,6 +89,6 @@ def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from crossframe.errors import RecordingError
+from crossframe.errors import RecordingError, UsageError
+from crossframe.files import folder_lock
 from crossframe.recording import Manifest, Recording, RecordingWriter, create_recording
+from experiments.report import write_report
 from tests.core import synthetic
 
 
@@ -26,7 +28,8 @@ def test_of_jobs_that_begin_at_once_one_records(tmp_path, overwrite):
     script = f"""
 import sys
 from pathlib import Path
-from crossframe.errors import RecordingError
+from crossframe.errors import RecordingError, UsageError
+from crossframe.files import folder_lock
 from tests.core import synthetic
 made = synthetic.manifest()
 print(made.token, flush=True)
@@ -78,6 +81,19 @@ def test_a_rank_of_another_job_does_not_enter(tmp_path):
         RecordingWriter(tmp_path, second, 1)
     with pytest.raises(RecordingError, match="expected 3 whole steps"), RecordingWriter(tmp_path, first, 1):
         pass
+
+
+def test_a_folder_that_is_in_use_is_told(tmp_path):
+    with folder_lock(tmp_path) as held:
+        assert held
+        with folder_lock(tmp_path) as again:
+            assert not again
+        with pytest.raises(RecordingError, match="another job began to record here at the same time"):
+            create_recording(tmp_path, synthetic.manifest())
+        with pytest.raises(UsageError, match="another process writes a report there; pass another directory"):
+            write_report(tmp_path, {}, [])
+    assert not list(tmp_path.iterdir())
+    create_recording(tmp_path, synthetic.manifest())
 
 
 @pytest.mark.parametrize("name", ["rank00000-notes", "rank7", "twin1", "rankings", "manifest.json.parts"])
@@ -135,7 +151,8 @@ def test_a_full_disk_is_named(tmp_path, limit):
     script = f"""
 import resource, signal, sys
 from pathlib import Path
-from crossframe.errors import RecordingError
+from crossframe.errors import RecordingError, UsageError
+from crossframe.files import folder_lock
 from tests.core import synthetic
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))

@@ -28,6 +28,8 @@ def record_all(rank: int, runs: Sequence[Run], folder: str) -> list[str | None]:
     said: list[str | None] = []
     for run in runs:
         path = Path(folder, run.folder)
+        existed = path.exists()
+        dist.barrier()  # nobody makes it before all have looked
         try:
             for twin in range(run.twins + 1):
                 record(run, path, rank, twin)
@@ -35,7 +37,7 @@ def record_all(rank: int, runs: Sequence[Run], folder: str) -> list[str | None]:
         except Exception as error:
             said.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
         dist.barrier()
-        if rank == 0 and said[-1] is not None:
+        if rank == 0 and said[-1] is not None and not existed:
             shutil.rmtree(path, ignore_errors=True)
     return said
 
