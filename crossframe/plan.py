@@ -20,7 +20,7 @@ from crossframe.shown import shown
 from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
 from crossframe.units import enclosing_unit
-from crossframe.unshard import Truth, authoritative
+from crossframe.unshard import shard_is_full
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def step_plan(
         microbatches: forwards and backwards before the optimizer steps.
         sync: which of them reduce their gradients.
 
-    On a mesh of one shard nothing is gathered, and nothing is freed but low-precision copies: the shard itself is full (R14).
+    On a mesh of one shard nothing is gathered, and nothing is freed but copies: a line in full precision is full as it is (R14).
     Gradients are summed over replicas once they are reduced over the shard group (R28).
 
     Raises:
@@ -348,7 +348,7 @@ class _Planner:
 
 def _is_shard(bucket: PlannedBucket) -> bool:
     """Whether its full parameters are the shard itself (R14)."""
-    return authoritative(bucket.layout, cast=bucket.precision.is_mixed) is Truth.FULL_STORAGE
+    return shard_is_full(bucket.layout, cast=bucket.precision.is_mixed)
 
 
 def _trained(unit: PlannedUnit) -> bool:

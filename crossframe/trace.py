@@ -12,7 +12,7 @@ ALL_TO_ALL = "all_to_all"  # shards go over to another layout (R36): between ste
 
 FREE = "free"  # the full parameters are given back
 RESHARD_TO_GROUP = "reshard_to_group"  # all of them but a smaller group's shard (R08)
-CAST = "cast"  # full parameters in a low precision are made where there is nothing to gather
+CAST = "cast"  # a copy that serves as full parameters is made where there is nothing to gather
 COMPUTE = "compute"  # the unit's forward or backward
 STEP = "step"  # the optimizer
 

@@ -18,22 +18,34 @@ class Truth(Enum):
     FULL_STORAGE = "full storage"
 
 
-def authoritative(layout: Layout, *, cast: bool = False, moved: bool = False) -> Truth:
-    """Where the values of a bucket live once its parameters are full: in their own storage if that is the shard itself, so that
-    nothing is gathered, copied or freed (R14, R20).
+def authoritative(layout: Layout, *, moved: bool = False) -> Truth:
+    """Where the values of a bucket live that a user is shown in full: where nothing is sharded, in their own storage (R14, R20).
 
     Args:
-        layout: of the bucket. Over one rank, its shard and its unsharded buffer are laid out alike.
+        layout: of the bucket.
+        moved: whether its shard lives on another device than where it computes.
+    """
+    return Truth.SHARDS if layout.world_size > 1 or moved else Truth.FULL_STORAGE
+
+
+def shard_is_full(layout: Layout, *, cast: bool = False, moved: bool = False) -> bool:
+    """Whether a module computes with the shard itself, so that nothing is gathered, copied or freed (R14).
+
+    A line over one rank is its own unsharded buffer. Per parameter it is not: each parameter is aligned there as if it had memory
+    of its own, since kernels may add in another order where it is not. Full parameters are therefore a copy, as in torch.
+
+    Args:
+        layout: of the bucket.
         cast: whether the full parameters have another dtype than the shard.
         moved: whether they are on another device.
 
-    >>> from crossframe.layout import PerParamLayout
+    >>> from crossframe.layout import PerParamLayout, RaggedLayout
     >>> from crossframe.params import ParamSpec
-    >>> alone, shared = (PerParamLayout((ParamSpec("w", (3, 3)),), size) for size in (1, 2))
-    >>> [authoritative(alone).name, authoritative(alone, cast=True).name, authoritative(shared).name]
-    ['FULL_STORAGE', 'SHARDS', 'SHARDS']
+    >>> line, rows = (kind((ParamSpec("w", (3, 3)),), 1) for kind in (RaggedLayout, PerParamLayout))
+    >>> shard_is_full(line), shard_is_full(line, cast=True), shard_is_full(line.over(2)), shard_is_full(rows)
+    (True, False, False, False)
     """
-    return Truth.SHARDS if layout.world_size > 1 or cast or moved else Truth.FULL_STORAGE
+    return layout.world_size == 1 and layout.contiguous and not cast and not moved
 
 
 class ExitStep(Enum):

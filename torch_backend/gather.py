@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from crossframe.errors import CollectiveError
 from crossframe.layout import Column, Layout
-from crossframe.unshard import Truth, authoritative
+from crossframe.unshard import shard_is_full
 from torch_backend.collectives import Communicator, Work
 from torch_backend.streams import Streams
 
@@ -25,8 +25,8 @@ class GatherBuffer:
     the storage but not the version counter, and the gather writes through `full` and what is in `_places`. A user's in-place
     write to a leaf still counts.
 
-    [Note: the shard itself] Where nothing is sharded, cast or moved, the shard is the full parameters, in every layout. Then
-    `full` is the shard's own buffer, nothing is ever gathered or freed, and whatever is written persists (R14, R20).
+    [Note: the shard itself] Where a line is not sharded, cast or moved, the shard is the full parameters. Then `full` is
+    the shard's own buffer, nothing is ever gathered or freed, and whatever is written persists (R14, R20).
 
     Attributes:
         full: shape (unsharded_numel,), on the device and in the dtype of compute.
@@ -53,7 +53,7 @@ class GatherBuffer:
         self._streams, self._limited = streams, limited
         cast, moved = dtype != shard.dtype, device != shard.device
         self._converts = cast or moved
-        self.is_shard = authoritative(layout, cast=cast, moved=moved) is Truth.FULL_STORAGE
+        self.is_shard = shard_is_full(layout, cast=cast, moved=moved)
         self.full = shard if self.is_shard else torch.empty(layout.unsharded_numel, dtype=dtype, device=device)
         self._num_bytes = self.full.nbytes
         self.leaves = [

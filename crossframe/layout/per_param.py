@@ -146,8 +146,7 @@ class PerParamLayout:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter starts in the unsharded buffer that it is copied out to, in elements. Each has room for its
-        whole column, so that the copy is one strided read, and starts at a multiple of UNSHARDED_ALIGNMENT_BYTES. Over one
-        rank there is nothing to copy: the shard is the unsharded buffer."""
+        whole column, so that the copy is one strided read, and starts at a multiple of UNSHARDED_ALIGNMENT_BYTES."""
         return self._unsharded_bounds[:-1]
 
     @property
@@ -157,7 +156,7 @@ class PerParamLayout:
 
     @cached_property
     def _unsharded_bounds(self) -> tuple[int, ...]:
-        alignment = 1 if self.world_size == 1 else UNSHARDED_ALIGNMENT_BYTES // itemsize(self.dtype)
+        alignment = UNSHARDED_ALIGNMENT_BYTES // itemsize(self.dtype)
         bounds = [0]
         for column in self.columns:
             end = bounds[-1] + column.width * self.world_size

@@ -77,7 +77,6 @@ class Layout(Protocol):
 
     `contiguous` says that each parameter is one unbroken run of the gathered buffer, which then is the unsharded buffer
     too. Otherwise parameter i is `columns[i]` of it, and is copied out. In the unsharded buffer it starts at `offsets[i]`.
-    Over one rank the shard, the gathered buffer and the unsharded buffer are laid out alike.
 
     `find(i, start, stop)` yields what holds elements `start:stop` of parameter i, clipped to them, as pieces of one run,
     in the order of the elements; its time grows with what it yields, not with the world. `over(world_size)` is the same

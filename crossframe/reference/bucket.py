@@ -15,7 +15,7 @@ from crossframe.reduction import Missing, ReductionStep, factors_of, missing_gra
 from crossframe.reference.collectives import all_gather, over_groups
 from crossframe.reference.optim import Optimizer, State
 from crossframe.reference.unit import Params, ReferenceUnit
-from crossframe.unshard import ExitStep, Truth, authoritative, shows_grad
+from crossframe.unshard import ExitStep, Truth, authoritative, shard_is_full, shows_grad
 
 Grads = dict[str, np.ndarray]
 
@@ -66,14 +66,19 @@ class LiveBucket:
     @property
     def full_is_truth(self) -> bool:
         """Whether what is gathered is no copy, so that it cannot go stale."""
-        return authoritative(self.layout, cast=self.precision.is_mixed) is Truth.FULL_STORAGE
+        return shard_is_full(self.layout, cast=self.precision.is_mixed)
 
     # Parameters
 
-    def gather(self, dtype: str) -> None:
-        """Fill every rank's full buffer from the shards, in a dtype (R33)."""
+    def gather(self, dtype: str, *, shown: bool = False) -> None:
+        """Fill every rank's full buffer from the shards, in a dtype (R33).
+
+        Args:
+            shown: for a user, who edits the shard itself where nothing is sharded (R20).
+        """
         self.full_layout = self.layout
-        if authoritative(self.layout, cast=dtype != self.precision.stored) is Truth.FULL_STORAGE:
+        cast = dtype != self.precision.stored
+        if shard_is_full(self.layout, cast=cast) or (shown and self.truth is Truth.FULL_STORAGE and not cast):
             self.full = list(self.unit.shards)
         else:
             self.full = list(self.unit.gather([shard.astype(numpy_dtype(dtype)) for shard in self.unit.shards]))

@@ -244,7 +244,7 @@ class LiveUnit:
         self.reshard()
         self.move(Move.GATHER)
         for bucket in self.buckets:
-            bucket.gather(bucket.precision.stored)
+            bucket.gather(bucket.precision.stored, shown=True)
             if request.with_grads:
                 bucket.show_grads()
         self.move(Move.SUMMON)

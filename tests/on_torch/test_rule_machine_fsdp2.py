@@ -43,7 +43,7 @@ def test_R17_what_is_excepted_differs_as_stated(ranks, key):
 
 # Faults that the machine and those who wrote it found, which are mended; and what short random programs seldom meet.
 MENDED: dict[str, tuple[Setup, Program]] = {
-    "R14, R20: on one shard edits of full parameters persist": (
+    "R14, R20: on one shard edits of full parameters are lost": (
         Setup((2, 1)),
         [*EVALUATE, EDIT, RESHARD, *EVALUATE, *TRAIN],
     ),
