@@ -119,7 +119,7 @@ def put(path: Path, value: Any) -> str:
 
 
 def replaced(tree: Any) -> Iterator[tuple[str, Any]]:
-    """(what was done, a copy) of a JSON tree: each of its values gone, twice, and replaced by each of `VALUES`."""
+    """(what was done, a copy) of a JSON tree: each of its values gone, and replaced by each of `VALUES`."""
     for keys in list(_paths(tree)):
         *before, last = keys
         for i, value in enumerate(VALUES):
