@@ -1,5 +1,8 @@
 """Units of several modules, in every place that goes through the units of a model."""
 
+from importlib.util import find_spec
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_backend
 from crossframe.recording import Recording
@@ -255,3 +259,30 @@ def _in_part(rank, world_size, folder):
 
 def test_part_of_a_list_unit_is_refused(ranks, tmp_path):
     ranks.run(2, _in_part, str(tmp_path))
+
+
+def _sharded_by_transformers(rank, world_size, folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import fsdp
+
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 16}
+    config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=16, tie_word_embeddings=False, **sizes)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    plain = {name: param.detach().clone() for name, param in model.named_parameters()}
+    plan = {f"model.layers.{i}": "free_full_weight" for i in range(2)}
+    plan |= {"lm_head": "keep_full_weight", "model.norm": "keep_full_weight"}
+    mesh = SimpleNamespace(get_mesh=lambda _: init_device_mesh("cpu", (world_size,)))
+    with stand_in():
+        fsdp.apply_fully_sharded_data_parallelism(model, mesh, plan, {})
+    assert "model.norm, lm_head" in {unit.name for unit in named_units(model)}
+    save_checkpoint(f"{folder}/saved", model)
+    other = LlamaForCausalLM(config)
+    torch_backend.fully_shard(other)
+    load_checkpoint(f"{folder}/saved", other)
+    _check_equal(_values(other), plain)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="not installed")
+def test_lists_of_transformers_are_saved(ranks, tmp_path):
+    ranks.run(2, _sharded_by_transformers, str(tmp_path), seconds=180)
