@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from crossframe.errors import LayoutError, MappingError, UnitError, UsageError
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
+from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.names import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.shown import shown
 from crossframe.units import Slot, assign_units
 from jax_backend.tree import Bucket, ParamTree, dtype_name, leaves_by_path
-
-LAYOUTS = ("flat", "per_param", "ragged")
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,13 @@ class Options:
             "dims": ("a function of a ParamSpec, or None", self.dims is None or callable(self.dims)),
             "blocks": ("a function of a ParamSpec, or None", self.blocks is None or callable(self.blocks)),
             "keep_original": ("a bool", isinstance(self.keep_original, bool)),
-            "layout": (f"one of {LAYOUTS}", isinstance(self.layout, str)),
+            "layout": (f"one of {LAYOUT_KINDS}", isinstance(self.layout, str)),
         }
         for name, (expected, holds) in kinds.items():
             if not holds:
                 raise UsageError(f"{name}: expected {expected}, got {shown(getattr(self, name))}")
-        if self.layout not in LAYOUTS:
-            raise UsageError(f"layout: expected one of {LAYOUTS}, got {self.layout!r}")
+        if self.layout not in LAYOUT_KINDS:
+            raise UsageError(f"layout: expected one of {LAYOUT_KINDS}, got {self.layout!r}")
         if self.mp_policy is not None and not isinstance(self.mp_policy, PrecisionPolicy):
             raise UsageError(
                 f"mp_policy: expected a PrecisionPolicy, got {type(self.mp_policy).__name__}; for bfloat16 compute "

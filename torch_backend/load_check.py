@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
 
 from crossframe.errors import AgreementError, StateDictError
-from crossframe.state import StateKind, state_key
-from torch_backend.exposure.flat import FLAT_PARAM
+from crossframe.state import FLAT_PARAM, StateKind, state_key
 from torch_backend.exposure.registration import ShardedParams
 from torch_backend.piece_moves import is_over
 from torch_backend.piece_tensor import PieceTensor

@@ -18,13 +18,12 @@ from crossframe.shown import shown
 from crossframe.state import state_key
 from torch_backend.collectives import Communicator, default_process_group
 from torch_backend.optim_state_dict import Names, Owned, refuse_rank0_only
+from torch_backend.optimizer_state import TITLE
 from torch_backend.piece_moves import from_rows, is_over, part_of_dtensor
 from torch_backend.rounds import agree, withdraw
 from torch_backend.sharded_tensors import rows_of_sharded_tensor
 from torch_backend.state_dict import places_of
 from torch_backend.unit import unit_of
-
-TITLE = "loading of optimizer state"
 
 
 def to_load(

@@ -20,6 +20,7 @@ from torch_backend.rounds import agree, withdraw
 
 TITLE = "loading of optimizer state"
 
+
 # State by parameter (or what stands for it) and by its name in the optimizer.
 State = Mapping[Any, Mapping[Hashable, Any]]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import UnsupportedError, UsageError
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
+from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
 from torch_backend.collectives import UnitMesh
 from torch_backend.data_mesh import DataMesh
 from torch_backend.exposure import DTensorExposure, Exposure, PieceExposure
@@ -21,7 +21,6 @@ from torch_backend.slots import OwnedParam, local_of
 from torch_backend.store import ShardStore
 from torch_backend.torch_classes import as_ours
 
-LAYOUTS = ("per_param", "flat", "ragged")
 BlockFn = Callable[[nn.Parameter], int]
 
 
@@ -50,8 +49,8 @@ class ShardParts:
     _placed: dict[str, Placed] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in LAYOUTS:
-            raise UsageError(f"fully_shard: expected layout to be one of {', '.join(LAYOUTS)}, got {self.kind!r}")
+        if self.kind not in LAYOUT_KINDS:
+            raise UsageError(f"fully_shard: expected layout to be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}")
         if self.block_fn is not None and self.kind != "ragged":
             raise UsageError(
                 f"fully_shard: block_fn says what stays whole under layout='ragged', and the layout is {self.kind!r}"

@@ -8,12 +8,13 @@ from crossframe.layout.overlay import Transfer, overlay
 from crossframe.layout.per_param import PerParamLayout
 from crossframe.layout.pieces import Column, Layout, Padding, Piece, Run, views
 from crossframe.layout.ragged import RaggedLayout
-from crossframe.layout.sharding import LAYOUTS, Sharding, post_forward, post_forward_group, reduced_layout
+from crossframe.layout.sharding import LAYOUT_KINDS, LAYOUTS, Sharding, post_forward, post_forward_group, reduced_layout
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
 
 __all__ = [
     "LAYOUTS",
+    "LAYOUT_KINDS",
     "Column",
     "FlatLayout",
     "Layout",
@@ -68,7 +69,7 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
         case "ragged":
             made = RaggedLayout(params, field("world_size"), optional("blocks"), padded_for=fields.get("padded_for"))
         case _:
-            raise LayoutError(f"unknown layout kind {shown(kind)}: expected 'flat', 'per_param' or 'ragged'")
+            raise LayoutError(f"unknown layout kind {shown(kind)}: expected one of {', '.join(LAYOUT_KINDS)}")
     # Files of formats without places were written by the rules of this version.
     stated, here = fields.get("places", {}), made.places()
     for name in here:

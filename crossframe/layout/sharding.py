@@ -14,6 +14,8 @@ from crossframe.params import ParamSpec, check_unique_names
 from crossframe.shown import shown
 
 LAYOUTS = (FlatLayout, PerParamLayout, RaggedLayout)
+LAYOUT_KINDS = tuple(layout.kind for layout in LAYOUTS)
+"""How arguments, options and recordings name the layouts."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ REDUCE = "reduce"
 NORM = "norm"
 STATE = "state"
 UPDATE = "update"
+COUNT = "step"  # the entry of an optimizer's state that counts its steps
 COLLECTIVE = "collective"
 
 TENSOR_USES = {

@@ -31,6 +31,8 @@ SKETCHES = {"num_sums": NUM_SUMS, "keys": "blake2b, splitmix64"}
 """What a recording states of its sketches. Sketches that were made otherwise cannot be compared with those made here."""
 WHOLE = 512
 """A tensor of so many elements is no larger than its sketch, and is recorded in full."""
+FULL_NUMEL = 1_000_000
+"""With the detail "auto", recorders sketch models of more elements."""
 _ODD = np.uint64(0xD6E8FEB86659FD93)
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Elements at a time, so that what is made of them stays in the cache.

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from crossframe.layout import Sharding
-from crossframe.recording.lines import FORWARD, NORM, STATE
+from crossframe.recording.lines import COUNT, FORWARD, NORM, STATE
 from crossframe.recording.manifest import Manifest
 from crossframe.verdict.judge import Judgement, not_finite
 from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import COUNT, Quantity
+from crossframe.verdict.quantities import Quantity
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from crossframe.verdict.metrics import norm
 
 ACTIVATION = "activation"
 LATE_UPDATE = "late update"
-COUNT = "step"
-"""What the optimizer's count of its steps is called among its state."""
 KINDS = (ACTIVATION, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE, LATE_UPDATE)
 """Kinds of quantities that are computed. What only moves is asked for equal bits, and is of no kind."""
 

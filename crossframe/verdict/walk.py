@@ -17,6 +17,7 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.lines import (
     BACKWARD,
+    COUNT,
     FORWARD,
     NORM,
     PARAMETERS,
@@ -29,7 +30,7 @@ from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.aligned import At, aligned
 from crossframe.verdict.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import COUNT, Quantity
+from crossframe.verdict.quantities import Quantity
 from crossframe.verdict.sides import Side, Sides, activation_name, matched, of_activation, on_rank, put_together
 
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.judge import Judgement
 from crossframe.verdict.locate import Divergence
-from crossframe.verdict.quantities import ACTIVATION, COUNT, Quantity
+from crossframe.verdict.quantities import ACTIVATION, Quantity
 from crossframe.verdict.unseen import Unseen
 
 NOUNS = {

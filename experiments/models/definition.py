@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 
 from crossframe.errors import UnitError, UsageError
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
+from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec, check_params
 from crossframe.shown import shown
 from crossframe.units import enclosing_unit
 from experiments.data import Batch, digits_batch, text_batch
-
-LAYOUT_KINDS = ("flat", "per_param", "ragged")
 
 
 @dataclass(frozen=True)

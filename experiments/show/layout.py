@@ -12,10 +12,10 @@ from rich.console import Console
 from crossframe.draw import layout_svg, layout_text
 from crossframe.draw.amounts import ROOT, ranks_text
 from crossframe.errors import LayoutError, UsageError
-from crossframe.layout import Layout, PerParamLayout, Sharding
+from crossframe.layout import LAYOUT_KINDS, Layout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec, check_rank, check_world_size
 from crossframe.shown import shown
-from experiments.models.definition import LAYOUT_KINDS, ModelShapes
+from experiments.models.definition import ModelShapes
 from experiments.models.shapes import model_shapes
 from experiments.show.words import put, refused, width_of, write_svg
 

@@ -10,12 +10,13 @@ from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text
 from crossframe.errors import UsageError
 from crossframe.faces import Face
+from crossframe.layout import LAYOUT_KINDS
 from crossframe.mesh import check_world_size
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.shown import shown
 from crossframe.strategy import Prefetch, Strategy, Sync
-from experiments.models.definition import LAYOUT_KINDS, ModelShapes
+from experiments.models.definition import ModelShapes
 from experiments.models.shapes import model_shapes
 from experiments.show.words import choice, put, refused, width_of, write_svg
 

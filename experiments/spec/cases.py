@@ -7,7 +7,7 @@ from functools import cache
 from itertools import accumulate, product
 from math import prod
 
-from crossframe.layout import FlatLayout, Layout, PerParamLayout
+from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.params import ParamSpec
 from crossframe.units import Slot, assign_units
 from crossframe.writeback import writeback_copies
@@ -21,9 +21,23 @@ WORLD_SIZES = range(1, 9)
 PAIRS = tuple(product(("float32", "bfloat16"), repeat=2))
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALL_PAIRS = tuple(product(DTYPES, repeat=2))
+KINDS = ("flat", "one flat parameter", "per parameter", "ragged")
 NUM_LISTS_OF_FOUR = 3000
 # Elements count up from here: none equals a padding value, and bfloat16 holds each exactly.
 FIRST_VALUE = 64
+
+
+def layout_of(kind: str, params: tuple[ParamSpec, ...], num_shards: int) -> Layout:
+    """The layout of one of KINDS."""
+    match kind:
+        case "flat" | "one flat parameter":
+            return FlatLayout(params, num_shards, keep_original=kind == "flat")
+        case "per parameter":
+            return PerParamLayout(params, num_shards)
+        case "ragged":
+            return RaggedLayout(params, num_shards)
+        case _:
+            raise AssertionError(f"no such kind of layout: {kind!r}")
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,17 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from crossframe.initialise import init_plan, initialise
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout, Sharding
+from crossframe.layout import Layout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.units import Order, Slot, assign_units
 from crossframe.writeback import writeback_copies
+from experiments.spec.cases import KINDS, layout_of
 from experiments.spec.checks import SEED, Scope
 from experiments.spec.tally import Tallies
 
@@ -71,7 +71,7 @@ def _compare(tallies: Tallies, number: int) -> None:
     full = build(seed)
     end = torch.get_rng_state()
     mesh = MeshSpec(rng.randint(1, 4), rng.randint(1, 2))
-    kind = rng.choice(["flat", "one flat parameter", "per parameter", "ragged"])
+    kind = rng.choice(KINDS)
     case = f"tree {number}, {kind}, {mesh}"
     for rank in range(mesh.world_size):
         with torch.device("meta"):
@@ -109,7 +109,7 @@ def _initialised(
                 Slot(name, attribute, id(tensor), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             )
     assigned = assign_units(list(named), slots, units, order)
-    sharding = Sharding(tuple((unit.name, _layout(kind, unit.params, mesh)) for unit in assigned), mesh)
+    sharding = Sharding(tuple((unit.name, layout_of(kind, unit.params, mesh.shard)) for unit in assigned), mesh)
     plan = init_plan(
         list(named),
         slots,
@@ -120,15 +120,6 @@ def _initialised(
     )
     shards = initialise(plan, sharding, rank, lambda name: _draw(named[name]))
     return sharding, shards
-
-
-def _layout(kind: str, params: Any, mesh: MeshSpec) -> Layout:
-    match kind:
-        case "per parameter":
-            return PerParamLayout(params, mesh.shard)
-        case "ragged":
-            return RaggedLayout(params, mesh.shard)
-    return FlatLayout(params, mesh.shard, keep_original=kind == "flat")
 
 
 def _initialiser(module: nn.Module) -> Callable[[], None] | None:

@@ -9,18 +9,18 @@ from itertools import product
 from crossframe.faces import Face
 from crossframe.histories import Disagreement, Explored, Pair
 from crossframe.histories import explore as explore_pair
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
+from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import plan_units
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
+from experiments.spec.cases import KINDS, layout_of
 from experiments.spec.checks import LIFECYCLE, Scope
 from experiments.spec.tally import Tallies
 
 # Rows that are uneven over 2, 3 and 4 ranks; some rank holds nothing of the second parameter.
 PARAMS = (ParamSpec("w", (5, 2)), ParamSpec("v", (3, 1)))
-KINDS = ("flat", "one flat parameter", "per parameter", "ragged")
 MESHES = (MeshSpec(2), MeshSpec(3), MeshSpec(4), MeshSpec(2, 2), MeshSpec(1, 2), MeshSpec(1, 3))
 LENGTH, QUICK_LENGTH = 3, 2
 # The operations, as patterns, that exercise a rule where they are granted. R12 is about all of them, and R23 and a part of
@@ -48,12 +48,7 @@ class SmallWorld:
 
     def layout(self) -> Layout:
         """The unit's layout."""
-        match self.kind:
-            case "per parameter":
-                return PerParamLayout(PARAMS, self.mesh.shard)
-            case "ragged":
-                return RaggedLayout(PARAMS, self.mesh.shard)
-        return FlatLayout(PARAMS, self.mesh.shard, keep_original=self.kind == "flat")
+        return layout_of(self.kind, PARAMS, self.mesh.shard)
 
     def pair(self) -> Pair:
         """The world with NaN in all of its padding, beside its model."""

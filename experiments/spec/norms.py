@@ -13,10 +13,11 @@ import torch
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.grad_norm import clip_coefficient, combine, norm_dtype, norm_reductions, partial
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
+from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.writeback import writeback_copies
+from experiments.spec.cases import KINDS, layout_of
 from experiments.spec.checks import SEED, Scope
 from experiments.spec.fake_ranks import DTYPES
 from experiments.spec.tally import Tallies
@@ -25,7 +26,6 @@ from experiments.spec.watch import dtype_name
 NUM_MODELS = 1500
 ORDERS = (1.0, 2.0, 3.0, math.inf)
 SHAPES = ((0,), (1,), (5,), (13,), (4, 4), (7, 2), (3, 2, 3))
-KINDS = ("flat", "one flat parameter", "per parameter", "ragged")
 # A quarter, no, and a hundred times the norm.
 BOUNDS = (0.25, 0.0, 100.0)
 EMPTY = (
@@ -55,12 +55,7 @@ class Model:
     def _layout(self, at: int) -> Layout:
         shapes, kind, mesh = self.units[at]
         specs = tuple(ParamSpec(f"u{at}.p{i}", shape, self.dtype) for i, shape in enumerate(shapes))
-        match kind:
-            case "per parameter":
-                return PerParamLayout(specs, mesh.shard)
-            case "ragged":
-                return RaggedLayout(specs, mesh.shard)
-        return FlatLayout(specs, mesh.shard, keep_original=kind == "flat")
+        return layout_of(kind, specs, mesh.shard)
 
     def grads(self) -> dict[str, np.ndarray]:
         """Full gradients, over some orders of magnitude."""

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from crossframe.faces import Face
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
+from crossframe.layout import FlatLayout, Layout
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units
 from crossframe.reference import World
 from crossframe.units import Order, Slot, assign_units
+from experiments.spec.cases import KINDS, layout_of
 from experiments.spec.checks import Scope
 from experiments.spec.fake_ranks import fake_mesh, quiet
 from experiments.spec.tally import Tallies
 
-KINDS = ("flat", "one flat parameter", "per parameter", "ragged")
 MESHES = tuple(MeshSpec(shard, replicate) for shard, replicate in product(range(1, 5), (1, 2, 3)))
 
 
@@ -63,12 +63,7 @@ class Case:
         ]
         order = Order.POST_ORDER if self.kind == "per parameter" else Order.PRE_ORDER
         (unit,) = assign_units([name for name, _ in named], slots, [], order)
-        match self.kind:
-            case "per parameter":
-                return PerParamLayout(unit.params, self.mesh.shard)
-            case "ragged":
-                return RaggedLayout(unit.params, self.mesh.shard)
-        return FlatLayout(unit.params, self.mesh.shard, keep_original=self.kind == "flat")
+        return layout_of(self.kind, unit.params, self.mesh.shard)
 
 
 def sums(tallies: Tallies, scope: Scope) -> None:

@@ -15,14 +15,13 @@ from crossframe.errors import RecordingError
 from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import twin_folder
+from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy
 from jax_backend.processes import everyones, together
 from jax_backend.recorder.of_arrays import OfArrays, Pieces
 from jax_backend.recorder.of_shards import OfShards
 from jax_backend.recorder.sketch import sketch_of
 
-FULL_NUMEL = 1_000_000
-"""With the detail "auto", models of more elements are sketched."""
 _TITLE = "beginning of a recording"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "equinox", "numpy")
 

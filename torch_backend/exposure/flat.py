@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from crossframe.state import FLAT_PARAM
 from torch_backend.exposure.registration import (
     Place,
     add_grad_to,
@@ -29,9 +30,6 @@ class FlatParameter(nn.Parameter):
 
     # lightning looks for it in optimizers.
     _fsdp_flattened = True
-
-
-FLAT_PARAM = "_flat_param"
 
 
 class FlatExposure:

@@ -15,14 +15,13 @@ from crossframe.names import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND, GROUPS, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
+from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.recording.twins import moved
 from torch_backend.dtypes import to_numpy
 from torch_backend.recorder.model import ModelView
 from torch_backend.recorder.tree import class_name, innermost, named_places
 from torch_backend.rounds import agree, withdraw
 
-FULL_NUMEL = 1_000_000
-"""With the detail "auto", models of more elements are sketched."""
 _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
-from crossframe.recording.lines import activation_key
+from crossframe.recording.lines import COUNT, activation_key
 from torch_backend.dtypes import to_numpy
 from torch_backend.recorder.model import Held, ModelView
 from torch_backend.recorder.sketch import sketches_of
 from torch_backend.recorder.watch import Watch
 
-_COUNT = "step"
 Pieces = dict[str, tuple[int, int, np.ndarray | Sketch]]
 
 
@@ -79,8 +78,8 @@ class Keeper:
             slots: dict[str, Pieces] = {}
             for each in held:
                 state = next((o.state[each.param] for o in optimizers if each.param in o.state), {})
-                if _COUNT in state:
-                    counts[each.name] = float(state[_COUNT])
+                if COUNT in state:
+                    counts[each.name] = float(state[COUNT])
                 alike = {"": each.param} | {k: value for k, value in state.items() if _is_like(each.param, k, value)}
                 values = self._kept(
                     each.name, self._numel(each), [each.of(value) for value in alike.values()], each.start
@@ -132,7 +131,7 @@ def _shaped(kept: np.ndarray | Sketch, value: Tensor) -> np.ndarray | Sketch:
 
 def _is_like(param: Tensor, slot: str, value: Any) -> bool:
     """Whether an optimizer keeps this of each element."""
-    is_tensor = slot != _COUNT and isinstance(value, Tensor) and value.is_floating_point()
+    is_tensor = slot != COUNT and isinstance(value, Tensor) and value.is_floating_point()
     return is_tensor and value.shape == param.shape
 
 

@@ -10,14 +10,13 @@ import numpy as np
 from crossframe.grad_norm import EPSILON
 from crossframe.recording import Manifest, Recording
 from crossframe.recording.known_settings import GROUPS
-from crossframe.recording.lines import REDUCE, STATE, UPDATE
+from crossframe.recording.lines import COUNT, REDUCE, STATE, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.departures import Rule, Update, departures
 from crossframe.verdict.diagnosis.fit import Fit, roundoff_of
 from crossframe.verdict.diagnosis.moments import Moment, Other, moment_departures
 from crossframe.verdict.diagnosis.rules import SGD, AdamW, Average
 from crossframe.verdict.metrics import norm
-from crossframe.verdict.quantities import COUNT
 from crossframe.verdict.sides import put_together
 
 ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"

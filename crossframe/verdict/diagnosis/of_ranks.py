@@ -5,12 +5,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.lines import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.lines import COUNT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Fit, Story, believed
 from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, weighted_ranks
 from crossframe.verdict.metrics import distance, norm
-from crossframe.verdict.quantities import COUNT
 
 SHARDED = (PARAMETERS, UNSHARDED, REDUCE, STATE, UPDATE)
 """Phases whose quantities are put together from ranks' pieces."""

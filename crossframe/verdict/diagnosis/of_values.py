@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factors import counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.fit import PLAIN, Contrast, Fit, Story, believed
@@ -14,7 +14,6 @@ from crossframe.verdict.diagnosis.of_ranks import SHARDED, factor_of_ranks, low_
 from crossframe.verdict.diagnosis.reduction import mixed_ranks
 from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
 from crossframe.verdict.metrics import distance, norm
-from crossframe.verdict.quantities import COUNT
 
 
 def constant_factor(case: Case) -> Iterator[Fit]:
