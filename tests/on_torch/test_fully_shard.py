@@ -444,11 +444,11 @@ class _Misaligned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.ones(3))
+        self.scale = nn.Linear(3, 1, bias=False)
         self.linear = nn.Linear(512, 512)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.shift.sum()
+        return self.linear(x) * self.scale.weight.sum()
 
 
 def _misaligned(rank: int, world_size: int) -> tuple[bool, bool]:
