@@ -37,7 +37,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 jax-defaults: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --jax-defaults tests/on_jax
+	CROSSFRAME_TESTS_OF_JAX_DEFAULTS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

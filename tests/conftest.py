@@ -18,23 +18,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 EXHAUSTIVE = "CROSSFRAME_EXHAUSTIVE_TESTS"
 JAX_DEFAULTS = "CROSSFRAME_TESTS_OF_JAX_DEFAULTS"
+"""Set: neither jax_enable_x64 nor flags of XLA. No option, since tests/on_jax/conftest.py is read before options are."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--exhaustive`: every combination, where a test otherwise takes those that differ. `--jax-defaults`: neither jax_enable_x64
-    nor flags of XLA."""
+    """`--exhaustive`: every combination, where a test otherwise takes those that differ."""
     parser.addoption("--exhaustive", action="store_true", help="every combination, where tests take a part of them")
-    parser.addoption(
-        "--jax-defaults", action="store_true", help="JAX and XLA as their users have them: tests/on_jax alone"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests look at it when they are collected."""
     if config.getoption("--exhaustive"):
         os.environ[EXHAUSTIVE] = "1"
-    if config.getoption("--jax-defaults"):
-        os.environ[JAX_DEFAULTS] = "1"
+    if JAX_DEFAULTS in os.environ:
         os.environ.pop("XLA_FLAGS", None)
     elif not config.getoption("--exhaustive"):
         # Small models run for milliseconds, and JAX compiles them for seconds.

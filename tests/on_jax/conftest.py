@@ -1,4 +1,4 @@
-"""Four CPU devices, and float64 unless `--jax-defaults` is given, set before JAX is first used by any test of this process."""
+"""Four CPU devices, and float64 unless CROSSFRAME_TESTS_OF_JAX_DEFAULTS is set, before any test first uses JAX."""
 
 import os
 
