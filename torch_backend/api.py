@@ -87,6 +87,9 @@ class BackwardPrefetch(Enum):
 class MixedPrecision:
     """In which dtypes a unit computes, reduces and keeps buffers, while its shards keep full precision (R33, R35).
 
+    With the environment variable FSDP_USE_FULL_PREC_IN_EVAL=1, read when a module is wrapped, a unit whose module is in eval mode
+    computes in full precision: parameters are gathered in it and inputs are not cast. Buffers follow the outermost unit's mode.
+
     Attributes:
         param_dtype: of gathered parameters, and so of forward and backward. None: as stored.
         reduce_dtype: in which gradients are summed between ranks. None: that of `param_dtype`.

@@ -340,6 +340,12 @@ class Bucket:
         if buffer is not stored:
             stored.copy_(buffer)
 
+    def compute_in(self, policy: PrecisionPolicy) -> None:
+        """Gather and reduce by another policy from now on. The full parameters must have been freed."""
+        self._policy = policy
+        self._provide(self.device, partial=self.grads.partial)
+        self.exposure.take_leaves(self.buffer.leaves)
+
     # Moved or converted by the user
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:

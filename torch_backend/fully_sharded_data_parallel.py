@@ -1,5 +1,6 @@
 """The FSDP1 interface: `FullyShardedDataParallel`, a wrapper module over one unit of the engine."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from crossframe.errors import StateError, UsageError
 from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout
+from crossframe.lifecycle import Activity
+from crossframe.precision import PrecisionPolicy
 from crossframe.state import FSDP_WRAPPED
 from crossframe.unshard import UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
@@ -200,6 +203,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._use_orig_params = use_orig_params
         self._ignored, self._synced = ignored, sync_module_states
+        self._full_in_eval, self._computes_in_full = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1", False
 
         self._device = prepare(
             module,
@@ -222,6 +226,9 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             mesh.spec,
         )
 
+        self._input_dtypes = choices.input_dtype, choices.root_input_dtype
+        if self._full_in_eval:  # ranks that were given different environments would gather in different dtypes
+            choices.settings = {**choices.settings, "FSDP_USE_FULL_PREC_IN_EVAL": "1"}
         self.add_module(FSDP_WRAPPED, module)
         self.__dict__[UNIT] = build_unit(
             [module],
@@ -274,6 +281,8 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         """Run the wrapped module with its parameters gathered."""
         unit = unit_of(self)
         schedule = unit.schedule or self._begin_as_root()
+        if self._full_in_eval and unit.state.activity == Activity.IDLE:
+            self._follow_mode()
         args, kwargs = _begin_forward(schedule, unit, args, kwargs)
         try:
             output = self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
@@ -290,11 +299,34 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             check_uniform(self, name, wrapper)
         unit_of(self).choices.reshard_after_forward = False  # R13
         schedule = Schedule(named_units(self, Face.FSDP1), face=type(self).__name__)
+        self._lower_buffers()
+        return schedule
+
+    def _lower_buffers(self) -> None:
+        named = list(_named_fsdp_modules(self))
         cast_buffers(
             ((wrapper, wrapper.mixed_precision.buffer_dtype, wrapper.compute_device) for _, wrapper in named),
             (module for _, wrapper in named for module in wrapper._ignored.modules),
         )
-        return schedule
+
+    @_disable_dynamo
+    def _follow_mode(self) -> None:
+        """Under FSDP_USE_FULL_PREC_IN_EVAL: compute in full precision while the wrapped module is in eval mode, else as the user
+        chose. The root's mode counts for all buffers."""
+        full, unit = not self.module.training, unit_of(self)
+        if full is self._computes_in_full:
+            return
+        self._computes_in_full = full
+        policy = self.mixed_precision.policy
+        if policy.param_dtype is not None or policy.reduce_dtype is not None:
+            unit.compute_in(PrecisionPolicy() if full else policy)
+        unit.choices.input_dtype, unit.choices.root_input_dtype = (None, None) if full else self._input_dtypes
+        if unit.schedule is not None and unit.schedule.root is unit:
+            if not full:
+                self._lower_buffers()
+            else:
+                for name, buffer in self.named_buffers():
+                    buffer.data = buffer.to(dtype=self._buffer_dtypes[name])
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost unit; asked before the first forward, this instance is taken to be it."""

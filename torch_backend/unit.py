@@ -12,6 +12,7 @@ from crossframe.errors import StateError, UnsupportedError
 from crossframe.layout import Layout
 from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
 from crossframe.lifecycle import Exposure as Exposed
+from crossframe.precision import PrecisionPolicy
 from crossframe.unshard import UnshardRequest, residency_after
 from torch_backend.anchor import Use, anchored
 from torch_backend.bucket import Bucket, Writeback
@@ -377,6 +378,13 @@ class Unit:
                         bucket.exposure.adopt()
                 count_steps(bucket.exposure.managed(), self._steps)
             self._follow_leaves()
+
+    def compute_in(self, policy: PrecisionPolicy) -> None:
+        """Gather and reduce by another policy from the next forward on."""
+        self.reshard("forward")
+        for bucket in self.buckets:
+            bucket.compute_in(policy)
+        self._follow_leaves()
 
     @property
     def summoned(self) -> bool:

@@ -863,14 +863,59 @@ def autocast_around(side):
     return [output.detach(), side.full_grads(model)]
 
 
-@scenario
-def full_precision_in_evaluation_where_the_environment_asks_for_it(side):
+class Buffered(nn.Module):
+    """A linear and a floating buffer; remembers the dtypes that it computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.linspace(0.1, 1.7, 4))
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [x.dtype, self.linear.weight.dtype, self.scale.dtype]  # type: ignore[assignment]
+        return self.linear(x.to(self.linear.weight.dtype)) * self.scale
+
+
+def evaluated_in_full(side: Side, strategy: str, **precision: Any) -> list[Any]:
+    """Training and evaluation in turns, of all and of one unit alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        model = nested(side, mixed_precision=side.MixedPrecision(torch.bfloat16))
-        model(batch(side)).float().sum().backward()
-        model.eval()
-        return model(batch(side)).detach()
+        torch.manual_seed(2)
+        model, options = nn.Sequential(Buffered(), Buffered()), {"sharding_strategy": side.ShardingStrategy[strategy]}
+        inner = list(model)
+        options["mixed_precision"] = side.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16, **precision)
+        model[1] = side.shard(model[1], **options)
+        model = side.shard(model, **options)
+    optimizer, found = sgd(model), []
+    for step, (outer_trains, inner_trains) in enumerate([(True, True), (False, False), (True, False), (True, True)]):
+        model.train(outer_trains)
+        inner[1].train(inner_trains)
+        model[1].train(inner_trains)
+        with torch.set_grad_enabled(step == 0):
+            output = model(batch(side, step))
+        found.append([output.detach(), *(module.seen for module in inner), *model.buffers()])
+        found[-1][3:] = [buffer.clone() for buffer in found[-1][3:]]
+        if step == 0:
+            output.float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@scenario
+def full_precision_in_evaluation_where_the_environment_asks_for_it(side):
+    return evaluated_in_full(side, "FULL_SHARD")
+
+
+@scenario
+def full_precision_in_evaluation_of_units_that_stay_unsharded(side):
+    return evaluated_in_full(side, "SHARD_GRAD_OP", cast_forward_inputs=True)
+
+
+@scenario
+def full_precision_in_evaluation_of_what_is_not_sharded(side):
+    return evaluated_in_full(side, "NO_SHARD", cast_root_forward_inputs=False)
 
 
 @scenario
@@ -1287,10 +1332,6 @@ KNOWN = {
     "parameters_after_forward": (
         "orig",
         "torch shows full parameters between forward and backward where they are not freed",
-    ),
-    "full_precision_in_evaluation_where_the_environment_asks_for_it": (
-        "both",
-        "FSDP_USE_FULL_PREC_IN_EVAL is not read",
     ),
     "no_sync_of_an_inner_unit": ("both", "torch refuses with a RuntimeError; ours does it"),
     "gradients_under_no_sync": ("both", "torch shows the gradients that are not reduced yet"),
