@@ -3,6 +3,7 @@
 Exit status: 0 equal or rounding, 1 a bug, 2 wrong use or no answer.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from crossframe.recording import Recording
 from crossframe.recording.schedule import window_of
 from crossframe.verdict import Verdict
 from experiments.bench.cli import bench
-from experiments.console import console, errors, exit_on_error
+from experiments.console import TRACEBACK, console, errors, exit_on_error
 from experiments.faults.cli import add_commands
 from experiments.parity.settings import RunSettings, mesh_of
 from experiments.report import print_report, report_of, write_report
@@ -174,7 +175,7 @@ def record(
 
             of_scripts = {"framework", "model", "output", "nproc_per_node", "twins", "overwrite"}
             _refuse_other(context, of_scripts | {"every", "dense", "window"})
-            status = record_script(
+            record_script(
                 Path(framework),
                 [*([model] if model is not None else []), *context.args],
                 output=output,
@@ -186,7 +187,7 @@ def record(
                 overwrite=overwrite,
                 console=console,
             )
-            raise typer.Exit(status)
+            return
         if model is None or output is None or context.args:
             raise UsageError("record: expected a framework, a model and --output, or a script that ends in .py")
         _refuse_other(context, set(context.params) - {"nproc_per_node", "every"})
@@ -241,8 +242,8 @@ def _record(framework: str, settings: RunSettings, output: Path, twins: int, ove
             record_torch(settings, output, twins=twins, overwrite=overwrite)
         except ProcessException as error:
             lines = str(error).strip().splitlines()
-            if len(lines) > 1:
-                errors.print(str(error), markup=False)
+            if os.environ.get(TRACEBACK):
+                errors.print(str(error))
             memory = (
                 "; if memory ran out, pass a smaller --batch-size or --world-size" if "SIGKILL" in lines[-1] else ""
             )

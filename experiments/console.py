@@ -1,38 +1,122 @@
-"""Where commands print, and how they end on what is the user's to mend."""
+"""Where commands print, and how they end on invalid input."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from crossframe.errors import CrossframeError
+from crossframe.processes import received_signal
 
-console = Console(soft_wrap=True)
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
+BROKEN_PIPE = 141
+"""The exit status where nobody reads the output any more: 128 and SIGPIPE's number, as of a program that the signal ends."""
+LONGEST_MESSAGE = 1800
+"""Characters of an error message, of which there are at most 2 kB with what stands around it."""
+TRACEBACK = "CROSSFRAME_TRACEBACK"
+"""Environment variable: if set, tracebacks of internal errors are printed."""
 # Which extra brings a module that may be missing.
 EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    r"""Text in which control characters are written out, so that a terminal does not act on them.
+
+    >>> printable("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    return text.translate(_CONTROLS)
+
+
+class PlainConsole(Console):
+    """A console that prints text as it is: names and paths of the user's hold no markup, no emoji and no control characters.
+
+    Styles are given by `rich.text.Text` and by `style`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See `rich.console.Console`; control characters of text are written out."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        """See `rich.console.Console`, which would exit with 1, the status of a bug that was found."""
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(BROKEN_PIPE) from None
+
+
+console = PlainConsole()
+errors = PlainConsole(stderr=True)
+
+
+def complain(message: str) -> None:
+    """Print an error message: one that is too long is cut in the middle, since both its ends matter."""
+    if len(message) > LONGEST_MESSAGE:
+        half = LONGEST_MESSAGE // 2
+        message = f"{message[:half]} ... ({len(message) - 2 * half:,} characters) ... {message[-half:]}"
+    if message:
+        errors.print(f"crossframe: {message}")
 
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """One clear line and exit status 2 instead of a traceback, for what is the user's to mend."""
+    """One clear message and exit status 2 instead of a traceback, for invalid input and for a machine that has too little."""
     try:
         yield
-    except ModuleNotFoundError as error:
+    except typer.Exit:
+        raise
+    except (KeyboardInterrupt, typer.Abort):
+        complain("interrupted")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        raise SystemExit(BROKEN_PIPE) from None
+    except Exception as error:
+        if received_signal() is None:
+            complain(_message(error))
+        raise typer.Exit(2) from None
+
+
+def _message(error: Exception) -> str:
+    """What to say of an exception."""
+    if (
+        of_arguments := getattr(error, "format_message", None)
+    ) is not None:  # click's, of which typer may have its own copy
+        path = getattr(getattr(error, "ctx", None), "command_path", "crossframe")
+        said = of_arguments().strip().rstrip(".")
+        return f"{said}; see {path} --help" if said else ""  # where help was printed
+    if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").partition(".")[0]
-        extra = EXTRAS.get(name, "all")
-        errors.print(f"crossframe: needs {name}: pip install 'crossframe[{extra}]'", markup=False)
-        raise typer.Exit(2) from None
-    except OSError as error:
+        return f"needs {name}: pip install 'crossframe[{EXTRAS.get(name, 'all')}]'"
+    if isinstance(error, CrossframeError | ImportError):
+        return str(error)
+    if isinstance(error, OSError):
         where = f" {error.filename}" if error.filename else ""
-        errors.print(
-            f"crossframe: cannot use{where}: {error.strerror or error}; check the path, or the space left", markup=False
-        )
-        raise typer.Exit(2) from None
-    except (CrossframeError, ImportError) as error:
-        errors.print(f"crossframe: {error}", markup=False)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        errors.print("crossframe: interrupted")
-        raise typer.Exit(2) from None
+        return f"cannot use{where}: {error.strerror or error}; check the path, or the space left"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error or 'an allocation failed'}; pass smaller sizes"
+    return internal_error(error)
+
+
+def internal_error(error: Exception) -> str:
+    """What to say of an exception that no input should lead to; with TRACEBACK set, it is raised instead.
+
+    Raises:
+        Exception: `error` itself.
+    """
+    if os.environ.get(TRACEBACK):
+        raise error
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    kind = type(error).__name__
+    return f"internal error, please report it: {kind}: {error}{where}; set {TRACEBACK}=1 to see the traceback"

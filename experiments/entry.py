@@ -3,7 +3,11 @@
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
+
+LEAST_COLUMNS = 20
 
 
 def main() -> None:
@@ -13,21 +17,79 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_at_once)
+    _prepare_output()
     try:
         from crossframe import processes
-        from experiments.cli import app
+        from experiments import cli  # noqa: F401 - it takes long
     except ModuleNotFoundError as error:
         print(f"crossframe: needs {error.name}: pip install 'crossframe[experiments]'", file=sys.stderr)
         sys.exit(2)
     processes.end_on_signals()
+    status = 2
     try:
-        app(prog_name="crossframe")
+        status = run(sys.argv[1:])
     finally:
         processes.end_children()
         if number := processes.received_signal():
             # Whatever the exception became on its way through libraries.
-            print(f"crossframe: {processes.ended_by(number)}", file=sys.stderr, flush=True)
-            sys.exit(128 + number)
+            status = 128 + number
+            with suppress(OSError, ValueError):
+                print(f"crossframe: {processes.ended_by(number)}", file=sys.stderr, flush=True)
+            sys.exit(status)
+    sys.exit(_flushed(status))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line in this process; returns the exit status."""
+    import typer
+
+    from experiments.cli import app
+    from experiments.console import BROKEN_PIPE, exit_on_error
+
+    try:
+        with exit_on_error():
+            status = typer.main.get_command(app).main(list(arguments), prog_name="crossframe", standalone_mode=False)
+    except typer.Exit as ended:
+        status = ended.exit_code
+    except SystemExit as ended:
+        status = ended.code
+    if status == BROKEN_PIPE:
+        _forget_output()
+    return status if isinstance(status, int) else 0
+
+
+def _prepare_output() -> None:
+    """Make output possible whatever the terminal and the environment say of themselves."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # closed, or replaced
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+        value = os.environ.get(name, "")
+        least = 1 if name == "LINES" else LEAST_COLUMNS
+        if value and not (value.isdecimal() and len(value) < 6 and int(value) >= least):
+            del os.environ[name]
+
+
+def _flushed(status: int) -> int:
+    """Write out what was printed; returns the exit status, 2 where that fails."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_output()
+        return 141
+    except (OSError, ValueError) as error:
+        _forget_output()
+        with suppress(OSError, ValueError):
+            print(f"crossframe: cannot write the output: {error}", file=sys.stderr, flush=True)
+        return 2
+    return status
+
+
+def _forget_output() -> None:
+    """Let Python's exit not fail on output that cannot be written."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_at_once(number: int, _: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from crossframe.processes import module_command, run
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.schedule import window_arguments
+from experiments.parity.settings import check_size, check_twins
 
 _MODULE = "torch_backend.recorder.script"
+MAX_PROCESSES = 1024
+MAX_STEPS = 10**9
 
 
 def record_script(
@@ -29,8 +33,8 @@ def record_script(
     windows: Sequence[tuple[int, int]],
     overwrite: bool,
     console: Console,
-) -> int:
-    """Run the script once, and once for each twin; returns 0, or the exit status of the first run that failed.
+) -> None:
+    """Run the script once, and once for each twin.
 
     Args:
         output: where the recording goes. None: runs/ and the script's name.
@@ -39,15 +43,18 @@ def record_script(
         twins: how many twins are recorded inside of the recording.
 
     Raises:
-        UsageError: no such script; numbers out of range.
+        UsageError: no such script; numbers out of range; a run that failed.
     """
     if not script.is_file():
         raise UsageError(f"record: there is no script {script}")
-    for name, value, least in (("nproc-per-node", nproc_per_node, 1), ("every", every, 1), ("dense", dense, 0)):
-        if value is not None and value < least:
-            raise UsageError(f"{name}: expected at least {least}, got {value}")
-    if twins < 0 or twins == 1:
-        raise UsageError(f"twins: expected 0, or 2 and more (4 are good), got {twins}: one alone shows no spread")
+    for name, value, least, most in (
+        ("nproc-per-node", nproc_per_node, 1, MAX_PROCESSES),
+        ("every", every, 1, MAX_STEPS),
+        ("dense", dense, 0, MAX_STEPS),
+    ):
+        if value is not None:
+            check_size(name, value, least, most)
+    check_twins(twins)
     directory = output or Path("runs", script.stem)
     if (directory / MANIFEST_NAME).exists() and not overwrite:
         raise UsageError(
@@ -72,12 +79,9 @@ def record_script(
         status, _ = run(_command(script, arguments, options, nproc_per_node))
         if status:
             what = f"twin {twin} of {script}" if twin else str(script)
-            console.print(
-                f"crossframe: {what} was not recorded: exit status {status}", style="bold red", highlight=False
-            )
-            return status
+            how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
+            raise UsageError(f"{what} was not recorded, or not to its end: {how}")
         console.print(f"recorded {'twin ' + str(twin) + ' ' if twin else ''}in {directory}", highlight=False)
-    return 0
 
 
 def _command(script: Path, arguments: Sequence[str], options: dict[str, Any], nproc_per_node: int | None) -> list[str]:

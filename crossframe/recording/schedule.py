@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from crossframe.errors import RecordingError, UsageError
+from crossframe.shown import shown
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,11 @@ def window_of(text: str) -> tuple[int, int]:
     (500, 510)
     """
     start, colon, stop = text.partition(":")
-    if not (colon and start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
-        raise UsageError(f"window: expected the first step and the one behind the last, as in 500:510, got {text!r}")
+    numbers = all(each.isdecimal() and len(each) <= 12 for each in (start, stop))
+    if not (colon and numbers and int(start) < int(stop)):
+        raise UsageError(
+            f"window: expected the first step and the one after the last, as in 500:510, got {shown(text)}"
+        )
     return int(start), int(stop)
 
 

@@ -26,11 +26,12 @@ from experiments.faults import FAULTS, Fault, check_fault
 from experiments.faults.fault import ALL_DTYPES, JAX, TORCH
 from experiments.faults.judging import Found, failed, found
 from experiments.faults.table import table
-from experiments.parity.settings import DTYPES, RunSettings
+from experiments.parity.settings import DTYPES, RunSettings, check_size
 
 STEPS = 5
 TWINS = 4
 MOST_RANKS = 4
+MAX_JOBS = 64
 USUAL = RunSettings("gpt-tiny", steps=STEPS, dense=STEPS, device="cpu")
 
 
@@ -152,8 +153,7 @@ def run_faults(
         check_fault(name)
     if strange := [dtype for dtype in dtypes if dtype not in DTYPES]:
         raise UsageError(f"dtype: expected among {', '.join(DTYPES)}, got {', '.join(strange)}")
-    if jobs < 1:
-        raise UsageError(f"jobs: expected at least 1, got {jobs}")
+    check_size("jobs", jobs, 1, MAX_JOBS)
     chosen, began = in_order([FAULTS[name] for name in dict.fromkeys(names)] or list(FAULTS.values())), time.monotonic()
     done: list[Found] = []
     said, stopped = threading.Lock(), threading.Event()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crossframe.errors import CrossframeError, ParamError, UsageError
+from crossframe.files import FileError, read_bytes
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
 from experiments.models import MODELS
@@ -17,6 +18,9 @@ LLAMAS: dict[str, LlamaConfig] = {"llama-3-8b": LLAMA_3_8B, "llama-3-405b": LLAM
 # What a file says of a parameter, and what JSON has for it. The first two are needed.
 FIELDS = {"name": str, "shape": list, "dtype": str, "aliases": list, "requires_grad": bool}
 NEEDED = ("name", "shape")
+# Bounds of a file of shapes: the largest models have some ten thousand parameters.
+MAX_FILE_BYTES = 2**24
+MAX_PARAMS, MAX_UNITS, MAX_DIMS = 2**15, 2**11, 64
 
 
 def model_shapes(name_or_path: str, dtype: str = "float32") -> ModelShapes:
@@ -80,6 +84,13 @@ def _from_file(path: Path, dtype: str) -> ModelShapes:
         params = [_spec({"name": name, "shape": shape}, str(path), dtype) for name, shape in top.items()]
     if not params:
         raise UsageError(f"{path}: expected at least one parameter, got none")
+    for what, num, most in (("parameters", len(params), MAX_PARAMS), ("units", len(units), MAX_UNITS)):
+        if num > most:
+            raise UsageError(f"{path}: expected at most {most} {what}, got {num}")
+    if strange := next((param for param in params if len(param.shape) > MAX_DIMS), None):
+        raise ParamError(
+            f"{path}: parameter {shown(strange.name)}: expected at most {MAX_DIMS} dims, got {len(strange.shape)}"
+        )
     try:
         return ModelShapes(path.stem, tuple(params), tuple(units))
     except CrossframeError as error:
@@ -88,10 +99,11 @@ def _from_file(path: Path, dtype: str) -> ModelShapes:
 
 def _read(path: Path) -> Any:
     try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path}: expected a file with the shapes of a model, cannot read it: {reason}") from None
+        content = read_bytes(path, MAX_FILE_BYTES)
+    except FileError as error:
+        raise UsageError(
+            f"{path}: expected a file with the shapes of a model, cannot read it: {error.reason}"
+        ) from None
     try:
         return json.loads(content, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
     except UsageError as error:

@@ -142,9 +142,9 @@ def run_grid(
     Raises:
         UsageError: as `cells`, or a run that failed.
     """
+    runs, done, began = cells(models, ranks, strategies, optimizers, steps, dtype), [], time.monotonic()
     from experiments.parity.grid_runs import JaxRuns, TorchRuns
 
-    runs, done, began = cells(models, ranks, strategies, optimizers, steps, dtype), [], time.monotonic()
     twins = 0 if dtype == "float64" else TWINS
     head = HEAD.format(MEASURED[bool(twins)])
     rule = "|" + " --- |" * (head.count("|") - 1)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn import functional
 
 from crossframe import processes
-from crossframe.errors import UsageError
+from crossframe.errors import CrossframeError, RecordingError, UsageError
 from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
 from experiments.data import Batch
@@ -28,6 +29,7 @@ from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder import Recorder
 
 PACKAGES = ("torch", "numpy")
+_REASON = "reason-of-rank-"
 
 
 def record_torch(settings: RunSettings, output: Path, *, twins: int = 0, overwrite: bool = False) -> None:
@@ -38,7 +40,7 @@ def record_torch(settings: RunSettings, output: Path, *, twins: int = 0, overwri
 
     Raises:
         UsageError: fewer devices than ranks.
-        RecordingError: an output that cannot be written to.
+        RecordingError: an output that cannot be written to; a rank whose disk or memory is full.
         ProcessRaisedException: a rank failed; the others were ended.
     """
     record_many(settings.runs(output, twins), overwrite=overwrite)
@@ -67,6 +69,10 @@ def record_many(runs: Sequence[tuple[RunSettings, Path]], *, overwrite: bool = F
         try:
             while not ranks.join():
                 pass
+        except ProcessException:
+            for reason in sorted(Path(folder).glob(f"{_REASON}*")):
+                raise RecordingError(f"rank {reason.name.removeprefix(_REASON)}: {reason.read_text()}") from None
+            raise
         finally:
             processes.end(process_ids)
 
@@ -76,6 +82,10 @@ def _rank(rank: int, runs: list[tuple[RunSettings, Manifest, Path]], device: str
     try:
         for settings, manifest, path in runs:
             record_rank(settings, manifest, path, rank, torch.device(device))
+    except (CrossframeError, OSError, MemoryError) as error:
+        # No defect, so no traceback: the process that started this one says it.
+        Path(store_path).with_name(f"{_REASON}{rank}").write_text(str(error) or type(error).__name__)
+        sys.exit(2)
     finally:
         dist.destroy_process_group()
 

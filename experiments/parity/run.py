@@ -10,7 +10,7 @@ from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
 from experiments.parity.progress import bars, watch
-from experiments.parity.settings import DTYPES, RunSettings
+from experiments.parity.settings import DTYPES, RunSettings, check_twins
 
 FRAMEWORKS = ("torch", "jax")
 REPORTS = ("report.json", "report.html")
@@ -38,6 +38,7 @@ def run_parity(
     Raises:
         UsageError: settings out of range, or a recording that failed, with what it printed.
     """
+    check_twins(twins)
     runs = {
         (framework, dtype): RunSettings(model, dtype, **common, fault=fault if framework == fault_in else "")
         for dtype in dict.fromkeys(dtypes)

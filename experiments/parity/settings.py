@@ -15,6 +15,7 @@ from crossframe.recording.known_settings import COMMAND, PER_RANK
 from crossframe.recording.lines import twin_folder
 from crossframe.recording.schedule import window_arguments
 from crossframe.recording.twins import moved
+from crossframe.shown import shown
 from crossframe.strategy import Strategy
 from experiments.data import Batch
 from experiments.faults import check_fault
@@ -27,6 +28,19 @@ STRATEGIES = tuple(strategy.value for strategy in Strategy if strategy is not St
 DEVICES = ("auto", "cpu", "cuda")
 # More processes than this on one machine's CPUs are a slip of the keyboard.
 MAX_CPU_RANKS = 64
+# Bounds of settings: what is within them starts at once and fits into a machine's memory.
+BOUNDS = {
+    "world_size": (1, 1024),
+    "steps": (1, 10**7),
+    "batch_size": (1, 2**16),
+    "seed": (0, 2**32 - 1),
+    "accumulate": (1, 1024),
+    "twin": (0, 64),
+    "dense": (0, 10**7),
+    "rounding": (0, 2**31 - 1),
+}
+MAX_SAMPLES = 2**16
+MAX_TWINS = 64
 
 
 @dataclass(frozen=True)
@@ -77,29 +91,25 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         model_named(self.model)
-        for name, least in (
-            ("world_size", 1),
-            ("steps", 1),
-            ("batch_size", 1),
-            ("seed", 0),
-            ("accumulate", 1),
-            ("twin", 0),
-            ("dense", 0),
-            ("rounding", 0),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise UsageError(f"{name.replace('_', '-')}: expected an integer of at least {least}, got {value!r}")
+        for name, (least, most) in BOUNDS.items():
+            check_size(name.replace("_", "-"), getattr(self, name), least, most)
+        if self.batch_size * self.accumulate > MAX_SAMPLES:
+            raise UsageError(
+                f"batch-size: expected at most {MAX_SAMPLES} samples a rank and step, got {self.batch_size} in each of "
+                f"{self.accumulate} microbatches; pass a smaller --batch-size or --accumulate"
+            )
         if not 0 < self.learning_rate < float("inf"):
             raise UsageError(f"learning-rate: expected a number above 0, got {self.learning_rate!r}")
         if self.clip is not None and not 0 < self.clip < float("inf"):
             raise UsageError(f"clip: expected a number above 0, got {self.clip!r}")
         if self.resume_at is not None and (type(self.resume_at) is not int or self.resume_at < 2):
-            raise UsageError(f"resume-at: expected a step of at least 2, or none, got {self.resume_at!r}")
+            raise UsageError(f"resume-at: expected a step of at least 2, or none, got {shown(self.resume_at)}")
+        if self.resume_at is not None and self.resume_at > self.steps:
+            raise UsageError(f"resume-at: expected one of the {self.steps} steps, got {shown(self.resume_at)}")
         choices = (("dtype", DTYPES), ("device", DEVICES), ("strategy", STRATEGIES), ("optimizer", tuple(OPTIMIZERS)))
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
-                raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {shown(getattr(self, name))}")
         if self.spec.world_size != self.world_size:
             raise UsageError(
                 f"mesh: {self.mesh} has {self.spec.world_size} ranks, and world-size says {self.world_size}"
@@ -184,8 +194,7 @@ class RunSettings:
         Raises:
             UsageError: a number of twins that says nothing.
         """
-        if type(twins) is not int or twins < 0 or twins == 1:
-            raise UsageError(f"twins: expected 0, or 2 and more (4 are good), got {twins!r}: one alone shows no spread")
+        check_twins(twins)
         others = [(replace(self, twin=i), output / twin_folder(i)) for i in range(1, twins + 1)]
         return [(self, output), *others]
 
@@ -200,6 +209,31 @@ class RunSettings:
         return arguments
 
 
+def check_size(name: str, value: object, least: int, most: int) -> None:
+    """Refuse a size that is out of range.
+
+    Raises:
+        UsageError: not an integer from `least` to `most`.
+    """
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name}: expected an integer of at least {least}, got {shown(value)}")
+    if value > most:
+        raise UsageError(f"{name}: expected at most {most}, got {shown(value)}")
+
+
+def check_twins(twins: object) -> None:
+    """Refuse a number of perturbed runs that shows nothing, or that no one waits for.
+
+    Raises:
+        UsageError: neither 0 nor from 2 to MAX_TWINS.
+    """
+    if type(twins) is not int or twins < 0 or twins == 1:
+        raise UsageError(
+            f"twins: expected 0, or 2 and more (4 are good), got {shown(twins)}: one alone shows no spread"
+        )
+    check_size("twins", twins, 0, MAX_TWINS)
+
+
 def mesh_of(text: str) -> MeshSpec:
     """The mesh that is written "2x2": copies of the model x ranks of each.
 
@@ -210,8 +244,8 @@ def mesh_of(text: str) -> MeshSpec:
     MeshSpec(shard=3, replicate=2)
     """
     sizes = text.split("x")
-    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise UsageError(f"mesh: expected two numbers above 0, as in 2x2, got {text!r}")
+    if len(sizes) != 2 or not all(size.isdecimal() and len(size) < 10 and int(size) > 0 for size in sizes):
+        raise UsageError(f"mesh: expected two numbers above 0, as in 2x2, got {shown(text)}")
     return MeshSpec(shard=int(sizes[1]), replicate=int(sizes[0]))
 
 

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -14,8 +15,9 @@ from experiments.report.evidence import Worst
 
 _STYLES = {"equal": "green", "rounding": "green", "bug": "bold red", "inconclusive": "yellow", "incomparable": "yellow"}
 MOST_LINES = 9
-"""With the line that names the page, ten."""
-_HEADLINE, _ROWS = 4, 4
+"""With the line that names the page, ten: where sentences leave room, and of pairs at least one is shown."""
+_ROWS = 4
+_LEAST_WIDTH = 20
 
 
 def print_report(console: Console, report: dict[str, Any], series: Sequence[PairSeries]) -> None:
@@ -23,33 +25,38 @@ def print_report(console: Console, report: dict[str, Any], series: Sequence[Pair
 
     Of more pairs than there is room for the first are shown, those with the report's verdict first.
     """
-    at, width = words.decisive(report), console.width
+    at = words.decisive(report)
+    lines = partial(_lines, width=console.width if console.is_terminal else None)
     style = _STYLES[report["verdict"]]
     said = words.headline(report, series[at].parted if at is not None else "")
-    head = [Text(line, style=style) for line in _lines(said, width, _HEADLINE)]
+    head = [Text(line, style=style) for line in lines(said)]
     if at is not None:
-        head += [Text(line) for line in _lines(_found(report["pairs"][at], series[at]), width, 1)]
-    tail = [Text(line) for said in _besides(report) for line in _lines(said, width, 1)]
+        head += [Text(line) for line in lines(_found(report["pairs"][at], series[at]))]
+    tail = [Text(line) for said in _besides(report) for line in lines(said)]
     pairs = sorted(zip(report["pairs"], series, strict=True), key=lambda both: both[0]["verdict"] != report["verdict"])
     # One line is the table's head.
-    room = min(_ROWS, MOST_LINES - len(head) - len(tail) - 1)
+    room = max(1, min(_ROWS, MOST_LINES - len(head) - len(tail) - 1))
     shown, hidden = (pairs, []) if len(pairs) <= room else (pairs[: room - 1], pairs[room - 1 :])
     for line in head:
-        console.print(line, no_wrap=True, crop=True)
+        console.print(line, soft_wrap=True)
     if shown:
         console.print(_table(shown))
     if hidden:
         more = (
             f"{'… and ' if shown else ''}{len(hidden)} {'more ' if shown else ''}pair{'s' if len(hidden) > 1 else ''}"
         )
-        console.print(Text(*_lines(f"{more}, in report.json: {words.counted(pair for pair, _ in hidden)}", width, 1)))
+        tail = [
+            Text(line) for line in lines(f"{more}, in report.json: {words.counted(pair for pair, _ in hidden)}")
+        ] + tail
     for line in tail:
-        console.print(line, no_wrap=True, crop=True)
+        console.print(line, soft_wrap=True)
 
 
-def _lines(said: str, width: int, most: int) -> list[str]:
-    """A sentence in at most so many lines."""
-    return textwrap.wrap(said, width, max_lines=most, placeholder=" …", break_on_hyphens=False) if said else []
+def _lines(said: str, width: int | None) -> list[str]:
+    """A sentence in lines; None: in one, which a program may read. Nothing is cut off: what to do stands at its end."""
+    if width is None or not said:
+        return [said] if said else []
+    return textwrap.wrap(said, max(width, _LEAST_WIDTH), break_long_words=False, break_on_hyphens=False)
 
 
 def _found(pair: dict[str, Any], one: PairSeries) -> str:

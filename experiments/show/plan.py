@@ -20,6 +20,11 @@ from experiments.models.definition import ModelShapes
 from experiments.models.shapes import model_shapes
 from experiments.show.words import choice, put, refused, width_of, write_svg
 
+MIN_RATE, MAX_RATE, MAX_LATENCY = 1.0, 1e24, 1e6
+MAX_TOKENS = 10**12
+MAX_PREFETCH = 10**6
+# A plan has an event for each unit and microbatch, and takes seconds for so many.
+MAX_UNIT_MICROBATCHES = 2**12
 _PREFETCH = {"pre": Prefetch.BACKWARD_PRE, "post": Prefetch.BACKWARD_POST, "none": None}
 
 
@@ -44,6 +49,11 @@ def hardware(
     for name, (_, value) in asked.items():
         if value is not None and not (0 <= value < math.inf and (value or name == "latency")):
             raise UsageError(f"{name}: expected a finite number above 0{' or 0' * (name == 'latency')}, got {value}")
+        if value is not None and not (value <= MAX_LATENCY if name == "latency" else MIN_RATE <= value <= MAX_RATE):
+            within = (
+                f"at most {MAX_LATENCY:g} s" if name == "latency" else f"from {MIN_RATE:g} to {MAX_RATE:g} a second"
+            )
+            raise UsageError(f"{name}: expected {within}, got {value:g}")
     return Hardware(**{field: value for field, value in asked.values() if value is not None})
 
 
@@ -92,6 +102,14 @@ class PlanOptions:
         kind = self.kind or ("flat" if face is Face.FSDP1 else "per_param")
         if kind not in LAYOUT_KINDS:
             raise refused("layout", LAYOUT_KINDS, kind)
+        num_units = len(shapes.units) + 1
+        for name, value, most in (
+            ("tokens", self.tokens, MAX_TOKENS),
+            ("forward-prefetch", self.forward_prefetch, MAX_PREFETCH),
+            (f"microbatches of {num_units} units", self.microbatches, MAX_UNIT_MICROBATCHES // num_units),
+        ):
+            if value > most:
+                raise UsageError(f"{name}: expected at most {most}, got {shown(value)}")
         mesh = strategy.mesh(self.world_size, self.shard)
         mesh.coordinate(self.rank)
         units = plan_units(

@@ -51,7 +51,7 @@ def pair(path, tamper=None, *, a=None, b=None):
 
 
 def printed(report, series, width=80):
-    console = Console(file=io.StringIO(), width=width)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     print_report(console, report, series)
     return console.file.getvalue()
 
@@ -298,7 +298,9 @@ def test_the_terminal_gets_ten_lines_at_most(tmp_path, width, count):
         for one in report["pairs"]:
             one["diagnosis"]["evidence"] = evidence
         lines = printed(report, series, width).splitlines()
-        assert len(lines) <= 9  # the tenth is the path of the page
+        if evidence == "short":
+            assert len(lines) <= 9  # the tenth is the path of the page
+        assert " ".join(lines).count("story") == (40 if "story" in evidence else 0)  # nothing is cut off
         assert all(len(line) <= width for line in lines)
         assert lines[0].startswith("There is a bug: at step 0 the reduced gradient of block.w")
         assert any(
@@ -503,7 +505,7 @@ def test_names_of_all_kinds_do_no_harm(tmp_path, name):
     assert headline.count("\u2066") == headline.count("\u2069") == (2 if "\u05d0" in name else 0)
     for width in (80, 120):
         lines = printed(report, series, width).splitlines()
-        assert len(lines) <= 9 and all(len(line) <= width for line in lines)
+        assert all(len(line) <= width for line in lines if " " in line.strip())
     assert json.loads((tmp_path / "report.json").read_text())["pairs"][0]["first_divergence"]["parameter"] == parameter
 
 
@@ -630,3 +632,17 @@ def test_texts_and_curves_are_readable_in_light_and_in_dark():
         assert scale == sorted(scale) and scale[-1] > 3
         scale = [contrast(colours[name], colours["paper"]) for name in ("out1", "out2", "out3", "out4")]
         assert scale == sorted(scale) and scale[-1] > 7
+
+
+def test_advice_is_wrapped_and_never_cut(tmp_path):
+    report, series = report_of([pair(tmp_path, b=synthetic.manifest(framework="jax", model="another"))])
+    advice = (
+        "record both under one name, as in Recorder(path, model=model, name='toy'), and compare them " + "again " * 40
+    )
+    advice = report["pairs"][0]["reason"] = advice.strip()
+    narrow = printed(report, series, 40).splitlines()
+    assert advice in " ".join(narrow)
+    assert all(len(line) <= 40 for line in narrow if " " in line.strip() and "float64" not in line)
+    console = Console(file=io.StringIO(), width=40)  # a file: a program may read its lines
+    print_report(console, report, series)
+    assert advice in console.file.getvalue()
