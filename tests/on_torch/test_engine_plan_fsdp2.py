@@ -123,7 +123,8 @@ CASES = {
         Case((4, 1), frozen="middle", low=True, reshard=True),
     ],
 }
-# Every combination that there is, in parts.
+# Every combination that there is, in parts. But for nested blocks of two dtypes: such a block itself is frozen around units that
+# are trained, and the engine frees it once its inputs have gradients, for which the plan has no place.
 ALL = [
     case
     for mesh in [(4,), (2, 2), (4, 1)]
@@ -134,7 +135,9 @@ ALL = [
     for mixed in (False, True)
     for across in (False, True)
     for frozen in ("", "start", "middle", "part")
-    if (case := Case(mesh, reshard, 2, sync, low, frozen != "", frozen, across, mixed, layout)).is_possible
+    if (
+        case := Case(mesh, reshard, 2, sync, low, frozen != "" and not mixed, frozen, across, mixed, layout)
+    ).is_possible
 ]
 
 
