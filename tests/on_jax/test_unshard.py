@@ -10,7 +10,19 @@ from crossframe.names import MapEntry, ParamMap
 from crossframe.reference import ReferenceUnit
 from jax_backend import shard, shards_of, unshard, value_and_grad, writeback
 
-from .small import UNITS, WIDE, WORLDS, canonical, mesh_of_size, small_batch, small_loss, small_map, small_params, wide
+from .small import (
+    EPS,
+    UNITS,
+    WIDE,
+    WORLDS,
+    canonical,
+    mesh_of_size,
+    small_batch,
+    small_loss,
+    small_map,
+    small_params,
+    wide,
+)
 
 
 def sharded_over(world_size, params=None, **kwargs):
@@ -105,7 +117,7 @@ def test_R30_the_norm_of_shards_is_that_of_parameters_and_gradients(world_size):
     grads = value_and_grad(small_loss, mesh_of_size(world_size))(sharded, small_batch()).grads
     for tree in (sharded, grads):
         # The same 92 squares, summed in another order: a sum of n terms >= 0 is off by at most n roundings, twice.
-        np.testing.assert_allclose(optax.tree.norm(tree), optax.tree.norm(unshard(tree)), rtol=2 * 92 * 2.0**-53)
+        np.testing.assert_allclose(optax.tree.norm(tree), optax.tree.norm(unshard(tree)), rtol=92 * EPS)
 
 
 def refused(match, full, world_size=2):
