@@ -300,7 +300,9 @@ class _Ledger:
         wide = itemsize(precision.gathered)
         if event.kind in (ALL_GATHER, CAST):
             self._hold("full parameters", event, layout.unsharded_numel * wide)
-            landing = 0 if layout.contiguous else event.num_bytes
+            # Over one rank the shard is copied from where it lies, or from its copy in low precision.
+            lands = not layout.contiguous and (event.kind == ALL_GATHER or precision.is_mixed)
+            landing = event.num_bytes if lands else 0
             cast_shard = layout.padded_shard_numel * wide if precision.is_mixed and event.kind == ALL_GATHER else 0
             self._hold("gather buffers", event, landing + cast_shard)
         elif event.kind == COMPUTE:

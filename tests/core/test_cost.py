@@ -178,6 +178,15 @@ def test_what_each_purpose_holds_in_low_precision():
     assert reduced["sharded gradients"] == 11 * 2  # kept in low precision
 
 
+def test_R14_one_shard_is_copied_without_a_gather_buffer():
+    layout = PerParamLayout((ParamSpec("w", (5, 3)), ParamSpec("b", (3,))), 1)
+    for low, copied in (("float32", 0), ("bfloat16", 18 * 2)):
+        units = plan_units([("a", layout)], policy=PrecisionPolicy(low, "float32"))
+        copy = next(s for s in step_cost(step_plan(units, MeshSpec(1)), units).spans if s.event.kind == "cast")
+        assert copy.memory["full parameters"] == layout.unsharded_numel * {"float32": 4, "bfloat16": 2}[low]
+        assert copy.memory["gather buffers"] == copied
+
+
 def test_R15_under_no_sync_full_gradients_wait_and_reducing_each_time_frees_them():
     units = units_of(["", "a"])
     for sync, waiting in ((Sync.EACH, 0), (Sync.LAST, 2 * 32)):
