@@ -204,8 +204,9 @@ class _Watch:
         """The call of the issuing thread that returns only when all ranks of a group came, if it is in one."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
         while frame is not None:
-            name, local = frame.f_code.co_name, frame.f_locals
-            if frame.f_code.co_filename == _SOURCE and name in _JOINT and not local.get("async_op"):
+            # The locals of other frames are left alone: a frame keeps what it was once asked for, tensors too.
+            name = frame.f_code.co_name
+            if frame.f_code.co_filename == _SOURCE and name in _JOINT and not (local := frame.f_locals).get("async_op"):
                 group = local.get("group") or dist.group.WORLD
                 assert group is not None
                 return {
@@ -215,7 +216,7 @@ class _Watch:
                     "is_world": group is dist.group.WORLD,
                 }
             if frame.f_code is _Round._await.__code__:
-                return local["self"].position()
+                return frame.f_locals["self"].position()
             frame = frame.f_back
         return None
 
