@@ -14,6 +14,8 @@ from crossframe.processes import Child, end_children, end_on_signals, module_com
 def command():
     """Start a process of multiprocessing and a program that starts another; wait for them, and unwind when a signal comes."""
     folder, manner = sys.argv[1:]
+    # As the command is started, whatever started the tests.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if manner == "nohup" else signal.SIG_DFL)
     end_on_signals()
     try:
         with starting():

@@ -352,11 +352,10 @@ def test_adams_decay_belongs_in_its_gradient(clean: Clean, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "settings",
-    [{"optimizer": ["AdamW"]}, {"betas": 0.9}, {"betas": [0.9]}, {"eps": "1e-8"}, {"weight_decay": None}, {"clip": -1.0},
-     {"optimizer": "Lion"}],
+    [{"weight_decay": None}, {"clip": -1.0}, {"optimizer": "Lion"}],
     ids=str,
-)  # fmt: skip
-def test_settings_that_state_no_rule_are_let_be(settings: dict, tmp_path: Path) -> None:
+)
+def test_settings_that_state_no_rule_are_ignored(settings: dict, tmp_path: Path) -> None:
     right = record(tmp_path / "right", **SINGLE, other=settings)
     for quantity, found in both_ways(right, tmp_path, Faults(adam_epsilon=1e-4), **SINGLE, other=settings):
         assert quantity.event == "optimizer" and found is None, found

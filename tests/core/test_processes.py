@@ -35,11 +35,7 @@ def started(tmp_path):
     """Start the command of `family` in a session of its own, and wait until all its processes run."""
     left = []
 
-    def start(manner="", ignored=()):
-        def ignore():
-            for number in ignored:
-                signal.signal(number, signal.SIG_IGN)
-
+    def start(manner=""):
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.core.family", str(tmp_path), manner],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -47,7 +43,6 @@ def started(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=ignore,
         )
         left.append(process.pid)
         wait_until(lambda: len(list(tmp_path.iterdir())) == FAMILY)
@@ -90,7 +85,7 @@ def test_a_second_signal_kills_children_that_ignore_the_first(started):
 
 
 def test_sighup_stays_ignored_under_nohup(started):
-    process, _ = started(ignored=[signal.SIGHUP])
+    process, _ = started("nohup")
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)

@@ -47,7 +47,7 @@ def test_R20_full_values_of_another_shape_are_refused_by_name():
 def test_R25_what_replaces_a_shard_has_its_shape_and_dtype():
     here = ((3,), "float32")
     check_replaced("w", 1, here, here)
-    with pytest.raises(ParamError, match=r"'w', rank 1: .* sharded shape \(3,\), got \(2, 3\); replace full values"):
+    with pytest.raises(ParamError, match=r"'w', rank 1: .* sharded shape \(3,\), got \(2, 3\); replace it with"):
         check_replaced("w", 1, here, ((2, 3), "float32"))
     with pytest.raises(ParamError, match="'w', rank 1: expected float32, as it was sharded, got float64; convert"):
         check_replaced("w", 1, here, ((3,), "float64"))
