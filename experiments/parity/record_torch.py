@@ -1,6 +1,7 @@
 """Record a run in torch: one process a rank, gloo on CPU and NCCL on GPUs, `FullyShardedDataParallel`."""
 
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, start_processes
 from torch.nn import functional
 
 from crossframe import processes
@@ -69,9 +70,14 @@ def record_many(runs: Sequence[tuple[RunSettings, Path]], *, overwrite: bool = F
         try:
             while not ranks.join():
                 pass
-        except ProcessException:
-            for reason in sorted(Path(folder).glob(f"{_REASON}*")):
-                raise RecordingError(f"rank {reason.name.removeprefix(_REASON)}: {reason.read_text()}") from None
+        except ProcessException as error:
+            killed = [i for i, process in enumerate(ranks.processes) if process and process.exitcode == -signal.SIGKILL]
+            if killed and error.error_index not in killed:  # the others fail for want of it, and may be noticed first
+                message = f"process {killed[0]} terminated with signal SIGKILL"
+                raise ProcessExitedException(message, killed[0], process_ids[killed[0]], -signal.SIGKILL) from None
+            for reason in sorted(Path(folder).glob(f"{_REASON}*")) if not killed else ():
+                rank, text = f"rank {reason.name.removeprefix(_REASON)}", reason.read_text()
+                raise RecordingError(text if text.startswith(rank) else f"{rank}: {text}") from None
             raise
         finally:
             processes.end(process_ids)

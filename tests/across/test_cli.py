@@ -248,8 +248,11 @@ while True:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-@pytest.mark.parametrize("what", ["model", "script"])
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [("model", signal.SIGINT), ("script", signal.SIGINT), ("script", signal.SIGKILL)],
+    ids=["model-SIGINT", "script-SIGINT", "script-SIGKILL"],
+)
 def test_a_signal_to_record_alone_ends_its_ranks(tmp_path, spawned, what, number):
     if what == "script":
         (tmp_path / "train.py").write_text(TRAINS_FOR_EVER)

@@ -58,7 +58,6 @@ POLICIES = {"full": PrecisionPolicy(), "mixed": PrecisionPolicy("bfloat16", redu
 
 
 CASES = {
-    "flat": ("flat", "shard_map", "full"),
     "flat, mixed precision": ("flat", "shard_map", "mixed"),
     "per_param": ("per_param", "shard_map", "full"),
     "per_param, under jit": ("per_param", "jit", "full"),

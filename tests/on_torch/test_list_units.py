@@ -49,6 +49,10 @@ CASES = {
     "three": ({}, [["inner.0", "last", "first"]]),
 }
 EVERY = pytest.mark.parametrize("case", CASES)
+# Names do not depend on the layout, so flat ones are a sample.
+IN_LAYOUTS = pytest.mark.parametrize(
+    ("case", "layout"), [*((case, "per_param") for case in CASES), ("tied_out_of_order", "flat"), ("nested", "flat")]
+)
 
 
 def _plain(case, *, device="cpu"):
@@ -130,8 +134,7 @@ def _named(rank, world_size, case, layout):
     assert next(unit.name for unit in named) == ""
 
 
-@pytest.mark.parametrize("layout", ["per_param", "flat"])
-@EVERY
+@IN_LAYOUTS
 def test_R01_list_units_know_their_names(ranks, case, layout):
     ranks.run(3, _named, case, layout)
 
@@ -164,8 +167,7 @@ def _state_dicts(rank, world_size, case, layout):
     assert _state(reference, held).keys() == expected_state.keys()
 
 
-@pytest.mark.parametrize("layout", ["per_param", "flat"])
-@EVERY
+@IN_LAYOUTS
 def test_R36_R37_state_dicts_of_list_units(ranks, case, layout):
     ranks.run(2, _state_dicts, case, layout)
 
@@ -193,8 +195,7 @@ def _loaded(rank, world_size, case, folder):
     return found
 
 
-@pytest.mark.parametrize("layout", ["per_param", "flat"])
-@EVERY
+@IN_LAYOUTS
 def test_R36_R37_checkpoints_of_list_units(ranks, tmp_path, case, layout):
     values, state = ranks.run(2, _saved, case, layout, str(tmp_path))[0]
     for world_size in (2, 3):

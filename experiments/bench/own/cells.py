@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from crossframe.errors import UsageError
 from experiments.bench.contestants import BARE, DDP
 from experiments.models import MODELS
-from experiments.parity.settings import DTYPES, RunSettings
+from experiments.parity.settings import BOUNDS, DTYPES, RunSettings, check_size
 
 THEIRS = ("torch FSDP1", "torch FSDP2", DDP)
 OURS = ("our FSDP1", "our FSDP2")
@@ -98,8 +98,7 @@ def sets(
     ):
         if strange := [str(each) for each in given if each not in known]:
             raise UsageError(f"{what}: expected among {', '.join(map(str, known))}, got {', '.join(strange)}")
-    if steps < 1:
-        raise UsageError(f"steps: expected at least 1, got {steps}")
+    check_size("steps", steps, *BOUNDS["steps"])
     return [
         list(_runs(model, dtype, setting, sorted(set(ranks or RANKS)), steps))
         for dtype in dict.fromkeys(dtypes or ("float64", "float32"))
