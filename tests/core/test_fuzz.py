@@ -1,5 +1,6 @@
 """Whatever Python value is passed to what the core describes and computes, only a CrossframeError comes out."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from crossframe.reference.redistribute import apply_overlay
 from crossframe.shown import LONGEST, shown
 from crossframe.strategy import Strategy, Sync
 from crossframe.unshard import UnshardRequest
+from tests.conftest import EXHAUSTIVE
 from tests.core.random_layouts import QUICK
 
 
@@ -155,7 +157,7 @@ def use(made: Any) -> None:
 
 
 @pytest.mark.parametrize("make", RIGHT, ids=lambda make: make.__qualname__)
-@settings(QUICK, max_examples=100)
+@settings(QUICK, max_examples=100 if os.environ.get(EXHAUSTIVE) else 40)
 @given(st.data())
 def test_one_or_more_wrong_arguments(make, data):
     wrong = data.draw(st.sets(st.sampled_from(sorted(RIGHT[make])), min_size=1))
@@ -167,7 +169,7 @@ def use_if(made: Any) -> None:
         use(made)
 
 
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=200 if os.environ.get(EXHAUSTIVE) else 100)
 @given(st.data())
 def test_fields_of_a_layout_that_are_wrong_or_gone(data):
     right = data.draw(st.sampled_from([FLAT.to_json(), ROWS.to_json(), RAGGED.to_json()]))

@@ -1,5 +1,7 @@
 """The verdict by sketches is the verdict by elements, and says where as closely as sketches can."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -18,11 +20,13 @@ SHAPES = {"": {"embed": (40, 30), "bias": (3,)}, "block": {"block.w": (50, 30), 
 NOISE = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def large(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def large():
     """Two of the parameters are large enough to be sketched."""
-    monkeypatch.setattr(synthetic, "UNITS", SHAPES)
-    monkeypatch.setattr(synthetic, "SHAPES", {n: shape for unit in SHAPES.values() for n, shape in unit.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "UNITS", SHAPES)
+        patch.setattr(synthetic, "SHAPES", {n: shape for unit in SHAPES.values() for n, shape in unit.items()})
+        yield
 
 
 def made(world_size=2, *, detail="full", dtype="float32", kind="flat", **other):
@@ -99,16 +103,32 @@ CASES = {
 ONE_RANK = ("initial", "gather", "local", "slice", "nan")
 
 
+@pytest.fixture(scope="module")
+def recorded_pair(large, tmp_path_factory):
+    """Makes a recording with four perturbed runs and one of a case, each once."""
+
+    @cache
+    def recording(case, detail):
+        folder = tmp_path_factory.mktemp("recorded") / "run"
+        if case is None:
+            return run(folder, made(detail=detail), twins=4)
+        return run(folder, made(detail=detail), tamper=both(jitter(99), CASES[case]) if CASES[case] else jitter(99))
+
+    return lambda case, detail: (recording(None, detail), recording(case, detail))
+
+
+@pytest.fixture(scope="module")
+def verdict_of_elements(recorded_pair):
+    """Compares the full recordings of a case, once."""
+    return cache(lambda case: compare(*recorded_pair(case, "full")))
+
+
 @pytest.mark.parametrize("recorded", [False, True], ids=["compared", "recorded"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_verdict_is_that_of_the_elements(tmp_path, case, recorded):
+def test_the_verdict_is_that_of_the_elements(recorded_pair, verdict_of_elements, case, recorded):
     """Sketched when it is compared, or sketched by the recorder."""
-    tamper = both(jitter(99), CASES[case]) if CASES[case] else jitter(99)
-    detail = "sketch" if recorded else "full"
-    a = run(tmp_path / "a", made(detail=detail), twins=4)
-    b = run(tmp_path / "b", made(detail=detail), tamper=tamper)
-    whole = (run(tmp_path / "c", made(), twins=4), run(tmp_path / "d", made(), tamper=tamper)) if recorded else (a, b)
-    sketched, full = compare(a, b, sketched=not recorded), compare(*whole)
+    pair = recorded_pair(case, "sketch" if recorded else "full")
+    sketched, full = compare(*pair, sketched=not recorded), verdict_of_elements(case)
     assert sketched.verdict is full.verdict is (Verdict.BUG if CASES[case] else Verdict.ROUNDING), sketched.reason
     unnamed = sketched.diagnosis is None and case not in ("clean", "small", "norm")
     assert ("record step" in sketched.reason and "densely and in full" in sketched.reason) == unnamed, sketched.reason

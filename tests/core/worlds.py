@@ -1,5 +1,6 @@
 """Worlds that train: every choice that a step has, and networks whose sums are exact."""
 
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from crossframe.reference.net import Batch, Layers
 from crossframe.reference.optim import Optimizer
 from crossframe.reference.world import World
 from crossframe.trace import Event
+from tests.conftest import EXHAUSTIVE
 from tests.core.machine import MAKE
 
 # The forward reaches "a.0" and "a" ahead of "b" and the root.
@@ -108,8 +110,8 @@ CASES = [
 
 
 def sample(number: int, seed: int, **changes: str) -> list[Case]:
-    """Some of all cases, the same ones every time, among them each choice of each kind."""
-    cases = random.Random(seed).sample(CASES, number)
+    """Some of all cases, the same ones every time, among them each choice of each kind; three times as many if exhaustive."""
+    cases = random.Random(seed).sample(CASES, 3 * number if os.environ.get(EXHAUSTIVE) else number)
     for name in ("kind", "mesh", "face", "strategy", "reshard_after_forward", "sync", "backward_prefetch"):
         assert {getattr(case, name) for case in cases} == {getattr(case, name) for case in CASES}
     return [replace(case, **changes) for case in cases]
