@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from experiments import entry
+from tests.conftest import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 10
@@ -88,8 +89,22 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("size", [LONG, f"-{LONG}", "nan", "1e400", "\x1b[2J", "[/]", "0x"], ids=ascii)
-@pytest.mark.parametrize("arguments", SIZES, ids=lambda arguments: " ".join(arguments[-1:] + arguments[:1]))
+INVALID_SIZES = [LONG, f"-{LONG}", "nan", "1e400", "\x1b[2J", "[/]", "0x"]
+
+
+def sizes_of(at):
+    """All invalid sizes for --exhaustive, else three of them, by an option's position; each option gets a number and a word."""
+    return INVALID_SIZES if EXHAUSTIVE in os.environ else [INVALID_SIZES[(at + step) % 7] for step in (0, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        pytest.param(arguments, size, id=f"{arguments[-1]} {arguments[0]}-{size!a}")
+        for at, arguments in enumerate(SIZES)
+        for size in sizes_of(at)
+    ],
+)
 def test_sizes_out_of_range_are_refused(tmp_path, monkeypatch, arguments, size):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("raise SystemExit(0)")
@@ -121,6 +136,7 @@ def test_sizes_that_are_too_large_say_the_limit(tmp_path, monkeypatch, arguments
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+MANY = 10**5 if EXHAUSTIVE in os.environ else 2 * 10**4
 SHAPES = {
     "empty": b"",
     "binary": bytes(range(256)) * 10,
@@ -139,7 +155,7 @@ SHAPES = {
     "long name": json.dumps({"w" * 10**6: [4, 4]}).encode(),
     "units of another kind": b'{"params": [{"name": "w", "shape": [1]}], "units": [1, null]}',
     "dtype of another kind": b'{"params": [{"name": "w", "shape": [1], "dtype": [1]}]}',
-    "many parameters": json.dumps({f"layer{i}.w": [1] for i in range(10**5)}).encode(),
+    "many parameters": json.dumps({f"layer{i}.w": [1] for i in range(MANY)}).encode(),
     "many units": json.dumps(
         {
             "params": [{"name": f"layer{i}.w", "shape": [1]} for i in range(2 * 10**4)],
@@ -242,7 +258,11 @@ OPTIONS = st.sampled_from(
 ARGUMENTS = st.lists(st.one_of(WORDS, OPTIONS), max_size=6)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60 if EXHAUSTIVE in os.environ else 25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     command=st.sampled_from(["layout", "plan", "compare"]),
     first=st.sampled_from(["gpt-tiny", "mlp", "."]),
@@ -258,7 +278,11 @@ def test_any_arguments_end_with_an_answer_or_a_refusal(tmp_path, command, first,
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25 if EXHAUSTIVE in os.environ else 12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(words=st.lists(WORDS, max_size=4))
 def test_unknown_commands_and_options_are_refused(tmp_path, words):
     with chdir(tmp_path):
@@ -286,11 +310,19 @@ def spawned(*arguments, env=None, **options):
 @pytest.mark.parametrize(
     ("environment", "status"),
     [
-        ({"COLUMNS": "0", "TERMINAL_WIDTH": "wide", "LINES": "-1"}, 0),
-        ({"PYTHONIOENCODING": "ascii", "HOME": "/nonexistent"}, 0),
+        (
+            {
+                "COLUMNS": "0",
+                "TERMINAL_WIDTH": "wide",
+                "LINES": "-1",
+                "PYTHONIOENCODING": "ascii",
+                "HOME": "/nonexistent",
+            },
+            0,
+        ),
         ({"COLUMNS": "9" * 400, "TERM": "unknown", "PYTHONUTF8": "0", "LC_ALL": "C"}, 0),
     ],
-    ids=["narrow", "ascii", "unknown"],
+    ids=["narrow, ascii", "unknown"],
 )
 def test_the_environment_does_not_stop_output(environment, status):
     ended = spawned("layout", "gpt-tiny", "--world-size", "2", env=environment, stdout=subprocess.PIPE)
