@@ -83,9 +83,13 @@ def test_R05_R30_optax_trains_shards_as_it_trains_parameters(layout, spec):
 
     expected: Any = jax.tree.map(jnp.asarray, params)
     full_state = tx.init(trained(expected))
+    full_grads, full_update = (
+        jax.jit(jax.grad(small_loss)),
+        jax.jit(tx.update),
+    )  # one program each, not one an operation
     for i in range(STEPS):
-        grads = trained(jax.grad(small_loss)(expected, small_batch(seed=i)))
-        updates, full_state = tx.update(grads, full_state, trained(expected))
+        grads = trained(full_grads(expected, small_batch(seed=i)))
+        updates, full_state = full_update(grads, full_state, trained(expected))
         new: Any = optax.apply_updates(trained(expected), updates)
         new["blocks"][0], new["out"]["bias"] = params["blocks"][0], params["out"]["bias"]
         expected = new

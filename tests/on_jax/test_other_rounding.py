@@ -63,12 +63,15 @@ def test_a_step_differs_by_rounding_alone_in_loss_and_gradients(mode):
         found = jax_backend.value_and_grad(fun, mesh, mode=mode)(sharded, batch)
         return float(found.loss), jax_backend.unshard(found.grads)
 
-    run, twin, other, again = grads(None), grads(1), grads(2), grads(1)
+    run, perturbed, other = grads(None), grads(1), grads(2)
     bounds = bounds_for(WIDE)
-    np.testing.assert_allclose([twin[0], other[0]], run[0], rtol=bounds.loss)
-    for a, b, c, d in zip(*(jax.tree.leaves(each[1]) for each in (run, twin, other, again)), strict=True):
-        assert not (a == b).all() and not (b == c).all() and (b == d).all()
+    np.testing.assert_allclose([perturbed[0], other[0]], run[0], rtol=bounds.loss)
+    for a, b, c in zip(*(jax.tree.leaves(each[1]) for each in (run, perturbed, other)), strict=True):
+        assert not (a == b).all() and not (b == c).all()
         assert distance(a, b) <= bounds.parameter * norm(a)
+    if mode == "shard_map":
+        again = grads(1)
+        assert all((b == d).all() for b, d in zip(*map(jax.tree.leaves, (perturbed[1], again[1])), strict=True))
 
 
 def test_a_seed_that_is_traced_gives_what_it_gives_otherwise():
@@ -86,7 +89,7 @@ def test_a_seed_that_is_traced_gives_what_it_gives_otherwise():
     assert compiled._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
 
 
-@pytest.mark.parametrize("numel", [1, 2, 7, 12, 97, 100_003])
+@pytest.mark.parametrize("numel", [1, 2, 7, 100_003])
 def test_sums_go_through_all_their_terms_in_another_order(numel):
     ones, places = jnp.ones(numel, WIDE), jnp.arange(numel, dtype=WIDE)
     for seed in range(3):

@@ -1,5 +1,7 @@
 """What a recorder must not change: any bit of a step, whether it records it densely, sparsely or not at all."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
 from jax_backend import Recorder, apply_updates, shard, sharded_optimizer, value_and_grad
 from jax_backend.activations import is_anyone_listening, tell
+from tests.conftest import EXHAUSTIVE
 
 from .small import UNITS, mesh_of_size, small_batch, small_map, small_params
 
@@ -57,11 +60,13 @@ def trained(step_of, sharded, end):
 POLICIES = {"full": PrecisionPolicy(), "mixed": PrecisionPolicy("bfloat16", reduce_dtype="float32")}
 
 
+# Each layout, mode and policy once.
 CASES = {
     "flat, mixed precision": ("flat", "shard_map", "mixed"),
-    "per_param": ("per_param", "shard_map", "full"),
     "per_param, under jit": ("per_param", "jit", "full"),
 }
+if os.environ.get(EXHAUSTIVE):
+    CASES["per_param"] = ("per_param", "shard_map", "full")
 
 
 @pytest.mark.parametrize(("layout", "mode", "policy"), CASES.values(), ids=CASES)

@@ -1,14 +1,17 @@
 """The parameters cut out of a gathered buffer in JAX, beside the core's own views of a numpy array."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.layout import views as expected_views
 from jax_backend.views import views
+from tests.conftest import EXHAUSTIVE
 from tests.on_jax.small import wide
 
 from ..core.random_layouts import ALL_LAYOUTS, QUICK, specs
@@ -20,7 +23,8 @@ LAYOUTS = (
 )
 
 
-@QUICK
+# JAX compiles something for each new shape.
+@settings(QUICK, max_examples=60 if os.environ.get(EXHAUSTIVE) else 20)
 @given(ALL_LAYOUTS)
 def test_R05_views_in_jax_are_those_in_numpy_and_padding_is_in_none(layout):
     line = np.arange(layout.gathered_numel, dtype=np.int32)
