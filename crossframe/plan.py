@@ -234,6 +234,7 @@ class _Planner:
                 yield from self._forward(unit)
             for unit in reversed(self.children[None]):
                 yield from self._backward(unit)
+            yield from self._free_unreached()
         yield Event(STEP, "", "step", self.begun[0].buckets[0].precision.stored, 0, (self.rank,), self.microbatch)
 
     def _forward(self, unit: PlannedUnit) -> Iterator[Event]:
@@ -249,8 +250,6 @@ class _Planner:
 
     def _backward(self, unit: PlannedUnit) -> Iterator[Event]:
         if unit.name not in self.differentiated:
-            yield from self._free(unit, "backward") if unit.name in self.full else ()
-            self.part.discard(unit.name)  # training gathers anew
             for child in reversed(self.children.get(unit.name, ())):
                 yield from self._backward(child)
             return
@@ -269,6 +268,13 @@ class _Planner:
         for at, bucket in enumerate(unit.buckets):
             if bucket.trained:
                 yield from self._reduce(unit, at, bucket, reduction)
+
+    def _free_unreached(self) -> Iterator[Event]:
+        """Frees the units that backward does not reach, when it ends."""
+        for unit in reversed(self.begun):
+            if unit.name not in self.differentiated:
+                yield from self._free(unit, "backward") if unit.name in self.full else ()
+                self.part.discard(unit.name)  # training gathers anew
 
     def _gather_before(self, unit: PlannedUnit) -> Iterator[Event]:
         at = self.ended_at[unit.name]

@@ -200,12 +200,19 @@ class Schedule:
             unit.gather(phase)
 
     def _free_after_inputs(self, unit: Unit, inputs: Any) -> None:
-        """A frozen unit has no anchor: its backward is over once its inputs have their gradients."""
+        """Free a frozen unit, which has no anchor, once its inputs have their gradients."""
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if tensors:
             unit.num_frozen_uses += 1
-            hook = torch.autograd.graph.register_multi_grad_hook(tensors, lambda _grads: self._end_frozen_use(unit))
+            hook: Any = torch.autograd.graph.register_multi_grad_hook(
+                tensors, lambda _grads: self._end_frozen_use(unit)
+            )
             self._input_hooks.append(hook)
+            # Before the unit that returned the tensor begins its backward, and gathers: hooks run in the order of the dict.
+            for tensor, handle in zip(tensors, hook.handles, strict=True):
+                hooks: Any = tensor._backward_hooks
+                for earlier in [key for key in hooks if key != handle.id]:
+                    hooks[earlier] = hooks.pop(earlier)
 
     def _forget_inputs(self) -> None:
         """Inputs may outlive their step (a prompt that is trained), and shall not keep its hooks."""

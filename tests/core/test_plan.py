@@ -447,8 +447,8 @@ def test_R14_what_is_frozen_ahead_of_all_that_is_trained_has_no_backward():
     ]
     computed = [e.unit for e in events if e.phase == "backward" and e.kind == COMPUTE]
     assert computed == ["", "c", "b", "b"]
-    # What a strategy keeps full behind forward is freed all the same.
+    # What a strategy keeps full after forward is freed when backward ends.
     kept = step_plan(plan_units(given_units, Strategy.SHARD_GRAD_OP), MeshSpec(2))
-    assert [e.unit for e in kept if e.kind == FREE] == ["c", "b", "b", "a", ""]
+    assert [e.unit for e in kept if e.kind == FREE] == ["c", "b", "b", "", "a"]
     frozen = step_plan(plan_units(unit("a", False)), MeshSpec(2))
     assert [e.phase for e in frozen if e.kind in COLLECTIVES] == ["forward"]

@@ -95,6 +95,8 @@ CASES = {
         Case(frozen="part"),
         Case(across=True, reshard=2),
         Case(mixed=True, reshard=2),
+        Case(nested=True, mixed=True, frozen="middle", reshard=2),
+        Case(nested=True, mixed=True, frozen="start", reshard=False),
     ],
     "replicas": [
         Case((2, 2)),
@@ -123,8 +125,7 @@ CASES = {
         Case((4, 1), frozen="middle", low=True, reshard=True),
     ],
 }
-# Every combination that there is, in parts. But for nested blocks of two dtypes: such a block itself is frozen around units that
-# are trained, and the engine frees it once its inputs have gradients, for which the plan has no place.
+# Every combination, in parts. A nested block of two dtypes is itself frozen, around units that are trained.
 ALL = [
     case
     for mesh in [(4,), (2, 2), (4, 1)]
@@ -135,9 +136,7 @@ ALL = [
     for mixed in (False, True)
     for across in (False, True)
     for frozen in ("", "start", "middle", "part")
-    if (
-        case := Case(mesh, reshard, 2, sync, low, frozen != "" and not mixed, frozen, across, mixed, layout)
-    ).is_possible
+    if (case := Case(mesh, reshard, 2, sync, low, frozen != "", frozen, across, mixed, layout)).is_possible
 ]
 
 
