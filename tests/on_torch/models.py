@@ -4,6 +4,11 @@ import torch
 from torch import Tensor, nn
 
 
+def seed_cpu(seed: int) -> None:
+    """Seed the CPU's generator alone: torch.manual_seed formats the stack of each call for accelerators that start later."""
+    torch.default_generator.manual_seed(seed)
+
+
 class Block(nn.Module):
     """A residual block with uneven sizes."""
 
@@ -38,7 +43,7 @@ class Net(nn.Module):
 
 def build_net(dtype: torch.dtype = torch.float32, seed: int = 3, **options) -> Net:
     """The same Net on every rank."""
-    torch.manual_seed(seed)
+    seed_cpu(seed)
     return Net(**options).to(dtype)
 
 

@@ -4,8 +4,12 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import pytest  # noqa: F401 - what most modules of tests import
     import torch
+    import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor
+
+    import torch_backend  # noqa: F401
 
 torch.set_num_threads(1)

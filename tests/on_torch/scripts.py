@@ -6,6 +6,7 @@ catches torch's: it has torch's type among its bases.
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from tests.on_torch.models import seed_cpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,22 +88,26 @@ def difference(theirs: Any, ours: Any, at: str = "") -> str:
 
 def _parts(tensor: DTensor) -> dict[str, Any]:
     """What a DTensor is, without communication."""
-    mesh = tensor.device_mesh
     return {
         "placements": [repr(placement) for placement in tensor.placements],
         "shape": tuple(tensor.shape),
         "stride": tensor.stride(),
-        "mesh": [mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist()],
+        "mesh": _mesh_parts(tensor.device_mesh),
         "requires_grad": tensor.requires_grad,
         "local": tensor._local_tensor.detach(),
     }
+
+
+@functools.cache  # a mesh works out its ranks anew each time, for a millisecond
+def _mesh_parts(mesh: DeviceMesh) -> list[Any]:
+    return [mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist()]
 
 
 def outcomes(scenario: Callable[[Any], Any], sides: Iterable[Side]) -> list[Any]:
     """What comes of a scenario on each side, each from the same seed; an exception is an outcome too."""
     results = []
     for side in sides:
-        torch.manual_seed(0)
+        seed_cpu(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_backend
 from tests.on_torch.models import Net, batch, build_net, loss_of
 from tests.on_torch.ranks import start_process
-from torch_backend import failure, position
+from torch_backend import failure, position, rounds
 
 # The group's timeout, and how long a test waits for ranks at most: nothing here depends on how fast they are.
 TIMEOUT_SECONDS, PATIENCE_SECONDS = 600, 60
+# The ranks of these tests look at each other more often than once a second, the default.
+LOOK_EVERY_SECONDS = 0.2
 
 
 @dataclass
@@ -61,6 +63,8 @@ def _run_rank(
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    position._PATIENCE_SECONDS = rounds._PATIENCE_SECONDS = LOOK_EVERY_SECONDS
+    failure._LOOK_EVERY = timedelta(seconds=LOOK_EVERY_SECONDS)
     stores = [dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(2)]
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=stores[0], rank=rank, world_size=world_size, timeout=timeout)

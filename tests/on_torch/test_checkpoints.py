@@ -44,7 +44,7 @@ from tests.on_torch.layouts import LAYOUTS, mesh_of
 from torch_backend.piece_tensor import PieceTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUM_STEPS = 2
+NUM_STEPS = 1
 WRAPPED = "_fsdp_wrapped_module."
 HYBRID = " hybrid"
 WORLD_SIZES = (1, 2, 3, 4)
@@ -52,8 +52,8 @@ FSDP2 = (*LAYOUTS, *(layout + HYBRID for layout in LAYOUTS))
 FSDP1 = ("FSDP1", "FSDP1 flat", "FSDP1 mesh", "FSDP1 flat mesh", "FSDP1 mesh hybrid", "FSDP1 flat mesh hybrid")
 THEIRS = ("torch FSDP1", "torch FSDP1 flat", "torch FSDP1 mesh", "torch FSDP2")
 FACES = ("plain", *FSDP2, *FSDP1, *THEIRS)
-# Uneven on 2, 3 and 4 ranks, some without a row for each.
-SHAPES = ((5, 3), (1,), (2, 7), (9,), (3, 1, 2), (4, 4), (1, 5), (17,), (7, 2), (13, 1))
+# Uneven on 2, 3 and 4 ranks, some without a row for each. Few: a DTensor works out each operator anew for each shape.
+SHAPES = ((5, 3), (1,), (9,), (3, 1, 2), (4, 4))
 
 
 class Part(nn.Module):
@@ -341,8 +341,8 @@ def faces_on(world_size: int) -> list[str]:
 
 
 def test_R36_R37_a_checkpoint_goes_from_any_sharding_to_any_other_at_any_world_size(ranks, tmp_path):
-    """Also between torch's own and ours. The short form: each once as the one that saves, and each once as the one that loads
-    at each world size, of those of one seed."""
+    """Also between torch's own and ours. The short form: each saves once and loads once, those with replicas at 4 ranks
+    and the others at fewer in turn."""
     checkpoints, cases = chosen(str(tmp_path))
     for world_size in WORLD_SIZES:
         _assert_same(ranks, world_size, _save, [saved for saved in checkpoints if saved.world_size == world_size])
@@ -361,12 +361,12 @@ def chosen(folder: str) -> tuple[list[Saved], list[tuple[Saved, str, int]]]:
         return checkpoints, cases
     checkpoints = []
     for i, face in enumerate(FACES):
-        size = 4 if face.endswith(HYBRID) else (2, 3, 4)[i % 3]
+        size = 4 if face.endswith(HYBRID) else (2, 3)[i % 2]
         checkpoints.append(Saved(face, size, i, folder))
     cases = []
-    for i, face in enumerate(FACES):
-        size = 4 if face.endswith(HYBRID) else WORLD_SIZES[i % 4]
-        cases += [(saved, face, size) for saved in rng.sample(checkpoints, 2)]
+    for i, (face, saved) in enumerate(zip(FACES, rng.sample(checkpoints, len(checkpoints)), strict=True)):
+        size = 4 if face.endswith(HYBRID) else (1, 2, 3)[i % 3]
+        cases.append((saved, face, size))
     return checkpoints, cases
 
 

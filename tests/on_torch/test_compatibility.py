@@ -6,6 +6,7 @@ Each row is tried under both interfaces and every layout at 2 ranks, where the m
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from crossframe.errors import CrossframeError
 from crossframe.state import state_key
+from tests.conftest import EXHAUSTIVE
 from tests.on_torch.models import Block, batch, build_net, loss_of
 from torch_backend import FullyShardedDataParallel as FSDP
 from torch_backend import fully_shard
@@ -31,6 +33,7 @@ from torch_backend.sharded_grad_scaler import ShardedGradScaler
 FSDP1, FSDP2 = ("orig", "flat"), ("per_param", "flat layout", "ragged layout")
 FACES = (*FSDP1, *FSDP2)
 F64 = torch.float64
+EVERY_WAY = bool(os.environ.get(EXHAUSTIVE))
 # Vector instructions round otherwise than what is left at the end of a row: a few roundings of values of about 1, in few steps.
 CLOSE = {"rtol": 1e-13, "atol": 1e-15}
 
@@ -159,10 +162,13 @@ def _compiled(rank, world_size):
 
     build = functools.partial(build_net, F64, depth=1)
     plain, wrong = trained_plain(build, SGD), []
+    # What happens around the module does not depend on the layout. The other ways of both interfaces are compared bit for bit in
+    # test_around_steps.py and test_fully_shard_scripts.py.
+    ways = {"orig": (inside_ahead_of_time, in_place), "per_param": (inside_ahead_of_time, around_each)}
+    if EVERY_WAY:
+        ways = dict.fromkeys(ways, (inside_ahead_of_time, around_each, around, in_place))
     for face in FACES:
-        # What happens around the module does not depend on the layout.
-        ways = (inside_ahead_of_time, around_each, around, in_place) if face in ("orig", "per_param") else (inside,)
-        for way in ways:
+        for way in ways.get(face, (inside,)):
             torch._dynamo.reset()
             names = differing(trained(build, SGD, functools.partial(way, face=face), rank), plain)
             wrong += [(face, way.__name__, names)] if names else []
@@ -190,13 +196,14 @@ def _checkpointed(rank, world_size):
         apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Block))
         return model
 
-    build = functools.partial(build_net, F64)
+    build = functools.partial(build_net, F64, depth=2)
     wraps = {impl.name: functools.partial(checkpoint_wrapper, checkpoint_impl=impl) for impl in CheckpointImpl}
     tries = [(way, kind) for way in (inside, outside, applied_after) for kind in wraps] + [(outside, "offloaded")]
     wraps["offloaded"] = offload_wrapper
     plain, wrong = trained_plain(build, SGD), []
-    for face in FACES:
-        for way, kind in tries:
+    for i, face in enumerate(FACES):
+        # All of them under one layout of each interface, and under the other three each once.
+        for way, kind in tries if EVERY_WAY or face in ("orig", "per_param") else tries[i // 2 :: 3]:
             change = functools.partial(way, face=face, wrap=wraps[kind])
             names = differing(trained(build, SGD, change, rank), plain)
             wrong += [(face, way.__name__, kind, names)] if names else []
@@ -212,14 +219,15 @@ def test_activation_checkpointing_inside_and_outside_of_units(ranks):
 
 def _averaged(rank, world_size):
     """An averaged model is copied before sharding and sharded alike; it is evaluated after each step."""
-    wrong = []
-    for face in FACES:
-        for options in ({"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {}):
-            plain, model = build_net(F64), build_net(F64)
+    wrong, ways = [], ({"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {})
+    for i, face in enumerate(FACES):
+        # Both under one layout of each interface, and under the others one in turn.
+        for options in ways if EVERY_WAY or face in ("orig", "per_param") else (ways[i % 2],):
+            plain, model = build_net(F64, depth=2), build_net(F64, depth=2)
             plain_average, average = AveragedModel(plain, **options), AveragedModel(model, **options)
             average.module, model = shard(average.module, face), shard(model, face)
             optimizers = SGD(plain.parameters()), SGD(model.parameters())
-            for step in range(3):
+            for step in range(2):
                 train_plain(plain, optimizers[0], range(step, step + 1))
                 train(model, optimizers[1], rank, range(step, step + 1))
                 plain_average.update_parameters(plain)
@@ -248,7 +256,7 @@ def _averaged_by_hand(rank, world_size):
     wrong = []
     for face in FACES:
         results = []
-        for model in (build_net(F64), shard(build_net(F64), face)):
+        for model in (build_net(F64, depth=1), shard(build_net(F64, depth=1), face)):
             optimizer = SGD(model.parameters())
             average = [param.detach().clone() for param in model.parameters()]
             for step in range(2):
@@ -320,11 +328,13 @@ NOT_OF_DTENSORS = {("SGD", "fused"), ("Adagrad", "fused"), ("Rprop", "foreach")}
 
 def _optimized(rank, world_size):
     wrong, build = [], functools.partial(build_net, F64, depth=1)
-    for name, flags in OPTIMIZERS.items():
-        for flag in flags:
+    others = [face for face in FACES if face != "per_param"]
+    for i, (name, flags) in enumerate(OPTIMIZERS.items()):
+        for j, flag in enumerate(flags):
             make = functools.partial(getattr(torch.optim, name), lr=1e-2, **{flag: True})
             plain = trained_plain(build, make)
-            for face in FACES:
+            # All with DTensors, which have operators of their own; with plain shards each under one of the others in turn.
+            for face in FACES if EVERY_WAY else ("per_param", others[(i + j) % len(others)]):
                 try:
                     names = differing(trained(build, make, lambda m, face=face: shard(m, face), rank), plain)
                 except NotImplementedError as error:
@@ -348,9 +358,10 @@ def _scheduled(rank, world_size):
         ),
     }
     wrong = []
-    for face in FACES:
-        for name, schedule in schedulers.items():
-            plain, model = build_net(F64), shard(build_net(F64), face)
+    for i, face in enumerate(FACES):
+        # A scheduler sees groups of parameters, in which no layout shows: one in turn.
+        for name, schedule in list(schedulers.items()) if EVERY_WAY else [list(schedulers.items())[i % 3]]:
+            plain, model = build_net(F64, depth=1), shard(build_net(F64, depth=1), face)
             optimizers = ADAMW(plain.parameters()), ADAMW(model.parameters())
             scheduled = [schedule(optimizer) for optimizer in optimizers]
             for step in range(3):
@@ -370,7 +381,7 @@ def _in_backward(rank, world_size):
     """An optimizer for each parameter, which steps as soon as its gradient is there."""
     wrong = []
     for face in FACES:
-        plain, model = build_net(F64), shard(build_net(F64), face)
+        plain, model = build_net(F64, depth=1), shard(build_net(F64, depth=1), face)
         train_plain(plain, ADAMW(plain.parameters()))
         optimizers = {param: ADAMW([param]) for param in model.parameters()}
 
@@ -423,7 +434,7 @@ def _scaled(rank, world_size):
     wrong = []
     for face in FACES:
         for scaler_of in (ShardedGradScaler, torch.amp.GradScaler) if face in FSDP2 else (ShardedGradScaler,):
-            plain, model = build_net(), shard(build_net(), face)
+            plain, model = build_net(depth=1), shard(build_net(depth=1), face)
             optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
             scaler = scaler_of("cpu", init_scale=4.0, growth_interval=1)
             before = full(model)

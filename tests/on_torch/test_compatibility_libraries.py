@@ -185,7 +185,7 @@ def _tiny() -> Any:
 
 
 def _trained_by_trainer(rank, world_size, version, kind, ours, wrapped):
-    """What a model holds after 4 steps; and where another trainer, that resumes after 2, ends elsewhere."""
+    """What a model holds after 2 steps; and where another trainer, that resumes after 1, ends elsewhere."""
     from transformers import Trainer, TrainingArguments
 
     config = {
@@ -197,7 +197,7 @@ def _trained_by_trainer(rank, world_size, version, kind, ours, wrapped):
     }
     finals = []
     with launched(rank, world_size, ours=ours) as folder:
-        for resume in (None, os.path.join(folder, "checkpoint-2")) if ours else (None,):
+        for resume in (None, os.path.join(folder, "checkpoint-1")) if ours else (None,):
             model = _tiny().double()
             if wrapped:
                 for module in (*model.transformer.h, model):
@@ -207,8 +207,8 @@ def _trained_by_trainer(rank, world_size, version, kind, ours, wrapped):
                 use_cpu=True,
                 fsdp=True,
                 fsdp_config=dict(config),
-                max_steps=4,
-                save_steps=2,
+                max_steps=2,
+                save_steps=1,
                 per_device_train_batch_size=1,
                 learning_rate=1e-2,
                 lr_scheduler_type="constant",
@@ -298,7 +298,7 @@ def _trained_by_fabric(rank, world_size, face, kind):
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 @pytest.mark.parametrize(
     ("face", "kind"),
-    [("orig", "full"), ("orig", "sharded"), ("flat", "full"), ("per_param", "full"), ("per_param", "sharded")],
+    [("orig", "sharded"), ("flat", "full"), ("per_param", "full"), ("per_param", "sharded")],
 )
 def test_R36_R37_lightnings_fabric_shards_trains_clips_saves_and_resumes(ranks, face, kind):
     for far, units in ranks.run(2, _trained_by_fabric, face, kind, seconds=SECONDS):

@@ -26,6 +26,7 @@ from tests.on_torch.models import build_net
 from tests.on_torch.test_compatibility import (
     ADAMW,
     CLOSE,
+    EVERY_WAY,
     F64,
     FACES,
     FSDP1,
@@ -48,7 +49,7 @@ def _shard(model, face):
 
 def _run(rank, face, *, frozen=False):
     """A plain model and a sharded one after two steps, with their optimizers."""
-    models = build_net(F64), build_net(F64)
+    models = build_net(F64, depth=2), build_net(F64, depth=2)
     for model in models:
         if frozen:
             model.embedding.requires_grad_(False)
@@ -88,6 +89,9 @@ def _got(rank, world_size):
             expected = get_model_state_dict(plain)
             expected_optim = _by_name(get_optimizer_state_dict(plain, plain_optimizer))
             for whole_ones, offload in itertools.product((False, True), (False, True)):
+                # Each alone under one layout of each interface is enough: neither asks what is offloaded, or whole.
+                if whole_ones != offload and not (EVERY_WAY or face in ("orig", "ragged layout")):
+                    continue
                 options = StateDictOptions(full_state_dict=whole_ones, cpu_offload=offload)
                 state, optim = get_state_dict(model, optimizer, options=options)
                 if whole_ones and offload and rank:  # one rank alone has them
@@ -128,7 +132,7 @@ def _set(rank, world_size):
             given = {kind: copy.deepcopy(states) for kind, states in given.items()}
             train_plain(plain, plain_optimizer, range(2, 3))
             for kind, (state, optim) in given.items():
-                other = _shard(build_net(F64, seed=9), face)
+                other = _shard(build_net(F64, depth=2, seed=9), face)
                 others = ADAMW(other.parameters())
                 if kind == "sharded":
                     set_state_dict(other, others, model_state_dict=state, optim_state_dict=optim, options=options[kind])

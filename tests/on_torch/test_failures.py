@@ -18,7 +18,7 @@ from crossframe.errors import AgreementError, CollectiveError, CrossframeError
 from tests.on_torch.failing import Bomb, Boom, Trial, run_trial
 from tests.on_torch.models import Block, Net, batch, loss_of
 from tests.on_torch.ranks import started_ranks
-from torch_backend import failure, rounds
+from torch_backend import failure, position, rounds
 from torch_backend.failure import Pending, abandon, issue, rejoin
 from torch_backend.observe import Observer, observe
 from torch_backend.rounds import agree, first_difference, withdraw
@@ -48,8 +48,21 @@ def _store():
 
 
 @contextmanager
+def impatient(seconds=0.2):
+    """Inside, this rank looks where the others are after a part of a second, instead of after one."""
+    before = failure._LOOK_EVERY, rounds._PATIENCE_SECONDS, position._PATIENCE_SECONDS
+    failure._LOOK_EVERY = timedelta(seconds=seconds)
+    rounds._PATIENCE_SECONDS = position._PATIENCE_SECONDS = seconds
+    try:
+        yield
+    finally:
+        failure._LOOK_EVERY, rounds._PATIENCE_SECONDS, position._PATIENCE_SECONDS = before
+
+
+@contextmanager
 def announced(group):
-    """Inside, each look of this rank into the store, for want of progress, sets a key that `wait_until_looked` waits for."""
+    """Inside, each look of this rank into the store, for want of progress, sets a key that `wait_until_looked` waits for. This
+    rank is impatient."""
     places = [(rounds._Round, "_tell"), (failure, "_who_left")]
     originals = [getattr(holder, name) for holder, name in places]
 
@@ -64,7 +77,8 @@ def announced(group):
     for (holder, name), original in zip(places, originals, strict=True):
         setattr(holder, name, announcing(original))
     try:
-        yield
+        with impatient():
+            yield
     finally:
         for (holder, name), original in zip(places, originals, strict=True):
             setattr(holder, name, original)
@@ -331,7 +345,8 @@ def _fails_where_others_are_not(rank, world_size):
     if rank == 0:
         withdraw([everyone], "first use of the root", ValueError("no such thing"))
         return None
-    return _message(lambda: agree([some if rank == 2 else everyone], "first use of the root", []))
+    with impatient():
+        return _message(lambda: agree([some if rank == 2 else everyone], "first use of the root", []))
 
 
 def test_a_rank_that_waits_for_one_that_has_failed_elsewhere_is_told_so():
@@ -477,11 +492,11 @@ def _one_raises(rank, world_size, where):
             lambda module, args, output: output.register_hook(lambda grad: bomb.passes("backward")) and None
         )
     # Who looks at the others raises long before; in gloo's reduce_scatter nobody can.
-    group = dist.new_group(range(world_size), timeout=timedelta(seconds=5 if where == "backward" else 60))
+    group = dist.new_group(range(world_size), timeout=timedelta(seconds=3 if where == "backward" else 60))
     model = _fsdp1(net, process_group=group)
     told = []
     for step in range(2):
-        with suppress(Boom):
+        with suppress(Boom), impatient():
             told.append(_message(lambda step=step: loss_of(model, step, rank).backward()))
     return told
 
@@ -592,7 +607,8 @@ def _left_behind(rank, world_size):
     with announced(group):
         work.wait()
     # Rank 1 has looked before, and must find again what did not matter then.
-    return _message(lambda: _all_reduce(group, unit="v")) if rank == 1 else ""
+    with impatient():
+        return _message(lambda: _all_reduce(group, unit="v")) if rank == 1 else ""
 
 
 def test_R17_what_a_rank_that_left_has_issued_before_is_still_waited_for(fragile):
@@ -668,7 +684,8 @@ def _broken(rank, world_size):
         return _message(failed.wait)
     work = issue(dist.all_reduce, torch.ones(1), group=group, kind="all_reduce", unit="v", phase="backward")
     if rank == 1:
-        return _message(work.wait)
+        with impatient():
+            return _message(work.wait)
     abandon([group], "Boom")
     return _message(lambda: rejoin([group]))
 

@@ -14,7 +14,7 @@ import torch_backend
 from tests.on_torch.failing import Bomb, Boom, Trial, run_trial
 from tests.on_torch.models import batch, loss_of
 from tests.on_torch.ranks import started_ranks
-from tests.on_torch.test_failures import _fsdp2, _message, _net, _Raises, _state, _step
+from tests.on_torch.test_failures import _fsdp2, _message, _net, _Raises, _state, _step, impatient
 from torch_backend.observe import observe
 
 LOW = torch_backend.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -115,9 +115,9 @@ def _grid():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-# World size, what is built, and how many collectives a step has; going over to a smaller group's shard counts too.
+# World size, what is built, and how many collectives a step has; going over to a smaller group's shard counts too. Without options
+# it is in test_failures.py.
 BUILT = {
-    "default": (2, lambda net: _each(net), 8),
     "low": (2, lambda net: _each(net, reshard_after_forward=True, mp_policy=LOW), 9),
     "group": (4, lambda net: _each(net, reshard_after_forward=2), 12),
     "hybrid": (4, lambda net: _each(net, mesh=_grid(), mp_policy=LOW), 11),
@@ -197,12 +197,13 @@ def _one_raises(rank, world_size, where):
         second.norm.register_forward_hook(  # type: ignore[union-attr]
             lambda module, args, output: output.register_hook(lambda grad: bomb.passes("backward")) and None
         )
-    group: Any = dist.new_group(range(world_size), timeout=timedelta(seconds=5))
+    group: Any = dist.new_group(range(world_size), timeout=timedelta(seconds=3))
     model = _each(net, mesh=DeviceMesh.from_group(group, "cpu"), reshard_after_forward=2)
     told = []
     for step in range(2):
         try:
-            told.append(_message(lambda step=step: loss_of(model, step, rank).backward()))
+            with impatient():
+                told.append(_message(lambda step=step: loss_of(model, step, rank).backward()))
         except Boom:
             told.append("Boom")
             model.reset_iter_state()
@@ -239,11 +240,13 @@ def _mesh_disagree(rank, world_size, what):
     other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("r", "s"))
     here, there = {"one axis and two": (line, grid), "transposed": (grid, other)}[what]
     model = _each(_net(), mesh=there if rank >= 2 else here)
-    return _message(lambda: model(batch(0, rank)[0]))
+    with impatient():
+        return _message(lambda: model(batch(0, rank)[0]))
 
 
 @pytest.mark.parametrize("what", ["one axis and two", "transposed"])
-def test_R10_ranks_that_disagree_on_the_mesh_are_told_so(what):
-    with started_ranks() as fresh:  # ranks that did not meet leave in the store where they have been
-        for rank, message in enumerate(fresh.run(4, _mesh_disagree, what)):
-            assert message.startswith(f"AgreementError: rank {rank}: ") and "mesh" in message, message
+def test_R10_ranks_that_disagree_on_the_mesh_are_told_so(fragile, what):
+    messages = fragile.run(4, _mesh_disagree, what)
+    fragile.stop()  # ranks that did not meet leave in the store where they have been
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"AgreementError: rank {rank}: ") and "mesh" in message, message

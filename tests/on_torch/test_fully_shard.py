@@ -2,6 +2,7 @@
 training (R08, R12, R17, R27, R28, R29)."""
 
 import inspect
+import os
 import subprocess
 import sys
 import warnings
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_backend
+from tests.conftest import EXHAUSTIVE
 from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.scripts import Side, difference, raised
 from tests.on_torch.test_fully_shard_scripts import (
@@ -428,7 +430,9 @@ def _life_of_one_shard(
 
 def _one_shard(rank: int, world_size: int) -> list[str]:
     problems = []
-    for options in ONE_SHARD:
+    # Replicas sum gradients, to which precision and offload matter; how parameters are cut and freed shows on one rank.
+    some = [ONE_SHARD[i] for i in ((0, 1, 2, 4) if world_size == 1 else (0, 3, 5))]
+    for options in ONE_SHARD if os.environ.get(EXHAUSTIVE) else some:
         (_, theirs), (_, ours) = (_life_of_one_shard(Side(p, rank, world_size), **options) for p in PACKAGES)
         problems += [f"{options}: {line}" for line in difference(theirs, ours).splitlines()]
     return problems
@@ -589,7 +593,7 @@ def _rows_between(rank: int, world_size: int, num_rows: int) -> list[Any]:
     return [rows, isinstance(shown, DTensor), _full(model.weight)[:, 0].tolist()]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 5, 6, 8, 9])
+@pytest.mark.parametrize("num_rows", [1, 5, 6, 8])
 def test_R08_rows_are_right_between_forward_and_backward(ranks, num_rows):
     right = [float(i) for i in range(num_rows)]
     assert ranks.run(4, _rows_between, num_rows) == [[right, True, right]] * 4
