@@ -115,8 +115,8 @@ def _grid():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-# World size, what is built, and how many collectives a step has; going over to a smaller group's shard counts too. Without options
-# it is in test_failures.py.
+# World size, what is built, and how many collectives a step has; going over to a smaller group's shard counts too. Without
+# options it is in test_failures.py.
 BUILT = {
     "low": (2, lambda net: _each(net, reshard_after_forward=True, mp_policy=LOW), 9),
     "group": (4, lambda net: _each(net, reshard_after_forward=2), 12),
