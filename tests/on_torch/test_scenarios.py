@@ -1,7 +1,8 @@
 """Full parameters for the user (R18-R24): the scenarios that the project set out from, by their names.
 
 Each runs under every strategy, with original parameters and without, with offload and without, in full and in mixed precision,
-and with every combination of the arguments of `summon_full_params` that has a meaning. torch's FSDP1 runs beside ours in the same
+and with every valid combination of the arguments of `summon_full_params`; of all products of these, a sample in which every pair
+of values occurs [Note: Sample of setups and requests]. torch's FSDP1 runs beside ours in the same
 ranks and must agree bit for bit. It cannot offload on a machine without an accelerator; since there is nowhere to offload to
 from the CPU, what it does without is then what ours must do with offload.
 """
@@ -118,6 +119,12 @@ class Request:
             return False
         return not (self.offload_to_cpu and setup.shard_size == 1)
 
+    def is_sampled(self, setup: Setup) -> bool:
+        """Whether it is tried with a setup: one of every two requests that differ in recurse alone, the other if mixed."""
+        # Not by offload_to_cpu: torch's answer with offload is that without, and is observed once for both.
+        flags = (self.recurse, self.writeback, self.rank0_only, self.with_grads, setup.mixed)
+        return LONG or sum(flags) % 2 == 0
+
     @property
     def units(self) -> tuple[str, ...]:
         """The units that are summoned."""
@@ -146,29 +153,39 @@ class Request:
 
 REQUESTS = [Request(*flags) for flags in product((True, False), repeat=5)]
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+LONG = EXHAUSTIVE in os.environ
+# [Note: Sample of setups and requests]
+# What a summon does follows from what is stored (original parameters or not), where, and in which precision, and from each
+# argument. So three options of a wrapper take the four combinations of which the first of these lists consists: every pair of
+# values occurs in it. The second list holds two opposite combinations, hence every value, for what differs from another setup in
+# one thing only: SHARD_GRAD_OP, which keeps parameters unsharded during a step, and two further ways not to shard.
+# With each setup every valid combination of writeback, rank0_only, offload_to_cpu and with_grads is tried once, with recurse or
+# without (`Request.is_sampled`). `pytest --exhaustive` tries all setups with all requests.
+PAIRWISE = ((True, False, False), (True, True, True), (False, True, False), (False, False, True))
+OPPOSITE = ((True, True, False), (False, False, True))
 
 
-def setups(*strategies: str, over: tuple[int, ...] = ()) -> list[Setup]:
-    """All setups of these strategies; offload and mixed precision together in the long form alone (pytest --exhaustive)."""
-    flags = product((True, False), repeat=3)
-    found = [Setup(strategy, *some, over=over) for strategy, some in product(strategies, flags)]
-    return [setup for setup in found if os.environ.get(EXHAUSTIVE) or not (setup.cpu_offload and setup.mixed)]
+def setups(*strategies: str, over: tuple[int, ...] = (), flags: Sequence[tuple[bool, ...]] = PAIRWISE) -> list[Setup]:
+    """Setups of these strategies: use_orig_params, cpu_offload and mixed precision as in `flags`."""
+    some = list(product((True, False), repeat=3)) if LONG else flags
+    return [Setup(strategy, *each, over=over) for strategy, each in product(strategies, some)]
 
 
-# What is offloaded, what is cast, and which hybrid strategy it is, takes the same way at every number of ranks: at 4 all are
-# tried in the long form alone (pytest --exhaustive).
-_ALL_AT_4 = setups(*HYBRIDS, over=(2, 2))
-_AT_4 = (
-    _ALL_AT_4
-    if os.environ.get(EXHAUSTIVE)
-    else [setup for setup in _ALL_AT_4 if not (setup.cpu_offload or setup.mixed) and setup.strategy == HYBRIDS[0]]
-)
-SHARDED = {2: setups("FULL_SHARD", "SHARD_GRAD_OP"), 4: _AT_4}
+# Offload, casts and the kind of hybrid strategy take the same path at every number of ranks.
+PLAIN = ((True, False, False), (False, False, False))
+SHARDED = {
+    2: setups("FULL_SHARD") + setups("SHARD_GRAD_OP", flags=OPPOSITE),
+    4: setups(*(HYBRIDS if LONG else HYBRIDS[:1]), over=(2, 2), flags=PLAIN),
+}
 # By strategy; since a shard group is one rank; since a hybrid mesh has shard groups of one rank.
-UNSHARDED = {2: setups("NO_SHARD") + setups("FULL_SHARD", over=(1,)) + setups("HYBRID_SHARD", over=(2, 1))}
+UNSHARDED = {
+    2: setups("NO_SHARD")
+    + setups("FULL_SHARD", over=(1,), flags=OPPOSITE)
+    + setups("HYBRID_SHARD", over=(2, 1), flags=OPPOSITE)
+}
 ALL = {2: SHARDED[2] + UNSHARDED[2], 4: SHARDED[4]}
 # Where three ranks could show something else.
-THREE = [setup for setup in setups("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if not (setup.cpu_offload or setup.mixed)]
+THREE = [Setup(strategy, *each) for strategy, each in product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), PLAIN)]
 
 
 @cache
@@ -250,9 +267,12 @@ def check(
     setups: list[Setup],
     scenario: Scenario,
     make: Callable[[], nn.Module] | None = None,
-    requests: Sequence[Request] = REQUESTS,
+    once: bool = False,
+    with_grads: bool = False,
 ) -> list[str]:
-    """Run a scenario in every combination; return where ours is not as the scenario expects or as torch's.
+    """Run a scenario with every setup and every request of the sample; return where ours is not as expected or as torch's.
+
+    With `once` a setup gets one request, of default arguments; with `with_grads` those alone that show gradients.
 
     A scenario is given a model, which is used again with the next request, and returns what it saw and, of that, what it must
     have been. An assertion that fails on one rank alone would hang the others, so there are none in it.
@@ -264,10 +284,10 @@ def check(
     found: dict[tuple[Setup, Request], dict[str, Any]] = {}
     wrong = []
     for setup in setups:
-        model = setup.wrap(make())
-        for request in requests:
-            if not request.is_legal(setup):
-                continue
+        sample = [each for each in REQUESTS if each.is_sampled(setup) and each.with_grads >= with_grads]
+        legal = [request for request in ([Request()] if once else sample) if request.is_legal(setup)]
+        model = setup.wrap(make()) if legal else None
+        for request in legal:
             observed, expected = scenario(model, setup, request, rank)
             for key, value in expected.items():
                 wrong += [f"rank {rank} {setup} {request} expected {d}" for d in differences(key, value, observed[key])]
@@ -288,11 +308,14 @@ def assert_right(
     scenario: Scenario,
     setups: dict[int, list[Setup]],
     make: Callable[[], nn.Module] | None = None,
-    requests: Sequence[Request] = REQUESTS,
+    once: bool = False,
+    with_grads: bool = False,
 ) -> None:
     """Run `check` at each world size, and name what went wrong."""
     for world_size, some in setups.items():
-        wrong = [line for lines in ranks.run(world_size, check, some, scenario, make, requests) for line in lines]
+        wrong = [
+            line for lines in ranks.run(world_size, check, some, scenario, make, once, with_grads) for line in lines
+        ]
         assert not wrong, f"{len(wrong)} wrong, the first of them:\n" + "\n".join(wrong[:5])
 
 
@@ -375,9 +398,7 @@ def singleton_writeback(model: Any, setup: Setup, request: Request, rank: int) -
 
 def test_unshard_singleton_param_writeback(ranks):
     """R04, R20: one element on two, three and four ranks."""
-    once = [request for request in REQUESTS if request.recurse]  # there is one unit
-    cases = {2: SHARDED[2] + UNSHARDED[2], 3: setups("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), 4: SHARDED[4]}
-    assert_right(ranks, singleton_writeback, cases, singleton, once)
+    assert_right(ranks, singleton_writeback, {**ALL, 3: THREE}, singleton)
 
 
 # What is shown
@@ -562,7 +583,9 @@ def reshard(model: Any, setup: Setup, _: Request, rank: int) -> tuple[dict[str, 
     left, sharded = ([True] * 3, [True] * 3) if setup.shard_size == 1 else ([True, keeps, keeps], [False] * 3)
     loss = None
     for request in REQUESTS:
-        if not request.is_legal(setup) or (request.offload_to_cpu and not isinstance(model, FSDP)):
+        if not (request.is_legal(setup) and request.is_sampled(setup)):
+            continue
+        if request.offload_to_cpu and not isinstance(model, FSDP):
             continue
         if loss is None:
             model.zero_grad()
@@ -599,7 +622,7 @@ def reshard(model: Any, setup: Setup, _: Request, rank: int) -> tuple[dict[str, 
 
 def test_unshard_params_respects_reshard(ranks):
     """R21: what was full between forward and backward stays so, but for a copy in low precision; the gradients are the same."""
-    assert_right(ranks, reshard, ALL, requests=[Request()])
+    assert_right(ranks, reshard, ALL, once=True)
 
 
 # Gradients
@@ -683,12 +706,9 @@ def edit(name: str, grad: Tensor, rank: int) -> None:
             grad.fill_(7 + rank)
 
 
-WITH_GRADS = [request for request in REQUESTS if request.with_grads]
-
-
 def test_with_grads_core(ranks):
     """R22, R20: the full gradients, and edits of them."""
-    assert_right(ranks, grads_core, ALL, requests=WITH_GRADS)
+    assert_right(ranks, grads_core, ALL, with_grads=True)
 
 
 def none_grads(model: Any, setup: Setup, request: Request, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -750,7 +770,7 @@ def first_numel(name: str, setup: Setup) -> int:
 
 def test_with_grads_none_grads(ranks):
     """R22: none on all ranks is none; none on some counts as zeros there, and is none again afterwards."""
-    assert_right(ranks, none_grads, ALL, requests=WITH_GRADS)
+    assert_right(ranks, none_grads, ALL, with_grads=True)
 
 
 def taken_grads(rank: int, world_size: int, setups: list[Setup]) -> list[str]:
@@ -848,12 +868,12 @@ def from_backward(model: Any, setup: Setup, request: Request, rank: int) -> tupl
 
 def test_unshard_params_from_forward_raises(ranks):
     """R18: also for units that are not in their forward; the message says so, and the step is what it would have been."""
-    assert_right(ranks, from_forward, ALL, requests=[Request()])
+    assert_right(ranks, from_forward, ALL, once=True)
 
 
 def test_unshard_params_from_backward_raises(ranks):
     """R18: the same in a backward."""
-    assert_right(ranks, from_backward, ALL, requests=[Request()])
+    assert_right(ranks, from_backward, ALL, once=True)
 
 
 def refused_request(model: Any, setup: Setup, request: Request, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -887,12 +907,12 @@ def reason(request: Request, setup: Setup) -> str:
 
 def test_rank0_only_with_writeback_raises(ranks):
     """R23: with all other flags; and with_grads without original parameters or with offload."""
-    assert_right(ranks, refused_request, SHARDED, requests=[Request()])
+    assert_right(ranks, refused_request, SHARDED, once=True)
 
 
 def test_offload_to_cpu_no_shard_raises(ranks):
     """R23: the same where nothing is sharded, and offload to CPU there; elsewhere that warns, unless rank 0 alone is shown."""
-    assert_right(ranks, refused_request, UNSHARDED, requests=[Request()])
+    assert_right(ranks, refused_request, UNSHARDED, once=True)
     assert ranks.run(2, warned) == [[], []]
 
 
@@ -902,7 +922,7 @@ def warned(rank: int, world_size: int) -> list[str]:
     for setup in SHARDED[2]:
         model = setup.wrap(build_net(depth=1))
         for request in REQUESTS:
-            if request.is_legal(setup):
+            if request.is_legal(setup) and request.is_sampled(setup):
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     with FSDP.summon_full_params(model, **asdict(request)):
@@ -950,6 +970,8 @@ def first_ranks_edits(rank: int, world_size: int, setups: list[Setup]) -> list[s
     for setup in setups:
         model = setup.wrap(build_net(depth=1))
         for recurse, offload, midst in product((True, False), repeat=3):
+            if not LONG and (recurse + offload + midst + setup.mixed) % 2:
+                continue  # every pair of these occurs in what is left
             fill_with(model, plain())
             loss = loss_of(model, 0, rank) if midst else None
             memory, outside = allocated(model), shapes(model)
