@@ -51,7 +51,7 @@ def _here(checks: Sequence[Check]) -> Iterator[Tallies]:
 
 def _in_processes(jobs: Sequence[tuple[Check, Scope]]) -> Iterator[Tallies]:
     workers = min(NUM_WORKERS, os.cpu_count() or 1)
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin_worker)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=end_with_parent)
     try:
         with starting():
             futures: dict[Future[Tallies], tuple[Check, Scope]] = {pool.submit(_run, *job): job for job in jobs}
@@ -69,12 +69,8 @@ def _in_processes(jobs: Sequence[tuple[Check, Scope]]) -> Iterator[Tallies]:
 
 
 def _run(check: Check, scope: Scope) -> Tallies:
-    return check.run(scope)
-
-
-def _begin_worker() -> None:
-    end_with_parent()
-    if torch_installed():
+    if check.against == TORCH:  # the other checks need no torch, whose import takes seconds
         import torch
 
         torch.set_num_threads(1)
+    return check.run(scope)

@@ -1,9 +1,13 @@
 """The core's plan beside the engine's trace, in order; and beside the collectives that torch's own FSDP issues: kinds, dtypes,
 bytes and groups, as multisets, also for strategies that the engine does not run yet (R08, R14, R15, R28, R33)."""
 
+import os
 import warnings
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +19,15 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collectives, difference
+from tests.conftest import EXHAUSTIVE
 from tests.on_torch.models import Block, build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, _our_fsdp1, _our_fsdp2
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of
 
 WORLD_SIZE = 4
+# How many microbatches a step has and which of them reduce. In a last of two all that accumulation changes has happened once.
+STEPS = [(1, Sync.EACH), (2, Sync.EACH), (2, Sync.LAST)]
 LOW = PrecisionPolicy(param_dtype="bfloat16", reduce_dtype="float32")
 
 
@@ -170,34 +177,45 @@ def test_R14_units_ahead_of_all_that_is_trained_have_no_backward(ranks, face):
         assert ours == 7 < theirs
 
 
-@pytest.mark.parametrize("face", Face)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize(("microbatches", "sync"), [(1, Sync.EACH), (3, Sync.EACH), (3, Sync.LAST)])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_R14_R15_the_engines_trace_is_the_plan_in_order(ranks, world_size, face, strategy, microbatches, sync):
+def _alternate(rows: Sequence[Any], columns: Iterable[Any], values: tuple[Any, Any]) -> list[Any]:
+    """Every row with every column, each with one of two values in turn, as on a checkerboard: every pair of row, column and
+    value occurs. With both values in `pytest --exhaustive`."""
+    cells = [(i + j, row, column) for (i, row), (j, column) in product(enumerate(rows), enumerate(columns))]
+    both = EXHAUSTIVE in os.environ
+    return [(*row, *column, value) for at, row, column in cells for value in (values if both else (values[at % 2],))]
+
+
+@pytest.mark.parametrize(
+    ("face", "strategy", "microbatches", "sync", "world_size"),
+    _alternate(
+        list(product(Face, ("FULL_SHARD", "SHARD_GRAD_OP"))), [(1, Sync.EACH), (3, Sync.EACH), (3, Sync.LAST)], (1, 3)
+    ),
+)
+def test_R14_R15_the_engines_trace_is_the_plan_in_order(ranks, face, strategy, microbatches, sync, world_size):
     assert ranks.run(world_size, _ours, face, strategy, microbatches, sync) == [[]] * world_size
 
 
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize(("microbatches", "sync"), [(1, Sync.EACH), (3, Sync.EACH), (3, Sync.LAST)])
-@pytest.mark.parametrize(
-    ("strategy", "shard"),
-    [("FULL_SHARD", None), ("SHARD_GRAD_OP", None), ("HYBRID_SHARD", 2), ("HYBRID_SHARD_ZERO2", 2), ("NO_SHARD", None)],
-)
+FSDP1 = [
+    ("FULL_SHARD", None),
+    ("SHARD_GRAD_OP", None),
+    ("HYBRID_SHARD", 2),
+    ("HYBRID_SHARD_ZERO2", 2),
+    ("NO_SHARD", None),
+]
+
+
+@pytest.mark.parametrize(("strategy", "shard", "microbatches", "sync", "low"), _alternate(FSDP1, STEPS, (False, True)))
 def test_R14_R15_R28_R33_the_plan_is_what_torchs_fsdp1_sends(ranks, strategy, shard, low, microbatches, sync):
     for seen, plan in ranks.run(WORLD_SIZE, _fsdp1, strategy, shard, low, microbatches, sync):
         assert seen == plan
 
 
-@pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize(
-    ("shard", "reshard", "microbatches", "sync"),
+    ("shard", "reshard", "microbatches", "sync", "low"),
     [
-        (shard, reshard, microbatches, sync)
-        for shard, reshard in [(4, None), (4, True), (4, False), (4, 2), (2, None), (2, False)]
-        for microbatches, sync in [(1, Sync.EACH), (3, Sync.EACH), (3, Sync.LAST), (3, Sync.ALL_REDUCE_LAST)]
+        *_alternate([(4, None), (4, True), (4, False), (4, 2)], STEPS, (False, True)),
         # Only a sum over replicas can be put off.
-        if sync is not Sync.ALL_REDUCE_LAST or shard < WORLD_SIZE
+        *_alternate([(2, None), (2, False)], [*STEPS, (2, Sync.ALL_REDUCE_LAST)], (False, True)),
     ],
 )
 def test_R08_R13_R15_R28_R34_the_plan_is_what_torchs_fsdp2_sends(ranks, shard, reshard, low, microbatches, sync):

@@ -1,8 +1,10 @@
 """Loops of every kind, recorded and held against one another."""
 
 import copy
+import os
 import pickle
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from crossframe.verdict.bounds import bounds_for
 from crossframe.verdict.diagnosis.of_optimizer import stated_rule
 from crossframe.verdict.diagnosis.reduction import sum_error
 from crossframe.verdict.metrics import distance
+from tests.conftest import EXHAUSTIVE
 from tests.on_torch.recorded_loops import (
     KINDS,
     Block,
@@ -34,6 +37,10 @@ from torch_backend.recorder.tree import choose_units, named_places
 
 FINE = (Verdict.EQUAL, Verdict.ROUNDING)
 PARALLEL = [kind for kind in KINDS if kind != "one"]
+LONG = EXHAUSTIVE in os.environ
+# One kind of each origin of what is recorded: replicas, our flat and our ragged shards, torch's. What does not follow from the
+# kind is tried with these; pytest --exhaustive takes all.
+FEW = PARALLEL if LONG else ["ddp", "ours fsdp1 flat", "ours fsdp2 ragged", "torch fsdp1"]
 NAMES = ["embed.weight", "scale"] + [
     f"blocks.{i}.{name}"
     for i in range(2)
@@ -94,7 +101,7 @@ def is_mean(local, reduced):
     return distance(np.mean(local, axis=0), reduced) <= sum_error(local, 2.0**-53)
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("kind", FEW)
 def test_gradients_that_are_summed_and_not_averaged_are_a_bug_in_the_reduction(ranks, tmp_path, alone, kind):
     directory = where(tmp_path, kind)
     ranks.run(2, partial(train, microbatches=2, faulty=True, steps=1), kind, directory)
@@ -127,7 +134,7 @@ def test_a_group_of_one_rank_records_as_one_device_does(ranks, tmp_path, alone):
         assert compare(recording, alone).verdict in FINE, kind
 
 
-@pytest.mark.parametrize("kind", ["ours fsdp1", "ours fsdp2", "torch fsdp1", "torch fsdp1 flat", "torch fsdp2"])
+@pytest.mark.parametrize("kind", ["ours fsdp1", "ours fsdp2", "torch fsdp1 flat", "torch fsdp2"])
 def test_replicas_of_shards_are_recorded_as_such(ranks, tmp_path, alone, kind):
     directory = where(tmp_path, kind)
     ranks.run(4, partial(train, hybrid=True, microbatches=2), kind, directory)
@@ -137,7 +144,7 @@ def test_replicas_of_shards_are_recorded_as_such(ranks, tmp_path, alone, kind):
     assert np.array_equal(recording.full(UPDATE, 0, "scale", replica=0), recording.full(UPDATE, 0, "scale", replica=1))
 
 
-@pytest.mark.parametrize("kind", ["ours fsdp1 flat", "ours fsdp2 ragged", "torch fsdp1", "torch fsdp2", "ddp"])
+@pytest.mark.parametrize("kind", FEW if LONG else ["ddp", "ours fsdp2 ragged", "torch fsdp1"])
 def test_twins_of_any_kind_part_by_rounding_and_judge_the_run(ranks, tmp_path, kind):
     directory = where(tmp_path, kind)
     for twin in range(3):
@@ -156,8 +163,12 @@ def test_twins_of_any_kind_part_by_rounding_and_judge_the_run(ranks, tmp_path, k
     assert compare(recording, Recording.open(where(tmp_path, "one"))).verdict in FINE
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kind", ["ddp", "ours fsdp1", "torch fsdp1", "torch fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "reentrant"),
+    list(product(["ddp", "ours fsdp1", "torch fsdp1", "torch fsdp2"], [True, False]))
+    if LONG
+    else [("ddp", True), ("ours fsdp1", False), ("torch fsdp1", True), ("torch fsdp2", False)],
+)
 def test_what_checkpointing_computes_again_is_recorded_once(ranks, tmp_path, alone, kind, reentrant):
     directory = where(tmp_path, kind)
     ranks.run(2, train_with_checkpointing, kind, directory, reentrant)

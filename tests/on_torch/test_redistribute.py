@@ -196,9 +196,9 @@ def _takes(rank: int, world_size: int, kind: str) -> None:
             some = {n: v for n, v in given(how).items() if n.endswith("up.weight")}
             found = model.load_state_dict(some, strict=False)
             assert set(found.missing_keys) == set(values) - set(some)
+            after = model.state_dict()
             for name, value in before.items():
-                now = model.state_dict()[name].full_tensor()
-                assert torch.equal(now, value) == (name not in some), (how, name)
+                assert torch.equal(after[name].full_tensor(), value) == (name not in some), (how, name)
 
 
 @pytest.mark.parametrize("kind", PIECES)
@@ -276,22 +276,25 @@ def _saved(rank: int, world_size: int, layout: str, path: str) -> None:
         assert rank or torch.equal(full[name], value)
 
 
+def _assert_loaded(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, value in model.state_dict().items():
+        assert torch.equal(_whole(value), values[name]), name
+
+
 def _loaded(rank: int, world_size: int, layout: str, path: str) -> None:
-    values = build_net(torch.float64, seed=8).state_dict()
-
-    def check(model: nn.Module) -> None:
-        for name, value in model.state_dict().items():
-            assert torch.equal(_whole(value), values[name]), name
-
     model = shard(build_net(torch.float64), layout)
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
-    check(model)
+    _assert_loaded(model, build_net(torch.float64, seed=8).state_dict())
+
+
+def _loaded_from_rank0(rank: int, world_size: int, layout: str) -> None:
+    values = build_net(torch.float64, seed=8).state_dict()
     model = shard(build_net(torch.float64), layout)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict(values) if rank == 0 else {}, options=options)
-    check(model)
+    _assert_loaded(model, values)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -302,6 +305,12 @@ def test_R36_checkpoints_go_from_any_layout_to_any_other(ranks, tmp_path):
         for loading in LAYOUTS:
             ranks.run(2, _loaded, loading, path)
     ranks.run(3, _loaded, "ragged", path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_R36_full_state_of_rank0_is_broadcast(ranks, layout):
+    ranks.run(2, _loaded_from_rank0, layout)
 
 
 # Optimizer state

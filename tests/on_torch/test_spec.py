@@ -45,6 +45,7 @@ from experiments.spec.fake_ranks import fake_group, fake_mesh, quiet
 from experiments.spec.lifecycle import SmallWorld, cases_of
 from experiments.spec.rules import TITLES
 from experiments.spec.tally import KEPT_CASES, Tallies, Tally
+from tests.conftest import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
 WITH_CHECKS = sorted({rule for check in CHECKS for rule in check.rules})
@@ -57,11 +58,16 @@ def spec(*rules, quick=True):
     return status, text.getvalue()
 
 
+def smaller(size_of):
+    """`Scope.take` with a sample of `size_of(num_quick)` cases."""
+    take = Scope.take
+    return lambda scope, cases, num_quick: take(scope, cases, size_of(num_quick))
+
+
 @pytest.fixture
 def few(monkeypatch):
-    """At most 60 cases of a kind."""
-    take = Scope.take
-    monkeypatch.setattr(Scope, "take", lambda scope, cases, num_quick: take(scope, cases, min(num_quick, 60)))
+    """At most 30 cases of a kind."""
+    monkeypatch.setattr(Scope, "take", smaller(lambda num_quick: min(num_quick, 30)))
 
 
 def row(printed, rule):
@@ -76,8 +82,11 @@ def numbers(printed, rule):
 
 @pytest.fixture(scope="module")
 def whole():
-    """The quick form of everything."""
-    return spec()
+    """The quick form of everything, of the large samples a fifth; the whole of them with pytest --exhaustive."""
+    with pytest.MonkeyPatch.context() as patch:
+        if EXHAUSTIVE not in os.environ:
+            patch.setattr(Scope, "take", smaller(lambda num_quick: num_quick if num_quick < 100 else num_quick // 5))
+        return spec()
 
 
 def test_every_rule_that_is_checked_agrees_or_is_explained(whole):
@@ -372,9 +381,9 @@ def test_every_check_is_there_and_names_rules_that_exist():
 
 
 def test_the_full_form_runs_in_processes_of_its_own():
-    few = [check for check in CHECKS if check.target in ("closed_form:divide_products", "refusals:zero_dim")]
+    two = [check for check in CHECKS if check.target in ("closed_form:divide_products", "refusals:zero_dim")]
     seen = []
-    found = run.run_checks(few, quick=False, progress=lambda done, total: seen.append((done, total)))
+    found = run.run_checks(two, quick=False, progress=lambda done, total: seen.append((done, total)))
     assert found["R26"].unexplained == found["R07"].unexplained == 0
     assert found["R26"].agreed == 4096 * 6 and found["R07"].agreed > 0
     assert seen == [(0, 2), (1, 2), (2, 2)]

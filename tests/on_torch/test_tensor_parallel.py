@@ -1,13 +1,15 @@
 """FSDP1 over tensor parallelism: FullyShardedDataParallel around modules whose parameters are DTensors, beside torch's own."""
 
 import dataclasses
+import functools
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_backend
 from crossframe.errors import ReplacedError
+from tests.conftest import EXHAUSTIVE
 from tests.on_torch import scripts
 from tests.on_torch.scripts import difference, outcomes
 from torch_backend.recorder import Recorder
@@ -42,6 +45,12 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+@functools.cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """A mesh over all ranks, made once: its groups take longer to connect than a training step."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
+
+
 @dataclasses.dataclass(frozen=True)
 class Side(scripts.Side):
     """One of the two implementations of FSDP1, over tensor parallelism on a mesh of this shape."""
@@ -58,7 +67,7 @@ class Side(scripts.Side):
         **options: Any,
     ) -> Any:
         """Two blocks and a plain head: each block a unit, the head the root's."""
-        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=NAMES[len(self.shape)])
+        mesh = mesh_of(self.shape)
         torch.manual_seed(options.pop("seed", 3))
         model = nn.Sequential(Block(), Block(), nn.Linear(4, 3))
         plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -98,7 +107,7 @@ class Side(scripts.Side):
             }
 
 
-def trained(side: Side, model: Any, *, max_norm: float | None = None, steps: int = 3) -> dict[str, Any]:
+def trained(side: Side, model: Any, *, max_norm: float | None = None, steps: int = 2) -> dict[str, Any]:
     """Losses, gradients on this rank after each step, what parameters were in forward, and full parameters."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
     losses, grads, norms = [], [], []
@@ -162,26 +171,36 @@ LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 BOTH = [pytest.param(True, id="original"), pytest.param(False, id="flat")]
 
 
-@pytest.mark.parametrize("use_orig_params", BOTH)
+def _cases(*cases: tuple[str, tuple[int, ...], dict[str, Any], str]) -> list[Any]:
+    """Each with original parameters ("o"), flat ones ("f") or both; all with both in `pytest --exhaustive`."""
+    found = []
+    for name, shape, options, kinds in cases:
+        for kind, use_orig_params in {"o": True, "f": False}.items():
+            if kind in kinds or EXHAUSTIVE in os.environ:
+                label = f"{name}-{'original' if use_orig_params else 'flat'}"
+                found.append(pytest.param(shape, options | {"use_orig_params": use_orig_params}, id=label))
+    return found
+
+
+# Both kinds of parameters with each strategy that keeps them unsharded and that does not, replicated or not, in full and in
+# mixed precision.
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [
-        pytest.param((2, 2), {}, id="full"),
-        pytest.param((2, 2), {"strategy": "SHARD_GRAD_OP"}, id="grad_op"),
-        pytest.param((1, 2, 2), {"strategy": "HYBRID_SHARD"}, id="hybrid"),
-        pytest.param((1, 2, 2), {"strategy": "_HYBRID_SHARD_ZERO2"}, id="hybrid_zero2"),
-        pytest.param((2, 2), {"mixed_precision": LOW}, id="low"),
-        pytest.param(
-            (2, 2), {"mixed_precision": {"param_dtype": torch.bfloat16}, "strategy": "SHARD_GRAD_OP"}, id="lower"
-        ),
-        pytest.param((2, 2), {"sequence": True}, id="sequence"),
-        pytest.param((2, 2), {"backward_prefetch": None, "forward_prefetch": True}, id="prefetch"),
-        pytest.param((2, 1), {}, id="data_parallel_alone"),
-    ],
+    _cases(
+        ("full", (2, 2), {}, "of"),
+        ("grad_op", (2, 2), {"strategy": "SHARD_GRAD_OP"}, "o"),
+        ("hybrid", (1, 2, 2), {"strategy": "HYBRID_SHARD"}, "o"),
+        ("hybrid_zero2", (1, 2, 2), {"strategy": "_HYBRID_SHARD_ZERO2"}, "f"),
+        ("low", (2, 2), {"mixed_precision": LOW}, "o"),
+        ("lower", (2, 2), {"mixed_precision": {"param_dtype": torch.bfloat16}, "strategy": "SHARD_GRAD_OP"}, "f"),
+        ("sequence", (2, 2), {"sequence": True}, "f"),
+        ("prefetch", (2, 2), {"backward_prefetch": None, "forward_prefetch": True}, "o"),
+        ("data_parallel_alone", (2, 1), {}, "f"),
+    ),
 )
-def test_R32_tensor_parallel_training_equals_torch(ranks, shape, options, use_orig_params):
+def test_R32_tensor_parallel_training_equals_torch(ranks, shape, options):
     size = torch.Size(shape).numel()
-    assert ranks.run(size, _compare, shape, "trained", options | {"use_orig_params": use_orig_params}) == [""] * size
+    assert ranks.run(size, _compare, shape, "trained", options) == [""] * size
 
 
 @pytest.mark.parametrize("use_orig_params", BOTH)
@@ -215,15 +234,16 @@ def test_R14_tensor_parallel_strategies_train_alike(ranks, use_orig_params):
     assert ranks.run(2, _train_all, (1, 2), options) == [[""]] * 2
 
 
-@pytest.mark.parametrize("use_orig_params", BOTH)
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_R32_checkpointed_tensor_parallel_training_equals_torch(ranks, where, use_orig_params):
-    options = {"checkpointed": where, "use_orig_params": use_orig_params}
-    assert ranks.run(4, _compare, (2, 2), "trained", options) == [""] * 4
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    _cases(("inside", (2, 2), {"checkpointed": "inside"}, "o"), ("outside", (2, 2), {"checkpointed": "outside"}, "f")),
+)
+def test_R32_checkpointed_tensor_parallel_training_equals_torch(ranks, shape, options):
+    assert ranks.run(4, _compare, shape, "trained", options) == [""] * 4
 
 
 def _over_group(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2))
     side = Side(OURS, rank, world_size, (2, 2))
     over_mesh = side.model(use_orig_params=True, device_mesh=mesh["dp"])
     over_group = side.model(use_orig_params=True, process_group=mesh["dp"].get_group())
@@ -400,7 +420,7 @@ def test_R36_tensor_parallel_state_dicts_are_torchs_as_a_whole(ranks):
 
 
 def _refused(rank, world_size, folder):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2))
     side = Side(OURS, rank, world_size, (2, 2))
     wrapper = side.FullyShardedDataParallel
     model = side.model(use_orig_params=True)
