@@ -1,13 +1,15 @@
 """The engine on real ranks beside the numpy reference, any operations in any order; see `machine.py`."""
 
+import os
 from typing import Any
 
 import pytest
 
+from tests.conftest import EXHAUSTIVE
 from tests.on_torch.machine import EXPLAINED, Counts, Job, Pair, Setup, drive
 
-# Programs by world size, each of up to STEPS rules.
-EXAMPLES = {2: 15, 3: 4, 4: 4}
+# Programs by world size, each of up to STEPS rules; more with pytest --exhaustive and by `python -m tests.on_torch.machine`.
+EXAMPLES = {2: 15, 3: 4, 4: 4} if EXHAUSTIVE in os.environ else {2: 7, 3: 2, 4: 2}
 STEPS = 20
 
 Program = list[tuple[str, dict[str, Any]]]

@@ -1,5 +1,6 @@
 """State dicts of models and of optimizers beside torch.distributed.fsdp's: random trees, refusals, and what is not the same."""
 
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from crossframe.errors import AgreementError, CrossframeError, StateDictError
+from tests.conftest import EXHAUSTIVE
 from tests.on_torch.differential import around_departures, check, failure_of
 from tests.on_torch.differential_state import OPTIMIZERS, TYPES, StateOptions, described, draw_case
 from tests.on_torch.exceptions_state import BUGS, DEPARTURES, MENDED
@@ -20,7 +22,7 @@ from tests.on_torch.histories import Case
 
 SEED = 3
 # Seeds by world size: a sample of what `python -m tests.on_torch.differential --face state` runs.
-NUM_CASES = {1: 1, 2: 4, 3: 1, 4: 1}
+NUM_CASES = {1: 1, 2: 4 if EXHAUSTIVE in os.environ else 2, 3: 1, 4: 1}
 
 
 @pytest.mark.parametrize("world_size", list(NUM_CASES))
