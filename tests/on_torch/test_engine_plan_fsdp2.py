@@ -75,54 +75,36 @@ class Case:
         return MeshSpec(*reversed(self.mesh))
 
 
+# Each mesh with each way to reshard, to reduce and to lay out shards; nested units, low precision and two dtypes with shards of
+# several ranks and of one; each way to freeze; cut on other dims with a smaller group, replicas and one shard.
 CASES = {
-    "resharding": [
+    "shards": [
         Case(),
-        Case(reshard=True, microbatches=2, sync=Sync.LAST),
-        Case(reshard=False, microbatches=2, sync=Sync.LAST),
-        Case(reshard=2, microbatches=2, sync=Sync.LAST),
-    ],
-    "precision": [
-        Case(low=True, microbatches=2, sync=Sync.LAST),
-        Case(low=True, reshard=2),
-        Case(low=True, reshard=False, nested=True),
-    ],
-    "structure": [
-        Case(nested=True),
+        Case(reshard=False, sync=Sync.LAST, low=True, nested=True),
         Case(nested=True, reshard=2, frozen="start"),
-        Case(reshard=True, frozen="start"),
-        Case(frozen="middle"),
-        Case(frozen="part"),
+        Case(reshard=True, frozen="part", sync=Sync.LAST),
         Case(across=True, reshard=2),
-        Case(mixed=True, reshard=2),
         Case(nested=True, mixed=True, frozen="middle", reshard=2),
         Case(nested=True, mixed=True, frozen="start", reshard=False),
+        Case((1, 4), low=True, reshard=2),
     ],
     "replicas": [
-        Case((2, 2)),
-        Case((2, 2), reshard=True, microbatches=2, sync=Sync.ALL_REDUCE_LAST),
-        Case((2, 2), reshard=False, microbatches=2, sync=Sync.LAST, low=True),
-        Case((2, 2), microbatches=2, sync=Sync.ALL_REDUCE_LAST, low=True, nested=True, across=True),
-        Case((2, 2), frozen="middle", mixed=True),
-        Case((1, 4), reshard=2),
-        Case((4, 1), sync=Sync.ALL_REDUCE_LAST, low=True),
+        Case((2, 2), reshard=True, frozen="middle", mixed=True),
+        Case((2, 2), reshard=False, sync=Sync.LAST, low=True),
+        Case((2, 2), sync=Sync.ALL_REDUCE_LAST, low=True, nested=True, across=True),
     ],
     "layouts": [
-        Case(reshard=2, layout="flat"),
         Case(reshard=2, layout="ragged", nested=True, sync=Sync.LAST),
         Case(reshard=2, layout="flat", low=True),
-        Case(reshard=True, layout="ragged", frozen="middle"),
-        Case((2, 2), layout="ragged", sync=Sync.ALL_REDUCE_LAST, low=True),
+        Case((2, 2), layout="ragged", reshard=True, sync=Sync.ALL_REDUCE_LAST, low=True),
         Case((2, 2), layout="flat", reshard=False, frozen="part"),
-        Case(across=True, mixed=True, reshard=True),
     ],
     "one shard": [
-        Case((4, 1)),
-        Case((4, 1), reshard=True, nested=True, sync=Sync.LAST),
+        Case((4, 1), sync=Sync.ALL_REDUCE_LAST, low=True),
+        Case((4, 1), reshard=True, nested=True, sync=Sync.LAST, frozen="middle"),
         Case((4, 1), across=True, mixed=True, reshard=False),
-        Case((4, 1), layout="flat", reshard=True),
+        Case((4, 1), layout="flat", reshard=True, low=True),
         Case((4, 1), layout="ragged", mixed=True),
-        Case((4, 1), frozen="middle", low=True, reshard=True),
     ],
 }
 # Every combination, in parts. A nested block of two dtypes is itself frozen, around units that are trained.
