@@ -69,6 +69,8 @@ class _Trail:
 
 
 _trails: weakref.WeakKeyDictionary[dist.ProcessGroup, _Trail] = weakref.WeakKeyDictionary()
+# Which of a group's backends is the CPU's, looked up once.
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
 def note_issued(group: dist.ProcessGroup, kind: str, unit: str, phase: str, numel: int) -> int:
@@ -85,10 +87,14 @@ def note_issued(group: dist.ProcessGroup, kind: str, unit: str, phase: str, nume
 def _num_calls(group: dist.ProcessGroup) -> int:
     """How many collectives of any kind this rank has issued in a group on the CPU, the user's own among them; -1 if unknown."""
     try:
-        backend: Any = group._get_backend(_CPU)
-    except RuntimeError:  # a group of accelerators alone
-        return -1
-    return backend._get_sequence_number_for_group()
+        backend = _backends[group]
+    except KeyError:
+        try:
+            backend = group._get_backend(_CPU)
+        except RuntimeError:  # a group of accelerators alone
+            backend = None
+        _backends[group] = backend
+    return -1 if backend is None else backend._get_sequence_number_for_group()
 
 
 def _num_calls_in_world() -> int:
