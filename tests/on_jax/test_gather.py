@@ -1,3 +1,6 @@
+import os
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from crossframe.reference import ReferenceUnit
 from jax_backend import make_mesh, shard, shards_of, unshard, value_and_grad
 from jax_backend.collectives import all_reduce
 from jax_backend.gather import divide
+from tests.conftest import EXHAUSTIVE
 
 from .small import UNITS, WIDE, canonical, linear_loss, mesh_of_size, small_map, small_params
 
@@ -60,9 +64,13 @@ def test_R26_FSDP2_divides_between_the_two_sums_of_a_hybrid_mesh(mode):
     jax.tree.map(np.testing.assert_array_equal, unshard(result.grads), mean)
 
 
-@pytest.mark.parametrize("keep_original", [True, False])
-@pytest.mark.parametrize("dtype", dict.fromkeys(["bfloat16", "float32", WIDE]))
-@pytest.mark.parametrize("world_size", [3, 4])
+# Each world size, dtype and kind of flat parameter; all combinations with --exhaustive.
+INTEGERS = [(3, "bfloat16", True), (4, "float32", False), (3, WIDE, False)]
+if os.environ.get(EXHAUSTIVE):
+    INTEGERS = list(product([3, 4], dict.fromkeys(["bfloat16", "float32", WIDE]), [True, False]))
+
+
+@pytest.mark.parametrize(("world_size", "dtype", "keep_original"), INTEGERS)
 def test_R26_R32_small_integers_reduce_to_the_references_bits_at_3_and_4(world_size, dtype, keep_original):
     # Sums of at most 4 integers up to 50, halved, are exact: only the last division rounds, and it must be a division.
     rng = np.random.default_rng(3)
