@@ -1,5 +1,6 @@
 """Fixtures that several folders use."""
 
+import gc
 import os
 import signal
 import sys
@@ -36,10 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
         # Small models run for milliseconds, and JAX compiles them for seconds.
         os.environ.setdefault("XLA_FLAGS", _quick_to_compile())
     if not config.getoption("--exhaustive"):
-        # Many tests make the same program anew, from functions of their own.
+        # Many tests make the same program anew, from functions of their own. To note the line of Python in which each operation
+        # stands takes JAX a tenth of its time.
         cache = tempfile.TemporaryDirectory(prefix="crossframe-tests-xla-")
         config.add_cleanup(cache.cleanup)
-        kept = {"jax_compilation_cache_dir": cache.name, "jax_persistent_cache_min_compile_time_secs": 0}
+        kept = {
+            "jax_compilation_cache_dir": cache.name,
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_traceback_in_locations_limit": 0,
+        }
         os.environ.update({name.upper(): str(value) for name, value in kept.items()})
         if jax := sys.modules.get("jax"):  # by the tests that were named on the command line
             for name, value in kept.items():
@@ -47,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # In several processes files go by their names. xdist would begin with those of many tests, and end with the few long ones,
     # one after the other in one process while the others have nothing to do.
     config.option.loadscopereorder = False
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that is imported from garbage collection, which otherwise takes a tenth of the time of tests on JAX."""
+    gc.collect()
+    gc.freeze()
 
 
 def _quick_to_compile() -> str:
