@@ -103,7 +103,7 @@ def test_R20_ranks_that_hold_different_values_merge_slice_by_slice():
 
 @pytest.mark.parametrize(
     ("world_size", "keep_original"),
-    product([3, 4], [True, False]) if os.environ.get(EXHAUSTIVE) else [(3, True), (4, False)],
+    list(product([3, 4], [True, False])) if os.environ.get(EXHAUSTIVE) else [(3, True), (4, False)],
 )
 def test_R05_poisoned_padding_reaches_neither_parameters_nor_losses_nor_gradients(world_size, keep_original):
     sharded = sharded_over(world_size, keep_original=keep_original)
