@@ -28,6 +28,7 @@ from crossframe.recording.lines import (
 )
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.aligned import At, aligned
+from crossframe.verdict.judge import judge
 from crossframe.verdict.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.pair import Pair
 from crossframe.verdict.quantities import Quantity
@@ -129,8 +130,13 @@ def _parameters(pair: Pair) -> Iterator[Group]:
 
 
 def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
-    """What each rank's forward saw of a parameter must be, bit for bit, what the shards held, of the same recording."""
+    """What each rank's forward saw of a parameter equals, bit for bit, what the shards of the same recording held.
+
+    A loop may change parameters between its steps. Where neither recording's forward saw what its shards held, both did, and what
+    they saw is compared with one another instead.
+    """
     for name in pair.names():
+        groups = []
         for within, recording in (("a", pair.a), ("b", pair.b)):
             group = []
             for rank in range(recording.manifest.world_size):
@@ -138,8 +144,30 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
                     group.append(
                         _quantity(pair, step, UNSHARDED, ALL_GATHER, name, sides, bound=None, rank=rank, within=within)
                     )
-            if group:
-                yield group
+            groups.append(group)
+        if all(any(not judge(quantity).equal for quantity in group) for group in groups):
+            yield _edited(pair, step, name)
+        else:
+            yield from (group for group in groups if group)
+
+
+def _edited(pair: Pair, step: int, name: str) -> Group:
+    """What the ranks of both recordings saw of a parameter; of the shorter side rank 0 stands for the rest."""
+    worlds = [recording.manifest.world_size for recording in (pair.a, pair.b)]
+    group = []
+    for rank in range(max(worlds)):
+        ranks = [rank if rank < world else 0 for world in worlds]
+        sides = (on_rank(r, UNSHARDED, step, own, name) for r, own in zip((pair.a, pair.b), ranks, strict=True))
+        made = matched(name, *sides, by_sketch=pair.sketched)
+        quantity = _quantity(pair, step, UNSHARDED, ALL_GATHER, name, made, bound=pair.bounds.parameter, rank=ranks[1])
+        group.append(quantity.with_scale(_moving_scale(pair, name, quantity)))
+    return group
+
+
+def _moving_scale(pair: Pair, name: str, quantity: Quantity) -> float:
+    """What a difference of a parameter's value is measured by."""
+    rate = pair.a.manifest.learning_rate or 0.0
+    return parameter_scale(quantity.norms[0], quantity.numel, pair.total_update_norm(name), rate, pair.num_steps)
 
 
 def _gathered(recording: Recording, step: int, rank: int, name: str) -> Sides | None:
@@ -318,7 +346,7 @@ def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]
 
 
 def _updates(pair: Pair, step: int) -> Iterator[Group]:
-    rate, bound = pair.a.manifest.learning_rate or 0.0, pair.bounds.parameter
+    bound = pair.bounds.parameter
     for name in pair.names():
         if not any(recording.has(UPDATE, step, name) for recording in (pair.a, pair.b)):
             continue  # frozen
@@ -326,6 +354,5 @@ def _updates(pair: Pair, step: int) -> Iterator[Group]:
         for replicas in pair.replicas:
             sides = pair.put_together(UPDATE, step, name, replicas)
             made = _quantity(pair, step, UPDATE, "optimizer", name, sides, bound=bound, replica=replicas[1])
-            moved = pair.total_update_norm(name)
-            group.append(made.with_scale(parameter_scale(made.norms[0], made.numel, moved, rate, pair.num_steps)))
+            group.append(made.with_scale(_moving_scale(pair, name, made)))
         yield group

@@ -38,7 +38,10 @@ def in_words(
         return f"{said} {_not_finite(q, names)}"
     if q.within:
         own = names[q.within == "b"]
-        return f"{said} is not bit for bit what the shards of {own} held before: data was moved wrongly in {own}"
+        return (
+            f"{said} is not bit for bit what the shards of {own} held before: data was moved wrongly in {own}, or its loop "
+            "changed parameters between steps"
+        )
     if q.use == COUNT:
         return f"{said} is {q.a[0]:g} in {names[0]} and {q.b[0]:g} in {names[1]}"
     if q.bound is None:

@@ -454,3 +454,30 @@ def test_recordings_without_updates_differ_by_nothing_there(tmp_path, monkeypatc
     found = compare(*pair(tmp_path, tamper=only("forward", "", lambda loss: loss * (1 + 8 * U))))
     assert (found.verdict, found.max_relative_parameter_difference) == (Verdict.ROUNDING, 0.0)
     assert "parameters by 0.0e+00;" in found.reason
+
+
+def _edits(factor):
+    """A loop that changes parameters between steps 0 and 1."""
+    return lambda phase, step, rank, name, array: array * factor if (phase, step) == ("unsharded", 1) else array
+
+
+def test_an_edit_between_steps_in_both_runs_agrees(tmp_path):
+    dense = synthetic.manifest(schedule=Schedule(dense=3, every=1))
+    edited = synthetic.record(tmp_path / "a", dense, tamper=_edits(1.25))
+    assert compare(edited, edited).verdict is Verdict.EQUAL
+    other_ranks = synthetic.record(
+        tmp_path / "b", synthetic.manifest(3, schedule=Schedule(dense=3, every=1)), tamper=_edits(1.25)
+    )
+    assert compare(edited, other_ranks).verdict in (Verdict.EQUAL, Verdict.ROUNDING)
+
+
+def test_edits_that_differ_between_runs_are_found(tmp_path):
+    dense = synthetic.manifest(schedule=Schedule(dense=3, every=1))
+    runs = {
+        factor: synthetic.record(tmp_path / str(factor), dense, tamper=_edits(factor)) for factor in (1.0, 1.25, 1.5)
+    }
+    for first, second in ((1.25, 1.5), (1.5, 1.25), (1.0, 1.25), (1.25, 1.0)):
+        found = compare(runs[first], runs[second])
+        where = found.first_divergence
+        assert found.verdict is Verdict.BUG and (where.step, where.phase) == (1, "unsharded"), (first, second)
+    assert "or its loop changed parameters between steps" in found.reason
