@@ -22,6 +22,7 @@ def widest():
 WIDE = widest()
 """The widest dtype that JAX has in this run. The tests are run with jax_enable_x64, and without it, as JAX's users have it."""
 EPS = float(np.finfo(WIDE).eps)
+ITEMSIZE = numpy_dtype(WIDE).itemsize
 ATOL = RTOL = 4500 * EPS
 """What rounding may reach of values of order 1: some hundred roundings, each of half an eps, stay far below it, and a wrong
 factor does not. 1e-12 in float64, 5e-4 in float32."""

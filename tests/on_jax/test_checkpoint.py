@@ -14,7 +14,7 @@ from crossframe.checkpoint import STATE, CheckpointError, read
 from crossframe.names import MapEntry, ParamMap
 from jax_backend import load_checkpoint, make_mesh, save_checkpoint, shard, sharded_optimizer, unshard
 
-from .small import UNITS, small_map, small_params, wide
+from .small import UNITS, WIDE, small_map, small_params, wide
 
 
 def sharded_as(params, spec, layout, **more):
@@ -114,7 +114,7 @@ def test_R37_state_of_plain_optax_and_where_xla_chose_to_put_it(tmp_path):
 
 
 def test_stacked_layers_have_the_names_of_a_list_of_blocks(tmp_path):
-    weights = np.random.default_rng(0).normal(size=(2, 5, 3))
+    weights = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(WIDE)
     stacked = shard({"blocks": {"w": weights}}, make_mesh(MeshSpec(2)), stacked=("blocks",))
     save_checkpoint(tmp_path / "c", stacked)
     lists = shard(wide({"blocks": [{"w": np.zeros((5, 3))}, {"w": np.zeros((5, 3))}]}), make_mesh(MeshSpec(3)))

@@ -12,7 +12,7 @@ from jax_backend import compiled_trace, make_mesh, scan, shard, trace_of, value_
 from jax_backend.compiled import events_of
 from jax_backend.trace import FOREIGN
 
-from .small import UNITS, small_batch, small_loss, small_params, wide
+from .small import ITEMSIZE, UNITS, small_batch, small_loss, small_params, wide
 from .test_meshes_and_layouts import MODES, stacked_loss, stacked_params
 from .test_trace import saved_for_backward
 
@@ -44,7 +44,7 @@ def test_under_jit_every_unit_is_gathered_and_reduced_over_its_groups():
     mesh = make_mesh(HYBRID)
     sharded = shard(small_params(), mesh, units=UNITS)
     events = own(compiled_trace(value_and_grad(small_loss, mesh, mode="jit"), sharded, small_batch(), mesh=mesh))
-    sizes = {unit: 8 * layout.gathered_numel for unit, layout in sharded.tree.units}
+    sizes = {unit: ITEMSIZE * layout.gathered_numel for unit, layout in sharded.tree.units}
     forward = {e.unit: e.num_bytes for e in events if e.kind == ALL_GATHER and e.phase == "forward"}
     assert forward == sizes
     # XLA puts what is of one group into one collective, under the name of one of them.
@@ -80,7 +80,7 @@ def test_R14_resharding_in_a_scan_saves_memory(mode):
         compiled = jax.jit(step).lower(sharded, np.zeros((2, width))).compile()
         temporaries[reshards] = compiled.memory_analysis().temp_size_in_bytes
     # What is kept otherwise: every layer's full parameters but the one in use.
-    assert temporaries[False] - temporaries[True] > (num_layers - 2) * 8 * width * width
+    assert temporaries[False] - temporaries[True] > (num_layers - 2) * ITEMSIZE * width * width
 
 
 def test_groups_scopes_and_trips_are_read_from_the_program():

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from crossframe import MeshSpec
 from jax_backend import make_mesh
 from jax_backend.mapped import mapped
+from tests.on_jax.small import WIDE
 
 
 def test_each_rank_has_its_part_of_what_is_empty_too():
@@ -21,7 +22,7 @@ def test_each_rank_has_its_part_of_what_is_empty_too():
         "full": jnp.arange(8.0).reshape(4, 2),
         "none": None,
         "wide": jnp.zeros((8, 0), jnp.float32),
-        "flat": np.zeros(0),
+        "flat": np.zeros(0, WIDE),
     }
     axes = ("replicate", "shard")
     found = mapped(on_rank, mesh, (P(axes), P()), P(axes))(trees, jnp.asarray(3.0))

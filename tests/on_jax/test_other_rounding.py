@@ -11,7 +11,7 @@ from crossframe.verdict.bounds import bounds_for
 from crossframe.verdict.metrics import distance, norm
 from jax_backend.other_rounding import other_rounding
 from tests.on_jax.recorded_loops import mesh_of
-from tests.on_jax.small import WIDE, wide
+from tests.on_jax.small import EPS, WIDE, wide
 
 
 @pytest.mark.parametrize("dtype", dict.fromkeys([WIDE, "float32", "bfloat16"]))
@@ -89,13 +89,14 @@ def test_a_seed_that_is_traced_gives_what_it_gives_otherwise():
     assert compiled._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
 
 
-@pytest.mark.parametrize("numel", [1, 2, 7, 100_003])
+@pytest.mark.parametrize("numel", [2, 7, 100_003 if WIDE == "float64" else 203])
 def test_sums_go_through_all_their_terms_in_another_order(numel):
     ones, places = jnp.ones(numel, WIDE), jnp.arange(numel, dtype=WIDE)
     for seed in range(3):
-        # Sums of integers are exact in any order: a term that is left out or taken twice shows.
+        # Sums of integers below 1 / EPS are exact in any order, and then fall to a neighbour: a term that is left out or taken
+        # twice shows.
         found = [float(other_rounding(lambda a: jnp.dot(a, places), seed)(each)) for each in (ones, places)]
-        np.testing.assert_allclose(found, [places.sum(), (places * places).sum()], rtol=3e-16)
+        np.testing.assert_allclose(found, [places.sum(), (places * places).sum()], rtol=1.5 * EPS)
 
 
 def test_the_order_of_a_sum_is_drawn_by_the_seed():

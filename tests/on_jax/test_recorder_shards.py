@@ -129,7 +129,7 @@ def test_a_loss_function_that_tells_returns_what_it_returned_before(has_state, h
 
 def test_a_fault_inside_is_found_where_it_begins(tmp_path):
     def faulty(params, batch):
-        wrong = params["blocks"][1]["kernel"] * 1.001
+        wrong = params["blocks"][1]["kernel"] * 1.1
         return telling({**params, "blocks": [params["blocks"][0], {**params["blocks"][1], "kernel": wrong}]}, batch)
 
     for name, loss in (("right", telling), ("wrong", faulty)):

@@ -9,7 +9,19 @@ from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, collectives, difference
 from jax_backend import gather, shard, trace_of, value_and_grad
 
-from .small import SHARDING, UNITS, WIDE, WORLDS, mesh_of_size, small_batch, small_loss, small_map, small_params, wide
+from .small import (
+    ITEMSIZE,
+    SHARDING,
+    UNITS,
+    WIDE,
+    WORLDS,
+    mesh_of_size,
+    small_batch,
+    small_loss,
+    small_map,
+    small_params,
+    wide,
+)
 
 
 def sharded_over(world_size, **kwargs):
@@ -103,7 +115,7 @@ def test_a_trace_counts_scans_and_shows_the_loss_functions_own_collectives():
     events = trace_of(step, sharded_over(2), small_batch(8), mesh=mesh)
     own = [event for event in events if event.kind == ALL_REDUCE]
     assert len(own) == 4
-    assert {(event.unit, event.phase, event.num_bytes) for event in own} == {("<loss_fn>", "forward", 24)}
+    assert {(event.unit, event.phase, event.num_bytes) for event in own} == {("<loss_fn>", "forward", 3 * ITEMSIZE)}
 
 
 def test_a_trace_sees_what_was_issued_not_what_was_meant(monkeypatch):
