@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import FORWARD, UPDATE
+from crossframe.recording.lines import FORWARD, PARAMETERS, UPDATE
 from crossframe.verdict.comparable import labels, why_incomparable
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
 from crossframe.verdict.dims import in_one_order
@@ -15,6 +15,7 @@ from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.locate import Divergence, locate, locate_sketch
 from crossframe.verdict.pair import Pair
 from crossframe.verdict.quantities import ACTIVATION, Quantity
+from crossframe.verdict.start import other_start, parted_replica
 from crossframe.verdict.unseen import unseen
 from crossframe.verdict.walk import walk
 from crossframe.verdict.words import in_words, other_dtype
@@ -136,7 +137,9 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
         # Of other steps there are losses alone, and one number is always some multiple of another.
         if where.step in pair.steps:
             diagnosis = diagnose(pair, first, where, envelope.limit if envelope else _known_beforehand)
-    if envelope:
+    if where is not None and where.phase == PARAMETERS and diagnosis is None and (said := _started_apart(pair)):
+        verdict, reason = said
+    elif envelope:
         verdict, reason = _conclude_by_envelope(pair, findings, where, envelope)
     else:
         verdict, reason = _conclude(pair, findings, where)
@@ -249,6 +252,28 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
     if not bounds.decisive:
         return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_settle(pair)}"
     return Verdict.ROUNDING, f"{said}; rounding may reach {bounds.loss:.1e} and {bounds.parameter:.1e}"
+
+
+def _started_apart(pair: Pair) -> tuple[Verdict, str] | None:
+    """The verdict on initial values that differ: a bug if copies within one recording do, else another run."""
+    names = labels(pair.a, pair.b)
+    for recording, label in zip((pair.a, pair.b), names, strict=True):
+        if (found := parted_replica(recording)) is not None:
+            replica, name = found
+            mesh = recording.manifest.mesh
+            ranks = mesh.shard_group(replica * mesh.shard)
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+            return Verdict.BUG, (
+                f"{who} of {label} started from other values of {name!r} than rank 0: broadcast parameters from rank 0, or seed "
+                "all ranks alike"
+            )
+    if apart := other_start(pair):
+        total = sum(recorded.numel > 0 for recorded in pair.a.manifest.params.values())
+        return Verdict.INCOMPARABLE, (
+            f"the runs start from different values: {len(apart)} of {total} parameters, {apart[0]!r} the first, on all ranks "
+            "alike; start both from one seed or one checkpoint"
+        )
+    return None
 
 
 def _settle(pair: Pair) -> str:
