@@ -86,6 +86,7 @@ def note_issued(group: dist.ProcessGroup, kind: str, unit: str, phase: str, nume
 
 def _num_calls(group: dist.ProcessGroup) -> int:
     """How many collectives of any kind this rank has issued in a group on the CPU, the user's own among them; -1 if unknown."""
+    backend: Any
     try:
         backend = _backends[group]
     except KeyError:
