@@ -261,10 +261,15 @@ def compare(
     a: Annotated[Path, typer.Argument(help="A recording.", show_default=False)],
     b: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
     output: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html. Default: none")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Compare only this many steps, from the first. Default: all")
+    ] = None,
 ) -> None:
     """Compare two recordings, and say whether their difference is rounding or a bug."""
     with exit_on_error():
-        _answer([(Recording.open(a), Recording.open(b))], output)
+        opened = [Recording.open(path) for path in (a, b)]
+        first, second = opened if steps is None else [recording.first(steps) for recording in opened]
+        _answer([(first, second)], output)
 
 
 @app.command()

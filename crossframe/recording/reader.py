@@ -117,6 +117,23 @@ class Recording:
             view._moved, view._views = moved, {}
         return self._views[moved]
 
+    def first(self, num_steps: int) -> "Recording":
+        """This recording up to a step.
+
+        Args:
+            num_steps: how many steps, from the first on; all if there are fewer.
+
+        Raises:
+            RecordingError: not an int of at least 1.
+        """
+        if type(num_steps) is not int or num_steps < 1:
+            raise RecordingError(f"steps: expected an int of at least 1, got {shown(num_steps)}")
+        if num_steps >= self.num_steps:
+            return self
+        view = copy.copy(self)
+        view.num_steps, view._views = num_steps, {}
+        return view
+
     def losses(self) -> np.ndarray:
         """Every rank's loss at every step: float64 of shape (num_steps, world_size)."""
         rows = [[index.losses[step] for index in self._indexes] for step in range(self.num_steps)]

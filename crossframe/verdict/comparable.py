@@ -1,14 +1,63 @@
-"""Whether two recordings are of the same run, so that a difference between them means anything."""
+"""Whether two recordings are of the same run: what makes their numbers incomparable, and which settings differ."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import PER_RANK
+from crossframe.recording.known_settings import GROUPS, PER_RANK
+from crossframe.recording.lines import FORWARD, STATE, UNSHARDED, UPDATE
 from crossframe.shown import shown
+from crossframe.verdict.locate import Divergence
 
-_SAME = ("model", "dtype", "steps", "learning_rate", "seed")
-# Of the free settings those that make another training, where both recordings name them.
-_SAME_SETTINGS = ("optimizer", "weight_decay", "momentum", "clip", "accumulate")
+# Settings that both recordings may state, and the first phase of a step whose numbers they change; None: no number by itself.
+_MANIFEST = {"model": None, "steps": None, "seed": FORWARD, "learning_rate": UPDATE}
+_FREE = {
+    "accumulate": FORWARD,
+    "optimizer": STATE,
+    "weight_decay": STATE,
+    "momentum": STATE,
+    "betas": STATE,
+    "eps": UPDATE,
+    "clip": STATE,
+    GROUPS: STATE,
+}
+_ORDER = (FORWARD, STATE, UPDATE)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting that two recordings state differently.
+
+    Attributes:
+        name: as the manifest has it.
+        a, b: what each states.
+        acts_in: the first phase of step 0 whose numbers it changes; None if it changes none by itself, as a class's name.
+    """
+
+    name: str
+    a: Any
+    b: Any
+    acts_in: str | None
+
+    def explains(self, where: Divergence) -> bool:
+        """Whether it may be the cause of a difference that begins there."""
+        if self.acts_in is None or where.phase == UNSHARDED:  # no setting changes what a gather delivers
+            return False
+        return where.step > 0 or self.acts_in == FORWARD or where.phase in _ORDER[_ORDER.index(self.acts_in) :]
+
+    def in_words(self, names: tuple[str, str]) -> str:
+        """Both values, with the names of the recordings."""
+        said = f"{self.name.replace('_', ' ')} differs: {shown(self.a)} in {names[0]}, {shown(self.b)} in {names[1]}"
+        same = "; if both are one model, record both with the same Recorder(..., name=...)"
+        return f"{said}{same if self.name == 'model' else ''}"
+
+
+def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
+    """The settings that both recordings state, and state differently. What a loop did not state is not asked for."""
+    stated = [(name, phase, *(getattr(r.manifest, name) for r in (a, b))) for name, phase in _MANIFEST.items()]
+    stated += [(name, phase, *(r.manifest.settings.get(name) for r in (a, b))) for name, phase in _FREE.items()]
+    return tuple(Setting(name, x, y, phase) for name, phase, x, y in stated if None not in (x, y) and x != y)
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:
@@ -22,27 +71,20 @@ def labels(a: Recording, b: Recording) -> tuple[str, str]:
 
 
 def why_incomparable(a: Recording, b: Recording) -> str | None:
-    """The first reason in one sentence, or None where the two can be compared.
+    """Why no numbers of the two can be compared, in one sentence; None if they can.
 
-    At one world size every rank must have been fed the same batch (by digest) at every step. At two, the ranks of each must
-    together have been fed the same samples, all ranks the same number of them: a mean over ranks is a mean over samples only
-    then, and where no module computes with all samples of its rank at once, as batch norm does. What a loop did not tell (its
-    seed, its learning rate, how many steps it was to make) is not asked for.
+    Parameters must agree in name, shape and dtype. At one world size every rank must have been fed the same batch (by digest) at
+    every step. At two, the ranks of each must together have been fed the same samples, all ranks the same number of them: a mean
+    over ranks is a mean over samples only then, and where no module computes with all samples of its rank at once, as batch norm
+    does.
     """
     return next(_reasons(a, b), None)
 
 
 def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     first, second = labels(a, b)
-    for field in _SAME:
-        x, y = getattr(a.manifest, field), getattr(b.manifest, field)
-        if None not in (x, y) and x != y:
-            advice = "; if both are one model, record both with the same Recorder(..., name=...)" * (field == "model")
-            yield f"{field.replace('_', ' ')} differs: {x!r} in {first}, {y!r} in {second}{advice}"
-    for setting in _SAME_SETTINGS:
-        x, y = a.manifest.settings.get(setting), b.manifest.settings.get(setting)
-        if None not in (x, y) and x != y:
-            yield f"{setting.replace('_', ' ')} differs: {x!r} in {first}, {y!r} in {second}"
+    if a.manifest.dtype != b.manifest.dtype:
+        yield f"dtype differs: {a.manifest.dtype!r} in {first}, {b.manifest.dtype!r} in {second}"
     ours, theirs = a.manifest.params, b.manifest.params
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name not in ours or name not in theirs:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import FORWARD, PARAMETERS, UPDATE
-from crossframe.verdict.comparable import labels, why_incomparable
+from crossframe.verdict.comparable import differing_settings, labels, why_incomparable
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
 from crossframe.verdict.dims import in_one_order
 from crossframe.verdict.envelope import Envelope
+from crossframe.verdict.islands import Island, island_at
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.locate import Divergence, locate, locate_sketch
@@ -62,6 +63,7 @@ class PairVerdict:
         judged_share: which part of all updated elements could be judged (`crossframe.verdict.envelope`). None without twins.
         judged: everything that was compared, causes first.
         diagnosis: what the first divergence looks like; None where nothing known does.
+        settings: what the two state differently, a sentence each (`crossframe.verdict.comparable.differing_settings`).
     """
 
     a: str
@@ -81,6 +83,7 @@ class PairVerdict:
     judged_share: float | None = None
     judged: tuple[Judged, ...] = field(default=(), repr=False)
     diagnosis: Diagnosis | None = None
+    settings: tuple[str, ...] = ()
 
     def to_json(self) -> dict:
         """The verdict as a JSON object. A difference that is not finite, or was not taken, is null."""
@@ -97,6 +100,7 @@ class PairVerdict:
             "zero_gradient_parameters": list(self.zero_gradient_parameters),
             "first_divergence": self.first_divergence.to_json() if self.first_divergence else None,
             "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
+            "settings": list(self.settings),
             "reason": self.reason,
         }
 
@@ -122,14 +126,28 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
     names, dtype, steps = labels(a, b), a.manifest.dtype, min(a.num_steps, b.num_steps)
+    settings = differing_settings(a, b)
+    told = tuple(setting.in_words(names) for setting in settings)
     if reason := why_incomparable(a, b):
-        found = diagnose_batches(a, b)
-        return PairVerdict(*names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found)
+        reason, found = "; ".join((*told, reason)), diagnose_batches(a, b)
+        return PairVerdict(
+            *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=told
+        )
     pair = Pair(a, b, sketched=sketched)
+    if (step := next((step for step in range(steps) if pair.reordered(step)), None)) is not None:
+        told += (
+            f"from step {step} on, ranks were fed the same samples in another order; activations are matched by sample",
+        )
     envelope = Envelope.of(pair)
     findings = _Findings()
+    island = None
     for group in walk(pair):
-        findings.add(envelope.judge(group) if envelope else [judge(quantity) for quantity in group])
+        if envelope:
+            findings.add(envelope.judge(group))
+            continue
+        if island is None and (island := island_at(group, dtype)) is not None:
+            pair.rounds_in = island.dtype
+        findings.add([judge(island.judged(quantity) if island else quantity) for quantity in group])
     first = findings.first
     where = diagnosis = None
     if first is not None:
@@ -142,8 +160,11 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
     elif envelope:
         verdict, reason = _conclude_by_envelope(pair, findings, where, envelope)
     else:
-        verdict, reason = _conclude(pair, findings, where)
-    if first is not None and diagnosis is None and (hint := needs_full_tensors(first)):
+        verdict, reason = _conclude(pair, findings, where, island)
+    if where is not None and (causes := [each.in_words(names) for each in settings if each.explains(where)]):
+        # What the numbers look like is then no diagnosis of their own.
+        verdict, reason, diagnosis = Verdict.INCOMPARABLE, f"{'; '.join(causes)}; of the numbers, {reason}", None
+    elif first is not None and diagnosis is None and (hint := needs_full_tensors(first)):
         reason = f"{reason}; {hint}"
     if first is not None and findings.other_dtype is not None:
         reason = f"{reason}; ahead of it {other_dtype(findings.other_dtype, names)}"
@@ -164,6 +185,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
         judged_share=envelope.judged_share if envelope else None,
         judged=tuple(findings.judged),
         diagnosis=diagnosis,
+        settings=told,
     )
 
 
@@ -176,6 +198,8 @@ def _known_beforehand(quantity: Quantity) -> float:
 # a GPT at a learning rate too high for it. A bug is there at once: what it touches is off by many orders of magnitude
 # more than all that came before. The border lies between the two.
 JUMP = 1000.0
+NEAR = 0.1
+"""How much of a coarse bound, one that no twins measured, may be used up before the verdict is left open."""
 
 
 class _Findings:
@@ -219,9 +243,17 @@ class _Findings:
             self.parameters[step] = max(self.parameters.get(step, 0.0), apart if known else 0.0)
 
 
-def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tuple[Verdict, str]:
-    """The verdict and its reason."""
-    first, bounds, dtype = findings.first, pair.bounds, pair.a.manifest.dtype
+def _conclude(pair: Pair, findings: _Findings, where: Divergence | None, island: Island | None) -> tuple[Verdict, str]:
+    """The verdict and its reason, without twins."""
+    verdict, reason = _conclude_by_bounds(pair, findings, where, island)
+    return verdict, f"{reason}; {island.in_words()}" if island and not findings.equal else reason
+
+
+def _conclude_by_bounds(
+    pair: Pair, findings: _Findings, where: Divergence | None, island: Island | None
+) -> tuple[Verdict, str]:
+    first, bounds = findings.first, island.bounds if island else pair.bounds
+    dtype = island.dtype if island else pair.a.manifest.dtype
     if first is not None and where is not None:
         said = in_words(first, where, labels(pair.a, pair.b), unseen=unseen(pair, where))
         if first.one_sided or first.quantity.bound is None:
@@ -251,7 +283,15 @@ def _conclude(pair: Pair, findings: _Findings, where: Divergence | None) -> tupl
     said = f"losses differ by at most {max(findings.losses):.1e}, parameters by {largest:.1e}"
     if not bounds.decisive:
         return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_settle(pair)}"
-    return Verdict.ROUNDING, f"{said}; rounding may reach {bounds.loss:.1e} and {bounds.parameter:.1e}"
+    said = f"{said}; rounding may reach {bounds.loss:.1e} and {bounds.parameter:.1e}"
+    if dtype != "float64" and (near := [each for each in findings.judged if (each.used or 0.0) > NEAR]):
+        most = max(near, key=lambda each: each.used or 0.0)
+        what = f"the {most.name or most.event} at step {most.step} uses {most.used:.2f} of it"
+        return Verdict.INCONCLUSIVE, (
+            f"{said}, a coarse bound for {dtype}, within which a small bug may hide: {what}, and {len(near)} of "
+            f"{len(findings.judged)} quantities more than {NEAR:g}; {_settle(pair)}"
+        )
+    return Verdict.ROUNDING, said
 
 
 def _started_apart(pair: Pair) -> tuple[Verdict, str] | None:

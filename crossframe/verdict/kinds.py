@@ -19,12 +19,18 @@ class Verdict(Enum):
 
     @property
     def exit_status(self) -> int:
-        """What a command that found this exits with: 0 the runs agree, 1 a bug, 2 no answer."""
-        if self is Verdict.BUG:
-            return 1
-        return 0 if self in (Verdict.EQUAL, Verdict.ROUNDING) else 2
+        """The exit status of a command that found this: 0 the runs agree, 1 a bug, 3 undecided, 4 different runs. A command exits
+        with 2 if it was used wrongly."""
+        return _EXIT_STATUS[self]
 
 
+_EXIT_STATUS = {
+    Verdict.EQUAL: 0,
+    Verdict.ROUNDING: 0,
+    Verdict.BUG: 1,
+    Verdict.INCONCLUSIVE: 3,
+    Verdict.INCOMPARABLE: 4,
+}
 _GRAVITY = (Verdict.BUG, Verdict.INCOMPARABLE, Verdict.INCONCLUSIVE, Verdict.ROUNDING, Verdict.EQUAL)
 
 

@@ -22,6 +22,8 @@ class Pair:
         num_steps: that both have.
         steps: those whose tensors both recorded.
         whole_until: all steps before this one are among them.
+        rounds_in: the dtype whose rounding gradients carry: that of the runs, until a part of them is seen to compute in a
+            narrower one.
     """
 
     def __init__(self, a: Recording, b: Recording, *, sketched: bool = False) -> None:
@@ -29,6 +31,7 @@ class Pair:
         self.num_steps = min(a.num_steps, b.num_steps)
         self.steps = tuple(sorted(set(a.recorded_steps()) & set(b.recorded_steps())))
         self.bounds: Bounds = bounds_for(a.manifest.dtype)
+        self.rounds_in: str = a.manifest.dtype
         self.same_world = a.manifest.world_size == b.manifest.world_size
         self.losses = (a.losses(), b.losses())
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
@@ -42,13 +45,18 @@ class Pair:
     @cached_property
     def zero_gradient(self) -> tuple[str, ...]:
         """Parameters that are reported apart (`crossframe.verdict.zero_gradient`)."""
-        return zero_gradient_parameters(self.a, self.b, self.steps, self.sizes)
+        return zero_gradient_parameters(self.a, self.b, self.steps, self.sizes, self.rounds_in)
 
     @property
     def replicas(self) -> list[tuple[int, int]]:
         """Which copy is held against which. The shorter side's last one stands for the rest: copies must be equal."""
         counts = [recording.manifest.mesh.replicate for recording in (self.a, self.b)]
         return [(min(i, counts[0] - 1), min(i, counts[1] - 1)) for i in range(max(counts))]
+
+    def reordered(self, step: int) -> bool:
+        """Whether a rank was fed the same samples in another order, as accumulated microbatches may be."""
+        fed = [[r.batch(step, rank).sample_ids for rank in range(r.manifest.world_size)] for r in (self.a, self.b)]
+        return self.same_world and fed[0] != fed[1] and all(all(ids) for ids in fed)
 
     def names(self, *, backward: bool = False) -> list[str]:
         """All parameters that have elements, in the order of forward or of backward."""

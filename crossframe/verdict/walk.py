@@ -54,7 +54,8 @@ def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = 
         if recorded and UNSHARDED in phases:
             yield from _unsharded(pair, step)
         if FORWARD in phases:
-            yield from (_activations if pair.same_world else _aligned_activations)(pair, step)
+            in_order = pair.same_world and not pair.reordered(step)
+            yield from (_activations if in_order else _aligned_activations)(pair, step)
             yield _losses(pair, step)
         if recorded and BACKWARD in phases and pair.same_world:
             yield from _local_grads(pair, step)
@@ -84,7 +85,7 @@ def _quantity(
     within: str = "",
 ) -> Quantity:
     """A quantity of a parameter, or of none ("")."""
-    if name in pair.zero_gradient and bound is not None:
+    if name and bound is not None and name in pair.zero_gradient:
         bound = np.inf
     a, b, sketches = sides
     return Quantity(

@@ -67,13 +67,20 @@ def terms_of(recording: Recording) -> int:
 
 
 def zero_gradient_parameters(
-    a: Recording, b: Recording, steps: tuple[int, ...], sizes: tuple[GradientSizes, GradientSizes]
+    a: Recording,
+    b: Recording,
+    steps: tuple[int, ...],
+    sizes: tuple[GradientSizes, GradientSizes],
+    dtype: str | None = None,
 ) -> tuple[str, ...]:
     """The parameters whose gradient is at most terms * u * typical in both recordings at all these steps.
 
+    Args:
+        dtype: whose roundoff u is; None: that of the runs.
+
     None where terms * u passes a hundredth: small gradients and noise can then not be told apart.
     """
-    tolerated = [terms_of(recording) * unit_roundoff(recording.manifest.dtype) for recording in (a, b)]
+    tolerated = [terms_of(recording) * unit_roundoff(dtype or recording.manifest.dtype) for recording in (a, b)]
     if max(tolerated) > _TELLABLE:
         return ()
 

@@ -12,15 +12,15 @@ from crossframe.trace import COLLECTIVES, Event, collectives, difference, summar
 STEP, RANK = 0, 0
 
 
-def planned(recording: Recording) -> list[Event]:
-    """The collectives of rank 0 in a step, computed from the layouts in the manifest and from what its settings say of precision
-    and of microbatches."""
+def plans(recording: Recording) -> list[list[Event]]:
+    """The collectives of rank 0 in a step, computed from the layouts in the manifest and from what is known of precision and of
+    microbatches. Of several microbatches there are two plans, for gradients reduced after the last one and after each."""
     manifest, settings = recording.manifest, recording.manifest.settings
     policy = PrecisionPolicy(param_dtype=settings.get("param_dtype"), reduce_dtype=settings.get("reduce_dtype"))
     units = plan_units(recording.layouts(), Strategy(manifest.strategy), policy=policy)
-    microbatches = settings.get("accumulate", 1)
-    sync = Sync.LAST if microbatches > 1 else Sync.EACH
-    return collectives(step_plan(units, manifest.mesh, RANK, microbatches=microbatches, sync=sync))
+    microbatches = settings.get("accumulate") or 1 + max((at[0] for at in recording.activations(STEP)), default=0)
+    syncs = (Sync.LAST, Sync.EACH) if microbatches > 1 else (Sync.EACH,)
+    return [collectives(step_plan(units, manifest.mesh, RANK, microbatches=microbatches, sync=sync)) for sync in syncs]
 
 
 def trace_of(name_a: str, a: Recording, name_b: str, b: Recording) -> dict[str, Any] | None:
@@ -34,11 +34,14 @@ def trace_of(name_a: str, a: Recording, name_b: str, b: Recording) -> dict[str, 
     seen = [collectives(recording.collectives(STEP, RANK)) for recording in (a, b)]
     if not all(seen):
         return None
-    plans = [planned(recording) for recording in (a, b)]
-    equal = all(
-        not difference(plan, events, ordered=False, kinds=COLLECTIVES) for plan, events in zip(plans, seen, strict=True)
-    )
-    return {"plan": summary(plans[0]), name_a: summary(seen[0]), name_b: summary(seen[1]), "equal": equal}
+    followed = [_followed(plans(recording), events) for recording, events in zip((a, b), seen, strict=True)]
+    shown = followed[0] or plans(a)[0]
+    return {"plan": summary(shown), name_a: summary(seen[0]), name_b: summary(seen[1]), "equal": all(followed)}
+
+
+def _followed(possible: Sequence[list[Event]], seen: Sequence[Event]) -> list[Event] | None:
+    """The plan that a run followed, as multisets of collectives; None if none."""
+    return next((plan for plan in possible if not difference(plan, seen, ordered=False, kinds=COLLECTIVES)), None)
 
 
 def trace_table(traces: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import step_plan
 from crossframe.recording.lines import twin_folder
+from crossframe.strategy import Sync
 from crossframe.trace import collectives, summary
 from crossframe.verdict import Divergence, PairVerdict, Verdict
 from crossframe.verdict.compare import Judged
@@ -33,7 +35,7 @@ from experiments.report.build import PairSeries
 from experiments.report.evidence import Worst, curves, heat_map, level, phases
 from experiments.report.page import page
 from experiments.report.plots import STYLES, Limit, Line, line_chart
-from experiments.report.traces import planned
+from experiments.report.traces import plans
 from tests.core import synthetic
 
 
@@ -189,7 +191,7 @@ def test_the_trace_is_held_against_the_plan(tmp_path):
     a, b = pair(tmp_path)
     report, _ = report_of([(a, b)])
     assert report["trace"] == {
-        "plan": summary(planned(a)),
+        "plan": summary(plans(a)[0]),
         "torch": summary(a.collectives(0, 0)),
         "jax": summary(b.collectives(0, 0)),
         "equal": True,
@@ -197,7 +199,7 @@ def test_the_trace_is_held_against_the_plan(tmp_path):
     # Three all-gathers: the root stays full into the backward, the block is gathered again. Float64: 10 + 10 elements of
     # padded shards of the block, 8 + 8 of the root.
     assert report["trace"]["plan"]["all_gather"] == {"count": 3, "num_bytes": 8 * (20 + 20 + 16)}
-    assert len(collectives(planned(a))) == 5
+    assert len(collectives(plans(a)[0])) == 5
 
 
 def test_a_trace_that_is_not_as_planned_is_shown_first(tmp_path, monkeypatch):
@@ -220,6 +222,14 @@ def test_a_trace_that_is_not_as_planned_is_shown_first(tmp_path, monkeypatch):
     assert "collectives NOT as planned" in printed(report, series)
 
 
+@pytest.mark.parametrize("sync", [Sync.EACH, Sync.LAST])
+def test_microbatches_are_planned_whenever_they_reduce(tmp_path, monkeypatch, sync):
+    monkeypatch.setattr(synthetic, "step_plan", partial(step_plan, microbatches=2, sync=sync))
+    made = [synthetic.manifest(framework=name, settings={"accumulate": 2}) for name in ("torch", "jax")]
+    report, _ = report_of([pair(tmp_path, a=made[0], b=made[1])])
+    assert report["trace"]["equal"] and report["trace"]["plan"] == report["trace"]["torch"]
+
+
 def test_two_recordings_of_one_framework_go_by_their_directories(tmp_path):
     report, _ = report_of([pair(tmp_path, b=synthetic.manifest())])
     assert set(report["trace"]) == {"plan", "a", "b", "equal"}
@@ -235,12 +245,30 @@ def test_a_pair_without_collectives_has_no_trace(tmp_path, monkeypatch):
 
 
 def test_an_incomparable_pair_is_reported_too(tmp_path):
-    report, series = report_of([pair(tmp_path, b=synthetic.manifest(seed=1, framework="jax"))])
+    report, series = report_of([pair(tmp_path, b=synthetic.manifest(dtype="float32", framework="jax"))])
     page = write_report(tmp_path, report, series).read_text()
-    assert "These are not recordings of the same run: seed differs: 0 in torch, 1 in jax." in page
+    assert (
+        "These are not recordings of the same run: dtype differs: &#39;float64&#39; in torch, &#39;float32&#39; in jax."
+        in page
+    )
     assert charts(page) == ["losses"]
     assert headings(page) == ["The two runs"]
-    assert "seed differs" in printed(report, series)
+    assert "dtype differs" in printed(report, series)
+
+
+def test_settings_that_differ_are_shown(tmp_path):
+    stated = synthetic.manifest(framework="jax", settings={"betas": [0.9, 0.99]})
+    first = synthetic.manifest(settings={"betas": [0.9, 0.999]})
+    report, series = report_of(
+        [pair(tmp_path, lambda phase, *_: 2 * _[-1] if phase == "state" else _[-1], a=first, b=stated)]
+    )
+    said = "betas differs: [0.9, 0.999] in torch, [0.9, 0.99] in jax"
+    assert report["verdict"] == "incomparable" and report["pairs"][0]["settings"] == [said]
+    text = page(report, series)
+    assert said in text and "Where" in headings(text)
+    assert f"stated differently: {said}" in " ".join(printed(report, series, 400).split())
+    report, series = report_of([pair(tmp_path / "equal", a=first, b=stated)])
+    assert report["verdict"] == "equal" and said in page(report, series)
 
 
 def test_other_batches_are_named(tmp_path):
@@ -605,7 +633,18 @@ def test_report_json_has_these_fields_and_no_others(tmp_path):
     report, _ = report_of([pair(tmp_path, doubled)])
     assert list(report) == ["verdict", "pairs", "trace"]
     assert set(report["pairs"][0]) == {
-        *("a", "b", "dtype", "world_size", "steps", "verdict", "max_relative_loss_difference", "reason", "diagnosis"),
+        *(
+            "a",
+            "b",
+            "dtype",
+            "world_size",
+            "steps",
+            "verdict",
+            "max_relative_loss_difference",
+            "reason",
+            "diagnosis",
+            "settings",
+        ),
         *("max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence"),
     }
     assert set(report["pairs"][0]["diagnosis"]) == {"signature", "evidence"}
@@ -635,7 +674,7 @@ def test_texts_and_curves_are_readable_in_light_and_in_dark():
 
 
 def test_advice_is_wrapped_and_never_cut(tmp_path):
-    report, series = report_of([pair(tmp_path, b=synthetic.manifest(framework="jax", model="another"))])
+    report, series = report_of([pair(tmp_path, b=synthetic.manifest(framework="jax", dtype="float32"))])
     advice = (
         "record both under one name, as in Recorder(path, model=model, name='toy'), and compare them " + "again " * 40
     )

@@ -81,3 +81,18 @@ def test_modules_that_see_the_other_samples_of_a_rank_make_another_world_incompa
     assert found.verdict is Verdict.INCOMPARABLE
     assert "'stem.norm'" in found.reason and "normalises over the samples of its own rank" in found.reason
     assert compare(a, run(tmp_path / "c", 2, settings=settings)).verdict is Verdict.EQUAL
+
+
+def test_samples_in_another_order_on_a_rank_agree(tmp_path):
+    def swapped(phase, step, rank, name, array):
+        return array[[1, 0, 2]] if phase in ("input", "output") and rank == 0 else array
+
+    a = run(tmp_path / "a", 2)
+    run(tmp_path / "b", 2, tamper=swapped)
+    synthetic.edit_events(tmp_path / "b", '"sample_ids": [0, 2, 4]', '"sample_ids": [2, 0, 4]')
+    b = Recording.open(tmp_path / "b")
+    for found in (compare(a, b), compare(b, a)):
+        assert found.verdict is Verdict.EQUAL, found.reason
+        assert found.settings[0].startswith("from step 0 on, ranks were fed the same samples in another order")
+    wrong = run(tmp_path / "c", 2, tamper=swapped)
+    assert compare(a, wrong).verdict is Verdict.BUG

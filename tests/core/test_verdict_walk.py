@@ -481,3 +481,14 @@ def test_edits_that_differ_between_runs_are_found(tmp_path):
         where = found.first_divergence
         assert found.verdict is Verdict.BUG and (where.step, where.phase) == (1, "unsharded"), (first, second)
     assert "or its loop changed parameters between steps" in found.reason
+
+
+def test_only_the_first_steps_are_compared(tmp_path):
+    a, b = pair(tmp_path, tamper=only("reduce", "block.w", lambda array: 3 * array, step=2))
+    assert compare(a, b).verdict is Verdict.BUG
+    found = compare(a.first(2), b.first(2))
+    assert (found.verdict, found.steps, len(found.loss_differences)) == (Verdict.EQUAL, 2, 2)
+    assert a.first(3) is a and a.first(50) is a
+    for steps in (0, -1, True, 1.0):
+        with pytest.raises(RecordingError, match="steps: expected an int of at least 1"):
+            a.first(steps)
