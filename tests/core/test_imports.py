@@ -26,7 +26,10 @@ MAY_NOT = {
     "experiments": ("torch.distributed.fsdp", "tests"),
 }
 # What compares with torch's own FSDP imports it, and nothing else does.
-MAY_YET = {"torch.distributed.fsdp": ("experiments/spec/", "experiments/bench/")}
+# Scripts of the untouched cases stand for code of users, who train with torch's FSDP.
+MAY_YET = {
+    "torch.distributed.fsdp": ("experiments/spec/", "experiments/bench/", "experiments/untouched/scripts/"),
+}
 # JAX's libraries stay at its edges.
 EDGES = {
     "flax": {"jax_backend/nnx.py", "jax_backend/linen.py"},
