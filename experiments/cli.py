@@ -19,6 +19,7 @@ from experiments.console import TRACEBACK, console, errors, exit_on_error
 from experiments.faults.cli import add_commands
 from experiments.parity.settings import RunSettings, mesh_of
 from experiments.report import print_report, report_of, write_report
+from experiments.untouched import cli as untouched_cli
 
 app = typer.Typer(
     add_completion=False,
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 add_commands(app)
+untouched_cli.add_commands(app)
 Model = Annotated[str, typer.Argument(help="Name of a model, for instance gpt.", show_default=False)]
 WorldSize = Annotated[
     int | None, typer.Option(help="Number of ranks (torch) and of devices (JAX). Default: 2, or the mesh's")
