@@ -27,9 +27,9 @@ class ReductionChoices:
     """What a user changed in how the gradients of a bucket are reduced; between steps it may be changed again.
 
     Attributes:
-        divide_factor: in the place of the number of ranks (R27).
-        sum_only: whether all division is behind the collectives.
-        all_reduce_hook: called with this rank's reduced gradient, 1-D, behind the last collective and ahead of the division
+        divide_factor: instead of the number of ranks (R27).
+        sum_only: whether all division follows the collectives.
+        all_reduce_hook: called with this rank's reduced gradient, 1-D, after the last collective and before the division
             that may follow, unless the collectives are said to average.
     """
 
@@ -119,7 +119,7 @@ class GradStore:
             factors = factors_of(
                 self._mesh.spec, self._face, self._reduced_name, choices.divide_factor, sum_only=choices.sum_only
             )
-        # Where a face says that the collectives average, the division behind them is part of these.
+        # Where a face says that the collectives average, the division after them is part of these.
         averages = choices.divide_factor is None and not choices.sum_only and factors.before == 1
         for this in steps:
             match this:

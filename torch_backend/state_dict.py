@@ -1,6 +1,6 @@
 """State dicts of FSDP1 (R36): full, sharded and local ones, under the names of the module without wrappers.
 
-A wrapper's `state_dict` lets its module register, in the place of what is sharded, what the state dict shall hold. So keys come
+A wrapper's `state_dict` lets its module register, instead of what is sharded, what the state dict shall hold. So keys come
 in the order and under the names that the module itself gives them, whatever hooks of activation checkpointing or of a user say.
 Full values are gathered unit by unit, each into tensors that stay. For a sharded one the module registers PieceTensors, and
 once it is through they become rows of each parameter, by one all-to-all a unit, with no parameter ever full. To load, the module
@@ -372,7 +372,7 @@ def _end_load(wrapper: Any, incompatible: Any) -> None:
 
 @torch.no_grad()
 def _take_assigned(bucket: Bucket) -> None:
-    """With `assign=True` the module has registered others in the place of the pieces."""
+    """With `assign=True` the module has registered others instead of the pieces."""
     for i, owner, attribute in bucket.exposure.registered:
         left = owner._parameters.get(attribute)
         if isinstance(left, PieceTensor) and left.local.data_ptr() != bucket.store.pieces[i].data_ptr():

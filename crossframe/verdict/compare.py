@@ -63,7 +63,8 @@ class PairVerdict:
         judged_share: which part of all updated elements could be judged (`crossframe.verdict.envelope`). None without twins.
         judged: everything that was compared, causes first.
         diagnosis: what the first divergence looks like; None where nothing known does.
-        settings: what the two state differently, a sentence each (`crossframe.verdict.comparable.differing_settings`).
+        settings: what the two state differently (`crossframe.verdict.comparable.differing_settings`), and whether samples came in
+            another order; a sentence each.
     """
 
     a: str
@@ -106,15 +107,21 @@ class PairVerdict:
 
 
 def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdict:
-    """Say whether two recordings agree, and if not, where they first part.
+    """Say whether two recordings agree, and if not, where they first differ.
 
-    What is compared: see the table "What two recordings may be compared on" in the design; what counts as agreement:
-    `crossframe.verdict.bounds`. In float64 anything beyond its bound is a bug. In other dtypes it is one only where no
-    optimizer can have amplified rounding yet, before the first update; later it is inconclusive, as it always is in dtypes
-    that are too coarse for a bound. Initial parameters must be equal bit for bit, what a rank gathers must be what the shards
-    hold, and NaN or infinity on one side alone is a bug in every dtype.
+    `crossframe.verdict.bounds` states what counts as agreement. In float64 a difference beyond its bound is a bug. In other
+    dtypes it is one only before the first update, after which an optimizer may have amplified rounding; later, and in dtypes too
+    coarse for a bound, the verdict is inconclusive. So it is if a difference uses more than `NEAR` of a bound coarser than
+    float64's. A float64 run that computes a part in float32 is judged by float32's bounds from there on
+    (`crossframe.verdict.islands`).
 
-    Where a recording has twins, all of this is measured instead, in every dtype: see `crossframe.verdict.envelope`.
+    Initial parameters must be equal bit for bit: unrelated values are another run (`crossframe.verdict.start`). What a rank
+    gathers must be what the shards hold, unless both runs changed parameters between steps. NaN or infinity on one side alone is
+    a bug in every dtype. Settings that differ make two runs incomparable only if they may cause the first difference
+    (`crossframe.verdict.comparable`).
+
+    If a recording has perturbed runs ("twins"), bounds are measured on these instead, in every dtype: see
+    `crossframe.verdict.envelope`.
 
     Args:
         sketched: judge everything large by its sketch, also where its elements were recorded.
@@ -127,15 +134,15 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
     names, dtype, steps = labels(a, b), a.manifest.dtype, min(a.num_steps, b.num_steps)
     settings = differing_settings(a, b)
-    told = tuple(setting.in_words(names) for setting in settings)
+    stated = tuple(setting.in_words(names) for setting in settings)
     if reason := why_incomparable(a, b):
-        reason, found = "; ".join((*told, reason)), diagnose_batches(a, b)
+        reason, found = "; ".join((*stated, reason)), diagnose_batches(a, b)
         return PairVerdict(
-            *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=told
+            *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=stated
         )
     pair = Pair(a, b, sketched=sketched)
     if (step := next((step for step in range(steps) if pair.reordered(step)), None)) is not None:
-        told += (
+        stated += (
             f"from step {step} on, ranks were fed the same samples in another order; activations are matched by sample",
         )
     envelope = Envelope.of(pair)
@@ -185,7 +192,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
         judged_share=envelope.judged_share if envelope else None,
         judged=tuple(findings.judged),
         diagnosis=diagnosis,
-        settings=told,
+        settings=stated,
     )
 
 
@@ -199,7 +206,7 @@ def _known_beforehand(quantity: Quantity) -> float:
 # more than all that came before. The border lies between the two.
 JUMP = 1000.0
 NEAR = 0.1
-"""How much of a coarse bound, one that no twins measured, may be used up before the verdict is left open."""
+"""The share of a coarse bound, one not measured on perturbed runs, above which the verdict is inconclusive."""
 
 
 class _Findings:

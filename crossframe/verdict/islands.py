@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.dtypes import itemsize, numpy_dtype, unit_roundoff
+from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.verdict.bounds import Bounds, bounds_for
 from crossframe.verdict.quantities import ACTIVATION, Quantity
 
-_NARROWER = ("bfloat16", "float16", "float32")
-# So many elements in which the two differ, all of them values of a narrower dtype, are no coincidence.
+_NARROW = "float32"
+# A float64 value drawn at random is one of float32 once in 2^29, so that eight of them, four a side, are no coincidence.
 _LEAST_DIFFERING = 4
 
 
@@ -51,28 +51,26 @@ class Island:
 def island_at(group: list[Quantity], dtype: str) -> Island | None:
     """The island that begins at a group of quantities of a run in `dtype`; None if none does.
 
-    It begins at an activation that differs, where each differing element is a value of a narrower dtype on both sides. Of a
-    sketch nothing is known.
+    It begins in a float64 run at an activation that differs, where each differing element is a float32 value on both sides. Of a
+    sketch nothing is known. Values that bfloat16 or float16 has too, such as the zeros and ones of a mask, do not count: they
+    say nothing about how they were computed.
     """
-    if group[0].kind != ACTIVATION or any(quantity.sketched for quantity in group):
+    if dtype != "float64" or group[0].kind != ACTIVATION or any(quantity.sketched for quantity in group):
         return None
-    found = [_narrowest(quantity, dtype) for quantity in group]
-    known = [narrow for narrow in found if narrow]
-    if not known or "" in found:
-        return None
-    return Island(group[0].name, max(known, key=itemsize), dtype)
+    found = [_is_narrow(quantity) for quantity in group]
+    return Island(group[0].name, _NARROW, dtype) if True in found and False not in found else None
 
 
-def _narrowest(quantity: Quantity, dtype: str) -> str | None:
-    """The narrowest dtype that has all values that differ; "" if that is the run's own, None if too few differ to tell."""
-    a, b = quantity.a.reshape(-1), quantity.b.reshape(-1)
-    differ = a.astype(np.float64) != b.astype(np.float64)
+def _is_narrow(quantity: Quantity) -> bool | None:
+    """Whether the elements that differ are float32 values, and not all of a narrower dtype; None if too few differ to tell."""
+    a, b = quantity.a.reshape(-1).astype(np.float64), quantity.b.reshape(-1).astype(np.float64)
+    differ = a != b
     if differ.sum() < _LEAST_DIFFERING:
         return None
-    values = np.concatenate([a[differ], b[differ]]).astype(np.float64)
-    for narrow in _NARROWER:
-        if itemsize(narrow) < itemsize(dtype):
-            with np.errstate(over="ignore"):
-                if np.array_equal(values.astype(numpy_dtype(narrow)).astype(np.float64), values, equal_nan=True):
-                    return narrow
-    return ""
+    values = np.concatenate([a[differ], b[differ]])
+    return _all_in(values, _NARROW) and not any(_all_in(values, dtype) for dtype in ("bfloat16", "float16"))
+
+
+def _all_in(values: np.ndarray, dtype: str) -> bool:
+    with np.errstate(over="ignore"):
+        return np.array_equal(values.astype(numpy_dtype(dtype)).astype(np.float64), values, equal_nan=True)

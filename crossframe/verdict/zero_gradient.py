@@ -75,10 +75,10 @@ def zero_gradient_parameters(
 ) -> tuple[str, ...]:
     """The parameters whose gradient is at most terms * u * typical in both recordings at all these steps.
 
-    Args:
-        dtype: whose roundoff u is; None: that of the runs.
+    Empty if terms * u exceeds a hundredth: small gradients and noise are then indistinguishable.
 
-    None where terms * u passes a hundredth: small gradients and noise can then not be told apart.
+    Args:
+        dtype: the dtype whose unit roundoff is u; None: that of the runs.
     """
     tolerated = [terms_of(recording) * unit_roundoff(dtype or recording.manifest.dtype) for recording in (a, b)]
     if max(tolerated) > _TELLABLE:

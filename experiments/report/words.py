@@ -172,7 +172,7 @@ def _bug(pair: dict[str, Any], name: str) -> str:
     where, diagnosis = pair["first_divergence"], pair["diagnosis"]
     if where is None or diagnosis is None:
         return _sentence(pair["reason"])
-    # What is behind it is how well it fits, which is said elsewhere.
+    # The rest states how well it fits, which is shown elsewhere.
     why = diagnosis["evidence"].partition("; of a difference of ")[0]
     return f"at step {where['step']} {what_parted(where, name)} differs: {_sentence(why)}"
 
@@ -186,7 +186,7 @@ def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:
     """What the first quantity outside looks like; None where nothing is, or where that may be rounding.
 
     Args:
-        sketched: whether a recording has sketches in the place of large tensors.
+        sketched: whether a recording has sketches instead of large tensors.
 
     >>> looks_like({"first_divergence": {}, "diagnosis": None, "verdict": "bug"}, False)
     'It looks like none of the common faults.'

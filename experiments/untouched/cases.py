@@ -3,6 +3,7 @@
 import ast
 import tomllib
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ def runs() -> list[Run]:
     return list(dict.fromkeys([*found, *(run for pair in clean_pairs() for run in (pair.a, pair.b))]))
 
 
+@cache
 def variants_of(script: str) -> dict[str, dict[str, str]]:
     """The tables CLEAN and FAULTS of a script, read without running it."""
     tree = ast.parse((SCRIPTS / f"{script}.py").read_text())

@@ -52,6 +52,19 @@ def test_a_bug_before_or_after_such_a_module_is_found(tmp_path):
             assert found.verdict is Verdict.BUG and found.first_divergence.phase == phase, found.reason
 
 
+def test_a_mask_that_differs_is_no_module_in_float32(tmp_path):
+    def mask(shift):
+        def tamper(phase, step, rank, name, array):
+            if (phase, name) != ("output", "block"):
+                return array
+            return np.roll(np.arange(array.size) % 2, shift).reshape(array.shape).astype(array.dtype)
+
+        return tamper
+
+    for found in _compared(tmp_path, mask(0), mask(1)):
+        assert found.verdict is Verdict.BUG and "computed in float32" not in found.reason
+
+
 @pytest.mark.parametrize(("size", "verdict"), [(1e-6, Verdict.ROUNDING), (2e-3, Verdict.INCONCLUSIVE)])
 def test_what_uses_much_of_a_coarse_bound_is_left_open(tmp_path, size, verdict):
     made = synthetic.manifest(dtype="float32")
