@@ -1,8 +1,9 @@
-"""The `crossframe` command: parity, grid, record, compare, layout, plan.
+"""The `crossframe` command: parity, grid, record, compare, inspect, layout, plan.
 
-Exit status: 0 equal or rounding, 1 a bug, 2 wrong use or no answer.
+Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 undecided, 4 different runs.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -272,6 +273,28 @@ def compare(
         opened = [Recording.open(path) for path in (a, b)]
         first, second = opened if steps is None else [recording.first(steps) for recording in opened]
         _answer([(first, second)], output)
+
+
+@app.command()
+def inspect(
+    run: Annotated[Path, typer.Argument(help="A recording.", show_default=False)],
+    steps: Annotated[
+        int | None, typer.Option(help="Examine only this many steps, from the first. Default: all")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Examine one recording: where a NaN appears first, what grows, where ranks disagree, what the optimizer did otherwise."""
+    from crossframe.inspection import inspect as inspect_recording
+    from experiments.inspect_run import print_inspection
+
+    with exit_on_error():
+        opened = Recording.open(run, partial=True)
+        found = inspect_recording(opened if steps is None else opened.first(steps))
+        if as_json:
+            print(json.dumps(found.to_json(), indent=1))
+        else:
+            print_inspection(console, found)
+        raise typer.Exit(found.exit_status)
 
 
 @app.command()

@@ -92,7 +92,7 @@ def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
 
 
 def _update(case: Case, stated: Stated) -> Iterator[Fit]:
-    sides = [_update_of(case, recording, stated) for recording in (case.right, case.wrong)]
+    sides = [update_of(case, recording, stated) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
     sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
@@ -101,7 +101,7 @@ def _update(case: Case, stated: Stated) -> Iterator[Fit]:
         yield _of_side(case, fit)
 
 
-def _update_of(case: Case, recording: Recording, stated: Stated) -> Update | None:
+def update_of(case: Case, recording: Recording, stated: Stated) -> Update | None:
     before = case.before(recording, case.step, case.name)
     after = case.read(recording, UPDATE, case.step, case.name)
     moments = [case.moment(recording, case.step, case.name, slot) for slot in MOMENTS[stated.kind]]
@@ -115,8 +115,8 @@ def _update_of(case: Case, recording: Recording, stated: Stated) -> Update | Non
 
 def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
     slot = case.quantity.use
-    average, squared = _average(stated.rule, slot)
-    sides = [_moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
+    average, squared = average_of(stated.rule, slot)
+    sides = [moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
     # A moment that is kept in a coarser dtype than the other one is no excuse for what its rounding does.
@@ -150,7 +150,7 @@ def _as_clipped(fit: Fit, clip: float) -> str:
     return ", as where gradients are clipped, of which nothing is stated" if shrinks and math.isinf(clip) else ""
 
 
-def _average(rule: Rule, slot: str) -> tuple[Average, bool]:
+def average_of(rule: Rule, slot: str) -> tuple[Average, bool]:
     """The rule of a moment, and whether it is of squares."""
     if isinstance(rule, SGD):
         return Average(rule.momentum, 1.0), False
@@ -159,7 +159,7 @@ def _average(rule: Rule, slot: str) -> tuple[Average, bool]:
     return Average(beta, 1 - beta), squared
 
 
-def _moment_of(case: Case, recording: Recording, stated: Stated, squared: bool) -> Moment | None:
+def moment_of(case: Case, recording: Recording, stated: Stated, squared: bool) -> Moment | None:
     slot = case.quantity.use
     old = case.moment(recording, case.step - 1, case.name, slot)
     new = case.moment(recording, case.step, case.name, slot)

@@ -1,0 +1,189 @@
+"""Where ranks disagree on values that they must share.
+
+These are the full parameters that ranks see; the reduced gradients, the optimizer's state and the parameters of the copies of a
+model; the norm of the gradient; a loss that each rank recorded as the mean over all.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.inspection.values import finite_or_none, side_of
+from crossframe.recording import Recording
+from crossframe.recording.known_settings import LOSSES, MEAN
+from crossframe.recording.lines import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.metrics import distance, ratio
+from crossframe.verdict.sides import Side, put_together
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A value that is not the same on all ranks that share it.
+
+    Attributes:
+        ranks: those that differ from the majority; where there is none, all that share the value.
+        name: of the value.
+        difference: of two ranks that disagree, relative to the larger; inf where only one of both is finite.
+        rounding: whether it is no larger than rounding may make of one value (`crossframe.verdict.bounds`). Ranks that part by
+            rounding go on parting.
+    """
+
+    step: int
+    phase: str
+    name: str
+    ranks: tuple[int, ...]
+    difference: float
+    rounding: bool
+    by_majority: bool = True
+
+    def in_words(self) -> str:
+        """The finding in a sentence.
+
+        >>> Disagreement(2, "norm", "gradient norm", (1,), 0.5, False).in_words()
+        "step 2: the gradient norm on rank 1 differs from the other ranks' by 0.5 (relative)"
+        """
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks[:8]))}"
+        where = f"on {ranks} differs from the other ranks'" if self.by_majority else f"differs between {ranks}"
+        said = f"step {self.step}: the {self.name} {where} by {self.difference:.3g} (relative)"
+        return (
+            f"{said}, which is rounding; ranks that share a value should hold the same bits" if self.rounding else said
+        )
+
+    def to_json(self) -> dict:
+        """The finding as a JSON object."""
+        return {
+            **asdict(self),
+            "ranks": list(self.ranks),
+            "difference": finite_or_none(self.difference),
+            "in_words": self.in_words(),
+        }
+
+
+def disagreements(recording: Recording) -> tuple[list[Disagreement], list[str]]:
+    """Every value that ranks disagree on, in causal order, and notes on what else is odd about them."""
+    found: list[Disagreement] = []
+    notes: list[str] = []
+    recorded, fed_alike = set(recording.recorded_steps()), ""
+    for step in range(recording.num_steps):
+        if step == 0:
+            found += _replicas(recording, PARAMETERS, 0)
+        if step in recorded:
+            differing, edited = _unsharded(recording, step)
+            found += differing
+            if edited:
+                notes.append(
+                    f"step {step}: parameters were changed after the update of the step before, alike on all ranks: "
+                    f"{edited[0]!r}{f' and {len(edited) - 1} more' if len(edited) > 1 else ''}"
+                )
+        found += _losses(recording, step)
+        fed_alike = fed_alike or _same_batches(recording, step)
+        if step in recorded:
+            found += _replicas(recording, REDUCE, step)
+        found += _norms(recording, step)
+        if step in recorded:
+            found += [*_replicas(recording, STATE, step), *_replicas(recording, UPDATE, step)]
+    return found, [*notes, fed_alike] if fed_alike else notes
+
+
+def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], list[str]]:
+    """Parameters that ranks saw differently, and those that all ranks saw alike, but otherwise than the shards held them."""
+    found, edited = [], []
+    for name in recording.manifest.params:
+        runs = recording.runs(UNSHARDED, step, name)
+        sides = {run.rank: side_of(recording, step, name, run) for run in runs}
+        if not sides:
+            continue
+        found += _parted(recording, step, UNSHARDED, f"unsharded value of {name!r}", name, sides)
+        held = _held(recording, step, name, runs[0].dtype)
+        if held is not None and not found and not held.sketched(name).equals(sides[runs[0].rank].sketched(name)):
+            edited.append(name)
+    return found, edited
+
+
+def _held(recording: Recording, step: int, name: str, dtype: str) -> Side | None:
+    """What the shards of the first copy of the model held before the step, in the dtype in which forward sees it."""
+    phase, before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
+    if not recording.has(phase, before, name):
+        return None
+    held = put_together(recording, phase, before, name)
+    if held.elements is not None:
+        return Side(held.elements.astype(numpy_dtype(dtype)))
+    return held if held.sketch is not None and held.sketch.dtype == dtype else None
+
+
+def _replicas(recording: Recording, phase: str, step: int) -> Iterator[Disagreement]:
+    """What the copies of the model hold of each parameter, piece by piece."""
+    if recording.manifest.mesh.replicate == 1:
+        return
+    for name in recording.manifest.params:
+        for slot in recording.state_slots(step, name) if phase == STATE else ("",):
+            pieces: dict[tuple[int, int], dict[int, Side]] = {}
+            for run in recording.runs(phase, step, name, slot):
+                pieces.setdefault((run.start, run.stop), {})[run.rank] = side_of(recording, step, name, run)
+            what = {PARAMETERS: "initial value", REDUCE: "reduced gradient", STATE: slot, UPDATE: "updated value"}[
+                phase
+            ]
+            for sides in pieces.values():
+                yield from _parted(recording, step, phase, f"{what} of {name!r}", name, sides)
+
+
+def _parted(
+    recording: Recording, step: int, phase: str, what: str, name: str, sides: dict[int, Side]
+) -> Iterator[Disagreement]:
+    kinds: dict[object, list[int]] = {}
+    for rank, side in sides.items():
+        elements = side.elements
+        key = side.sketched(name).fingerprint if elements is None else (elements.dtype.name, elements.tobytes())
+        kinds.setdefault(key, []).append(rank)
+    if len(kinds) < 2:
+        return
+    most, second = sorted(kinds.values(), key=len, reverse=True)[:2]
+    by_majority = 2 * len(most) > len(sides)
+    others = sorted(set(sides) - set(most)) if by_majority else sorted(sides)
+    usual, other = sides[most[0]], sides[second[0]]
+    size = max(usual.norm, other.norm)
+    if usual.num_not_finite != other.num_not_finite:
+        difference = np.inf
+    elif usual.elements is None or other.elements is None:
+        difference = ratio(usual.sketched(name).distance(other.sketched(name)), size)
+    else:
+        difference = ratio(distance(usual.elements, other.elements), size)
+    yield _made(recording, step, phase, what, others, difference, by_majority)
+
+
+def _made(
+    recording: Recording, step: int, phase: str, what: str, ranks: Sequence[int], difference: float, by_majority: bool
+) -> Disagreement:
+    # What is only moved has no rounding.
+    rounding = phase not in (PARAMETERS, UNSHARDED) and difference <= bounds_for(recording.manifest.dtype).parameter
+    return Disagreement(step, phase, what, tuple(ranks), float(difference), rounding, by_majority)
+
+
+def _numbers(recording: Recording, step: int, phase: str, what: str, values: Sequence[float]) -> Iterator[Disagreement]:
+    yield from _parted(recording, step, phase, what, "", {rank: Side(np.array([x])) for rank, x in enumerate(values)})
+
+
+def _losses(recording: Recording, step: int) -> Iterator[Disagreement]:
+    if recording.manifest.settings.get(LOSSES) == MEAN:
+        yield from _numbers(recording, step, "forward", "mean loss", recording.losses()[step].tolist())
+
+
+def _norms(recording: Recording, step: int) -> Iterator[Disagreement]:
+    norms = [recording.grad_norm(step, rank) for rank in range(recording.manifest.world_size)]
+    values = [norm for norm in norms if norm is not None]
+    if len(values) == len(norms):
+        yield from _numbers(recording, step, NORM, "gradient norm", values)
+
+
+def _same_batches(recording: Recording, step: int) -> str:
+    """A note on two ranks with the same batch; "" if there are none."""
+    seen: dict[str, int] = {}
+    for rank in range(recording.manifest.world_size):
+        digest = recording.batch(step, rank).digest
+        if digest in seen:
+            return f"step {step}: ranks {seen[digest]} and {rank} were fed the same samples"
+        seen[digest] = rank
+    return ""

@@ -1,0 +1,125 @@
+"""What grows from step to step: the loss, the gradient, the parameters of a unit, the outputs of a module.
+
+A series grows if each of its last m values is larger than the one before. In a random order of m values that has a probability
+of 1 / m!; m is the least number for which the probability is at most `FALSE_GROWTH` over all series together. It must also have
+doubled. A series that ends at a thousand times its least value is reported whatever its course.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from crossframe.inspection.values import LOSS, Value
+from crossframe.recording import Recording
+from crossframe.recording.lines import FORWARD, OUTPUT, PARAMETERS, REDUCE, UPDATE
+
+FALSE_GROWTH = 1e-3
+LEAST_GROWTH = 2.0
+EXPLOSION = 1000.0
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One series that grows.
+
+    Attributes:
+        name: of what.
+        start, stop: the first step of the growth, and the last one that has a value.
+        first, last: the values there.
+        factor: by which it grows from step to step, on average.
+    """
+
+    name: str
+    start: int
+    stop: int
+    first: float
+    last: float
+    factor: float
+
+    def in_words(self) -> str:
+        """The finding in a sentence.
+
+        >>> Growth("gradient norm", 4, 10, 1.0, 64.0, 2.0).in_words()
+        'the gradient norm grows from step 4 on by a factor of 2 a step, from 1 to 64 at step 10'
+        """
+        return (
+            f"the {self.name} grows from step {self.start} on by a factor of {self.factor:.4g} a step, from {self.first:.4g} to "
+            f"{self.last:.4g} at step {self.stop}"
+        )
+
+    def to_json(self) -> dict:
+        """The finding as a JSON object."""
+        return {**asdict(self), "in_words": self.in_words()}
+
+
+def growth(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> list[Growth]:
+    """Everything that grows, the fastest first.
+
+    Args:
+        steps: by step everything that was recorded.
+    """
+    series = _series(recording, steps)
+    least = least_rises(len(series))
+    found = [grown for name, points in series.items() if (grown := _of_series(name, points, least)) is not None]
+    return sorted(found, key=lambda each: -each.factor)
+
+
+def least_rises(num_series: int) -> int:
+    """The length of a rising end of a series that is no matter of luck, with so many series looked at.
+
+    >>> least_rises(1), least_rises(100)
+    (7, 9)
+    """
+    length = 2
+    while math.factorial(length) * FALSE_GROWTH < num_series:
+        length += 1
+    return length
+
+
+def _of_series(name: str, points: Sequence[tuple[int, float]], least: int) -> Growth | None:
+    points = [point for point in points if point[1] > 0 and math.isfinite(point[1])]
+    if len(points) < 2:
+        return None
+    at = len(points) - 1
+    while at and points[at - 1][1] < points[at][1]:
+        at -= 1
+    rises = len(points) - at >= least and points[-1][1] >= LEAST_GROWTH * points[at][1]
+    if not rises:
+        at = min(range(len(points)), key=lambda i: points[i][1])
+        if points[-1][1] < EXPLOSION * points[at][1]:
+            return None
+    (start, first), (stop, last) = points[at], points[-1]
+    return Growth(name, start, stop, first, last, (last / first) ** (1 / (stop - start)))
+
+
+def _series(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> dict[str, list[tuple[int, float]]]:
+    """By name (step, value). Norms are over all ranks and microbatches; a copy of the model counts once."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    shard = recording.manifest.mesh.shard
+    for step, values in steps.items():
+        sums: dict[str, list[float]] = {}
+        for value in values:
+            for name, is_number in _names(recording, value, shard):
+                sums.setdefault(name, [0.0, 0.0])
+                sums[name][0] += value.norm if is_number else value.norm**2
+                sums[name][1] += 1 if is_number else 0
+                if value.num_not_finite:
+                    sums[name][0] = math.nan
+        for name, (total, count) in sums.items():
+            found.setdefault(name, []).append((step, total / count if count else math.sqrt(total)))
+    return found
+
+
+def _names(recording: Recording, value: Value, shard: int) -> list[tuple[str, bool]]:
+    """The series that a value belongs to, and whether its numbers are averaged instead of their squares added."""
+    unit = recording.manifest.unit_of.get(value.parameter, "") or "(root)"
+    if value.use == LOSS:
+        return [("loss", True)]
+    if value.phase == FORWARD and value.use == OUTPUT:
+        return [(f"norm of the {value.name}", False)]
+    if value.rank >= shard or value.phase not in (REDUCE, UPDATE, PARAMETERS):
+        return []
+    if value.phase == REDUCE:
+        return [("gradient norm", False), (f"gradient norm of unit {unit!r}", False)]
+    # Initial values stand for nothing but themselves: the update of the same step is what the series has.
+    return [(f"norm of the parameters of unit {unit!r}", False)] if value.phase == UPDATE else []

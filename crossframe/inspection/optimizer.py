@@ -1,0 +1,251 @@
+"""Which steps did not follow the rule that the optimizer states, from what the recording holds before and after them.
+
+The rules and their rounding errors are those of `crossframe.verdict.diagnosis.rules`. Two numbers are fitted, not taken from the
+manifest: the learning rate may follow a schedule, and gradients may be scaled after they were recorded, as clipping does. One
+factor is fitted to each parameter. Only parameters whose factor differs from that of the others of their group are findings.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median_low
+
+import numpy as np
+
+from crossframe.inspection.values import finite_or_none
+from crossframe.recording import Recording
+from crossframe.recording.known_settings import GROUPS
+from crossframe.recording.lines import PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.verdict.diagnosis.case import Case
+from crossframe.verdict.diagnosis.departures import Update, departures
+from crossframe.verdict.diagnosis.fit import best, factor_between
+from crossframe.verdict.diagnosis.moments import Moment, moment_departures
+from crossframe.verdict.diagnosis.of_optimizer import (
+    MOMENTS,
+    SGD_,
+    Stated,
+    average_of,
+    moment_of,
+    stated_rule,
+    update_of,
+)
+from crossframe.verdict.diagnosis.rules import SGD
+from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.quantities import Quantity
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A step that did not follow the optimizer's rule, for some parameters alike.
+
+    Attributes:
+        name: of what departs: "update", or a slot of the optimizer's state.
+        parameters: for which it does.
+        share: the largest part of the step, over these parameters, that the rule does not explain.
+        evidence: which other rule explains it; "" if none that is known does.
+    """
+
+    step: int
+    name: str
+    parameters: tuple[str, ...]
+    share: float
+    evidence: str
+
+    def in_words(self) -> str:
+        """The finding in a sentence.
+
+        >>> Departure(3, "update", ("h.0.w",), 0.5, "").in_words()
+        "step 3: the update of 'h.0.w' does not follow the optimizer's rule: it leaves 0.5 of it unexplained"
+        """
+        first, *others = self.parameters
+        more = f" and {len(others)} more" if others else ""
+        why = self.evidence or f"it leaves {self.share:.2g} of it unexplained"
+        return f"step {self.step}: the {self.name} of {first!r}{more} does not follow the optimizer's rule: {why}"
+
+    def to_json(self) -> dict:
+        """The finding as a JSON object."""
+        return {
+            **asdict(self),
+            "parameters": list(self.parameters),
+            "share": finite_or_none(self.share),
+            "in_words": self.in_words(),
+        }
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What became of one parameter: the factor that was fitted and how far it may be off, or a departure."""
+
+    parameter: str
+    factor: float
+    error: float
+    share: float = 0.0
+    evidence: str = ""
+    follows: bool = True
+
+
+def optimizer_departures(recording: Recording) -> tuple[list[Departure], list[str]]:
+    """All departures in the order of steps, and notes on what was fitted and on what was not examined."""
+    kind = recording.manifest.settings.get("optimizer")
+    if not isinstance(kind, str) or kind not in MOMENTS:
+        known = f"the rule of {kind!r} is not known" if isinstance(kind, str) else "the recording states none"
+        return [], [f"the optimizer's steps were not examined: {known}, expected one of {', '.join(MOMENTS)}"]
+    found: list[Departure] = []
+    notes = _Notes()
+    num = 0
+    for step in recording.recorded_steps():
+        names = [name for name in recording.manifest.params if _is_whole(recording, step, name)]
+        for slot in (*MOMENTS[kind], ""):
+            checked = [each for name in names if (each := _check(recording, kind, step, name, slot)) is not None]
+            num += len(checked)
+            found += _findings(recording, step, slot, checked, notes)
+    if not num:
+        return [], ["the optimizer's steps were not examined: no two steps in a row were recorded in full"]
+    return found, notes.sentences()
+
+
+class _Notes:
+    """Factors that all parameters of a step share."""
+
+    def __init__(self) -> None:
+        self._rates: list[tuple[int, float]] = []
+        self._scales: list[tuple[int, float]] = []
+
+    def add(self, step: int, slot: str, factor: float) -> None:
+        (self._scales if slot else self._rates).append((step, factor))
+
+    def sentences(self) -> list[str]:
+        said = []
+        for what, factors in (
+            ("the step is {} times the one at the stated learning rate, as under a schedule", self._rates),
+            ("gradients were multiplied by {} between the reduction and the optimizer, as clipping does", self._scales),
+        ):
+            if factors:
+                (step, factor), steps = factors[0], {step for step, _ in factors}
+                more = f" (likewise at {len(steps) - 1} more steps)" if len(steps) > 1 else ""
+                said.append(f"step {step}: {what.format(f'{factor:.6g}')}{more}")
+        return said
+
+
+def _is_whole(recording: Recording, step: int, name: str) -> bool:
+    """Whether the elements of an update are there, before and after."""
+    before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
+    slots = recording.state_slots(step, name)
+    return (
+        recording.has(UPDATE, step, name)
+        and recording.has(REDUCE, step, name)
+        and recording.has(*before, name)
+        and not any(recording.is_sketched(*at, name) for at in ((UPDATE, step), before, (REDUCE, step)))
+        and not any(recording.is_sketched(STATE, step, name, slot) for slot in slots)
+        and "max_exp_avg_sq" not in slots  # of AMSGrad, which no rule here describes
+    )
+
+
+def _check(recording: Recording, kind: str, step: int, name: str, slot: str) -> _Checked | None:
+    """One update (no slot) or one moment held against its rule; None if not all of it was recorded, or is finite."""
+    count = recording.count(step, name) or step + 1
+    stated = stated_rule(recording.manifest, kind, count, name)
+    if stated is None or (slot and kind == SGD_ and not getattr(stated.rule, "momentum", 0.0)):
+        return None
+    case = _case(recording, step, name, STATE if slot else UPDATE, slot)
+    with np.errstate(all="ignore"):
+        return _check_moment(case, stated, slot) if slot else _check_update(case, stated, count)
+
+
+def _case(recording: Recording, step: int, name: str, phase: str, slot: str) -> Case:
+    empty = np.zeros(0)
+    unit = recording.manifest.unit_of[name]
+    quantity = Quantity(step, phase, "", unit, name, None, 0, empty, empty, 1.0, None, use=slot)
+    return Case(quantity, recording, recording, ("the recording", "the recording"), (0, 0), 0.0)
+
+
+def _check_update(case: Case, stated: Stated, count: float) -> _Checked | None:
+    seen = update_of(case, case.right, stated)
+    if seen is None or not all(np.isfinite(each).all() for each in (seen.before, seen.after, *seen.moments)):
+        return None
+    seen = replace(seen, before=_as_seen(case, seen))
+    rule = stated.rule
+    error = seen.error(rule) / max(norm(seen.way(rule)) * rule.rate, np.finfo(float).tiny)
+    if seen.rest(rule) <= seen.error(rule):
+        return _Checked(case.name, 1.0, error)
+    for tried in (seen, _as_nesterov(case, seen, stated)):
+        if tried is not None:
+            fitted = replace(rule, rate=factor_between(tried.way(rule), tried.moved))
+            if tried.rest(fitted) <= tried.error(fitted):
+                return _Checked(case.name, fitted.rate / rule.rate, error)
+    ideal = Update(seen.before, rule.updated(seen.before, *seen.moments), seen.moments, seen.roundoff)
+    fit = best(departures(ideal, seen, rule, count, distance(ideal.after, seen.after)))
+    share = seen.rest(rule) / max(norm(ideal.moved), norm(seen.moved))
+    return _Checked(case.name, 1.0, error, share, fit.evidence if fit else "", follows=False)
+
+
+def _as_nesterov(case: Case, seen: Update, stated: Stated) -> Update | None:
+    """The update of SGD with Nesterov's momentum, which manifests do not state: g + momentum * b, where g went into b."""
+    old = case.moment(case.right, case.step - 1, case.name, MOMENTS[SGD_][0])
+    if not isinstance(stated.rule, SGD) or not stated.rule.momentum or old is None:
+        return None
+    buffer, momentum = seen.moments[0], stated.rule.momentum
+    return replace(seen, moments=(buffer - momentum * old.astype(np.float64) + momentum * buffer,))
+
+
+def _as_seen(case: Case, seen: Update) -> np.ndarray:
+    """The parameter before the step, as forward saw it: a loop may have changed it after the last update."""
+    own = case.own(case.right, UNSHARDED, case.step, 0, case.name)
+    after = case.read(case.right, UPDATE, case.step, case.name)
+    same = own is not None and after is not None and own.dtype == after.dtype
+    return np.asarray(own, np.float64) if same else seen.before
+
+
+def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
+    average, squared = average_of(stated.rule, slot)
+    seen = moment_of(case, case.right, stated, squared)
+    if seen is None or not all(np.isfinite(each).all() for each in (seen.old, seen.new, seen.gradient)):
+        return None
+    size = norm(seen.gradient)
+    error = seen.error(average) / average.gain / size if size else 0.0
+    if seen.rest(average) <= seen.error(average) or not size:
+        return _Checked(case.name, 1.0, error)
+    factor = factor_between(seen.gradient, seen.went_in(average))
+    scaled = factor * seen.gradient
+    if not stated.coupled and seen.rest(average, gradient=scaled) <= seen.error(average, gradient=scaled):
+        root = float(np.sqrt(factor)) if squared and factor > 0 else factor
+        return _Checked(case.name, root, error / factor if factor else error)
+    ideal = Moment(seen.old, average.new(seen.old, seen.gradient), seen.gradient, seen.before, seen.roundoff)
+    difference = distance(ideal.new, seen.new)
+    fits = moment_departures(ideal, seen, average, [], difference, decay=stated.coupled, squared=squared)
+    share = difference / max(norm(ideal.new - seen.old), norm(seen.new - seen.old))
+    fit = best(fits)
+    return _Checked(case.name, 1.0, error, share, fit.evidence if fit else "", follows=False)
+
+
+def _findings(
+    recording: Recording, step: int, slot: str, checked: Sequence[_Checked], notes: _Notes
+) -> Iterator[Departure]:
+    """Departures of one step, those of one kind together."""
+    apart = [each for each in checked if not each.follows]
+    for group in _groups(recording, [each for each in checked if each.follows]):
+        usual = median_low(each.factor for each in group)
+        moved = [each for each in group if abs(each.factor - usual) > 2 * each.error * max(1.0, abs(usual)) + 1e-6]
+        if usual != 1.0:
+            notes.add(step, slot, usual)
+        what = "what went into it is" if slot else "the step is"
+        for each in moved:
+            said = f"{what} {each.factor / usual if usual else each.factor:.6g} times as large as for other parameters"
+            apart.append(
+                replace(each, share=abs(each.factor - usual) / max(abs(usual), abs(each.factor)), evidence=said)
+            )
+    kinds: dict[str, list[_Checked]] = {}
+    for each in apart:
+        kinds.setdefault(each.evidence, []).append(each)
+    for evidence, some in kinds.items():
+        names = tuple(each.parameter for each in some)
+        yield Departure(step, slot or "update", names, max(each.share for each in some), evidence)
+
+
+def _groups(recording: Recording, checked: Sequence[_Checked]) -> list[list[_Checked]]:
+    """Parameters by the group of the optimizer that they are in."""
+    listed = recording.manifest.settings.get(GROUPS) or []
+    found: dict[int, list[_Checked]] = {}
+    for each in checked:
+        at = next((i for i, group in enumerate(listed) if each.parameter in group["params"]), -1)
+        found.setdefault(at, []).append(each)
+    return list(found.values())

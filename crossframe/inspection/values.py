@@ -1,0 +1,189 @@
+"""Everything that a recording holds of a step, in the order in which one thing causes the next."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.recording import Recording
+from crossframe.recording.lines import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.reader import Run
+from crossframe.verdict.sides import Side, of_activation
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One thing that one rank recorded.
+
+    Attributes:
+        use: "input" or "output" of an activation, the slot of an optimizer's state, "loss", else "".
+        module, parameter: of which it is; "" of none.
+        numel: how many elements this rank recorded.
+        num_not_finite: how many of them are NaN or infinite.
+        norm: of the finite ones.
+    """
+
+    step: int
+    microbatch: int
+    rank: int
+    phase: str
+    use: str
+    module: str
+    parameter: str
+    numel: int
+    num_not_finite: int
+    norm: float
+
+    @property
+    def name(self) -> str:
+        """What it is called within its step.
+
+        >>> Value(0, 0, 0, "state", "exp_avg", "", "h.0.w", 1, 0, 0.0).name
+        "exp_avg of 'h.0.w'"
+        """
+        if self.phase == FORWARD:
+            return LOSS if self.use == LOSS else f"{self.use} of module {self.module or 'the model'!r}"
+        if self.phase == NORM:
+            return "gradient norm"
+        return f"{self.use or _NAMES[self.phase]} of {self.parameter!r}"
+
+
+_NAMES = {
+    PARAMETERS: "initial value",
+    UNSHARDED: "unsharded value",
+    BACKWARD: "local gradient",
+    REDUCE: "reduced gradient",
+    STATE: "state",
+    UPDATE: "updated value",
+}
+
+
+def values_of(recording: Recording, step: int) -> Iterator[Value]:
+    """Everything that was recorded of a step, causes first. The backward is walked in reverse order of the parameters."""
+    manifest = recording.manifest
+    ranks, names = range(manifest.world_size), list(manifest.params)
+    losses = recording.losses()[step]
+    recorded = step in recording.recorded_steps()
+    if step == 0:
+        yield from _of_parameters(recording, PARAMETERS, 0, names)
+    if recorded:
+        yield from _of_parameters(recording, UNSHARDED, step, names)
+    for at in recording.activations(step):
+        microbatch, module, use = at
+        for rank in ranks:
+            yield _value(of_activation(recording, step, rank, at), step, microbatch, rank, FORWARD, use, module, "")
+    for rank in ranks:
+        yield _value(Side(losses[rank : rank + 1]), step, 0, rank, FORWARD, LOSS, "", "")
+    if recorded:
+        yield from _of_parameters(recording, BACKWARD, step, names[::-1])
+        yield from _of_parameters(recording, REDUCE, step, names[::-1])
+    for rank in ranks:
+        if (norm := recording.grad_norm(step, rank)) is not None:
+            yield _value(Side(np.array([norm])), step, 0, rank, NORM, "", "", "")
+    if recorded:
+        for name in names:
+            for slot in recording.state_slots(step, name):
+                yield from _of_parameters(recording, STATE, step, [name], slot)
+        yield from _of_parameters(recording, UPDATE, step, names)
+
+
+def finite_or_none(number: float) -> float | None:
+    """A number for JSON, which has none that is not finite."""
+    return number if math.isfinite(number) else None
+
+
+def side_of(recording: Recording, step: int, name: str, run: Run) -> Side:
+    """What one rank recorded of a parameter: its elements, or a sketch of them."""
+    return Side(None, recording.sketch_of(step, name, run)) if run.sketch else Side(recording.elements(step, run))
+
+
+def _of_parameters(recording: Recording, phase: str, step: int, names: list[str], slot: str = "") -> Iterator[Value]:
+    for name in names:
+        for run in recording.runs(phase, step, name, slot):
+            yield _value(side_of(recording, step, name, run), step, 0, run.rank, phase, slot, "", name)
+
+
+def _value(
+    side: Side, step: int, microbatch: int, rank: int, phase: str, use: str, module: str, parameter: str
+) -> Value:
+    if side.sketch is not None:
+        numel = side.sketch.numel
+    else:
+        assert side.elements is not None
+        numel = side.elements.size
+    return Value(step, microbatch, rank, phase, use, module, parameter, numel, side.num_not_finite, side.norm)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The size of an array's elements.
+
+    Attributes:
+        low, high: of the finite elements; None where only a sketch was recorded.
+        root_mean_square: of the finite elements.
+    """
+
+    name: str
+    low: float | None
+    high: float | None
+    root_mean_square: float
+    num_not_finite: int
+
+    @classmethod
+    def of(cls, name: str, side: Side) -> "Range":
+        """The range of what a recording holds."""
+        if side.elements is None:
+            assert side.sketch is not None
+            size = side.norm / math.sqrt(max(side.sketch.numel, 1))
+            return cls(name, None, None, size, side.num_not_finite)
+        wide = np.asarray(side.elements, np.float64)
+        wide = wide[np.isfinite(wide)]
+        ends = (float(wide.min()), float(wide.max())) if wide.size else (None, None)
+        return cls(name, *ends, side.norm / math.sqrt(max(wide.size, 1)), side.num_not_finite)
+
+    def in_words(self) -> str:
+        """The range in a phrase.
+
+        >>> Range("input", -2.0, 3.5, 1.0, 0).in_words()
+        'input from -2 to 3.5 (root mean square 1)'
+        """
+        if self.low is None or self.high is None:
+            said = f"{self.name} with a root mean square of {self.root_mean_square:.4g}"
+        else:
+            said = f"{self.name} from {self.low:.4g} to {self.high:.4g} (root mean square {self.root_mean_square:.4g})"
+        return f"{said}, {self.num_not_finite} elements not finite" if self.num_not_finite else said
+
+
+def ranges_before(recording: Recording, value: Value) -> tuple[Range, ...]:
+    """The ranges of what a value was computed from, as far as it was recorded on the same rank."""
+    step, rank = value.step, value.rank
+    if value.use == LOSS:
+        return _activation_ranges(recording, step, rank, 0, "", "output")
+    if value.phase == FORWARD:
+        found = _activation_ranges(recording, step, rank, value.microbatch, value.module, INPUT)
+        weights = [name for name in recording.manifest.params if name.rpartition(".")[0] == value.module]
+        return found if value.use == INPUT else (*found, *_parameter_ranges(recording, UNSHARDED, step, rank, weights))
+    if value.phase == BACKWARD:
+        module = value.parameter.rpartition(".")[0]
+        return _activation_ranges(recording, step, rank, value.microbatch, module, INPUT)
+    sources = {REDUCE: (BACKWARD, step), NORM: (REDUCE, step), STATE: (REDUCE, step), UPDATE: (REDUCE, step)}
+    if value.phase not in sources or not value.parameter:
+        return ()
+    return _parameter_ranges(recording, *sources[value.phase], rank, [value.parameter])
+
+
+def _activation_ranges(
+    recording: Recording, step: int, rank: int, microbatch: int, module: str, use: str
+) -> tuple[Range, ...]:
+    at = (microbatch, module, use)
+    if at not in recording.activations(step):
+        return ()
+    return (Range.of(f"{use} of module {module or 'the model'!r}", of_activation(recording, step, rank, at)),)
+
+
+def _parameter_ranges(recording: Recording, phase: str, step: int, rank: int, names: list[str]) -> tuple[Range, ...]:
+    runs = [(name, run) for name in names for run in recording.runs(phase, step, name) if run.rank == rank]
+    return tuple(Range.of(f"{_NAMES[phase]} of {name!r}", side_of(recording, step, name, run)) for name, run in runs)
