@@ -1,6 +1,6 @@
 """The `crossframe` command: parity, grid, record, compare, inspect, layout, plan.
 
-Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 undecided, 4 different runs.
+Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation.
 """
 
 import json
@@ -267,12 +267,20 @@ def compare(
     steps: Annotated[
         int | None, typer.Option(help="Compare only this many steps, from the first. Default: all")
     ] = None,
+    repeat: Annotated[
+        list[Path] | None,
+        typer.Option(help="Another recording of A or B: shows what is not deterministic. May be repeated."),
+    ] = None,
 ) -> None:
-    """Compare two recordings, and say whether their difference is rounding or a bug."""
+    """Compare two recordings, and say whether their difference is rounding or a bug.
+
+    Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation (one
+    program, equal causes, other bits).
+    """
     with exit_on_error():
         opened = [Recording.open(path) for path in (a, b)]
         first, second = opened if steps is None else [recording.first(steps) for recording in opened]
-        _answer([(first, second)], output)
+        _answer([(first, second)], output, tuple(Recording.open(path) for path in repeat or ()))
 
 
 @app.command()
@@ -389,9 +397,9 @@ def spec(
         raise typer.Exit(run_spec(quick=quick, rules=tuple(rule or ()), console=console))
 
 
-def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None) -> None:
+def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None, repeats: tuple[Recording, ...] = ()) -> None:
     """Print the verdict, write the report, and exit with the verdict's status."""
-    report, series = report_of(pairs, command=" ".join(["crossframe", *sys.argv[1:]]))
+    report, series = report_of(pairs, command=" ".join(["crossframe", *sys.argv[1:]]), repeats=repeats)
     print_report(console, report, series)
     if output is not None:
         console.print(f"report: {write_report(output, report, series)}", highlight=False)

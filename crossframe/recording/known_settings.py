@@ -6,6 +6,7 @@ from typing import Any
 
 from crossframe.dtypes import FLOATING
 from crossframe.errors import RecordingError
+from crossframe.recording.program import PROGRAM
 from crossframe.shown import shown
 
 COMMAND = "command"
@@ -61,6 +62,7 @@ _KNOWN: dict[str, tuple[str, Callable[[Any], bool]]] = _OPTIONS | {
     LOSSES: ("a name", _is_text),
     PER_RANK: ("a list of names", lambda value: _are(value, _is_text)),
     GROUPS: ("a list of groups of parameters", lambda value: _are(value, _is_group)),
+    PROGRAM: ("an object of names, numbers and flags", lambda value: _is_program(value)),
 }
 
 
@@ -68,6 +70,10 @@ def _is_group(value: Any) -> bool:
     if not isinstance(value, Mapping) or not _are(value.get("params"), _is_text):
         return False
     return all(is_right(value[name]) for name, (_, is_right) in _OPTIONS.items() if value.get(name) is not None)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(each, str | int | bool) for each in value.values())
 
 
 def check_settings(settings: Any) -> None:

@@ -8,6 +8,7 @@ A line is one JSON object. "event" says which of these it is:
 - "activation": what a module was given or gave in forward (`use`), of `shape`; it lies in the step's safetensors file under
   `activation_key`. `name` is the module. `order` is what is known of its order of dims (`crossframe.recording.dims`); a sketched
   one whose order is not known has the sketch of it with channels first as well, as "channels_first", under `channels_first_key`.
+  `operator`, which may be absent, is the framework's name of the operator that computed it.
   These lines stand in the order in which forward came by.
 - "tensor": elements `start:stop` of a parameter, or of what has its shape, lie in the step's safetensors file under `tensor_key`,
   as `dtype`.
@@ -77,6 +78,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 _SKETCH = {"fingerprint": str, "squares": _NUMBER, "num_not_finite": int}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+_LONGEST_OPERATOR = 200
 _SLOT = re.compile(r"\w[\w.]{0,63}")
 
 
@@ -190,6 +192,12 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
             if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
                 raise RecordingError(f"{where}: expected a sketch, got {shown(sketch)}; record the run again")
             sketch["squares"] = _to_float(sketch["squares"], where)
+    if event == "activation":
+        operator = fields.get("operator", "")
+        if not isinstance(operator, str) or len(operator) > _LONGEST_OPERATOR:
+            raise RecordingError(
+                f"{where}: expected the name of an operator, got {shown(operator)}; record the run again"
+            )
     if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
         raise RecordingError(
             f"{where}: expected a sha256 as digest, got {shown(fields['digest'])}; record the run again"

@@ -339,6 +339,10 @@ class Recording:
         sums = self._file(rank, step).read(key, "float64", NUM_SUMS)
         return Sketch.from_json(line[of], math.prod(line["shape"]), line["dtype"], sums)
 
+    def activation_operator(self, step: int, rank: int, microbatch: int, module: str, use: str) -> str:
+        """The framework's name of the operator that computed it; "" where that was not recorded."""
+        return self._activation(step, rank, microbatch, module, use).get("operator", "")
+
     def _activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> dict[str, Any]:
         self._check(step, rank)
         line = self._indexes[rank].activations.get(step, {}).get((microbatch, module, use))

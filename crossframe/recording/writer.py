@@ -276,6 +276,7 @@ class RecordingWriter:
         *,
         order: Order = Order.TORCH,
         moved: Sketch | None = None,
+        operator: str = "",
     ) -> None:
         """What a module was given or gave in forward, on this rank. Called in the order in which forward comes by.
 
@@ -286,6 +287,7 @@ class RecordingWriter:
             shape: of a sketched one.
             order: what is known of its order of dims.
             moved: of a sketched one whose order is not known, the sketch of its elements with channels first, under that name.
+            operator: the framework's name of the one that computed it; "" where that is not known.
         """
         where = f"rank {self.rank}, step {step}, microbatch {microbatch}, {use} of module {module!r}"
         self._check_dense(step, "activations")
@@ -320,6 +322,8 @@ class RecordingWriter:
         ) | {"shape": [int(size) for size in sizes], "order": order.value}
         if moved is not None:
             fields["channels_first"] = moved.to_json()
+        if operator:
+            fields["operator"] = operator
         self._keep("activation", fields, key, key, value, 0, math.prod(sizes))
         if moved is not None:
             self._tensors[lines.channels_first_key(key)] = np.array(moved.sums, np.float64)

@@ -1,11 +1,14 @@
 """Two recordings in, a verdict out."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import FORWARD, PARAMETERS, UPDATE
+from crossframe.verdict.bits import Bits, bits_of
 from crossframe.verdict.comparable import differing_settings, labels, why_incomparable
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
 from crossframe.verdict.dims import in_one_order
@@ -19,7 +22,7 @@ from crossframe.verdict.quantities import ACTIVATION, Quantity
 from crossframe.verdict.start import other_start, parted_replica
 from crossframe.verdict.unseen import unseen
 from crossframe.verdict.walk import walk
-from crossframe.verdict.words import in_words, other_dtype
+from crossframe.verdict.words import NOUNS, in_words, other_dtype
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ class PairVerdict:
         diagnosis: what the first divergence looks like; None where nothing known does.
         settings: what the two state differently (`crossframe.verdict.comparable.differing_settings`), and whether samples came in
             another order; a sentence each.
+        parted: the judgement of the quantity that `first_divergence` is in.
+        bits: what the first quantity that differs in bits says, or why bits are no evidence, in a clause; None where all bits are
+            equal.
     """
 
     a: str
@@ -85,6 +91,8 @@ class PairVerdict:
     judged: tuple[Judged, ...] = field(default=(), repr=False)
     diagnosis: Diagnosis | None = None
     settings: tuple[str, ...] = ()
+    parted: Judged | None = field(default=None, repr=False)
+    bits: str | None = None
 
     def to_json(self) -> dict:
         """The verdict as a JSON object. A difference that is not finite, or was not taken, is null."""
@@ -102,11 +110,12 @@ class PairVerdict:
             "first_divergence": self.first_divergence.to_json() if self.first_divergence else None,
             "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
             "settings": list(self.settings),
+            "bits": self.bits,
             "reason": self.reason,
         }
 
 
-def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdict:
+def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequence[Recording] = ()) -> PairVerdict:
     """Say whether two recordings agree, and if not, where they first differ.
 
     `crossframe.verdict.bounds` states what counts as agreement. In float64 a difference beyond its bound is a bug. In other
@@ -123,11 +132,15 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
     If a recording has perturbed runs ("twins"), bounds are measured on these instead, in every dtype: see
     `crossframe.verdict.envelope`.
 
+    If both are known to be of the same deterministic program, a difference within bounds is a different computation and not
+    rounding: see `crossframe.verdict.bits`. It is located at the first quantity that differs in bits.
+
     Args:
         sketched: judge everything large by its sketch, also where its elements were recorded.
+        repeats: other recordings of either run, made by the same command: they show what is not deterministic.
 
     Raises:
-        RecordingError: tensors that are damaged, or that should be there and are not.
+        RecordingError: tensors that are damaged, or that should be there and are not; a repeat of another run.
     """
     a, b = in_one_order(a, b)
     worlds = (a.manifest.world_size, b.manifest.world_size)
@@ -150,12 +163,13 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
     island = None
     for group in walk(pair):
         if envelope:
-            findings.add(envelope.judge(group))
+            findings.add(envelope.judge(group), group)
             continue
         if island is None and (island := island_at(group, dtype)) is not None:
             pair.rounds_in = island.dtype
-        findings.add([judge(island.judged(quantity) if island else quantity) for quantity in group])
+        findings.add([judge(island.judged(quantity) if island else quantity) for quantity in group], group)
     first = findings.first
+    bits = bits_of(pair, findings.in_bits.quantity, repeats) if findings.in_bits else None
     where = diagnosis = None
     if first is not None:
         where = locate_sketch(first, pair) if first.quantity.sketched else locate(first, b.manifest)
@@ -168,6 +182,9 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
         verdict, reason = _conclude_by_envelope(pair, findings, where, envelope)
     else:
         verdict, reason = _conclude(pair, findings, where, island)
+    if bits is not None and (found := _by_bits(pair, findings, bits, verdict, names)) is not None:
+        first, where, diagnosis = found.first, found.where, found.diagnosis or diagnosis
+        verdict, reason = found.verdict, f"{found.said}; {reason}"
     if where is not None and (causes := [each.in_words(names) for each in settings if each.explains(where)]):
         # What the numbers look like is then no diagnosis of their own.
         verdict, reason, diagnosis = Verdict.INCOMPARABLE, f"{'; '.join(causes)}; of the numbers, {reason}", None
@@ -193,7 +210,65 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False) -> PairVerdic
         judged=tuple(findings.judged),
         diagnosis=diagnosis,
         settings=stated,
+        parted=findings.judged_as(first),
+        bits=bits and (bits.why_not or f"the first difference in bits is {_called(findings.in_bits)}"),
     )
+
+
+@dataclass(frozen=True)
+class _ByBits:
+    """What equal and different bits change of a verdict."""
+
+    verdict: Verdict
+    first: Judgement
+    where: Divergence
+    diagnosis: Diagnosis | None
+    said: str
+
+
+def _by_bits(pair: Pair, findings: "_Findings", bits: Bits, verdict: Verdict, names: tuple[str, str]) -> _ByBits | None:
+    """The verdict where bits are evidence; None where they are not, or change nothing.
+
+    A bug stays a bug. It is located where bits first differ, unless the program is compiled as a whole.
+    """
+    first = findings.in_bits
+    if bits.why_not is not None or first is None or first.quantity.bound is None or verdict is Verdict.INCOMPARABLE:
+        return None
+    if verdict is Verdict.BUG and (first.beyond or bits.compiled):
+        return None
+    q = first.quantity
+    where = (
+        locate_sketch(first, pair)
+        if q.sketched
+        else locate(replace(first, quantity=replace(q, bound=None)), pair.b.manifest)
+    )
+    # Both were computed from the same bits: what a hypothesis leaves unexplained is the rounding of a few operations.
+    diagnosis = diagnose(pair, first, where, _few_roundings) if where.step in pair.steps else None
+    size = "larger than any bound known for rounding" if first.beyond else "of a size that rounding also has"
+    said = (
+        f"a different computation took place: at step {q.step} the {_called(first)} differs by {first.difference:.1e} between "
+        f"{names[0]} and {names[1]}, {size}, but both are of the same program, and everything before it is equal in every bit"
+    )
+    if bits.compiled:
+        said = f"{said} (compiled as a whole, so that the change may lie elsewhere in the step)"
+    if not bits.repeated:
+        said = f"{said}. If it may be nondeterministic, record either run again and pass that recording with --repeat"
+    return _ByBits(Verdict.BUG if verdict is Verdict.BUG else Verdict.DIFFERENT, first, where, diagnosis, said)
+
+
+def _called(judgement: Judgement | None) -> str:
+    """The name of what was judged."""
+    assert judgement is not None
+    q = judgement.quantity
+    rank = f" of rank {q.rank}" if q.rank is not None else ""
+    if q.kind == ACTIVATION or not q.name:
+        return f"{q.name or q.event}{rank}"
+    return f"{NOUNS[q.phase]} ({q.name}){rank}"
+
+
+def _few_roundings(quantity: Quantity) -> float:
+    """How far the results of a few operations on the same bits may lie apart: a unit in the last place of each element."""
+    return 2 * max(unit_roundoff(dtype) for dtype in quantity.dtypes) * max(quantity.norms)
 
 
 def _known_beforehand(quantity: Quantity) -> float:
@@ -215,6 +290,8 @@ class _Findings:
     def __init__(self) -> None:
         self.equal = True
         self.first: Judgement | None = None
+        # The first quantity that differs in bits.
+        self.in_bits: Judgement | None = None
         # How much of its bound any quantity before the first one outside had used up.
         self.used_before = 0.0
         self.not_finite: Judgement | None = None
@@ -223,8 +300,20 @@ class _Findings:
         self.losses: list[float] = []
         self.parameters: dict[int, float] = {}
         self.judged: list[Judged] = []
+        self._at_first = self._at_bits = 0
 
-    def add(self, group: list[Judgement]) -> None:
+    def judged_as(self, judgement: Judgement | None) -> Judged | None:
+        """The entry of `judged` that a first judgement is in."""
+        if judgement is None:
+            return None
+        return self.judged[self._at_first if judgement is self.first else self._at_bits]
+
+    def add(self, group: list[Judgement], quantities: list[Quantity]) -> None:
+        """Take in a group of judgements.
+
+        Args:
+            quantities: what was judged, with all elements.
+        """
         worst = max(group, key=lambda judgement: (judgement.beyond, judgement.difference))
         q = worst.quantity
         phase, step = q.phase, q.step
@@ -232,12 +321,21 @@ class _Findings:
         used = worst.used if known else None
         equal = all(judgement.equal for judgement in group)
         self.judged.append(Judged(step, phase, q.event, q.unit, q.name, worst.difference, used, worst.beyond, equal))
+        if self.in_bits is None and not equal:
+            both = zip(group, quantities, strict=True)
+            apart = [
+                replace(judged, quantity=replace(q, bound=judged.quantity.bound))
+                for judged, q in both
+                if not judged.equal
+            ]
+            self._at_bits = len(self.judged) - 1
+            self.in_bits = max(apart, key=lambda judgement: (judgement.beyond, judgement.whole))
         self.equal = self.equal and equal
         if self.first is None:
             if self.other_dtype is None and q.kind == ACTIVATION and q.dtypes[0] != q.dtypes[1]:
                 self.other_dtype = q
             if worst.beyond:
-                self.first = worst
+                self.first, self._at_first = worst, len(self.judged) - 1
             else:
                 self.used_before = max(self.used_before, *(judgement.used for judgement in group))
         if self.not_finite is None:

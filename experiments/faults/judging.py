@@ -113,7 +113,7 @@ def failed(fault: Fault, dtype: str, why: str, seconds: float) -> Found:
 
 def module_of(said: PairVerdict) -> str | None:
     """The module whose input or output parts first; None where it is none of those."""
-    first = next((each for each in said.judged if each.beyond), None)
+    first = said.parted
     if first is None or first.event not in ("input", "output"):
         return None
     name = first.name.removeprefix(f"{first.event} of ")

@@ -10,9 +10,9 @@ from crossframe.layout import Sharding
 from crossframe.recording import Recording
 from crossframe.recording.lines import INPUT, OUTPUT, twin_folder
 from crossframe.recording.manifest import SKETCH, Manifest
+from crossframe.recording.program import PROGRAM
 from crossframe.verdict import Bounds, PairVerdict, bounds_for, compare, overall
 from crossframe.verdict.dims import in_one_order
-from experiments.report.evidence import first_beyond
 from experiments.report.traces import trace_of, trace_table
 
 
@@ -45,18 +45,18 @@ class PairSeries:
 
     @property
     def parted(self) -> str:
-        """What is outside first, as `crossframe.verdict.Judged` names it; "" where nothing is, or it has no name."""
-        first = first_beyond(self.verdict.judged)
-        return first.name if first else ""
+        """The quantity where both part first, as `crossframe.verdict.Judged` names it; "" where none is, or it has no name."""
+        return self.verdict.parted.name if self.verdict.parted else ""
 
 
 def report_of(
-    pairs: Sequence[tuple[Recording, Recording]], *, command: str | None = None
+    pairs: Sequence[tuple[Recording, Recording]], *, command: str | None = None, repeats: Sequence[Recording] = ()
 ) -> tuple[dict, tuple[PairSeries, ...]]:
     """Compare pairs of recordings.
 
     Args:
         command: the command line that made them, for the page.
+        repeats: as of `crossframe.verdict.compare`.
 
     Returns:
         The report, `{"verdict", "pairs": [...], "trace": {"plan", A, B, "equal"} or None}`, where A and B are what the two
@@ -67,7 +67,7 @@ def report_of(
     Raises:
         RecordingError: tensors that are damaged, or that should be there and are not.
     """
-    verdicts = [compare(a, b) for a, b in pairs]
+    verdicts = [compare(a, b, repeats=repeats) for a, b in pairs]
     traces = [trace_of(verdict.a, a, verdict.b, b) for verdict, (a, b) in zip(verdicts, pairs, strict=True)]
     report = {
         "verdict": overall(verdict.verdict for verdict in verdicts).value,
@@ -106,7 +106,7 @@ def world_text(world_size: int | Sequence[int]) -> str:
 
 
 def _shape(verdict: PairVerdict, run: Recording) -> tuple[int, ...] | None:
-    where, first = verdict.first_divergence, first_beyond(verdict.judged)
+    where, first = verdict.first_divergence, verdict.parted
     if where is None or first is None or where.event not in (INPUT, OUTPUT) or where.rank is None:
         return None  # without a rank, the elements are those of a sample that came to other ranks
     of = {
@@ -145,7 +145,8 @@ def _run_rows(a: Manifest, b: Manifest) -> tuple[tuple[str, str, str], ...]:
                 "seed": _told(manifest.seed),
                 "recorded": f"every {manifest.schedule.every} steps, {manifest.detail}",
             }
-            | {name.replace("_", " "): str(value) for name, value in manifest.settings.items()}
+            | {name.replace("_", " "): str(value) for name, value in manifest.settings.items() if name != PROGRAM}
+            | {name.replace("_", " "): str(value) for name, value in manifest.settings.get(PROGRAM, {}).items()}
             | {f"version of {name}": str(version) for name, version in manifest.versions.items()}
         )
 

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from experiments.report import words
 from experiments.report.build import PairSeries
-from experiments.report.evidence import HeatMap, Worst, curves, first_beyond, heat_map, phases
+from experiments.report.evidence import HeatMap, Worst, curves, heat_map, phases
 from experiments.report.heat import common_beginning, heat_chart, heat_levels, row_names, step_names
 from experiments.report.place import Place, place_of
 from experiments.report.plots import STYLES, Limit, Line, line_chart
@@ -44,8 +44,7 @@ class Drawn:
 def drawn_of(one: PairSeries) -> Drawn:
     """Draw a pair."""
     judged = one.verdict.judged
-    first = first_beyond(judged)
-    parted = first.phase if first else ""
+    parted = one.verdict.parted.phase if one.verdict.parted else ""
     found, lines = phases(judged), _excess_lines(one, parted)
     heat = heat_map(judged, [unit for unit, _ in one.sharding.units]) if judged else None
     return Drawn(

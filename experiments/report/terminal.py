@@ -13,7 +13,14 @@ from experiments.report import words
 from experiments.report.build import PairSeries
 from experiments.report.evidence import Worst
 
-_STYLES = {"equal": "green", "rounding": "green", "bug": "bold red", "inconclusive": "yellow", "incomparable": "yellow"}
+_STYLES = {
+    "equal": "green",
+    "rounding": "green",
+    "bug": "bold red",
+    "different computation": "red",
+    "inconclusive": "yellow",
+    "incomparable": "yellow",
+}
 MOST_LINES = 9
 """With the line that names the page, ten: where sentences leave room, and of pairs at least one is shown."""
 _ROWS = 4

@@ -15,6 +15,7 @@ KINDS = {
     "equal": "Equal",
     "rounding": "Rounding",
     "bug": "Bug",
+    "different computation": "Different computation",
     "inconclusive": "Inconclusive",
     "incomparable": "Incomparable",
 }
@@ -162,6 +163,9 @@ def headline(report: dict[str, Any], name: str) -> str:
             return f"{both} agree: the differences are rounding."
         case "bug":
             return f"There is a bug: {_bug(pair, name)}."
+        case "different computation":
+            said = _sentence(pair["reason"].partition(". If it may be")[0])
+            return f"{said[0].upper()}{said[1:]}."
         case "inconclusive":
             return f"Nothing can be concluded yet: {_sentence(pair['reason'])}."
         case _:
@@ -194,7 +198,7 @@ def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:
     if pair["diagnosis"] is not None:
         looks = SIGNATURES[pair["diagnosis"]["signature"]]
         return f"It looks like {looks}: {_sentence(pair['diagnosis']['evidence'])}."
-    if pair["first_divergence"] is None or pair["verdict"] != "bug":
+    if pair["first_divergence"] is None or pair["verdict"] not in ("bug", "different computation"):
         return None
     if sketched:
         return "What it looks like cannot be told from sketches: record the step in full."

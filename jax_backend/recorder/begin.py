@@ -1,6 +1,7 @@
 """How a recording begins: what is known of the run before its first step, and the directory."""
 
 import importlib.metadata
+import os
 import shlex
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from crossframe.errors import RecordingError
 from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import twin_folder
+from crossframe.recording.program import PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy
 from jax_backend.processes import everyones, together
@@ -94,7 +96,8 @@ def manifest_of(source: OfArrays | OfShards, about: About, says: Mapping[str, An
     strategy = Strategy.FULL_SHARD if spec.replicate == 1 else Strategy.HYBRID_SHARD
     if spec.shard == 1 < spec.replicate:
         strategy = Strategy.NO_SHARD
-    found = dict(says) | {COMMAND: shlex.join(["python", *sys.argv])} | ({"twin": about.twin} if about.twin else {})
+    found = dict(says) | {COMMAND: shlex.join(["python", *sys.argv]), PROGRAM: program()}
+    found |= {"twin": about.twin} if about.twin else {}
     return Manifest(
         framework="jax",
         model=about.name,
@@ -111,6 +114,22 @@ def manifest_of(source: OfArrays | OfShards, about: About, says: Mapping[str, An
         versions={name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules},
         settings=found | dict(about.settings),
         detail="sketch" if is_sketched(source, about.detail) else "full",
+    )
+
+
+def program() -> dict[str, Any]:
+    """What JAX's bits depend on (`crossframe.recording.program`). Of a step that is not compiled nothing is known to say so."""
+    device = jax.devices()[0]
+    flags = os.environ.get("XLA_FLAGS", "")
+    on_cpu = device.platform == "cpu"
+    return program_of(
+        device=device.platform if on_cpu else f"{device.platform} {device.device_kind}",
+        deterministic=on_cpu or "xla_gpu_deterministic_ops=true" in flags,
+        compiled=True,
+        threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        matmul=str(getattr(jax.config, "jax_default_matmul_precision", None)),
+        flags=flags,
+        processes=jax.process_count(),
     )
 
 

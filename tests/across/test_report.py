@@ -1,5 +1,6 @@
 """What people are told of a comparison: the JSON, the page and the terminal."""
 
+# pyright: reportAttributeAccessIssue=false
 import io
 import json
 import math
@@ -480,6 +481,7 @@ def made_up(names, units, *, steps=2, where=None, diagnosis=None, phase="reduce"
         diagnosis=diagnosis,
         loss_differences=(1e-7,) * steps,
         judged=tuple(every),
+        parted=next((each for each in every if each.beyond), None),
         judged_share=0.5,
         envelope_used=0.5,
     )
@@ -644,6 +646,7 @@ def test_report_json_has_these_fields_and_no_others(tmp_path):
             "reason",
             "diagnosis",
             "settings",
+            "bits",
         ),
         *("max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence"),
     }

@@ -96,5 +96,5 @@ def test_of_no_bound_any_difference_is_beyond_all_use():
 
 def test_exit_statuses():
     assert {verdict.value: verdict.exit_status for verdict in Verdict} == {
-        "equal": 0, "rounding": 0, "bug": 1, "inconclusive": 3, "incomparable": 4
+        "equal": 0, "rounding": 0, "bug": 1, "inconclusive": 3, "incomparable": 4, "different computation": 5
     }  # fmt: skip

@@ -15,6 +15,7 @@ from crossframe.names import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND, GROUPS, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
+from crossframe.recording.program import PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.recording.twins import moved
 from torch_backend.dtypes import to_numpy
@@ -55,7 +56,7 @@ def manifest_of(
     settings: Mapping[str, Any],
 ) -> Manifest:
     """What can be known of a run before its first step."""
-    device = next((held.param.device.type for held in view.held), "cpu")
+    device = device_of(view)
     dtype = view.compute_dtype
     if torch.is_autocast_enabled(device):
         dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -90,9 +91,47 @@ def manifest_of(
         units=view.units,
         strategy=view.strategy.value,
         versions={package: importlib.metadata.version(package) for package in _PACKAGES},
-        settings=found | {COMMAND: _command()} | dict(settings),
+        settings=found | {COMMAND: _command(), PROGRAM: program(device, model)} | dict(settings),
         detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
     )
+
+
+def device_of(view: ModelView) -> str:
+    """The type of the device that the parameters lie on."""
+    return next((held.param.device.type for held in view.held), "cpu")
+
+
+def program(device: str, model: nn.Module) -> dict[str, Any]:
+    """What torch's bits depend on (`crossframe.recording.program`).
+
+    The CPU's operators are deterministic at one number of threads. An accelerator's are if that was asked for.
+    """
+    on_cpu = device == "cpu"
+    compiled = any(
+        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) for module in model.modules()
+    )
+    named = device if on_cpu or device != "cuda" else f"{device} {torch.cuda.get_device_name()}"
+    return program_of(
+        device=named,
+        deterministic=on_cpu or torch.are_deterministic_algorithms_enabled(),
+        compiled=compiled,
+        threads=torch.get_num_threads(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+        matmul=torch.get_float32_matmul_precision(),
+        mkldnn=bool(torch.backends.mkldnn.enabled),  # type: ignore[attr-defined]
+        tf32=bool(torch.backends.cudnn.allow_tf32),
+        attention=" ".join(name for name, is_on in _attention_kernels().items() if is_on),
+    )
+
+
+def _attention_kernels() -> dict[str, bool]:
+    backends = torch.backends.cuda
+    return {
+        "flash": backends.flash_sdp_enabled(),
+        "efficient": backends.mem_efficient_sdp_enabled(),
+        "math": backends.math_sdp_enabled(),
+        "cudnn": backends.cudnn_sdp_enabled(),
+    }
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

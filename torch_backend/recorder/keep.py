@@ -52,10 +52,12 @@ class Keeper:
         """A parameter in full."""
         self.writer.unsharded(step, unit, {name: self._whole(name, value)})
 
-    def activation(self, step: int, microbatch: int, module: str, use: str, value: Tensor) -> None:
-        """What a module was given, or gave."""
+    def activation(self, step: int, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
+        """What a module was given, or gave, and the operator that computed it."""
         kept = self._kept(activation_key(use, microbatch, module), value.numel(), [value], 0)[0]
-        self.writer.activation(step, microbatch, module, use, _shaped(kept, value), tuple(value.shape))
+        self.writer.activation(
+            step, microbatch, module, use, _shaped(kept, value), tuple(value.shape), operator=operator
+        )
 
     def after_step(
         self,

@@ -220,8 +220,8 @@ class Recorder(Sink, Listener):
     def batch(self, tensors: list[Tensor]) -> None:
         self._microbatches.append([tensor.clone() for tensor in tensors])  # the loop may fill them anew
 
-    def activation(self, microbatch: int, module: str, use: str, value: Tensor) -> None:
-        self._begun().activation(self._step, microbatch, module, use, value)
+    def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
+        self._begun().activation(self._step, microbatch, module, use, value, operator)
 
     def unsharded(self, unit: str, name: str, value: Tensor) -> None:
         self._begun().unsharded(self._step, unit, name, value)

@@ -33,8 +33,8 @@ class Sink:
     def batch(self, tensors: list[Tensor]) -> None:
         """A microbatch begins: what forward was given."""
 
-    def activation(self, microbatch: int, module: str, use: str, value: Tensor) -> None:
-        """The first floating tensor that a module was given, or gave."""
+    def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
+        """The first floating tensor that a module was given, or gave, and the operator that computed it ("": not known)."""
 
     def unsharded(self, unit: str, name: str, value: Tensor) -> None:
         """A parameter as forward sees it."""
@@ -201,7 +201,7 @@ class Watch:
         # Of a module that is called several times in a forward the first call is recorded.
         if found is not None and _is_plain(found) and at not in self._seen:
             self._seen.add(at)
-            self._sink.activation(self.microbatches - 1, name, use, found.detach())
+            self._sink.activation(self.microbatches - 1, name, use, found.detach(), operator_of(found))
 
     def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         """(unit, name, value) of every parameter that can be read in full once this module begins, at all its places."""
@@ -251,6 +251,41 @@ class Watch:
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
             self._inside = False
+
+
+# Nodes of autograd's graph that move or cast values, and compute none.
+_MOVES = frozenset(
+    (
+        *(
+            "View",
+            "UnsafeView",
+            "Reshape",
+            "ReshapeAlias",
+            "Transpose",
+            "Permute",
+            "T",
+            "AsStrided",
+            "Contiguous",
+            "Flatten",
+        ),
+        *("Clone", "ToCopy", "Alias", "Expand", "Squeeze", "Unsqueeze", "Slice", "Select", "Split", "SplitWithSizes"),
+    )
+)
+_MOST_MOVES = 16
+
+
+def operator_of(value: Tensor) -> str:
+    """The name of the operator that computed a tensor, as autograd's graph has it; "" if the tensor has no history."""
+    node: Any = value.grad_fn
+    for _ in range(_MOST_MOVES):
+        if node is None:
+            return ""
+        name = node.name().rpartition("::")[2].partition("Backward")[0]
+        following = [each for each, _ in node.next_functions if each is not None]
+        if name not in _MOVES or len(following) != 1:
+            return "" if name.endswith("AccumulateGrad") else name[:100]
+        node = following[0]
+    return ""
 
 
 def _is_plain(tensor: Tensor) -> bool:
