@@ -20,6 +20,7 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import COMPILED, DETERMINISTIC, ENVIRONMENT, PROGRAM, SOURCE
 from crossframe.shown import shown
+from crossframe.verdict.clipping import clipped_on_one_side
 from crossframe.verdict.comparable import labels
 from crossframe.verdict.judge import judge
 from crossframe.verdict.pair import Pair
@@ -61,6 +62,8 @@ def bits_of(pair: Pair, first: Quantity, repeats: Sequence[Recording] = ()) -> B
     why_not = not_same_program(a, b)
     if why_not is None and (step := next((s for s in range(pair.num_steps) if pair.reordered(s)), None)) is not None:
         why_not = f"from step {step} on, samples came in another order"
+    if why_not is None and first.step in pair.steps and clipped_on_one_side(pair, first.step) is not None:
+        why_not = "one of both clips gradients in a way of its own"
     if why_not is None:
         why_not = _other_operator(pair, first)
     if why_not is not None:

@@ -1,7 +1,7 @@
 """Two recordings in, a verdict out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from crossframe.dtypes import unit_roundoff
@@ -9,6 +9,7 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import FORWARD, PARAMETERS, UPDATE
 from crossframe.verdict.bits import Bits, bits_of
+from crossframe.verdict.clipping import clipped_on_one_side
 from crossframe.verdict.comparable import differing_settings, labels, why_incomparable
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
 from crossframe.verdict.dims import in_one_order
@@ -66,8 +67,9 @@ class PairVerdict:
         judged_share: which part of all updated elements could be judged (`crossframe.verdict.envelope`). None without twins.
         judged: everything that was compared, causes first.
         diagnosis: what the first divergence looks like; None where nothing known does.
-        settings: what the two state differently (`crossframe.verdict.comparable.differing_settings`), and whether samples came in
-            another order; a sentence each.
+        settings: what the two state differently (`crossframe.verdict.comparable.differing_settings`), a sentence each.
+        notes: what else is not alike and makes no difference: samples in another order, gradients recorded before clipping and
+            after it; a sentence each.
         parted: the judgement of the quantity that `first_divergence` is in.
         bits: what the first quantity that differs in bits says, or why bits are no evidence, in a clause; None where all bits are
             equal.
@@ -93,6 +95,7 @@ class PairVerdict:
     settings: tuple[str, ...] = ()
     parted: Judged | None = field(default=None, repr=False)
     bits: str | None = None
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict:
         """The verdict as a JSON object. A difference that is not finite, or was not taken, is null."""
@@ -111,6 +114,7 @@ class PairVerdict:
             "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
             "settings": list(self.settings),
             "bits": self.bits,
+            "notes": list(self.notes),
             "reason": self.reason,
         }
 
@@ -154,10 +158,6 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
             *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=stated
         )
     pair = Pair(a, b, sketched=sketched)
-    if (step := next((step for step in range(steps) if pair.reordered(step)), None)) is not None:
-        stated += (
-            f"from step {step} on, ranks were fed the same samples in another order; activations are matched by sample",
-        )
     envelope = Envelope.of(pair)
     findings = _Findings()
     island = None
@@ -212,7 +212,18 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         settings=stated,
         parted=findings.judged_as(first),
         bits=bits and (bits.why_not or f"the first difference in bits is {_called(findings.in_bits)}"),
+        notes=tuple(_notes(pair, names)),
     )
+
+
+def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
+    """What is not alike and makes no difference."""
+    if (step := next((step for step in range(pair.num_steps) if pair.reordered(step)), None)) is not None:
+        yield f"from step {step} on, ranks were fed the same samples in another order; activations are matched by sample"
+    for step in pair.steps:
+        if (clipped := clipped_on_one_side(pair, step)) is not None:
+            yield clipped.in_words(names, step)
+            return
 
 
 @dataclass(frozen=True)

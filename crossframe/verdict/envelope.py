@@ -248,7 +248,7 @@ class Envelope:
     def _limit(self, quantity: Quantity) -> float | None:
         # The wider of both sides: what one framework rounds more often may lie outside the other's twins.
         limits = [limit for spread in self.spreads if (limit := spread.limit(quantity)) is not None]
-        return max(limits, default=None)
+        return max(limits) * quantity.grown if limits else None
 
     def _held(self, quantity: Quantity, limit: float) -> Judgement:
         """One quantity against its limit, in the quantity's own scale."""

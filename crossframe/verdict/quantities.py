@@ -35,6 +35,8 @@ class Quantity:
         sketches: of both sides, where the elements are not there.
         within: "" for a comparison of both recordings; "a" or "b" where that one alone contradicts itself: a is then what its own
             shards say, and b what was seen.
+        grown: what one side was multiplied by to undo its clipping (`crossframe.verdict.clipping`); what rounding does was
+            multiplied too.
     """
 
     step: int
@@ -54,6 +56,7 @@ class Quantity:
     use: str = ""
     sketches: tuple[Sketch, Sketch] | None = None
     within: str = ""
+    grown: float = 1.0
 
     @property
     def kind(self) -> str:

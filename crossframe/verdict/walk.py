@@ -28,6 +28,7 @@ from crossframe.recording.lines import (
 )
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.aligned import At, aligned
+from crossframe.verdict.clipping import clipped_on_one_side
 from crossframe.verdict.judge import judge
 from crossframe.verdict.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.pair import Pair
@@ -297,14 +298,19 @@ def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
     names = pair.names(backward=True)
     if any(not any(r.has(REDUCE, step, name) for name in names) for r in (pair.a, pair.b)):
         return
+    clipped = clipped_on_one_side(pair, step)
+    typical = pair.sizes[1 - clipped.side if clipped else 0].typical[step]
     for name in names:
         if not any(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
             continue
         group = []
         for replicas in pair.replicas:
             sides = pair.put_together(REDUCE, step, name, replicas)
-            typical = pair.sizes[0].typical[step]
-            group.append(_gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1]))
+            made = _gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1])
+            if clipped:
+                made = clipped.undone(made)
+                made = made.with_scale(gradient_scale(made.norms[0], pair.gradient_noise(typical, made.numel)))
+            group.append(made)
         yield group
 
 

@@ -82,11 +82,13 @@ def _found(pair: dict[str, Any], one: PairSeries) -> str:
 
 
 def _besides(report: dict[str, Any]) -> list[str]:
-    """What is said of differing settings, of collectives, and of parameters that are not counted."""
+    """What is said of settings that differ, of what makes no difference, of collectives, and of parameters left out."""
     said = []
     if told := next((pair["settings"] for pair in report["pairs"] if pair["settings"]), []):
         more = f", and {len(told) - 1} more" if len(told) > 1 else ""
         said.append(f"stated differently: {words.short(told[0], 100)}{more}")
+    if told := next((pair["notes"] for pair in report["pairs"] if pair["notes"]), []):
+        said += [words.short(note, 160) for note in told]
     if (trace := report["trace"]) is not None:
         counts = ", ".join(f"{entry['count']} {kind}" for kind, entry in trace["plan"].items() if entry["count"])
         verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"

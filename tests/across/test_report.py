@@ -267,9 +267,24 @@ def test_settings_that_differ_are_shown(tmp_path):
     assert report["verdict"] == "incomparable" and report["pairs"][0]["settings"] == [said]
     text = page(report, series)
     assert said in text and "Where" in headings(text)
+    marked = re.findall(r'<tr class="differs"><th scope="row">(.*?)</th>', text)
+    assert {"framework", "betas"} <= {re.sub(r"<.*?>|differs", "", each).strip() for each in marked}
+    assert len(marked) == text.count('<span class="mark">differs</span>')
     assert f"stated differently: {said}" in " ".join(printed(report, series, 400).split())
     report, series = report_of([pair(tmp_path / "equal", a=first, b=stated)])
     assert report["verdict"] == "equal" and said in page(report, series)
+
+
+def test_reordered_samples_are_no_differing_setting(tmp_path):
+    a, b = (synthetic.record(tmp_path / name, synthetic.manifest(framework=name)) for name in ("torch", "jax"))
+    fed = '"sample_ids": [0, 2, 4]'
+    synthetic.edit_events(b.directory, fed, '"sample_ids": [2, 0, 4]')
+    report, series = report_of([(a, type(b).open(b.directory))])
+    (note,) = report["pairs"][0]["notes"]
+    assert "same samples in another order" in note and not report["pairs"][0]["settings"]
+    assert note in page(report, series)
+    text = " ".join(printed(report, series, 400).split())
+    assert note in text and "stated differently" not in text
 
 
 def test_other_batches_are_named(tmp_path):
@@ -647,6 +662,7 @@ def test_report_json_has_these_fields_and_no_others(tmp_path):
             "diagnosis",
             "settings",
             "bits",
+            "notes",
         ),
         *("max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence"),
     }

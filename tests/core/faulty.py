@@ -62,6 +62,8 @@ class Faults:
     )
     norm: Callable[[int, int, float, dict[str, np.ndarray]], float] = lambda s, r, x, grads: x
     clips: bool = True
+    by_hand: float | None = None
+    """The norm to which the loop itself clips; nobody records the norm, and gradients are recorded after it."""
     step: Callable[..., None] | None = None
     rate: float = RATE
     decay: float = DECAY
@@ -190,7 +192,9 @@ class _Run:
         reduced = {name: self.kept(faults.mean(step, name, local, self.reduced_before)) for name in SHAPES}
         self.reduced_before.append(reduced)
         before = self.params
-        self.update(step, reduced, writers)
+        scale = self.update(step, reduced, writers)
+        if faults.by_hand is not None:
+            reduced = {name: self.kept(scale * grad.astype(np.float64)) for name, grad in reduced.items()}
         for rank, writer in zip(world, writers, strict=True):
             for unit, layout in self.made.units:
                 at = self.made.mesh.coordinate(rank)[1]
@@ -232,11 +236,12 @@ class _Run:
         tell("block.key", "output", y @ params["block.key.weight"].T)
         tell("", "output", faults.output(step, rank, query))
 
-    def update(self, step: int, reduced: dict[str, np.ndarray], writers: list[RecordingWriter]) -> None:
-        faults, clip = self.faults, self.made.settings.get("clip")
+    def update(self, step: int, reduced: dict[str, np.ndarray], writers: list[RecordingWriter]) -> float:
+        """Make a step of the optimizer; returns what clipping multiplied gradients by."""
+        faults, clip = self.faults, self.faults.by_hand or self.made.settings.get("clip")
         wide = {name: grad.astype(np.float64) for name, grad in reduced.items()}
         norm = math.sqrt(sum(np.square(grad).sum() for grad in wide.values()))
-        for rank, writer in enumerate(writers):
+        for rank, writer in enumerate(writers if faults.by_hand is None else ()):
             writer.grad_norm(step, float(faults.norm(step, rank, norm, wide)))
         scale = min(1.0, clip / (norm + 1e-6)) if clip and faults.clips else 1.0
         adam, t = self.made.settings["optimizer"] != "SGD", step + 1
@@ -266,6 +271,7 @@ class _Run:
                 moved = -faults.rate * moments["momentum_buffer"].astype(np.float64)
             new_params[name], new_state[name] = self.kept(p + moved, exact=True), moments
         self.params, self.state = new_params, new_state
+        return scale
 
 
 def _tokens(step: int, rank: int) -> np.ndarray:

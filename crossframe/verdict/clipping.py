@@ -1,0 +1,159 @@
+"""Tells gradients that one recording holds before clipping, and the other after it, from gradients that differ.
+
+A recorder sees `clip_grad_norm_` and keeps what was there before. Clipping that a loop writes by hand shows nowhere: what was
+recorded is what the optimizer was given. Then one recording's gradients are those of the other times one factor c < 1, and what
+the optimizer made of them agrees. Had the optimizers been given gradients that differ by c, their momentum would differ by
+(1 - c) times the share of the gradient that goes into it. So agreement to better than half of that tells both apart.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from crossframe.recording import Recording
+from crossframe.recording.lines import REDUCE, STATE, UPDATE
+from crossframe.recording.sketch import Sketch
+from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.pair import Pair
+from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.sides import put_together
+
+# What a gradient's share of a momentum is: by torch's names of an optimizer's state.
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_BETAS = (0.9, 0.999)
+# Gradients that differ by less are looked at by no factor, however coarse the dtype is.
+_LEAST = 0.01
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Which recording holds a step's gradients after clipping, and what clipping multiplied them by.
+
+    Attributes:
+        side: 0 for a, 1 for b.
+        factor: between 0 and 1.
+    """
+
+    side: int
+    factor: float
+
+    def undone(self, quantity: Quantity) -> Quantity:
+        """The same quantity as both recordings would hold it before clipping."""
+        grow = 1 / self.factor
+        a, b = (_times(side, grow if i == self.side else 1.0) for i, side in enumerate((quantity.a, quantity.b)))
+        sketches = quantity.sketches
+        if sketches is not None:
+            sketches = tuple(_sketch_times(s, grow if i == self.side else 1.0) for i, s in enumerate(sketches))
+        return replace(quantity, a=a, b=b, sketches=sketches, grown=grow)
+
+    def in_words(self, names: tuple[str, str], step: int) -> str:
+        """As a note on a comparison."""
+        return (
+            f"from step {step} on, gradients were recorded after clipping in {names[self.side]} and before it in "
+            f"{names[1 - self.side]} (there {self.factor:.4g} times); they are compared as they were before it"
+        )
+
+
+def clipped_on_one_side(pair: Pair, step: int) -> Clipped | None:
+    """Which recording alone holds the reduced gradients of a step after clipping; None where both hold the same."""
+    typical = [sizes.typical[step] for sizes in pair.sizes]
+    if not all(0 < size < np.inf for size in typical):
+        return None
+    small = int(typical[1] < typical[0])
+    if typical[small] > (1 - min(pair.bounds.parameter, _LEAST)) * typical[1 - small]:
+        return None
+    if _before_clipping((pair.a, pair.b)[small], step, typical[small]):
+        return None
+    found = _common_factor(pair, step, small)
+    if found is None:
+        return None
+    factor, names = found
+    given_alike = all(_given_alike(pair, step, name, small, factor) for name in names)
+    return Clipped(small, factor) if given_alike else None
+
+
+def _before_clipping(recording: Recording, step: int, typical: float) -> bool:
+    """Whether the norm that the loop computed, before it clipped, is that of the gradients that were recorded."""
+    said = recording.grad_norm(step, 0)
+    trained = [spec.numel for name, spec in recording.manifest.params.items() if recording.has(REDUCE, step, name)]
+    return said is not None and abs(said - typical * np.sqrt(sum(trained))) <= 0.01 * said
+
+
+def _common_factor(pair: Pair, step: int, small: int) -> tuple[float, list[str]] | None:
+    """The factor between the gradients of most parameters, and which parameters these are; the larger ones count more."""
+    factors, weights, names = [], [], []
+    for name in pair.names():
+        if not all(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
+            continue
+        x, y, size = _of_sides(pair, step, name, small)
+        if size:
+            factors.append(float((x / size) @ y) / size)
+            weights.append(size * size)
+            names.append(name)
+    if not names:
+        return None
+    order = np.argsort(factors)
+    half = np.searchsorted(np.cumsum(np.array(weights)[order]), sum(weights) / 2)
+    factor = factors[order[half]]
+    if not 0 < factor < 1:
+        return None
+    agree = []
+    for name in names:
+        x, y, size = _of_sides(pair, step, name, small)
+        if distance(y, factor * x) <= (1 - factor) * size / 2:
+            agree.append(name)
+    return (factor, agree) if 2 * len(agree) > len(names) else None
+
+
+def _of_sides(pair: Pair, step: int, name: str, small: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """The gradients before and after clipping, in one line each, and the norm of the former; 0 where it is not finite."""
+    sides = pair.put_together(REDUCE, step, name, (0, 0))[:2]
+    x, y = (np.asarray(sides[i], np.float64).reshape(-1) for i in (1 - small, small))
+    size = norm(x)
+    return x, y, size if np.isfinite(size) and np.isfinite(norm(y)) else 0.0
+
+
+def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) -> bool:
+    """Whether both optimizers were given the same gradient of a parameter, as what they made of it says."""
+    x, _, size = _of_sides(pair, step, name, small)
+    for slot in _FIRST_MOMENTS:
+        if all(recording.has(STATE, step, name, use=slot) for recording in (pair.a, pair.b)):
+            moments = pair.put_together(STATE, step, name, (0, 0), slot)[:2]
+            betas = pair.a.manifest.settings.get("betas") or _BETAS
+            share = 1 - float(betas[0]) if slot == "exp_avg" else 1.0
+            return distance(*moments) <= share * (1 - factor) * size / 2
+    # Without momentum an update is the gradient, and the decay of the parameter, times constants.
+    moved, before = zip(*(_moved(recording, step, name, pair.sketched) for recording in (pair.a, pair.b)), strict=True)
+    if moved[0] is None or moved[1] is None or moved[0].size != x.size:
+        return False
+    terms = np.stack([x, before[0]], axis=1)
+    rate = abs(float(np.linalg.lstsq(terms, moved[0], rcond=None)[0][0]))
+    rest = norm(moved[0] - terms @ np.linalg.lstsq(terms, moved[0], rcond=None)[0])
+    most = (1 - factor) * rate * size / 2
+    return rest <= most and distance(moved[0], moved[1]) <= most
+
+
+def _moved(recording: Recording, step: int, name: str, sketched: bool) -> tuple[np.ndarray | None, np.ndarray]:
+    """By what a parameter changed, and the parameter before; None where either was recorded as a sketch, or not at all."""
+    none = None, np.zeros(0)
+    if sketched or (step and not recording.has(UPDATE, step - 1, name)) or not recording.has(UPDATE, step, name):
+        return none
+    before = put_together(recording, *((UPDATE, step - 1) if step else ("parameters", 0)), name).elements
+    after = put_together(recording, UPDATE, step, name).elements
+    if before is None or after is None:
+        return none
+    start = np.asarray(before, np.float64).reshape(-1)
+    return np.asarray(after, np.float64).reshape(-1) - start, start
+
+
+def _times(array: np.ndarray, factor: float) -> np.ndarray:
+    return array if factor == 1.0 else (np.asarray(array, np.float64) * factor).astype(array.dtype)
+
+
+def _sketch_times(sketch: Sketch, factor: float) -> Sketch:
+    """Of elements times a factor; its fingerprint is nobody's."""
+    if factor == 1.0:
+        return sketch
+    return replace(
+        sketch, sums=sketch.sums * factor, squares=sketch.squares * factor**2, fingerprint=sketch.fingerprint ^ 1
+    )
