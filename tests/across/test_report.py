@@ -54,9 +54,9 @@ def pair(path, tamper=None, *, a=None, b=None):
 
 
 def printed(report, series, width=80):
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    print_report(console, report, series)
-    return console.file.getvalue()
+    text = io.StringIO()
+    print_report(Console(file=text, width=width, force_terminal=True, color_system=None), report, series)
+    return text.getvalue()
 
 
 FOLDER = Path(experiments.report.__file__).parent
@@ -701,6 +701,6 @@ def test_advice_is_wrapped_and_never_cut(tmp_path):
     narrow = printed(report, series, 40).splitlines()
     assert advice in " ".join(narrow)
     assert all(len(line) <= 40 for line in narrow if " " in line.strip() and "float64" not in line)
-    console = Console(file=io.StringIO(), width=40)  # a file: a program may read its lines
-    print_report(console, report, series)
-    assert advice in console.file.getvalue()
+    text = io.StringIO()
+    print_report(Console(file=text, width=40), report, series)  # a file: a program may read its lines
+    assert advice in text.getvalue()

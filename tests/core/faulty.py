@@ -179,7 +179,7 @@ class _Run:
             ids = faults.sample_ids(step, rank, [100 * step + 10 * rank + i for i in range(3)])
             writer.batch(step, hashlib.sha256(f"{ids} {faults.extra.get('labels')}".encode()).hexdigest(), ids)
             self.forward(step, rank, writer, tokens, {n: v.astype(np.float64) for n, v in seen.items()})
-            writer.loss(step, float(faults.loss(step, 1 + abs(_draw((), 7, str((step, rank)))))))
+            writer.loss(step, float(faults.loss(step, 1 + abs(float(_draw((), 7, str((step, rank))))))))
             grads = {name: _draw(SHAPES[name], 2, f"{step} {rank} {name}") for name in SHAPES}
             looked_up, head = np.zeros(SHAPES["embed.weight"]), _draw(SHAPES["embed.weight"], 3, f"{step} {rank}")
             looked_up[tokens] = _draw((TOKENS, WIDTH), 4, f"{step} {rank}")
