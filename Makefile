@@ -33,8 +33,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 parity: $(INSTALLED)
 	$(BIN)/crossframe parity gpt --world-size $(WORLD_SIZE)
 
+# Ranks and commands are hundreds of processes: without bytecode on disk each would compile the project again.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 jax-defaults: $(INSTALLED)
 	CROSSFRAME_TESTS_OF_JAX_DEFAULTS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax

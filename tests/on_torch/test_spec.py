@@ -67,8 +67,8 @@ def smaller(size_of):
 
 @pytest.fixture
 def few(monkeypatch):
-    """At most 30 cases of a kind."""
-    monkeypatch.setattr(Scope, "take", smaller(lambda num_quick: min(num_quick, 30)))
+    """At most 15 cases of a kind."""
+    monkeypatch.setattr(Scope, "take", smaller(lambda num_quick: min(num_quick, 15)))
 
 
 def row(printed, rule):
@@ -83,11 +83,11 @@ def numbers(printed, rule):
 
 @pytest.fixture(scope="module")
 def whole():
-    """The quick form of everything, of the large samples a fifth, of worlds six; all of them with pytest --exhaustive."""
+    """The quick form of everything, of samples above sixty a tenth, of worlds three; all of them with pytest --exhaustive."""
     with pytest.MonkeyPatch.context() as patch:
         if EXHAUSTIVE not in os.environ:
-            patch.setattr(Scope, "take", smaller(lambda num_quick: num_quick if num_quick < 100 else num_quick // 5))
-            few_worlds = lifecycle.worlds()[::41]
+            patch.setattr(Scope, "take", smaller(lambda num_quick: min(num_quick, max(60, num_quick // 10))))
+            few_worlds = lifecycle.worlds()[::97]
             patch.setattr(lifecycle, "worlds", lambda: few_worlds)
         return spec()
 
