@@ -17,7 +17,7 @@ from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.islands import Island, island_at
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
-from crossframe.verdict.locate import Divergence, locate, locate_sketch
+from crossframe.verdict.locate import Divergence, locate, locate_sketch, ranks_off
 from crossframe.verdict.pair import Pair
 from crossframe.verdict.quantities import ACTIVATION, Quantity
 from crossframe.verdict.start import other_start, parted_replica
@@ -173,6 +173,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     where = diagnosis = None
     if first is not None:
         where = locate_sketch(first, pair) if first.quantity.sketched else locate(first, b.manifest)
+        where = replace(where, ranks=ranks_off(findings.group, b.manifest))
         # Of other steps there are losses alone, and one number is always some multiple of another.
         if where.step in pair.steps:
             diagnosis = diagnose(pair, first, where, envelope.limit if envelope else _known_beforehand)
@@ -301,6 +302,8 @@ class _Findings:
     def __init__(self) -> None:
         self.equal = True
         self.first: Judgement | None = None
+        # The same thing on all ranks, where it was first outside.
+        self.group: list[Judgement] = []
         # The first quantity that differs in bits.
         self.in_bits: Judgement | None = None
         # How much of its bound any quantity before the first one outside had used up.
@@ -346,7 +349,7 @@ class _Findings:
             if self.other_dtype is None and q.kind == ACTIVATION and q.dtypes[0] != q.dtypes[1]:
                 self.other_dtype = q
             if worst.beyond:
-                self.first, self._at_first = worst, len(self.judged) - 1
+                self.first, self._at_first, self.group = worst, len(self.judged) - 1, group
             else:
                 self.used_before = max(self.used_before, *(judgement.used for judgement in group))
         if self.not_finite is None:

@@ -1,5 +1,6 @@
 """Where inside a quantity the difference lies."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ class Divergence:
             is all that the rank holds.
         event: what made it: "all_gather", "input", "output", "loss", "backward", "reduce_scatter", "all_reduce", "grad_norm",
             "state" or "optimizer".
+        ranks: every rank whose values are off, in order; empty where that is not known.
     """
 
     step: int
@@ -36,10 +38,55 @@ class Divergence:
     start: int | None
     stop: int | None
     event: str
+    ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict:
         """The place as a JSON object."""
-        return asdict(self)
+        return asdict(self) | {"ranks": list(self.ranks)}
+
+
+def who(rank: int, ranks: Sequence[int]) -> str:
+    """The rank that is off most, and which others are.
+
+    >>> who(1, ()), who(1, (0, 1, 2, 3)), who(3, (1, 3))
+    ('rank 1', 'ranks 0 to 3, rank 1 most', 'ranks 1 and 3, rank 3 most')
+    """
+    if len(ranks) < 2:
+        return f"rank {rank}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}, rank {rank} most"
+    some, more = ", ".join(map(str, ranks[:-1][:4])), len(ranks) - 5
+    last = f"{more + 1} more" if more > 0 else str(ranks[-1])
+    return f"ranks {some} and {last}, rank {rank} most"
+
+
+def ranks_off(group: Sequence[Judgement], manifest: Manifest) -> tuple[int, ...]:
+    """Every rank that a group of judgements says is off: whose own quantity is, or who owns elements that are.
+
+    Args:
+        manifest: of the second recording.
+    """
+    found: set[int] = set()
+    for judgement in (each for each in group if each.beyond):
+        q = judgement.quantity
+        if q.rank is not None:
+            found.add(q.rank)
+        elif q.parameter and not q.sketched and q.use != COUNT:
+            found |= _owners(manifest, q, np.flatnonzero(_off(judgement)[0]))
+    return tuple(sorted(found))
+
+
+def _owners(manifest: Manifest, q: Quantity, elements: np.ndarray) -> set[int]:
+    """The ranks of a copy of the model that hold any of these elements."""
+    found = Sharding(manifest.units, manifest.mesh).find(q.parameter)
+    assert found is not None, q.parameter
+    layout, name = manifest.units[found[0]][1], q.parameter
+    owners = set()
+    for place in range(manifest.mesh.shard):
+        runs = [run for piece in layout.pieces(place) if piece.name == name for run in piece.runs()]
+        if any(((elements >= r.param_start) & (elements < r.param_start + r.numel)).any() for r in runs):
+            owners.add(q.replica * manifest.mesh.shard + place)
+    return owners
 
 
 def locate(judgement: Judgement, manifest: Manifest) -> Divergence:

@@ -6,7 +6,7 @@ import numpy as np
 
 from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.judge import Judgement
-from crossframe.verdict.locate import Divergence
+from crossframe.verdict.locate import Divergence, who
 from crossframe.verdict.quantities import ACTIVATION, Quantity
 from crossframe.verdict.unseen import Unseen
 
@@ -60,14 +60,16 @@ def other_dtype(q: Quantity, names: Sequence[str]) -> str:
 
 def _what(q: Quantity, where: Divergence) -> str:
     noun = f"the {NOUNS[q.phase]}"
-    rank = f", rank {where.rank}" if where.rank is not None else ""
+    rank = f", {who(where.rank, where.ranks)}" if where.rank is not None else ""
     elements = f", elements {where.start}:{where.stop}" if where.start is not None else ""
     if q.kind == ACTIVATION:
         unit = f"unit {q.unit!r}, " if q.unit and q.unit != q.module else ""
         module = f"{'unit' if q.module == q.unit else 'module'} {q.module!r}" if q.module else "the model"
         return f"the {q.use} of {module} ({unit}microbatch {q.microbatch}{elements}{rank})"
     if where.parameter is None:
-        return f"{noun} of rank {where.rank}" if where.rank is not None else f"the mean {noun[4:]} over ranks"
+        return (
+            f"{noun} of {who(where.rank, where.ranks)}" if where.rank is not None else f"the mean {noun[4:]} over ranks"
+        )
     unit = f"unit {q.unit!r}" if q.unit else "the root unit"
     if q.use:
         noun = "the optimizer's count of steps" if q.use == COUNT else f"the optimizer's {q.use!r}"

@@ -8,6 +8,7 @@ from typing import Any
 from crossframe.draw.amounts import ROOT, one_line
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict import Bounds
+from crossframe.verdict.locate import who
 from experiments.report.evidence import Worst
 
 _DISPLAY = {"jax": "JAX"}
@@ -119,7 +120,8 @@ def what_parted(where: dict[str, Any], name: str) -> str:
     'the mean loss over ranks'
     """
     rank, event = where["rank"], where["event"]
-    by = f" of rank {rank}" if rank is not None else ""
+    off = who(rank, where.get("ranks", ())) if rank is not None else ""
+    by = f" of {off}" if off else ""
     if event == "loss":
         return f"the loss{by}" if by else "the mean loss over ranks"
     if event == "grad_norm":
@@ -130,7 +132,7 @@ def what_parted(where: dict[str, Any], name: str) -> str:
         what = f"the optimizer state {short(name or where['parameter'])}"
     else:
         what = f"the {_NOUNS[where['phase']]} of {short(where['parameter'])}"
-    inside = [f"rank {rank}"] if rank is not None else []
+    inside = [off] if off else []
     if where["start"] is not None:
         inside.append(f"elements {elements(where)}")
     return f"{what} ({', '.join(inside)})" if inside else what

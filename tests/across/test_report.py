@@ -110,7 +110,9 @@ def test_a_report_of_a_bug_says_where(tmp_path):
     report, series = report_of([pair(tmp_path, doubled)])
     assert report["verdict"] == "bug"
     page = write_report(tmp_path, report, series).read_text()
-    said = "There is a bug: at step 0 the reduced gradient of block.w (rank 0, elements 0:10) differs"
+    said = (
+        "There is a bug: at step 0 the reduced gradient of block.w (ranks 0 and 1, rank 0 most, elements 0:10) differs"
+    )
     said += ": jax has 2 times what torch has"
     assert f"<h1>{said}" in page
     assert said in " ".join(printed(report, series).split())
@@ -125,6 +127,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
         "start": 0,
         "stop": 10,
         "event": "reduce_scatter",
+        "ranks": [0, 1],
     }
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
     assert {name: re.sub("<.*?>", "", said) for name, said in facts.items()}.items() >= {

@@ -70,6 +70,7 @@ class Faults:
     coupled: float = 0.0
     unscaled: bool = False
     beta1: float = 0.9
+    beta2: float = 0.999
     adam_epsilon: float = 1e-8
     in_root: bool = False
     corrected: Callable[[int], tuple[int | None, int | None]] = lambda t: (t, t)
@@ -255,12 +256,12 @@ class _Run:
             if adam:
                 g = g + faults.coupled * p
                 m = faults.beta1 * (old["exp_avg"].astype(float) if taken is None else taken) + (1 - faults.beta1) * g
-                v = 0.999 * old["exp_avg_sq"].astype(float) + 0.001 * g * g
+                v = faults.beta2 * old["exp_avg_sq"].astype(float) + (1 - faults.beta2) * g * g
                 moments = {"exp_avg": self.kept(m), "exp_avg_sq": self.kept(v)}
                 m, v = (each.astype(np.float64) for each in moments.values())
                 counts = faults.corrected(t)
                 m = m / (1 - 0.9 ** counts[0]) if counts[0] else m
-                v = v / (1 - 0.999 ** counts[1]) if counts[1] else v
+                v = v / (1 - faults.beta2 ** counts[1]) if counts[1] else v
                 below = np.sqrt(v + faults.adam_epsilon) if faults.in_root else np.sqrt(v) + faults.adam_epsilon
                 decay = faults.decay / faults.rate if faults.unscaled else faults.decay
                 moved = -faults.rate * (m / below + decay * p)

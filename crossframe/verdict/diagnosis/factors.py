@@ -8,6 +8,9 @@ from crossframe.recording import Manifest
 from crossframe.verdict.diagnosis.fit import Contrast, believed
 from crossframe.verdict.metrics import norm
 
+BY_CHANCE = 0.05
+"""The rate at which a factor that has nothing to do with the run's counts is called by one of them."""
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -71,17 +74,24 @@ def counts_of(manifest: Manifest) -> dict[str, float]:
 
 def name_of(value: float, error: float, counts: Mapping[str, float]) -> str | None:
     """What a constant is in terms of these counts: one of them, its square root, a product of two, or the inverse of such. None
-    if it is none of those, or is known so badly that it may be several.
+    if it is none of those, or is known so badly that it may be several, or that any number might be called so.
 
-    >>> name_of(0.5, 1e-9, {"the world size": 2.0})
-    '1 / the world size'
+    A number between half and twice this one, whose logarithm is drawn evenly, is called by some name with a chance of at most
+    2 * error / value / log(4) for each name there; names are given where these add up to at most `BY_CHANCE`.
+
+    >>> name_of(0.5, 1e-9, {"the world size": 2.0}), name_of(0.1447, 0.12, {"the world size": 2.0})
+    ('1 / the world size', None)
     """
-    found: dict[float, str] = {}
+    names: dict[float, str] = {}
     for name, number in _combinations(counts):
-        for said, target in ((name, number), (f"1 / {name}", 1 / number)):
-            if abs(value - target) <= max(error, 1e-12 * target):
-                found.setdefault(target, said)
-    return next(iter(found.values())) if len(found) == 1 else None
+        names.setdefault(number, name)
+        names.setdefault(1 / number, f"1 / {name}")
+    near = [target for target in names if value / 2 <= target <= 2 * value]
+    # Two ways to the same number differ by rounding.
+    apart = [t for i, t in enumerate(near) if not any(math.isclose(t, other, rel_tol=1e-12) for other in near[:i])]
+    found = [target for target in apart if abs(value - target) <= max(error, 1e-12 * target)]
+    by_chance = 2 * error / value * len(apart) / math.log(4) if value > 0 else math.inf
+    return names[found[0]] if len(found) == 1 and by_chance <= BY_CHANCE else None
 
 
 def _combinations(counts: Mapping[str, float]) -> Iterator[tuple[str, float]]:

@@ -16,7 +16,7 @@ from crossframe.verdict.diagnosis.departures import Rule, Update, departures
 from crossframe.verdict.diagnosis.fit import Fit, roundoff_of
 from crossframe.verdict.diagnosis.moments import Moment, Other, moment_departures
 from crossframe.verdict.diagnosis.rules import SGD, AdamW, Average
-from crossframe.verdict.metrics import norm
+from crossframe.verdict.metrics import distance, norm
 from crossframe.verdict.sides import put_together
 
 ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
@@ -132,8 +132,30 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
     )
     kept = _clipping(case, case.wrong, stated)
     for fit in fits:
+        if beta := _as_beta(case, fit, average, squared):
+            yield _of_side(case, fit, beta)
+            continue
         also = _as_unclipped(fit, kept**2 if squared else kept, stated.clip)
         yield _of_side(case, fit, also or _as_clipped(fit, stated.clip))
+
+
+def _as_beta(case: Case, fit: Fit, average: Average, squared: bool) -> str:
+    """That a factor on what goes into one moment is another beta: the other moment, of the same gradient, agrees."""
+    slot = "exp_avg" if squared else "exp_avg_sq"
+    if fit.story.kind != "gradient" or fit.story.value is None or average.gain == 1.0:
+        return ""
+    others = [case.moment(recording, case.step, case.name, slot) for recording in (case.right, case.wrong)]
+    if others[0] is None or others[1] is None:
+        return ""
+    sides = [case.cut(each) for each in others if each is not None]
+    # Had the gradient another factor, the other moment would differ by as much of what goes into it.
+    factor = math.sqrt(abs(fit.story.value)) if squared else fit.story.value**2
+    if distance(*sides) > 0.01 * abs(factor - 1) * norm(sides[0]):
+        return ""
+    beta, name = 1 - fit.story.value * average.gain, "beta2" if squared else "beta1"
+    if not 0 <= beta < 1:
+        return ""
+    return f", as with a {name} of {beta:.6g} for {average.keep:.6g}: {slot} agrees, so the gradients do"
 
 
 def _as_unclipped(fit: Fit, kept: float, clip: float) -> str:

@@ -24,11 +24,10 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     factor = factor_of(sides)
     if factor is None:
         return
-    names = (
-        name_of(factor.value, error, counts)
-        for error in (factor.noise, factor.error)
-        for counts in (counts_of(case.wrong.manifest), counts_of(case.right.manifest), _sizes(case))
-    )
+    # What an activation is scaled by is a size of its own sooner than a number of ranks.
+    sizes = _sizes(case)
+    counts = [sizes] if sizes else [counts_of(recording.manifest) for recording in (case.wrong, case.right)]
+    names = (name_of(factor.value, error, each) for error in (factor.noise, factor.error) for each in counts)
     name = next((name for name in names if name), None)
     if name is None and is_shifted(sides, factor.error):
         return
