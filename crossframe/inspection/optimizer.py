@@ -19,16 +19,9 @@ from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.departures import Update, departures
 from crossframe.verdict.diagnosis.fit import best, factor_between
 from crossframe.verdict.diagnosis.moments import Moment, moment_departures
-from crossframe.verdict.diagnosis.of_optimizer import (
-    MOMENTS,
-    SGD_,
-    Stated,
-    average_of,
-    moment_of,
-    stated_rule,
-    update_of,
-)
+from crossframe.verdict.diagnosis.of_optimizer import average_of, moment_of, update_of
 from crossframe.verdict.diagnosis.rules import SGD
+from crossframe.verdict.diagnosis.stated import MOMENTS, SGD_, Stated, stated_rule
 from crossframe.verdict.metrics import distance, norm
 from crossframe.verdict.quantities import Quantity
 

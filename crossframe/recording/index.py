@@ -39,6 +39,7 @@ class RankIndex:
     Attributes:
         norms: of the gradient, by step.
         counts: of the optimizer's steps, by (step, parameter).
+        rates: the learning rates of its groups, by step.
         tensors: by (phase, step, parameter, slot); slot is "" but for the optimizer's state.
         activations: by step, in order, by (microbatch, module, use).
         sha256: of the tensor file, by step.
@@ -50,6 +51,7 @@ class RankIndex:
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     counts: dict[tuple[int, str], float] = field(default_factory=dict)
+    rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
     collectives: dict[int, list[Event]] = field(default_factory=dict)
     tensors: dict[tuple[str, int, str, str], dict[str, Any]] = field(default_factory=dict)
@@ -150,6 +152,8 @@ def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifes
     if step not in index.losses or step not in index.batches:
         raise RecordingError(f"{where}: step {step} has no loss or no batch; record the run again")
     index.sha256[step] = fields["sha256"]
+    if rates := fields.get("rates"):
+        index.rates[step] = tuple(rates)
     index.num_steps += 1
 
 

@@ -15,7 +15,8 @@ A line is one JSON object. "event" says which of these it is:
 - "norm": `value`, the norm of the gradient as the loop computed it.
 - "count": `value`, how many steps the optimizer says it made with a parameter.
 - "collective": `collective` is a `crossframe.trace.Event`.
-- "step": everything of `step` stands before this line. `sha256` is that of its tensor file, "" if it has none.
+- "step": everything of `step` stands before this line. `sha256` is that of its tensor file, "" if it has none. It may have
+  `rates`: the learning rate of each group of the optimizer's parameters at this step, where the recorder knows it.
 - "end": the run is over, after `steps` steps. `sha256` is that of all bytes of this file before this line.
 
 All but the first and the last two carry the keys step, microbatch, rank, phase, unit, name (canonical parameter or module, or "")
@@ -198,6 +199,10 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
             raise RecordingError(
                 f"{where}: expected the name of an operator, got {shown(operator)}; record the run again"
             )
+    if event == "step" and (rates := fields.get("rates")) is not None:
+        if type(rates) is not list or not all(type(rate) in _NUMBER for rate in rates):
+            raise RecordingError(f"{where}: expected learning rates, got {shown(rates)}; record the run again")
+        fields["rates"] = [_to_float(rate, where) for rate in rates]
     if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
         raise RecordingError(
             f"{where}: expected a sha256 as digest, got {shown(fields['digest'])}; record the run again"

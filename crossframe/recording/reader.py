@@ -294,6 +294,11 @@ class Recording:
         counts = (index.counts.get((step, name)) for index in self._indexes)
         return next((count for count in counts if count is not None), None)
 
+    def learning_rates(self, step: int) -> tuple[float, ...]:
+        """The learning rate of each group of the optimizer's parameters at a step; empty where nobody recorded it."""
+        self._check(step, 0)
+        return self._indexes[0].rates.get(step, ())
+
     def grad_norm(self, step: int, rank: int) -> float | None:
         """The norm of the gradient as the loop computed it; None where it was not recorded."""
         self._check(step, rank)

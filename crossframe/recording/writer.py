@@ -374,8 +374,12 @@ class RecordingWriter:
                 | {"collective": event.to_json()},
             )
 
-    def end_step(self, step: int) -> None:
-        """Write the step to disk. It needs a batch and a loss."""
+    def end_step(self, step: int, rates: Sequence[float] = ()) -> None:
+        """Write the step to disk. It needs a batch and a loss.
+
+        Args:
+            rates: the learning rate of each group of the optimizer's parameters at this step; empty where it is not known.
+        """
         self._check_step(step)
         missing = [what for what, key in (("batch", lines.BATCH), ("loss", lines.FORWARD)) if key not in self._seen]
         if missing:
@@ -383,7 +387,8 @@ class RecordingWriter:
         self._check_ours()
         with self._writes():
             sha256 = write_tensors(self.folder / lines.step_file(step), self._tensors) if self._tensors else ""
-        self._lines.append(lines.encode("step", {"step": step, "sha256": sha256}))
+        said = {"rates": [_rate(rate) for rate in rates]} if rates else {}
+        self._lines.append(lines.encode("step", {"step": step, "sha256": sha256} | said))
         self._write("".join(self._lines))
         self._lines, self._seen, self._tensors, self._step = [], set(), {}, step + 1
 
@@ -545,3 +550,8 @@ def _identity(file: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _rate(rate: float) -> float | str:
+    """As a line holds it: JSON has no word for numbers that are not finite."""
+    return float(rate) if math.isfinite(rate) else repr(float(rate))

@@ -32,32 +32,61 @@ class Setting:
     Attributes:
         name: as the manifest has it.
         a, b: what each states.
-        acts_in: the first phase of step 0 whose numbers it changes; None if it changes none by itself, as a class's name.
+        acts_in: the first phase whose numbers it changes; None if it changes none by itself, as a class's name.
+        since: the first step at which it differs.
     """
 
     name: str
     a: Any
     b: Any
     acts_in: str | None
+    since: int = 0
 
     def explains(self, where: Divergence) -> bool:
         """Whether it may be the cause of a difference that begins there."""
         if self.acts_in is None or where.phase == UNSHARDED:  # no setting changes what a gather delivers
             return False
-        return where.step > 0 or self.acts_in == FORWARD or where.phase in _ORDER[_ORDER.index(self.acts_in) :]
+        if where.step != self.since:
+            return where.step > self.since
+        return self.acts_in == FORWARD or where.phase in _ORDER[_ORDER.index(self.acts_in) :]
 
     def in_words(self, names: tuple[str, str]) -> str:
         """Both values, with the names of the recordings."""
-        said = f"{self.name.replace('_', ' ')} differs: {shown(self.a)} in {names[0]}, {shown(self.b)} in {names[1]}"
+        when = f" from step {self.since} on" if self.since else ""
+        said = (
+            f"{self.name.replace('_', ' ')} differs{when}: {shown(self.a)} in {names[0]}, {shown(self.b)} in {names[1]}"
+        )
         same = "; if both are one model, record both with the same Recorder(..., name=...)"
         return f"{said}{same if self.name == 'model' else ''}"
 
 
 def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
-    """The settings that both recordings state, and state differently. What a loop did not state is not asked for."""
+    """The settings that both recordings state, and state differently. What a loop did not state is not asked for.
+
+    Learning rates are those of all steps where both recorded them, else what the manifests state of the first one.
+    """
     stated = [(name, phase, *(getattr(r.manifest, name) for r in (a, b))) for name, phase in _MANIFEST.items()]
     stated += [(name, phase, *(r.manifest.settings.get(name) for r in (a, b))) for name, phase in _FREE.items()]
-    return tuple(Setting(name, x, y, phase) for name, phase, x, y in stated if None not in (x, y) and x != y)
+    found = [Setting(name, x, y, phase) for name, phase, x, y in stated if None not in (x, y) and x != y]
+    scheduled = _rates(a, b)
+    if scheduled is not None:
+        found = [*scheduled, *(setting for setting in found if setting.name != "learning_rate")]
+    return tuple(found)
+
+
+def _rates(a: Recording, b: Recording) -> list[Setting] | None:
+    """The first step at which learning rates differ, if any; None where not both recorded them. A schedule in float32 takes some
+    16 operations: rates that differ by no more than that are equal."""
+    steps = [step for step in range(min(a.num_steps, b.num_steps)) if a.learning_rates(step) and b.learning_rates(step)]
+    for step in steps:
+        x, y = a.learning_rates(step), b.learning_rates(step)
+        num = min(len(x), len(y)) if len(x) == len(y) else 1  # groups may be cut otherwise: the first is that of most
+        apart = [
+            (p, q) for p, q in zip(x[:num], y[:num], strict=True) if abs(p - q) > 16 * 2.0**-24 * max(abs(p), abs(q))
+        ]
+        if apart:
+            return [Setting("learning_rate", *apart[0], UPDATE, step)]
+    return [] if steps else None
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:

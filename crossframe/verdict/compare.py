@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import FORWARD, PARAMETERS, UPDATE
+from crossframe.recording.lines import FORWARD, PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import Bits, bits_of
 from crossframe.verdict.clipping import clipped_on_one_side
 from crossframe.verdict.comparable import differing_settings, labels, why_incomparable
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
+from crossframe.verdict.diagnosis.stated import MOMENTS, rule_of
 from crossframe.verdict.dims import in_one_order
 from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.islands import Island, island_at
@@ -151,6 +152,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
     names, dtype, steps = labels(a, b), a.manifest.dtype, min(a.num_steps, b.num_steps)
     settings = differing_settings(a, b)
+    if rule_of(a) is not None and rule_of(a) == rule_of(b):  # whatever the classes are called
+        settings = tuple(setting for setting in settings if setting.name != "optimizer")
     stated = tuple(setting.in_words(names) for setting in settings)
     if reason := why_incomparable(a, b):
         reason, found = "; ".join((*stated, reason)), diagnose_batches(a, b)
@@ -186,6 +189,10 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     if bits is not None and (found := _by_bits(pair, findings, bits, verdict, names)) is not None:
         first, where, diagnosis = found.first, found.where, found.diagnosis or diagnosis
         verdict, reason = found.verdict, f"{found.said}; {reason}"
+    if diagnosis is not None and where is not None and where.phase in (STATE, UPDATE):
+        # A known rule with one thing changed explains the numbers: a class of another name is not what differs.
+        named = [each for each in settings if each.name == "optimizer" and not {each.a, each.b} <= set(MOMENTS)]
+        settings = tuple(each for each in settings if each not in named)
     if where is not None and (causes := [each.in_words(names) for each in settings if each.explains(where)]):
         # What the numbers look like is then no diagnosis of their own.
         verdict, reason, diagnosis = Verdict.INCOMPARABLE, f"{'; '.join(causes)}; of the numbers, {reason}", None
@@ -219,6 +226,15 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
 
 def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     """What is not alike and makes no difference."""
+    optimizers = [recording.manifest.settings.get("optimizer") for recording in (pair.a, pair.b)]
+    if (
+        None not in optimizers
+        and optimizers[0] != optimizers[1]
+        and (rule := rule_of(pair.a)) == rule_of(pair.b)
+        and rule
+    ):
+        said = " and ".join(f"{optimizer} in {name}" for optimizer, name in zip(optimizers, names, strict=True))
+        yield f"the optimizer is called {said}; both follow the rule of {rule}"
     if (step := next((step for step in range(pair.num_steps) if pair.reordered(step)), None)) is not None:
         yield f"from step {step} on, ranks were fed the same samples in another order; activations are matched by sample"
     for step in pair.steps:

@@ -32,7 +32,7 @@ from jax_backend.transform import Result, value_and_grad
 
 # Steps whose losses wait on a device, so that the loop need not wait for them.
 _MOST_WAITING = 2
-MORE = ("grads", "grad_norm")
+MORE = ("grads", "grad_norm", "learning_rate")
 """What a wrapped step may return besides."""
 
 
@@ -45,6 +45,7 @@ class _Waiting:
     loss: Any
     grad_norm: Any
     events: Sequence[Event]
+    rates: Sequence[Any] = ()
 
 
 class Recorder:
@@ -212,6 +213,7 @@ class Recorder:
         opt_state: Any = None,
         batch: Any = None,
         grad_norm: Any = None,
+        learning_rate: Any = None,
     ) -> None:
         """The end of a step of the optimizer.
 
@@ -223,6 +225,7 @@ class Recorder:
             batch: what the step was fed: a pytree of arrays, of which each rank has what lies on its device, or else its part of
                 the leading dim; or a `crossframe.recording.Batch` for each rank of this process, in order.
             grad_norm: the norm of the gradients as the loop computed it, before they are clipped.
+            learning_rate: of this step, a scalar. None: what `optax.inject_hyperparams` keeps of it in `opt_state`, if anything.
         """
         if self._closed:
             raise RecordingError(f"{self._path}: the recording is closed; call step inside of the with block")
@@ -232,7 +235,8 @@ class Recorder:
                     "inside of steps": self._inner or None}  # fmt: skip
             self._start([what for what, value in said.items() if value is not None], by_rank=np.shape(loss) != ())
         assert self._writers is not None
-        waiting = _Waiting(self._step, self._batches(batch), loss, grad_norm, self._events)
+        rates = _rates_in(opt_state) if learning_rate is None else (learning_rate,)
+        waiting = _Waiting(self._step, self._batches(batch), loss, grad_norm, self._events, rates)
         if self._writers.records(self._step):
             self._write_waiting(0)
             seen = self._seen(waiting)
@@ -379,7 +383,8 @@ class Recorder:
     def _seen(self, waiting: _Waiting) -> Seen:
         losses = self._source.grid.numbers(waiting.loss)
         norm = None if waiting.grad_norm is None else float(waiting.grad_norm)
-        return Seen(waiting.batches, losses, grad_norm=norm, events=waiting.events)
+        rates = [float(rate) for rate in waiting.rates]
+        return Seen(waiting.batches, losses, grad_norm=norm, rates=rates, events=waiting.events)
 
     def _write_waiting(self, most: int) -> None:
         """Write the oldest steps that wait, until so many are left."""
@@ -391,3 +396,10 @@ class Recorder:
 
 def _at(event: Event, microbatch: int) -> Event:
     return replace(event, microbatch=microbatch)
+
+
+def _rates_in(opt_state: Any) -> tuple[Any, ...]:
+    """The learning rates that `optax.inject_hyperparams` keeps in a state."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(getattr(node, "hyperparams", None), Mapping))
+    kept = (node.hyperparams.get("learning_rate") for node in nodes if hasattr(node, "hyperparams"))
+    return tuple(rate for rate in kept if rate is not None and np.shape(rate) == ())

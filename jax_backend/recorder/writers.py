@@ -31,6 +31,7 @@ class Seen:
         initial: what each rank holds of the parameters before the first step.
         grads: reduced gradients, before they are clipped.
         grad_norm: their norm, if the loop computed it.
+        rates: the learning rates of the step, if they are known.
         state: the optimizer's, after the step.
         updated: the parameters after the step.
         inner: of each microbatch what is inside of it; none at steps that are not dense.
@@ -43,6 +44,7 @@ class Seen:
     initial: Mapping[int, Pieces] | None = None
     grads: Any = None
     grad_norm: float | None = None
+    rates: Sequence[float] = ()
     state: Any = None
     updated: Any = None
     inner: Sequence[Inner] = ()
@@ -96,7 +98,7 @@ class Writers:
             writer.collectives(step, of_rank(seen.events, spec, rank))
             if seen.inner and writer.is_dense(step):
                 self._put_inner(writer, step, rank, seen)
-            writer.end_step(step)
+            writer.end_step(step, seen.rates)
 
     def _put(self, method: str, step: int, by_rank: Mapping[int, Pieces], *slot: str) -> None:
         for rank, by_unit in by_rank.items():

@@ -158,7 +158,7 @@ class _Run:
         self.params = {name: self.kept(_draw(SHAPES[name], 1, name) * 0.5, exact=True) for name in SHAPES}
         self.params["norm.weight"] = np.ones(WIDTH, self.dtype)
         self.past: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
-        slots = ("exp_avg", "exp_avg_sq") if made.settings["optimizer"] != "SGD" else ("momentum_buffer",)
+        slots = ("exp_avg", "exp_avg_sq") if not made.settings["optimizer"].endswith("SGD") else ("momentum_buffer",)
         self.state = {name: {slot: np.zeros(SHAPES[name], self.dtype) for slot in slots} for name in SHAPES}
         self.reduced_before: list[dict[str, np.ndarray]] = []
 
@@ -245,7 +245,7 @@ class _Run:
         for rank, writer in enumerate(writers if faults.by_hand is None else ()):
             writer.grad_norm(step, float(faults.norm(step, rank, norm, wide)))
         scale = min(1.0, clip / (norm + 1e-6)) if clip and faults.clips else 1.0
-        adam, t = self.made.settings["optimizer"] != "SGD", step + 1
+        adam, t = not self.made.settings["optimizer"].endswith("SGD"), step + 1
         new_params, new_state = {}, {}
         for name, param in self.params.items():
             p, g, old = param.astype(np.float64), scale * wide[name], self.state[name]

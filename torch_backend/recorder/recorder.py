@@ -36,6 +36,7 @@ class _Said:
     microbatches: list[list[Tensor]]
     digest: str | None = None
     sample_ids: Sequence[int] | None = None
+    rates: Sequence[Tensor | float] = ()
 
 
 class Recorder(Sink, Listener):
@@ -134,6 +135,8 @@ class Recorder(Sink, Listener):
         self._microbatches: list[list[Tensor]] = []
         self._norm: Tensor | float | None = None
         self._has_grads = False
+        # Of each optimizer that stepped, the learning rates of its groups.
+        self._rates: dict[int, list[Tensor | float]] = {}
 
     def __enter__(self) -> Self:
         self._watch = Watch(self._model, self)
@@ -184,6 +187,7 @@ class Recorder(Sink, Listener):
         """
         with quietly():
             keeper, said = self._begun(), self._said(loss, batch, sample_ids)
+            said.rates = [rate for rates in self._rates.values() for rate in rates]
             records = keeper.writer.records(self._step)
             if records:
                 self._keep_grads()
@@ -244,6 +248,8 @@ class Recorder(Sink, Listener):
             if keeper.has_any(param for group in optimizer.param_groups for param in group["params"]):
                 if self._given is None and optimizer not in self._optimizers:
                     self._optimizers.append(optimizer)
+                rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+                self._rates[id(optimizer)] = [r.clone() if isinstance(r, Tensor) else float(r) for r in rates]
                 self._keep_grads()
 
     # What is done
@@ -310,5 +316,5 @@ class Recorder(Sink, Listener):
             ids = said.sample_ids
             writer.batch(step, digest, [i for some in arrays for i in row_ids(some)] if ids is None else ids)
             writer.loss(step, sum(float(loss) for loss in said.loss))
-            writer.end_step(step)
+            writer.end_step(step, [float(rate) for rate in said.rates])
         self._waiting = []

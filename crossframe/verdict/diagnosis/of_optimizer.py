@@ -2,93 +2,38 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from crossframe.grad_norm import EPSILON
-from crossframe.recording import Manifest, Recording
-from crossframe.recording.known_settings import GROUPS
+from crossframe.recording import Recording
 from crossframe.recording.lines import COUNT, REDUCE, STATE, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.departures import Rule, Update, departures
 from crossframe.verdict.diagnosis.fit import Fit, roundoff_of
 from crossframe.verdict.diagnosis.moments import Moment, Other, moment_departures
-from crossframe.verdict.diagnosis.rules import SGD, AdamW, Average
+from crossframe.verdict.diagnosis.rules import SGD, Average
+from crossframe.verdict.diagnosis.stated import MOMENTS, Stated, rule_of, stated_rule
 from crossframe.verdict.metrics import distance, norm
 from crossframe.verdict.sides import put_together
-
-ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
-MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}
-"""By optimizer, as settings name it, the slots that its update reads."""
 
 
 def optimizer(case: Case) -> Iterator[Fit]:
     """What the wrong side's optimizer did otherwise than its rule says, and than the right side's did."""
-    kinds = [recording.manifest.settings.get("optimizer") for recording in (case.right, case.wrong)]
-    if case.quantity.sketched or not isinstance(kinds[0], str) or kinds[0] not in MOMENTS or kinds[0] != kinds[1]:
+    if case.quantity.sketched or case.phase not in (STATE, UPDATE):
+        return
+    kind, other = rule_of(case.right), case.wrong.manifest.settings.get("optimizer")
+    if kind is None or (other in MOMENTS and other != kind):
         return
     count = case.right.count(case.step, case.name) or case.step + 1
-    stated = stated_rule(case.right.manifest, kinds[0], count, case.name)
+    stated = stated_rule(case.right.manifest, kind, count, case.name)
     if stated is None:
         return
     if case.phase == UPDATE:
         yield from _update(case, stated)
-    elif case.phase == STATE and case.quantity.use in MOMENTS[kinds[0]]:
+    elif case.phase == STATE and case.quantity.use in MOMENTS[kind]:
         yield from _moment(case, stated)
-
-
-@dataclass(frozen=True)
-class Stated:
-    """What a manifest states of its optimizer.
-
-    Attributes:
-        kind: one of MOMENTS.
-        rule: of the update.
-        coupled: how many times the parameter is added to its gradient.
-        clip: the largest norm of the gradient; inf: whatever it is.
-    """
-
-    kind: str
-    rule: Rule
-    coupled: float
-    clip: float
-
-
-def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> Stated | None:
-    """The rule that the manifest states of a parameter, at the optimizer's step `count`. What it leaves out is as torch and optax
-    have it; None where it holds something else than numbers."""
-    settings = {**manifest.settings, **_own_settings(manifest, name)}
-    rate = settings.get("lr", manifest.learning_rate) or 1.0
-    if not isinstance(rate, int | float):
-        return None
-    betas = settings.get("betas", (0.9, 0.999))
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
-        return None
-    numbers = [
-        settings.get("weight_decay", 0.01 if kind == ADAMW else 0.0),
-        settings.get("momentum", 0.0),
-        settings.get("eps", 1e-8),
-        settings.get("clip", math.inf),
-        *betas,
-    ]
-    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
-        return None
-    decay, momentum, epsilon, clip, beta1, beta2 = map(float, numbers)
-    if kind == SGD_:
-        return Stated(kind, SGD(rate, momentum, decay), decay, clip)
-    own = decay if kind == ADAMW else 0.0
-    return Stated(kind, AdamW(rate, beta1, beta2, epsilon, own, count, count), decay - own, clip)
-
-
-def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
-    """What is stated of the group of parameters that this one is in, where that is not what is stated of all."""
-    groups = manifest.settings.get(GROUPS, [])
-    for group in groups if isinstance(groups, list) else []:
-        if isinstance(group, dict) and isinstance(group.get("params"), list) and name in group["params"]:
-            return group
-    return {}
 
 
 def _update(case: Case, stated: Stated) -> Iterator[Fit]:

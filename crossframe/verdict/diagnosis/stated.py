@@ -1,0 +1,140 @@
+"""What a manifest states of its optimizer, and which known rule a recording's own numbers follow."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from crossframe.recording import Manifest, Recording
+from crossframe.recording.known_settings import GROUPS
+from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
+from crossframe.verdict.diagnosis.departures import Rule, Update
+from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
+from crossframe.verdict.diagnosis.rules import SGD, AdamW
+from crossframe.verdict.sides import put_together
+
+ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
+MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}
+"""By optimizer, as settings name it, the slots that its update reads."""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a manifest states of its optimizer.
+
+    Attributes:
+        kind: one of MOMENTS.
+        rule: of the update.
+        coupled: how many times the parameter is added to its gradient.
+        clip: the largest norm of the gradient; inf: whatever it is.
+    """
+
+    kind: str
+    rule: Rule
+    coupled: float
+    clip: float
+
+
+def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> Stated | None:
+    """The rule that the manifest states of a parameter, at the optimizer's step `count`. What it leaves out is as torch and optax
+    have it; None where it holds something else than numbers."""
+    settings = {**manifest.settings, **_own_settings(manifest, name)}
+    rate = settings.get("lr", manifest.learning_rate) or 1.0
+    if not isinstance(rate, int | float):
+        return None
+    betas = settings.get("betas", (0.9, 0.999))
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        return None
+    numbers = [
+        settings.get("weight_decay", 0.01 if kind == ADAMW else 0.0),
+        settings.get("momentum", 0.0),
+        settings.get("eps", 1e-8),
+        settings.get("clip", math.inf),
+        *betas,
+    ]
+    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+        return None
+    decay, momentum, epsilon, clip, beta1, beta2 = map(float, numbers)
+    if kind == SGD_:
+        return Stated(kind, SGD(rate, momentum, decay), decay, clip)
+    own = decay if kind == ADAMW else 0.0
+    return Stated(kind, AdamW(rate, beta1, beta2, epsilon, own, count, count), decay - own, clip)
+
+
+def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
+    """What is stated of the group of parameters that this one is in, where that is not what is stated of all."""
+    groups = manifest.settings.get(GROUPS, [])
+    for group in groups if isinstance(groups, list) else []:
+        if isinstance(group, dict) and isinstance(group.get("params"), list) and name in group["params"]:
+            return group
+    return {}
+
+
+OTHERS = frozenset(
+    (
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adamax",
+        "ASGD",
+        "LAMB",
+        "LBFGS",
+        "Lion",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+    )
+)
+"""Names of optimizers that have other rules: nothing is recognised in these."""
+_TRIED = 4
+"""How many parameters must follow a rule for an optimizer of another name to be recognised."""
+_KNOWN: "WeakKeyDictionary[Recording, str | None]" = WeakKeyDictionary()
+
+
+def rule_of(recording: Recording) -> str | None:
+    """The rule that a recording's optimizer follows: the one that its name says, or where that is none of MOMENTS, as of a
+    subclass, the first one that explains its updates. None where no rule does, and of OTHERS."""
+    name = recording.manifest.settings.get("optimizer")
+    if name in MOMENTS or name in OTHERS:
+        return name if name in MOMENTS else None
+    if recording not in _KNOWN:
+        _KNOWN[recording] = next((kind for kind in (ADAMW, ADAM, SGD_) if _follows(recording, kind)), None)
+    return _KNOWN[recording]
+
+
+def _follows(recording: Recording, kind: str) -> bool:
+    """Whether the first step whose tensors were recorded is what a rule makes of a few parameters."""
+    steps = recording.recorded_steps()
+    step = next((step for step in steps if step == 0 or step - 1 in steps), None)
+    if step is None:
+        return False
+    names = [
+        name
+        for name, spec in recording.manifest.params.items()
+        if spec.numel > 1
+        and recording.has(UPDATE, step, name)
+        and all(recording.has(STATE, step, name, use=slot) for slot in MOMENTS[kind])
+    ][:_TRIED]
+    return bool(names) and all(_explains(recording, kind, step, name) for name in names)
+
+
+def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:
+    stated = stated_rule(recording.manifest, kind, recording.count(step, name) or step + 1, name)
+    phase, last = (UPDATE, step - 1) if step else (PARAMETERS, 0)
+    if stated is None or not recording.has(phase, last, name):
+        return False
+    sides = [put_together(recording, phase, last, name), put_together(recording, UPDATE, step, name)]
+    sides += [put_together(recording, STATE, step, name, slot) for slot in MOMENTS[kind]]
+    arrays = [side.elements for side in sides]
+    if any(array is None for array in arrays):
+        return False
+    roundoff = max(roundoff_of(array) for array in arrays if array is not None)
+    before, after, *moments = (np.asarray(array, np.float64) for array in arrays)
+    update = Update(before, after, tuple(moments), roundoff)
+    scheduled = factor_between(update.way(stated.rule), update.moved)
+    rules = [stated.rule, *([replace(stated.rule, rate=scheduled)] if scheduled > 0 else [])]
+    return any(update.rest(rule) <= update.error(rule) for rule in rules)
