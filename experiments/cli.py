@@ -47,7 +47,12 @@ Optimizer = Annotated[str, typer.Option(help="adamw, or sgd with momentum.")]
 Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient. Default: any")]
 Accumulate = Annotated[int, typer.Option(help="Microbatches of a step.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there are enough.")]
-Twins = Annotated[int, typer.Option(help="Runs beside it that only round otherwise: they measure what rounding does.")]
+Twins = Annotated[
+    int,
+    typer.Option(
+        "--perturbed-runs", "--twins", help="Runs beside it that only round otherwise: they measure what rounding does."
+    ),
+]
 Fault = Annotated[
     str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients: see crossframe faults.")
 ]

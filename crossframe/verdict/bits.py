@@ -65,7 +65,7 @@ def bits_of(pair: Pair, first: Quantity, repeats: Sequence[Recording] = ()) -> B
     if why_not is None and first.step in pair.steps and clipped_on_one_side(pair, first.step) is not None:
         why_not = "one of both clips gradients in a way of its own"
     if why_not is None:
-        why_not = _other_operator(pair, first)
+        why_not = other_operator(pair, first)
     if why_not is not None:
         return Bits(why_not)
     program = a.manifest.settings[PROGRAM]
@@ -124,7 +124,7 @@ def is_repetition(a: Recording, b: Recording) -> bool:
     return digests and first.get(COMMAND) == second.get(COMMAND) is not None
 
 
-def _other_operator(pair: Pair, first: Quantity) -> str | None:
+def other_operator(pair: Pair, first: Quantity) -> str | None:
     """That the two frameworks' operators that computed it have different names: another kernel."""
     if first.kind != ACTIVATION or first.rank is None:
         return None

@@ -8,13 +8,20 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import FORWARD, PARAMETERS, STATE, UPDATE
-from crossframe.verdict.bits import Bits, bits_of
+from crossframe.verdict.bits import Bits, bits_of, other_operator
 from crossframe.verdict.clipping import clipped_on_one_side
 from crossframe.verdict.comparable import differing_settings, labels, why_incomparable
-from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
+from crossframe.verdict.diagnosis import (
+    Diagnosis,
+    diagnose,
+    diagnose_batches,
+    follows_optimizer,
+    needs_full_tensors,
+)
 from crossframe.verdict.diagnosis.stated import MOMENTS, rule_of
 from crossframe.verdict.dims import in_one_order
-from crossframe.verdict.envelope import Envelope
+from crossframe.verdict.direction import TANH, Directions, Found
+from crossframe.verdict.envelope import ENOUGH, Envelope, decisive
 from crossframe.verdict.islands import Island, island_at
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
@@ -72,6 +79,7 @@ class PairVerdict:
         notes: what else is not alike and makes no difference: samples in another order, gradients recorded before clipping and
             after it; a sentence each.
         parted: the judgement of the quantity that `first_divergence` is in.
+        directions: tests of direction inside the spread of perturbed runs; None where there were none.
         bits: what the first quantity that differs in bits says, or why bits are no evidence, in a clause; None where all bits are
             equal.
     """
@@ -95,6 +103,7 @@ class PairVerdict:
     diagnosis: Diagnosis | None = None
     settings: tuple[str, ...] = ()
     parted: Judged | None = field(default=None, repr=False)
+    directions: Directions | None = field(default=None, repr=False)
     bits: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -115,6 +124,7 @@ class PairVerdict:
             "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
             "settings": list(self.settings),
             "bits": self.bits,
+            "power": self.directions.to_json() if self.directions else None,
             "notes": list(self.notes),
             "reason": self.reason,
         }
@@ -166,7 +176,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     island = None
     for group in walk(pair):
         if envelope:
-            findings.add(envelope.judge(group), group)
+            findings.add(_caused(pair, envelope.judge(group)), group)
             continue
         if island is None and (island := island_at(group, dtype)) is not None:
             pair.rounds_in = island.dtype
@@ -186,9 +196,16 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         verdict, reason = _conclude_by_envelope(pair, findings, where, envelope)
     else:
         verdict, reason = _conclude(pair, findings, where, island)
-    if bits is not None and (found := _by_bits(pair, findings, bits, verdict, names)) is not None:
-        first, where, diagnosis = found.first, found.where, found.diagnosis or diagnosis
-        verdict, reason = found.verdict, f"{found.said}; {reason}"
+    directions = envelope.directions(dtype) if envelope and verdict in _UNDECIDED else None
+    for found in (
+        _by_bits(pair, findings, bits, verdict, names),
+        _by_cause(pair, findings, bits, verdict, names),
+        _by_direction(pair, findings, directions, envelope, where, names),
+    ):
+        if found is not None:
+            first, where, diagnosis = found.first, found.where, found.diagnosis or diagnosis
+            verdict, reason = found.verdict, f"{found.said}; {reason}"
+            break
     if diagnosis is not None and where is not None and where.phase in (STATE, UPDATE):
         # A known rule with one thing changed explains the numbers: a class of another name is not what differs.
         named = [each for each in settings if each.name == "optimizer" and not {each.a, each.b} <= set(MOMENTS)]
@@ -219,7 +236,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         diagnosis=diagnosis,
         settings=stated,
         parted=findings.judged_as(first),
-        bits=bits and (bits.why_not or f"the first difference in bits is {_called(findings.in_bits)}"),
+        bits=bits and _said_of_bits(bits, findings),
+        directions=directions,
         notes=tuple(_notes(pair, names)),
     )
 
@@ -254,22 +272,26 @@ class _ByBits:
     said: str
 
 
-def _by_bits(pair: Pair, findings: "_Findings", bits: Bits, verdict: Verdict, names: tuple[str, str]) -> _ByBits | None:
+def _by_bits(
+    pair: Pair, findings: "_Findings", bits: Bits | None, verdict: Verdict, names: tuple[str, str]
+) -> _ByBits | None:
     """The verdict where bits are evidence; None where they are not, or change nothing.
 
     A bug stays a bug. It is located where bits first differ, unless the program is compiled as a whole.
     """
     first = findings.in_bits
-    if bits.why_not is not None or first is None or first.quantity.bound is None or verdict is Verdict.INCOMPARABLE:
+    if (
+        bits is None
+        or bits.why_not is not None
+        or first is None
+        or first.quantity.bound is None
+        or verdict is Verdict.INCOMPARABLE
+    ):
         return None
     if verdict is Verdict.BUG and (first.beyond or bits.compiled):
         return None
     q = first.quantity
-    where = (
-        locate_sketch(first, pair)
-        if q.sketched
-        else locate(replace(first, quantity=replace(q, bound=None)), pair.b.manifest)
-    )
+    where = locate_sketch(first, pair) if q.sketched else _located_in_bits(first, pair)
     # Both were computed from the same bits: what a hypothesis leaves unexplained is the rounding of a few operations.
     diagnosis = diagnose(pair, first, where, _few_roundings) if where.step in pair.steps else None
     size = "larger than any bound known for rounding" if first.beyond else "of a size that rounding also has"
@@ -282,6 +304,96 @@ def _by_bits(pair: Pair, findings: "_Findings", bits: Bits, verdict: Verdict, na
     if not bits.repeated:
         said = f"{said}. If it may be nondeterministic, record either run again and pass that recording with --repeat"
     return _ByBits(Verdict.BUG if verdict is Verdict.BUG else Verdict.DIFFERENT, first, where, diagnosis, said)
+
+
+_UNDECIDED = (Verdict.ROUNDING, Verdict.INCONCLUSIVE)
+# What a hypothesis repeats operation by operation, so that it explains a difference whatever program it is found in.
+_REPEATED = frozenset(
+    {"norm_epsilon", "tanh_gelu", "low_precision_reduction", "missing_rank", "tied_weight", "dropout"}
+)
+
+
+def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:
+    """Judgements in which updates that follow the optimizer's rule on both sides are not outside.
+
+    Each follows from its own moments, which were inside: the optimizer amplified their rounding.
+    """
+    outside = [each for each in judged if each.beyond and not each.one_sided and each.quantity.phase == UPDATE]
+    if not outside or not all(follows_optimizer(pair, each.quantity) for each in outside):
+        return judged
+    return [
+        replace(each, beyond=False, difference=min(each.difference, each.quantity.bound or 0.0))
+        if each in outside
+        else each
+        for each in judged
+    ]
+
+
+def _by_cause(
+    pair: Pair, findings: "_Findings", bits: Bits | None, verdict: Verdict, names: tuple[str, str]
+) -> _ByBits | None:
+    """A bug where the first quantity that differs in bits is what a hypothesis predicts, operation by operation, from causes that
+    are equal in every bit. That holds between other programs too; None otherwise."""
+    first = findings.in_bits
+    if bits is None or bits.repetition or verdict not in _UNDECIDED or first is None or first.quantity.bound is None:
+        return None
+    if not pair.same_world or first.quantity.step not in pair.steps or first.quantity.numel < _LEAST_ELEMENTS:
+        return None
+    where = locate_sketch(first, pair) if first.quantity.sketched else _located_in_bits(first, pair)
+    diagnosis = diagnose(pair, first, where, _few_roundings)
+    if diagnosis is None or diagnosis.signature not in _REPEATED:
+        return None
+    said = (
+        f"at step {where.step} the {_called(first)} differs by {first.difference:.1e} between {names[0]} and {names[1]}, a size "
+        f"that rounding also has, but everything before it is equal in every bit, and {diagnosis.evidence.rstrip('.')}"
+    )
+    return _ByBits(Verdict.BUG, first, where, diagnosis, said)
+
+
+_LEAST_ELEMENTS = 16
+"""A hypothesis that explains half of the difference of so many elements does not do so by chance."""
+
+
+def _located_in_bits(judgement: Judgement, pair: Pair) -> Divergence:
+    return locate(replace(judgement, quantity=replace(judgement.quantity, bound=None)), pair.b.manifest)
+
+
+def _by_direction(
+    pair: Pair,
+    findings: "_Findings",
+    directions: Directions | None,
+    envelope: Envelope | None,
+    where: Divergence | None,
+    names: tuple[str, str],
+) -> _ByBits | None:
+    """A bug where a difference inside the spread of perturbed runs has a direction, before anything is outside of it."""
+    if directions is None or envelope is None or (found := directions.found) is None:
+        return None
+    if where is not None and where.step < found.stop - 1:
+        return None
+    judgement = replace(judge(found.quantity), beyond=True)
+    said = found.in_words(names)
+    if (apart := findings.in_bits) is not None and _is_cause(pair, apart.quantity, found):
+        # Of the same step, and with causes equal in every bit: what has a direction is its consequence.
+        judgement, said = apart, f"{said}; in bits the first difference is {_called(apart)}"
+    at = locate_sketch(judgement, pair)
+    diagnosis = diagnose(pair, judgement, at, envelope.limit) if at.step in pair.steps else None
+    if found.direction == TANH:
+        diagnosis = Diagnosis("tanh_gelu", f"{said}.")
+    return _ByBits(Verdict.BUG, judgement, at, diagnosis, said)
+
+
+def _is_cause(pair: Pair, first: Quantity, found: Found) -> bool:
+    """Whether the first quantity that differs in bits is where a direction begins: in the step that shows it, and not for another
+    kernel or framework."""
+    same = pair.a.manifest.framework == pair.b.manifest.framework and pair.same_world
+    return same and first.bound is not None and first.step == found.stop - 1 and other_operator(pair, first) is None
+
+
+def _said_of_bits(bits: Bits, findings: "_Findings") -> str:
+    """What equal and different bits say, in a clause."""
+    first = f"the first difference in bits is {_called(findings.in_bits)} at step {findings.in_bits.quantity.step}"  # type: ignore[union-attr]
+    return f"{first}; not used as evidence: {bits.why_not}" if bits.why_not else first
 
 
 def _called(judgement: Judgement | None) -> str:
@@ -324,6 +436,8 @@ class _Findings:
         self.in_bits: Judgement | None = None
         # How much of its bound any quantity before the first one outside had used up.
         self.used_before = 0.0
+        # The most that any quantity outside uses.
+        self.most_beyond = 0.0
         self.not_finite: Judgement | None = None
         # The first activation that has another dtype in either, up to the first quantity outside.
         self.other_dtype: Quantity | None = None
@@ -336,7 +450,13 @@ class _Findings:
         """The entry of `judged` that a first judgement is in."""
         if judgement is None:
             return None
-        return self.judged[self._at_first if judgement is self.first else self._at_bits]
+        if judgement is self.first:
+            return self.judged[self._at_first]
+        if judgement is self.in_bits:
+            return self.judged[self._at_bits]
+        q = judgement.quantity
+        same = (one for one in self.judged if (one.step, one.phase, one.name) == (q.step, q.phase, q.name))
+        return next(same, None)
 
     def add(self, group: list[Judgement], quantities: list[Quantity]) -> None:
         """Take in a group of judgements.
@@ -361,6 +481,8 @@ class _Findings:
             self._at_bits = len(self.judged) - 1
             self.in_bits = max(apart, key=lambda judgement: (judgement.beyond, judgement.whole))
         self.equal = self.equal and equal
+        if worst.beyond:
+            self.most_beyond = max(self.most_beyond, *(judgement.used for judgement in group if judgement.beyond), 0.0)
         if self.first is None:
             if self.other_dtype is None and q.kind == ACTIVATION and q.dtypes[0] != q.dtypes[1]:
                 self.other_dtype = q
@@ -451,17 +573,22 @@ def _started_apart(pair: Pair) -> tuple[Verdict, str] | None:
     return None
 
 
-def _settle(pair: Pair) -> str:
-    """What would tell."""
+def _settle(pair: Pair, num_runs: int = 4) -> str:
+    """What would tell, with so many perturbed runs."""
     for recording in (pair.a, pair.b):
         if isinstance(command := recording.manifest.settings.get(COMMAND), str):
             if command.startswith("crossframe record "):
                 ours, dashes, of_script = command.partition(" -- ")
-                again = f"`{ours} --output {recording.directory} --overwrite --twins 4{dashes}{of_script}`"
+                again = f"`{ours} --output {recording.directory} --overwrite --perturbed-runs {num_runs}{dashes}{of_script}`"
             else:
-                again = f"`{command}`, started as it was, with CROSSFRAME_TWIN=1, then 2, 3 and 4 in its environment,"
+                again = (
+                    f"`{command}`, started as it was, with CROSSFRAME_TWIN=1, then 2 to {num_runs} in its environment,"
+                )
             return f"measure what rounding does with {again} and compare again, or record both in float64"
-    return "record one of both again with twins (--twins 4), or both with --dtype float64, and compare those"
+    return (
+        f"record one of both again with perturbed runs (--perturbed-runs {num_runs}), or both with --dtype float64, and compare "
+        "those"
+    )
 
 
 def _conclude_by_envelope(
@@ -470,7 +597,14 @@ def _conclude_by_envelope(
     """The verdict and its reason, where twins say how far rounding goes."""
     if findings.first is not None and where is not None:
         names, by = labels(pair.a, pair.b), envelope.in_words()
-        return Verdict.BUG, in_words(findings.first, where, names, by=by, unseen=unseen(pair, where))
+        said = in_words(findings.first, where, names, by=by, unseen=unseen(pair, where))
+        near, enough = findings.most_beyond, decisive(envelope.num_runs)
+        if findings.first.quantity.bound is not None and near <= enough:
+            return Verdict.INCONCLUSIVE, (
+                f"{said}; but nothing is more than {near:.2f} times what rounding may reach, and with {envelope.num_runs} "
+                f"perturbed runs only {enough:.1f} times would be decisive: {_settle(pair, ENOUGH)}"
+            )
+        return Verdict.BUG, said
     if findings.equal:
         return Verdict.EQUAL, "every bit that was compared is equal"
     if (judgement := findings.not_finite) is not None:

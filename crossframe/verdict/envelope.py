@@ -14,7 +14,8 @@ margin^-k / (k + 1), and
 
     margin = ((k + 1) * FALSE_ALARMS / kinds)^(-1 / k)
 
-makes that FALSE_ALARMS a comparison of so many kinds of quantities. More twins allow a smaller margin. Nothing here is fitted
+makes that FALSE_ALARMS a comparison of so many kinds of quantities. Directions (`crossframe.verdict.direction`) count as one kind
+more. More twins allow a smaller margin. Nothing here is fitted
 to any fault.
 
 [Note: unsteady elements] An optimizer that divides a gradient by its size turns one that is next to zero into a whole step,
@@ -41,6 +42,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, REDUCE, STATE, UPDATE
+from crossframe.verdict.direction import Directions, Tally, directions_of
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.metrics import distance, inner_distance, ratio, trimmed_distance
 from crossframe.verdict.pair import Pair
@@ -52,6 +54,8 @@ FALSE_ALARMS = 1e-3
 LEAST_TWINS = 2
 
 Measure = Callable[[np.ndarray, np.ndarray], float]
+ENOUGH = 8
+"""With so many perturbed runs a quantity beyond its limit is a bug, however near to the limit it is."""
 MEASURES: dict[str, Measure] = {
     ACTIVATION: distance,
     FORWARD: distance,
@@ -63,6 +67,8 @@ MEASURES: dict[str, Measure] = {
     LATE_UPDATE: inner_distance,
 }
 """By kind of quantity, how distances are measured. Each kind has a factor of its own."""
+SHARE = FALSE_ALARMS / (len(MEASURES) + 1)
+"""The rate of each kind of quantity, and of all directions together."""
 
 Place = tuple[int, str, str, int]
 """What is the same thing in all recordings of a run: (step, kind, name, microbatch)."""
@@ -72,9 +78,22 @@ def margin(num_twins: int) -> float:
     """How much further than the most eccentric of so many twins another recording may lie.
 
     >>> [round(margin(k), 1) for k in (2, 3, 4, 8)]
-    [51.6, 12.6, 6.3, 2.3]
+    [54.8, 13.1, 6.5, 2.4]
     """
-    return ((num_twins + 1) * FALSE_ALARMS / len(MEASURES)) ** (-1 / num_twins)
+    return ((num_twins + 1) * SHARE) ** (-1 / num_twins)
+
+
+def decisive(num_runs: int) -> float:
+    """How many times its limit a quantity must reach to be called a bug with so few perturbed runs; nearer, more are needed.
+
+    Runs are added in stages. By the tail above, going beyond `factor` times the limit has a chance of factor^-k of the rate; with
+    factor = 100^(1/k) before the last stage, that stage adds a hundredth of the rate, and all stages together keep within 1.01
+    times it.
+
+    >>> [round(decisive(k), 1) for k in (2, 4, 8)]
+    [10.0, 3.2, 1.0]
+    """
+    return 1.0 if num_runs >= ENOUGH else 100.0 ** (1 / num_runs)
 
 
 def eccentricity(distances: np.ndarray) -> float:
@@ -99,6 +118,7 @@ class Spread:
         factors: by kind, how many times the spread is allowed.
         of: the spread, by place.
         numel: how many elements lie so far apart, by place.
+        tallies: the directions in which each perturbed run differs (`crossframe.verdict.direction`).
     """
 
     run: str
@@ -106,6 +126,7 @@ class Spread:
     factors: dict[str, float]
     of: dict[Place, float]
     numel: dict[Place, int]
+    tallies: tuple[Tally, ...] = ()
 
     def limit(self, quantity: Quantity) -> float | None:
         """How far another recording may lie there; None where the twins were not recorded. At another world size an activation
@@ -134,7 +155,11 @@ def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: boo
     # Which elements of updates are steady, the spread of gradients says: it comes first.
     before = _measured(name, pairs, (REDUCE,), None)
     rest = _measured(name, pairs, tuple(phase for phase in _COMPUTED if phase != REDUCE), before)
-    return Spread(name, len(twins), before.factors | rest.factors, before.of | rest.of, before.numel | rest.numel)
+    both = zip(before.tallies, rest.tallies, strict=True)
+    tallies = tuple(Tally(first.of | second.of) for first, second in both)
+    return Spread(
+        name, len(twins), before.factors | rest.factors, before.of | rest.of, before.numel | rest.numel, tallies
+    )
 
 
 _COMPUTED = (FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
@@ -160,10 +185,15 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
     """
     found: dict[Place, list[float]] = {}
     numel: dict[Place, int] = {}
+    tallies = []
     for pair in pairs:
+        tally = Tally()
+        tallies.append(tally)
         steady = Steady(before.limit if before else None)
         for group in walk(pair, (*phases, REDUCE)):
             steady.note(group)
+            if group[0].phase in phases:
+                tally.add(group)
             if group[0].phase in phases and group[0].bound is not None:
                 apart = max(_apart(steady.of(quantity)) for quantity in group)
                 least = max(_resolution(quantity, pair.a.manifest.dtype) for quantity in group)
@@ -177,7 +207,7 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
         if strayed:
             factors[kind] = margin(len(pairs)) * max(strayed)
     of = {place: float(np.sqrt(np.mean(np.square(apart)))) for place, apart in whole.items()}
-    return Spread(run, len(pairs), factors, of, numel)
+    return Spread(run, len(pairs), factors, of, numel, tuple(tallies))
 
 
 class Steady:
@@ -224,6 +254,7 @@ class Envelope:
         self._steady = Steady(self._limit)
         self._updated = [0, 0]
         self._chaos: dict[int, list[float]] = {}
+        self._tally = Tally()
 
     @classmethod
     def of(cls, pair: Pair) -> "Envelope | None":
@@ -243,6 +274,7 @@ class Envelope:
             return [judge(quantity) for quantity in group]
         self._steady.note(group)
         self._note_chaos(group)
+        self._tally.add(group)
         return [self._held(quantity, self.limit(quantity)) for quantity in group]
 
     def _limit(self, quantity: Quantity) -> float | None:
@@ -262,6 +294,15 @@ class Envelope:
             return judged
         difference, own = ratio(_apart(steady), steady.scale), judge(quantity)
         return replace(judged, equal=own.equal, difference=difference, beyond=difference > bound, whole=own.whole)
+
+    def directions(self, dtype: str) -> Directions | None:
+        """What the tests of directions come to, of all that was judged so far; None in dtypes in which there are none."""
+        return directions_of(self._tally, [spread.tallies for spread in self.spreads], dtype, SHARE)
+
+    @property
+    def num_runs(self) -> int:
+        """How many perturbed runs the wider or only spread has, at least."""
+        return min(spread.num_twins for spread in self.spreads)
 
     @property
     def judged_share(self) -> float:

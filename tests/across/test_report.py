@@ -665,6 +665,7 @@ def test_report_json_has_these_fields_and_no_others(tmp_path):
             "diagnosis",
             "settings",
             "bits",
+            "power",
             "notes",
         ),
         *("max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence"),

@@ -1,5 +1,6 @@
 """Hypotheses on arrays alone: each finds what was put in, with rounding on top, and nothing in what is unrelated."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from crossframe.recording import Batch
 from crossframe.verdict.diagnosis.batches import other_batches
-from crossframe.verdict.diagnosis.departures import Update, departures
+from crossframe.verdict.diagnosis.departures import Update, departures, follow_one_rule
 from crossframe.verdict.diagnosis.factors import factor_of, name_of
 from crossframe.verdict.diagnosis.fit import Contrast, Fit, Story, best
 from crossframe.verdict.diagnosis.forward import (
@@ -374,6 +375,17 @@ def test_constants_that_were_rounded_are_no_departure() -> None:
     assert first.beta2 != rounded.beta2
     (_, right), (_, wrong) = updates(0, first, size=1e-4), updates(0, rounded, size=1e-4)
     assert departures(right, wrong, first, None, norm(right.after - wrong.after)) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("stated", [0.0, 0.1])
+def test_a_decay_below_the_resolution_is_not_named(stated: float, seed: int) -> None:
+    """float32 resolves a decay to 2 * 2^-24 / 0.01 = 1.2e-5 here, in each of both updates."""
+    rule = changed(decay=stated)
+    (_, right), (_, wrong) = updates(seed, rule), updates(seed, changed(decay=stated + 2e-5))
+    assert departures(right, wrong, rule, None, norm(right.after - wrong.after)) == []
+    assert follow_one_rule(right, wrong, rule)
+    assert not follow_one_rule(right, updates(seed, changed(decay=stated + 0.05))[1], rule)
 
 
 def test_a_schedules_rate_is_read_off_the_right_side() -> None:

@@ -1,5 +1,6 @@
 """Recordings held against what the twins of one of them reach."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false
 import os
 from dataclasses import replace
 
@@ -228,3 +229,17 @@ def test_factors_are_of_phases_and_more_twins_allow_less(perturbed):
     # Of a gradient the twins are the noise apart that they were made with.
     expected = NOISE * np.sqrt(12)
     assert 0.5 * expected < spread.of[0, "reduce", "embed", 0] < 2 * expected
+
+
+def test_a_quantity_near_its_limit_asks_for_more_perturbed_runs(tmp_path):
+    """With 4 perturbed runs up to 3.2 times the limit is undecided, with 8 nothing is."""
+    for twins, verdict in ((4, Verdict.INCONCLUSIVE), (8, Verdict.BUG)):
+        a = run(tmp_path / f"a{twins}", twins)
+        limit = spread_of(a, a.twins()).of[0, "norm", "", 0] * spread_of(a, a.twins()).factors["norm"]
+
+        def off(phase, step, rank, name, array, limit=limit):
+            return array + 1.5 * limit if (phase, step) == ("norm", 0) else array
+
+        found = compare(a, run(tmp_path / f"b{twins}", tamper=off))
+        assert found.verdict is verdict, found.reason
+        assert ("--perturbed-runs 8" in found.reason) is (verdict is Verdict.INCONCLUSIVE)

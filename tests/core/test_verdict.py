@@ -440,7 +440,7 @@ def test_a_verdict_as_json(tmp_path):
     assert set(found) == {
         "a", "b", "dtype", "world_size", "steps", "verdict", "max_relative_loss_difference",
         "max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence", "diagnosis", "settings",
-        "notes", "reason", "bits",
+        "notes", "reason", "bits", "power",
     }  # fmt: skip
     assert found["first_divergence"] == {
         "step": 0, "phase": "reduce", "rank": 1, "unit": "", "parameter": "bias", "start": 1, "stop": 2,
@@ -548,14 +548,14 @@ def test_recordings_are_called_by_what_tells_them_apart(tmp_path):
     [
         (
             "crossframe record torch gpt --steps 9",
-            r"`crossframe record torch gpt --steps 9 --output \S+ --overwrite --twins 4`",
+            r"`crossframe record torch gpt --steps 9 --output \S+ --overwrite --perturbed-runs 4`",
         ),
         (
             "crossframe record train.py --dense 2 -- --lr 1",
-            r"`crossframe record train.py --dense 2 --output \S+ --overwrite --twins 4 -- --lr 1`",
+            r"`crossframe record train.py --dense 2 --output \S+ --overwrite --perturbed-runs 4 -- --lr 1`",
         ),
         ("python train.py", r"`python train.py`, started as it was, with CROSSFRAME_TWIN=1, then 2"),
-        (None, r"record one of both again with twins \(--twins 4\)"),
+        (None, r"record one of both again with perturbed runs \(--perturbed-runs 4\)"),
     ],
 )
 def test_without_twins_the_command_that_settles_is_quoted(tmp_path, command, again):

@@ -1,5 +1,6 @@
 """Runs of which a part computes in a narrower dtype, and bounds too coarse to conclude from."""
 
+# pyright: reportOptionalMemberAccess=false
 import numpy as np
 import pytest
 
@@ -73,4 +74,4 @@ def test_what_uses_much_of_a_coarse_bound_is_left_open(tmp_path, size, verdict):
     found = compare(a, b)
     assert found.verdict is verdict, found.reason
     if verdict is Verdict.INCONCLUSIVE:
-        assert "the output of block at step 0 uses" in found.reason and "--twins 4" in found.reason
+        assert "the output of block at step 0 uses" in found.reason and "--perturbed-runs 4" in found.reason

@@ -5,7 +5,13 @@ numbers alone; `of_values`, `of_ranks`, `of_modules` and `of_optimizer` put to t
 is believed, and which one is reported: `fit`.
 """
 
-from crossframe.verdict.diagnosis.diagnose import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
+from crossframe.verdict.diagnosis.diagnose import (
+    Diagnosis,
+    diagnose,
+    diagnose_batches,
+    follows_optimizer,
+    needs_full_tensors,
+)
 from crossframe.verdict.diagnosis.fit import SIGNATURES
 
-__all__ = ["SIGNATURES", "Diagnosis", "diagnose", "diagnose_batches", "needs_full_tensors"]
+__all__ = ["SIGNATURES", "Diagnosis", "diagnose", "diagnose_batches", "follows_optimizer", "needs_full_tensors"]

@@ -54,6 +54,21 @@ class Update:
         return replace(rule, rate=1.0).updated(self.before, *self.moments) - self.before
 
 
+_FEW = 4.0
+"""How many times its bound, which is of first order, an update may be off from its rule and still follow it."""
+
+
+def follow_one_rule(a: Update, b: Update, stated: Rule) -> bool:
+    """Whether both updates follow the rule, from their own values: what they differ by was in these already.
+
+    A schedule may make another rate of the stated one, the same for both.
+    """
+    if all(update.rest(stated) <= _FEW * update.error(stated) for update in (a, b)):
+        return True
+    rule = replace(stated, rate=factor_between(a.way(stated), a.moved))
+    return rule.rate > 0 and all(update.rest(rule) <= _FEW * update.error(rule) for update in (a, b))
+
+
 def departures(right: Update, wrong: Update, stated: Rule, counted: float | None, difference: float) -> list[Fit]:
     """The changes to a rule that explain the wrong side's update, where the rule itself explains the right side's and not this.
 
@@ -86,6 +101,8 @@ def _of_rate(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chang
     if rate > 0:
         factor = rate / rule.rate
         unsure = wrong.error(rule) / max(norm(way) * rule.rate, TINY)
+        if abs(factor - 1) <= 2 * unsure:
+            return
         said = (
             f"the parameter moves {factor:.6g} times as far as its rule says, as with a learning rate of {rate:.4g} for "
             f"{rule.rate:.4g}"
@@ -161,6 +178,8 @@ def _of_decay(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chan
     decay = -factor_between(wrong.before, left) / rule.rate
     # What rounding may leave of a decay that is none.
     unsure = wrong.error(bare) / size / rule.rate
+    if abs(decay - rule.decay) <= 2 * unsure:
+        return  # below the resolution of the dtype, which both sides may be off by
     if abs(decay) <= unsure and rule.decay:
         decay = 0.0
     said = _said_of_decay(decay, rule.decay, unsure, rule.rate)
@@ -174,4 +193,5 @@ def _said_of_decay(decay: float, stated: float, unsure: float, rate: float) -> s
         return f"the parameter shrinks by {stated:.4g} of itself, and not by {stated:.4g} times the learning rate of {rate:.4g}"
     if stated and abs(decay + stated) <= unsure:
         return f"the decay of {stated:.4g} has the wrong sign"
-    return f"the parameter decays by {decay:.4g} times the learning rate, where {stated:.4g} is stated"
+    digits = next((digits for digits in (4, 6, 9) if f"{decay:.{digits}g}" != f"{stated:.{digits}g}"), 17)
+    return f"the parameter decays by {decay:.{digits}g} times the learning rate, where {stated:.{digits}g} is stated"

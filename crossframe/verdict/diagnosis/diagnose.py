@@ -112,6 +112,14 @@ def _in_others(pair: Pair, case: Case, fit: Fit, limit: Limit) -> str:
     return f"; the same is found in {agree} of {differ} other parameters that differ there"
 
 
+def follows_optimizer(pair: Pair, quantity: Quantity) -> bool:
+    """Whether both sides' updates follow the optimizer's rule, so that they differ only because their causes do."""
+    if quantity.within:
+        return False
+    with np.errstate(all="ignore"):
+        return of_optimizer.follows(case_of(pair, quantity, lambda _: 0.0))
+
+
 def needs_full_tensors(judgement: Judgement) -> str | None:
     """What to do to be told what a difference looks like, where only sketches of it were compared; None where that is not so."""
     if not judgement.quantity.sketched:

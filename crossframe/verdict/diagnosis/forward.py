@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crossframe.dtypes import numpy_dtype
 from crossframe.verdict.diagnosis.fit import Contrast, believed
 from crossframe.verdict.metrics import distance, norm
 
@@ -165,6 +166,7 @@ def functions_of(
     inputs: tuple[np.ndarray, np.ndarray],
     roundoff: float,
     gates: tuple[np.ndarray, np.ndarray] | None = None,
+    dtype: str = "float64",
 ) -> Functions | None:
     """Which functions of their inputs both sides are, where these are two.
 
@@ -175,6 +177,8 @@ def functions_of(
         inputs: of the right and of the wrong side.
         roundoff: of the dtype in which they were computed.
         gates: what the function's value is multiplied by.
+        dtype: in which the sides are held. Kernels compute in a wider one and round once, so that what they give is predicted
+            bit for bit; in low precision that alone tells two functions apart which lie nearer to one another than rounding.
     """
     names, rests = [], []
     error = 0.0
@@ -184,20 +188,26 @@ def functions_of(
         gated = tuple(x.reshape(-1)[:_SAMPLE] for x in gates) if gates else None
         tolerance = max(12 * roundoff * norm(inputs[0] * (gates[0] if gates else 1.0)), sides.limit)
         part = sides.right.reshape(-1)[:_SAMPLE]
-        least = min(distance(part, f(some[0]) * (gated[0] if gated else 1.0)) for f in FUNCTIONS.values())
+        least = min(_distance(part, f(some[0]) * (gated[0] if gated else 1.0), dtype) for f in FUNCTIONS.values())
         if least > tolerance:
             return None
     for i, side in enumerate((sides.right, sides.wrong)):
         gate = gates[i] if gates else 1.0
         error = 12 * roundoff * norm(inputs[i] * gate)
         tolerance = max(error, sides.limit)
-        left = {name: distance(side, function(inputs[i]) * gate) for name, function in FUNCTIONS.items()}
+        left = {name: _distance(side, function(inputs[i]) * gate, dtype) for name, function in FUNCTIONS.items()}
         name = min(left, key=left.__getitem__)
         if not believed(left[name], sides.difference, tolerance):
             return None
         names.append(name)
         rests.append(left[name])
     return Functions(names[0], names[1], rests[1], error) if names[0] != names[1] else None
+
+
+def _distance(side: np.ndarray, predicted: np.ndarray, dtype: str) -> float:
+    """Of a side from a prediction, or from that prediction rounded as the side is, whichever is less."""
+    rounded = predicted.astype(numpy_dtype(dtype)).astype(np.float64)
+    return min(distance(side, predicted), distance(side, rounded))
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,13 @@ def norm_epsilon(case: Case) -> Iterator[Fit]:
         return
     found = norm_epsilons(case.sides, given, *params, case.compute_roundoff)
     if found is not None:
-        said = (
-            f"{case.quantity.module} is a {found.said}, in which {case.names[0]} has an epsilon of {found.right} and "
-            f"{case.names[1]} one of {found.wrong} (give or take {found.right.unsure + found.wrong.unsure:.0e})"
-        )
+        unsure = found.right.unsure + found.wrong.unsure
+        said = f"{case.quantity.module} is a {found.said}, in which both have another epsilon"
+        if abs(found.right.value - found.wrong.value) > unsure:
+            said = (
+                f"{case.quantity.module} is a {found.said}, in which {case.names[0]} has an epsilon of {found.right} and "
+                f"{case.names[1]} one of {found.wrong} (give or take {unsure:.0e})"
+            )
         yield Fit("norm_epsilon", said, found.rest, 0.0, Story("epsilon", found.wrong.value, found.wrong.unsure))
 
 
@@ -50,7 +53,8 @@ def tanh_gelu(case: Case) -> Iterator[Fit]:
         gates: list[tuple[str, Both] | None] = [None]
         gates += [(f" times the {gate[2]} of {gate[1]}", both) for j, (gate, both) in enumerate(near[:GATES]) if j != i]
         for gate in gates:
-            found = functions_of(case.sides, inputs, case.compute_roundoff, gate[1] if gate else None)
+            dtype = case.quantity.dtypes[case.turned]
+            found = functions_of(case.sides, inputs, case.compute_roundoff, gate[1] if gate else None, dtype)
             if found is None:
                 continue
             # Other functions than these two are told apart too, but have no signature.

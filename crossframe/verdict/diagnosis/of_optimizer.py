@@ -10,7 +10,7 @@ from crossframe.grad_norm import EPSILON
 from crossframe.recording import Recording
 from crossframe.recording.lines import COUNT, REDUCE, STATE, UPDATE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.departures import Rule, Update, departures
+from crossframe.verdict.diagnosis.departures import Rule, Update, departures, follow_one_rule
 from crossframe.verdict.diagnosis.fit import Fit, roundoff_of
 from crossframe.verdict.diagnosis.moments import Moment, Other, moment_departures
 from crossframe.verdict.diagnosis.rules import SGD, Average
@@ -34,6 +34,23 @@ def optimizer(case: Case) -> Iterator[Fit]:
         yield from _update(case, stated)
     elif case.phase == STATE and case.quantity.use in MOMENTS[kind]:
         yield from _moment(case, stated)
+
+
+def follows(case: Case) -> bool:
+    """Whether both sides' updates of a parameter follow the optimizer's stated rule, each from its own moments.
+
+    They then differ by what their causes differ by, and by rounding. False where that cannot be told.
+    """
+    if case.phase != UPDATE or case.quantity.sketched:
+        return False
+    kind = rule_of(case.right)
+    if kind is None or kind != rule_of(case.wrong):
+        return False
+    stated = stated_rule(case.right.manifest, kind, case.right.count(case.step, case.name) or case.step + 1, case.name)
+    if stated is None:
+        return False
+    sides = [update_of(case, recording, stated) for recording in (case.right, case.wrong)]
+    return sides[0] is not None and sides[1] is not None and follow_one_rule(sides[0], sides[1], stated.rule)
 
 
 def _update(case: Case, stated: Stated) -> Iterator[Fit]:

@@ -1,0 +1,354 @@
+"""Differences inside the spread of perturbed runs that have a direction.
+
+Rounding in a low precision is larger than many faults, element by element. But rounding has no direction: averaged over elements,
+microbatches, ranks and steps it vanishes, and what a fault does to all of them alike remains. Four directions are tested, of each
+activation and of each gradient. With a and b of both recordings, d = b - a, and sums over all that is averaged:
+
+    slope     sum(d a) / sum(a a)              b is another multiple of a
+    size      sum(d sign(a)) / sum(|a|)        the same, for which large elements count less
+    mean      sum(d) / (n rms(a))              something was added to all elements (activations only)
+    channels  rms over the last dim of the mean of d over the others, / rms(a)     (activations only)
+
+One more is that of a hypothesis, a GELU by tanh instead of by erf. Where y = x Phi(x) of what came before, each recording has its
+own estimate sum((y - erf(x)) h) / sum(h h) with h = tanh(x) - erf(x), which is 0 of one function and 1 of the other:
+
+    tanh      the estimate of b less that of a; it must exceed 1/2, which no rounding of a constant does
+
+Each is measured in the same way of each of k perturbed runs against their run, x_1 ... x_k. Under the hypothesis that the other
+recording rounds as they do, x is one more draw, of mean zero, and
+
+    t = x / rms(x_1 ... x_k)
+
+has at most the tail of Student's distribution with k degrees of freedom: it has just this if the run itself does not round, and
+a lighter one where the rounding of the run is in numerator and denominator, and for a length of several components.
+
+Family-wise, all N tests of a comparison (directions x quantities x windows) together are given `share` of the rate of
+`crossframe.verdict.envelope`: each is significant if its t has a chance of less than share / N (Bonferroni; whatever the tests
+have to do with one another). With few perturbed runs that asks for a large t, but t grows with the number of averaged elements.
+
+A kernel may round a constant once, so that a right result is off by a factor of up to 1 + u, all one way. So an effect must
+exceed the unit roundoff u of the dtype as well: nothing below the resolution of the dtype is reported.
+
+Steps are averaged over the first, the first 2, 4, 8 ... and all of them. A significant direction is reported of the fewest steps
+that show any, and there of the first quantity in the order of causes: later steps carry a fault to everything.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from crossframe.dtypes import unit_roundoff
+from crossframe.recording.lines import BACKWARD, REDUCE
+from crossframe.verdict.quantities import ACTIVATION, Quantity, finite
+
+SLOPE, SIZE, MEAN, CHANNELS, TANH = "slope", "size", "mean", "channels", "tanh"
+DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH)
+_COARSE = 2.0**-12
+"""Directions are tested in dtypes of at least this unit roundoff: bfloat16 and float16. In finer ones distances are enough."""
+_MOST_CHANNELS = 1 << 14
+_MOST_ELEMENTS = 1 << 15
+"""Of an activation that may be a GELU so many elements are looked at."""
+_NEARBY = 4
+"""How many earlier activations of its shape are tried as what it is a function of."""
+_LEAST_EFFECT = {TANH: 0.5}
+
+Key = tuple[str, str]
+"""(kind, name) of a quantity: what is averaged over steps, microbatches and ranks."""
+
+
+@dataclass
+class Sums:
+    """What is summed of one quantity over its elements."""
+
+    numel: int = 0
+    squares: float = 0.0
+    products: float = 0.0
+    sizes: float = 0.0
+    signed: float = 0.0
+    total: float = 0.0
+    rows: int = 0
+    way: float = 0.0
+    along: float = 0.0
+    channels: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, quantity: Quantity) -> "Sums":
+        """Of a quantity whose elements are there."""
+        a = finite(quantity.a)
+        d = finite(quantity.b) - a
+        own = cls(
+            a.size, float(np.vdot(a, a)), float(np.vdot(d, a)), float(np.abs(a).sum()), float(np.vdot(d, np.sign(a)))
+        )
+        if quantity.kind == ACTIVATION:
+            own.total = float(d.sum())
+            if a.ndim > 1 and 1 < a.shape[-1] <= _MOST_CHANNELS:
+                own.channels, own.rows = d.reshape(-1, a.shape[-1]).sum(axis=0), a.size // a.shape[-1]
+        return own
+
+    def __iadd__(self, other: "Sums") -> "Sums":
+        same = self.channels is not None and other.channels is not None and self.channels.shape == other.channels.shape
+        if not self.numel:
+            self.channels = other.channels
+        else:
+            self.channels = self.channels + other.channels if same else None  # type: ignore[operator]
+        for name in ("numel", "squares", "products", "sizes", "signed", "total", "rows", "way", "along"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+    def directions(self, kind: str) -> Iterator[tuple[str, float]]:
+        """The directions that are measured of a kind of quantity."""
+        if not self.squares:
+            return
+        yield SLOPE, self.products / self.squares
+        yield SIZE, self.signed / self.sizes
+        if self.way:
+            yield TANH, self.along / self.way
+        if kind == ACTIVATION:
+            typical = math.sqrt(self.squares / self.numel)
+            yield MEAN, self.total / self.numel / typical
+            if self.channels is not None:
+                yield CHANNELS, float(np.sqrt(np.mean(np.square(self.channels / self.rows)))) / typical
+
+
+@dataclass
+class Tally:
+    """The sums of a pair of recordings, by quantity and step."""
+
+    of: dict[Key, dict[int, Sums]] = field(default_factory=dict)
+    first: dict[Key, Quantity] = field(default_factory=dict)
+    _recent: dict[tuple[int, int], list[Sequence[Quantity]]] = field(default_factory=dict)
+    _gelu_of: dict[str, str] = field(default_factory=dict)
+
+    def add(self, group: Sequence[Quantity]) -> None:
+        """Take in a group of quantities, the same thing on several ranks."""
+        kind = group[0].kind
+        if kind not in (ACTIVATION, BACKWARD, REDUCE) or group[0].sketched or group[0].bound in (None, math.inf):
+            return
+        if kind == REDUCE:
+            group = group[:1]  # copies of one gradient
+        key = kind, group[0].name
+        self.first.setdefault(key, group[0])
+        sums = self.of.setdefault(key, {}).setdefault(group[0].step, Sums())
+        for quantity in group:
+            if quantity.a.shape == quantity.b.shape and quantity.a.size:
+                sums += Sums.of(quantity)
+        if kind == ACTIVATION:
+            self._note_gelu(group, sums)
+
+    def _note_gelu(self, group: Sequence[Quantity], sums: Sums) -> None:
+        """Look at an activation as at a GELU of one before it."""
+        at, name = (group[0].step, group[0].microbatch), group[0].name
+        recent = self._recent.setdefault(at, [])
+        if len(self._recent) > 1:
+            self._recent = {at: recent}
+        alike = [each for each in recent if each[0].a.shape == group[0].a.shape][-_NEARBY:]
+        if name not in self._gelu_of:
+            found = (
+                each[0].name for each in alike if _is_gelu(each[0].a, group[0].a) and _is_gelu(each[0].b, group[0].b)
+            )
+            self._gelu_of[name] = next(found, "")
+        if self._gelu_of[name]:
+            given = next((each for each in alike if each[0].name == self._gelu_of[name]), ())
+            for x, y in zip(given, group, strict=False):
+                first, second = (_estimate(*both) for both in ((x.a, y.a), (x.b, y.b)))
+                sums.way += first[1]
+                # Of the other recording's own inputs: its sum of squares is next to the same.
+                sums.along += second[0] * (first[1] / second[1] if second[1] else 0.0) - first[0]
+        recent.append(group)
+
+    def within(self, key: Key, stop: int) -> Sums:
+        """The sums of one quantity over all steps before `stop`."""
+        found = Sums()
+        for step, sums in self.of.get(key, {}).items():
+            if step < stop:
+                found += sums
+        return found
+
+    @property
+    def windows(self) -> list[int]:
+        """Where the windows end, each of which begins at the first step."""
+        steps = sorted({step for by_step in self.of.values() for step in by_step})
+        counts = [1 << i for i in range(len(steps).bit_length())]
+        return sorted({steps[min(count, len(steps)) - 1] + 1 for count in [*counts, len(steps)] if steps})
+
+
+@dataclass(frozen=True)
+class Found:
+    """A significant direction.
+
+    Attributes:
+        quantity: one of those that were averaged, of the first step.
+        direction: one of DIRECTIONS.
+        value: the effect, relative.
+        error: its standard error, from the perturbed runs.
+        limit: how large it may be.
+        stop: the steps before this one were averaged.
+        num_tests, num_runs: tests of the comparison, and perturbed runs.
+    """
+
+    quantity: Quantity
+    direction: str
+    value: float
+    error: float
+    limit: float
+    stop: int
+    num_tests: int
+    num_runs: int
+
+    def in_words(self, names: Sequence[str]) -> str:
+        """What was found, with numbers."""
+        steps = "at step 0" if self.stop == 1 else f"over the steps before {self.stop}"
+        times = f"{1 + self.value:.4f} times that of {names[0]}"
+        said = {
+            SLOPE: f"in {names[1]} is {times}",
+            SIZE: f"in {names[1]} is in size {times}",
+            MEAN: f"in {names[1]} is shifted by {self.value:+.2g} of its size, all elements alike",
+            TANH: f"has {self.value:.3f} times the difference between a GELU by tanh and one by erf more in {names[1]}",
+            CHANNELS: f"in {names[1]} is shifted by {self.value:.2g} of its size, by channel",
+        }[self.direction]
+        q = self.quantity
+        what = (
+            f"the {q.name}"
+            if q.kind == ACTIVATION
+            else f"the {'local' if q.kind == BACKWARD else 'reduced'} gradient of {q.name}"
+        )
+        return (
+            f"{steps} {what} {said}: the effect is {abs(self.value) / max(self.error, 1e-300):.3g} standard errors of "
+            f"{self.error:.1e} from zero, and rounding may reach {self.limit:.1e} ({self.num_runs} perturbed runs, "
+            f"{self.num_tests} tests of directions)"
+        )
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What the tests of a comparison came to.
+
+    Attributes:
+        found: the first significant direction; None of none.
+        power: by kind of quantity and direction, the smallest effect that would have been found: (of the most sensitive quantity,
+            of half of them). Relative, over all steps.
+        near: the largest t as a share of the significant one, of those effects that exceed the resolution.
+        num_tests: how many tests share the rate.
+    """
+
+    found: Found | None
+    power: dict[str, dict[str, tuple[float, float]]]
+    near: float
+    num_tests: int
+
+    def to_json(self) -> dict:
+        """The power as a JSON object."""
+        return {
+            kind: {name: {"least": least, "half": half} for name, (least, half) in by_name.items()}
+            for kind, by_name in self.power.items()
+        }
+
+
+def directions_of(pair: Tally, perturbed: Sequence[Sequence[Tally]], dtype: str, share: float) -> Directions | None:
+    """Test all directions of a comparison; None in a dtype in which they are not tested.
+
+    Args:
+        pair: of both recordings.
+        perturbed: of the perturbed runs against their run, for each recording that has any. Where both have, the wider spread
+            counts, with the fewer degrees of freedom.
+        dtype: in which the runs compute.
+        share: the family-wise rate.
+    """
+    resolution = unit_roundoff(dtype)
+    if resolution < _COARSE or not perturbed:
+        return None
+    num_runs = min(len(runs) for runs in perturbed)
+    measured = [
+        (key, stop, name, value, spread)
+        for stop in pair.windows
+        for key in pair.of
+        for name, value in pair.within(key, stop).directions(key[0])
+        if (spread := _spread(perturbed, key, stop, name)) is not None
+    ]
+    if not measured:
+        return Directions(None, {}, 0.0, 0)
+    least = student_limit(share / len(measured), num_runs)
+    found, near = None, 0.0
+    effects: dict[tuple[str, str], list[float]] = {}
+    for key, stop, name, value, spread in measured:
+        smallest = _LEAST_EFFECT.get(name, resolution)
+        limit = max(least * spread, smallest)
+        if stop == pair.windows[-1]:
+            effects.setdefault((key[0], name), []).append(limit)
+        if abs(value) > smallest:
+            near = max(near, abs(value) / limit)
+        if found is None and abs(value) > limit:
+            found = Found(pair.first[key], name, value, spread, limit, stop, len(measured), num_runs)
+    power: dict[str, dict[str, tuple[float, float]]] = {}
+    for (kind, name), limits in effects.items():
+        power.setdefault(kind, {})[name] = (min(limits), float(np.median(limits)))
+    return Directions(found, power, near, len(measured))
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    """With an error of at most 1.5e-7 (Abramowitz and Stegun, 7.1.26), far below what low precision resolves."""
+    t = 1 / (1 + 0.3275911 * np.abs(x))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return np.sign(x) * (1 - series * np.exp(-x * x))
+
+
+def _gelu_by_erf(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
+
+
+def _estimate(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """sum((y - erf(x)) h) and sum(h h) with h = tanh(x) - erf(x)."""
+    x, y = (finite(side).reshape(-1)[:_MOST_ELEMENTS] for side in (x, y))
+    by_erf = _gelu_by_erf(x)
+    way = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) - by_erf
+    return float(np.vdot(y - by_erf, way)), float(np.vdot(way, way))
+
+
+def _is_gelu(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether y is a GELU of x, by erf or by tanh: both lie within 5e-4 of one another, and low precision rounds further."""
+    x, y = (finite(side).reshape(-1)[:512] for side in (x, y))
+    apart, size = float(np.linalg.norm(y - _gelu_by_erf(x))), float(np.linalg.norm(y))
+    return bool(size) and np.ptp(x) > 0 and apart <= 0.02 * size
+
+
+def _spread(perturbed: Sequence[Sequence[Tally]], key: Key, stop: int, name: str) -> float | None:
+    """The root mean square of a direction over perturbed runs, of the run where that is wider; None where it was not measured."""
+    found = []
+    for runs in perturbed:
+        values = [dict(run.within(key, stop).directions(key[0])).get(name) for run in runs]
+        if all(value is not None for value in values):
+            found.append(math.sqrt(sum(value**2 for value in values if value is not None) / len(values)))
+    return max(found, default=None)
+
+
+def student_limit(chance: float, degrees: int) -> float:
+    """The t that Student's distribution exceeds, in size, with so small a chance.
+
+    >>> [round(student_limit(0.05, k), 3) for k in (1, 2, 4, 30)]
+    [12.706, 4.303, 2.776, 2.042]
+    >>> round(student_limit(1e-7, 4), 1)
+    88.0
+    """
+    low, high = 0.0, 1.0
+    while _student_tail(high, degrees) > chance and high < 1e12:
+        low, high = high, 2 * high
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_tail(middle, degrees) > chance else (low, middle)
+    return high
+
+
+def _student_tail(t: float, degrees: int) -> float:
+    """The chance that |T| > t (M. Abramowitz, I. Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(degrees))
+    cosine = math.cos(angle)
+    term = total = math.cos(angle) if degrees % 2 else 1.0
+    for i in range(3 if degrees % 2 else 2, degrees, 2):
+        term *= cosine**2 * (i - 1) / i
+        total += term
+    if degrees == 1:
+        total = 0.0
+    inside = math.sin(angle) * total
+    return 1 - (2 / math.pi * (angle + inside) if degrees % 2 else inside)
