@@ -233,6 +233,26 @@ def _wait_for(condition, seconds=200):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_during_imports_is_no_traceback(tmp_path, number):
+    # The first import of the command line that takes long: typer, here one that says so and does not return.
+    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.entry", "--help"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number and "Traceback" not in said, said
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
 def test_a_rank_that_is_killed_ends_the_run_with_its_name(tmp_path, spawned):
     process = spawned("record", "torch", "gpt-tiny", "--steps", "5000")

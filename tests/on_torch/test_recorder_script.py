@@ -1,5 +1,6 @@
 """Scripts that know nothing of the recorder, recorded."""
 
+import resource
 import subprocess
 import sys
 from io import StringIO
@@ -158,6 +159,17 @@ def test_a_script_that_fails_fails_as_without_the_recorder(run, tmp_path):
         run(PLAIN + "\nsys.exit(7)", overwrite=True)
     assert ended.value.code == 7
     assert run(PLAIN + "\nsys.exit(0)", overwrite=True) == 0
+
+
+def test_a_full_disk_is_named(run, capsys):
+    # A limit on the size of files fails as a full disk does. Python ignores the signal that comes with it.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        assert run(TWO_OPTIMIZERS) == script.NOT_RECORDED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large); make space" in capsys.readouterr().err
 
 
 def test_wrong_use_of_the_command_is_refused(tmp_path):
