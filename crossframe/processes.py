@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -231,17 +231,31 @@ def module_command(function: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", str(_CHILD), str(os.getpid()), function, *arguments]
 
 
-def run(command: Sequence[str], *, captured: bool = False) -> tuple[int, str]:
+def run(
+    command: Sequence[str],
+    *,
+    captured: bool = False,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> tuple[int, str]:
     """Run a program to its end; returns its exit status, negative if a signal ended it, and what it printed.
 
     Args:
         captured: whether its output is returned instead of printed.
+        environment: variables that it has besides those of this process.
+        timeout: seconds after which it and its descendants are ended; None: any.
+
+    Raises:
+        TimeoutError: it took longer.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if captured else {}
-    process = subprocess.Popen(command, text=True, errors="replace", **pipes)
+    variables = {**os.environ, **environment} if environment else None
+    process = subprocess.Popen(command, text=True, errors="replace", env=variables, **pipes)
     _started.add(process)
     try:
-        printed, _ = process.communicate()
+        printed, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"it did not end within {timeout:g} seconds") from None
     finally:
         if process.poll() is None or _received:
             end([process.pid])

@@ -1,4 +1,4 @@
-"""The `crossframe` command: parity, grid, record, compare, inspect, layout, plan.
+"""The `crossframe` command: parity, grid, record, compare, explain, inspect, layout, plan.
 
 Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation.
 """
@@ -286,6 +286,21 @@ def compare(
         opened = [Recording.open(path) for path in (a, b)]
         first, second = opened if steps is None else [recording.first(steps) for recording in opened]
         _answer([(first, second)], output, tuple(Recording.open(path) for path in repeat or ()))
+
+
+@app.command()
+def explain(
+    a: Annotated[Path, typer.Argument(help="A recording.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
+    output: Annotated[Path | None, typer.Option(help="Folder in which the traces are kept. Default: none")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that each of both runs may take.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the finding as JSON.")] = False,
+) -> None:
+    """Run both sides again up to their first difference, and name the operator and the source line where they part."""
+    from experiments.explain import explain as explain_pair
+
+    with exit_on_error():
+        raise typer.Exit(explain_pair((a, b), folder=output, timeout=timeout, as_json=as_json, console=console))
 
 
 @app.command()

@@ -76,7 +76,7 @@ def record_script(
             "overwrite": overwrite or twin > 0,
             "settings": {COMMAND: said},
         }
-        status, _ = run(_command(script, arguments, options, nproc_per_node))
+        status, _ = run(script_command(script, arguments, options, nproc_per_node))
         if status:
             what = f"twin {twin} of {script}" if twin else str(script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
@@ -84,7 +84,15 @@ def record_script(
         console.print(f"recorded {'twin ' + str(twin) + ' ' if twin else ''}in {directory}", highlight=False)
 
 
-def _command(script: Path, arguments: Sequence[str], options: dict[str, Any], nproc_per_node: int | None) -> list[str]:
+def script_command(
+    script: str | Path, arguments: Sequence[str], options: dict[str, Any], nproc_per_node: int | None
+) -> list[str]:
+    """The command line of the process that runs and records a script.
+
+    Args:
+        options: of `torch_backend.recorder.Recorder`, as JSON, and its directory.
+        nproc_per_node: processes that torchrun starts; None: one, without torchrun.
+    """
     of_script = [json.dumps(options), str(script), *arguments]
     if nproc_per_node is None:
         return module_command(f"{_MODULE}:main", of_script)

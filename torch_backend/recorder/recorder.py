@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from crossframe.errors import RecordingError, UsageError
+from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, Schedule
 from crossframe.recording.batches import digest_of, row_ids
 from crossframe.recording.lines import twin_folder
@@ -22,6 +23,7 @@ from torch_backend.recorder.around import Listener, overheard
 from torch_backend.recorder.begin import created, manifest_of, move
 from torch_backend.recorder.keep import Keeper
 from torch_backend.recorder.model import ModelView, view_of
+from torch_backend.recorder.operators import OperatorTrace
 from torch_backend.recorder.watch import Sink, Watch, quietly
 
 # Steps of an accelerator whose losses and batches wait on it, so that the loop need not wait for them.
@@ -120,6 +122,12 @@ class Recorder(Sink, Listener):
             "twin": self._twin,
             "settings": settings or {},
         }
+        self._request, self._trace = Request.from_environment(), None
+        if self._request is not None:
+            # The run is made again for the operators of one step: what it records besides is of no interest.
+            self._path = Path(self._request.directory, "recording") if manifest is None else self._path
+            self._overwrite = True
+            self._options |= {"schedule": Schedule(0, 10**9), "detail": "sketch"}
         self._given = optimizer
         self._optimizers: list[torch.optim.Optimizer] = [] if optimizer is None else [optimizer]
         self._stack = ExitStack()
@@ -142,6 +150,8 @@ class Recorder(Sink, Listener):
         self._watch = Watch(self._model, self)
         self._stack.callback(self._watch.close)
         self._stack.enter_context(overheard(self, self._model))
+        if self._request is not None:
+            self._trace = self._stack.enter_context(OperatorTrace(self._model, self._request))
         if self._twin:
             self._view = view_of(self._model, self._units)
             with quietly():
@@ -197,7 +207,12 @@ class Recorder(Sink, Listener):
             if records or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
                 self._write_waiting()
             self._step += 1
+            traced = self._request is not None and self._step > self._request.step
+            if traced and self._trace is not None and self._trace.active:
+                self._trace.write()
             self._begin_step()
+        if traced:
+            raise SystemExit(0)
 
     def open_window(self, num_steps: int) -> None:
         """Make so many steps dense, beginning with the one that has not begun. All ranks call it at the same step.
@@ -231,7 +246,8 @@ class Recorder(Sink, Listener):
         self._begun().unsharded(self._step, unit, name, value)
 
     def backward(self, loss: Tensor) -> None:
-        self._losses.append(loss.clone())
+        with quietly():
+            self._losses.append(loss.clone())
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
         if self._keeper is not None and (params is None or self._keeper.has_any(params)):
@@ -277,6 +293,9 @@ class Recorder(Sink, Listener):
         if records:
             self._write_waiting()
         self._forget()
+        if self._trace is not None and self._request is not None:
+            asked = (self._step, self._view.rank) == (self._request.step, self._request.rank)
+            self._trace.begin_step(active=asked)
         self._watch.begin_step(self._view, collects=records, is_dense=writer.is_dense(self._step))
 
     def _keep_grads(self) -> None:

@@ -130,8 +130,8 @@ class ScriptRecorder:
         self._stepped.add(id(optimizer))
         if self._stepped >= {id(own) for own in self._optimizers}:
             self._stepped.clear()
-            self._recorder.step()
             self._num_steps += 1
+            self._recorder.step()
 
 
 def _params_of(optimizer: Optimizer) -> set[int]:

@@ -1,0 +1,19 @@
+"""Operators of a part of a run, their values by signature, and the first operators of two runs that part."""
+
+from crossframe.operators.match import Finding, find
+from crossframe.operators.request import TRACE, Request
+from crossframe.operators.signature import Signature, signature_of
+from crossframe.operators.trace import Judged, Operator, SourceLine, Trace
+
+__all__ = [
+    "TRACE",
+    "Finding",
+    "Judged",
+    "Operator",
+    "Request",
+    "Signature",
+    "SourceLine",
+    "Trace",
+    "find",
+    "signature_of",
+]

@@ -1,0 +1,129 @@
+"""What is kept of an operator's inputs and outputs: enough to recognise the same values on another side.
+
+Two questions are answered without the elements.
+
+*Equal in bits?* `bits` hashes the elements in row-major order, as float64, so that a reshape and an exact cast keep it.
+`multiset` adds up a hash of each element modulo 2^64: it survives transposition too.
+
+*Equal but for rounding?* Let r be the root mean square of x. `features` are means over elements of functions of x / r: x / r
+itself, and cos(w x / r) and sin(w x / r) for w in `FREQUENCIES`, the empirical characteristic function. They do not depend on
+the order of the elements, nor on a factor. Let y = x + e with norm(e) <= t * norm(x). A function f with |f'| <= w moves in the
+mean by
+
+    |mean f(y / s) - mean f(x / r)| <= w * mean |y / s - x / r| <= w * norm(y / s - x / r) / sqrt(n)
+
+where s is the root mean square of y. Since |s - r| <= t * r and norm(y) = s * sqrt(n),
+
+    norm(y / s - x / r) <= norm(y - x) / r + norm(y) * |1 / s - 1 / r| <= 2 * t * sqrt(n)
+
+so no feature moves by more than 2 * w * t, and the norm by no more than t of itself. Elements that are not finite, or as large
+as masks are, are counted and left out.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
+HUGE = 1e8
+"""Elements of this size are taken for a mask's."""
+_SLOPES = np.array([1.0, *FREQUENCIES, *FREQUENCIES])
+# Constants of the mixing function splitmix64 (G. Steele, D. Lea, C. Flood, Fast splittable pseudorandom number generators, 2014).
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A tensor's values, without their order.
+
+    Attributes:
+        shape, dtype: of the tensor.
+        num_left_out: elements that are not finite, or huge.
+        norm: of the others.
+        features: see above.
+        bits, multiset: hashes in hex.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_left_out: int
+    norm: float
+    features: tuple[float, ...]
+    bits: str
+    multiset: str
+
+    @property
+    def numel(self) -> int:
+        """How many elements the tensor has."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def is_close(self, other: "Signature", tolerance: float) -> bool:
+        """Whether both may be the same values up to an error of norm(x - y) <= tolerance * norm(x), in any order."""
+        if self.multiset == other.multiset and self.numel == other.numel:
+            return True
+        near = abs(self.norm - other.norm) <= tolerance * max(self.norm, other.norm)
+        return near and self.is_multiple(other, tolerance)
+
+    def is_multiple(self, other: "Signature", tolerance: float) -> bool:
+        """The same, up to a positive factor.
+
+        >>> x = np.arange(6.0).reshape(2, 3)
+        >>> signature_of(x).is_multiple(signature_of(-2 * x), 1e-6), signature_of(x).is_multiple(signature_of(2 * x.T), 1e-6)
+        (False, True)
+        """
+        if self.numel != other.numel or self.num_left_out != other.num_left_out:
+            return False
+        moved = np.abs(np.array(self.features) - np.array(other.features))
+        return bool((moved <= 2 * _SLOPES * tolerance + 1e-12).all())
+
+    def to_json(self) -> list:
+        """The signature as JSON."""
+        numbers = [self.num_left_out, self.norm, list(self.features), self.bits, self.multiset]
+        return [list(self.shape), self.dtype, *numbers]
+
+    @classmethod
+    def from_json(cls, fields: list) -> "Signature":
+        """What `to_json` made."""
+        shape, dtype, num_left_out, norm, features, bits, multiset = fields
+        return cls(tuple(shape), dtype, num_left_out, norm, tuple(features), bits, multiset)
+
+
+def signature_of(array: np.ndarray, dtype: str = "") -> Signature:
+    """The signature of an array of numbers or booleans.
+
+    Args:
+        dtype: of the tensor, where the array has another one.
+
+    >>> x = np.arange(6.0).reshape(2, 3)
+    >>> signature_of(x).bits == signature_of(x.reshape(6)).bits, signature_of(x).bits == signature_of(x.T).bits
+    (True, False)
+    >>> signature_of(x).multiset == signature_of(x.T).multiset
+    True
+    """
+    # Adding zero turns -0.0 into 0.0: the two are one value.
+    wide = np.ascontiguousarray(array, np.float64).reshape(-1) + 0.0
+    wide = np.where(np.isnan(wide), np.nan, wide)
+    kept = wide[np.abs(wide) < HUGE]
+    size = float(np.sqrt(np.mean(np.square(kept)))) if kept.size else 0.0
+    unit = kept / size if size else kept
+    features = [np.mean(unit)] if kept.size else [0.0]
+    for wave in (np.cos, np.sin):
+        features += [np.mean(wave(frequency * unit)) if kept.size else 0.0 for frequency in FREQUENCIES]
+    return Signature(
+        tuple(np.shape(array)),
+        dtype or array.dtype.name,
+        int(wide.size - kept.size),
+        size * float(np.sqrt(kept.size)),
+        tuple(float(feature) for feature in features),
+        hashlib.blake2b(wide.tobytes(), digest_size=8).hexdigest(),
+        f"{_multiset(wide):016x}",
+    )
+
+
+def _multiset(wide: np.ndarray) -> int:
+    mixed = wide.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in zip((np.uint64(30), np.uint64(27)), _MIX, strict=True):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    mixed ^= mixed >> np.uint64(31)
+    return int(mixed.sum(dtype=np.uint64)) if mixed.size else 0

@@ -1,0 +1,58 @@
+"""Which part of two runs to trace: what causes the first quantity in which their recordings differ."""
+
+from dataclasses import dataclass
+
+from crossframe.errors import UsageError
+from crossframe.recording import Recording
+from crossframe.recording.lines import PARAMETERS, UNSHARDED
+from crossframe.verdict import PairVerdict
+from crossframe.verdict.bits import not_same_program
+from crossframe.verdict.bounds import bounds_for
+
+
+@dataclass(frozen=True)
+class Target:
+    """A part of a step.
+
+    Attributes:
+        phase, unit, rank: as `crossframe.operators.Request` has them.
+        name: of the quantity that differs.
+        tolerance: on values that count as the same; None: bits must be equal.
+    """
+
+    step: int
+    phase: str
+    unit: str
+    rank: int
+    name: str
+    tolerance: float | None
+
+
+def target_of(a: Recording, b: Recording, verdict: PairVerdict) -> Target | None:
+    """The part to trace; None if the recordings do not differ anywhere.
+
+    Runs of one program are compared in bits: there the first quantity that has other bits counts, whatever its size.
+
+    Raises:
+        UsageError: what differs was not computed by an operator, or is too coarse to be told from rounding.
+    """
+    where = verdict.first_divergence
+    same_program = not_same_program(a, b) is None
+    beyond = next((each for each in verdict.judged if (not each.equal if same_program else each.beyond)), None)
+    if beyond is None:
+        return None
+    if beyond.phase in (PARAMETERS, UNSHARDED):
+        raise UsageError(
+            f"explain: the first difference is the {beyond.phase} value of {beyond.name!r} at step {beyond.step}, which no "
+            f"operator of the model computes; see crossframe compare: {verdict.reason}"
+        )
+    bounds = bounds_for(a.manifest.dtype)
+    if not same_program and not bounds.decisive:
+        raise UsageError(
+            f"explain: {a.manifest.dtype} is too coarse to match values of different programs; record both in float32, or "
+            "trace two runs of one program"
+        )
+    here = where is not None and (where.step, where.phase, where.unit) == (beyond.step, beyond.phase, beyond.unit)
+    rank = where.rank if here and where is not None and where.rank is not None else 0
+    name = beyond.name or beyond.event
+    return Target(beyond.step, beyond.phase, beyond.unit, rank, name, None if same_program else bounds.parameter)

@@ -1,0 +1,135 @@
+"""The operators of a part of a run, in the order in which they ran, and their file."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crossframe.errors import RecordingError
+from crossframe.files import parse_json
+from crossframe.operators.signature import Signature
+from crossframe.shown import shown_path
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the user's code."""
+
+    file: str
+    number: int
+    function: str
+    code: str
+
+    def in_words(self) -> str:
+        """The line, as an editor finds it."""
+        return f"{self.file}:{self.number}: {self.code}"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An operator's output held against the same operator in float64, on the same inputs.
+
+    Attributes:
+        error: norm(output - exact) / norm(exact).
+        bound: what rounding in the operator's dtype may make of that.
+    """
+
+    error: float
+    bound: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether rounding explains the error."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator, as it ran.
+
+    Attributes:
+        name: by the framework's name, such as "aten.mm".
+        arguments: those that are no tensors, in words.
+        phase: "forward", "backward", "clip", "optimizer", or "between" for what runs around these.
+        module: canonical name of the innermost module in which it ran; of a backward operator that of its forward operator.
+        line: of the user's code; of a backward operator the line of its forward operator.
+        judged: None where it cannot be repeated, or has no floating output.
+    """
+
+    index: int
+    name: str
+    arguments: str
+    phase: str
+    module: str
+    line: SourceLine | None
+    inputs: tuple[Signature, ...]
+    outputs: tuple[Signature, ...]
+    judged: Judged | None = None
+
+    def to_json(self) -> dict:
+        """The operator as a JSON object."""
+        return {
+            "name": self.name,
+            "arguments": self.arguments,
+            "phase": self.phase,
+            "module": self.module,
+            "line": [self.line.file, self.line.number, self.line.function, self.line.code] if self.line else None,
+            "inputs": [each.to_json() for each in self.inputs],
+            "outputs": [each.to_json() for each in self.outputs],
+            "judged": [repr(self.judged.error), repr(self.judged.bound)] if self.judged else None,
+        }
+
+    @classmethod
+    def from_json(cls, index: int, fields: dict[str, Any]) -> "Operator":
+        """What `to_json` made."""
+        return cls(
+            index,
+            fields["name"],
+            fields["arguments"],
+            fields["phase"],
+            fields["module"],
+            SourceLine(*fields["line"]) if fields["line"] else None,
+            tuple(map(Signature.from_json, fields["inputs"])),
+            tuple(map(Signature.from_json, fields["outputs"])),
+            Judged(*map(float, fields["judged"])) if fields["judged"] else None,
+        )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A part of a run.
+
+    Attributes:
+        operators: in the order in which they ran.
+        results: what the part is for: the outputs of its modules.
+    """
+
+    operators: Sequence[Operator]
+    results: Sequence[Signature]
+
+    def write(self, path: Path) -> None:
+        """Write one JSON object a line: operators, then the results."""
+        with open(path, "w") as file:
+            for operator in self.operators:
+                file.write(json.dumps(operator.to_json()) + "\n")
+            file.write(json.dumps({"results": [each.to_json() for each in self.results]}) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Trace":
+        """A trace from its file.
+
+        Raises:
+            RecordingError: no such file, or not a trace.
+        """
+        try:
+            objects = [parse_json(line) for line in path.read_bytes().splitlines()]
+            *operators, last = objects
+            return cls(
+                [Operator.from_json(index, fields) for index, fields in enumerate(operators)],
+                [Signature.from_json(fields) for fields in last["results"]],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RecordingError(
+                f"{shown_path(path)}: expected a trace of operators, but {error}; trace again"
+            ) from None

@@ -1,0 +1,219 @@
+"""`crossframe explain A B`: both runs made again up to the first difference, and the operators at which they part."""
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from crossframe.errors import UsageError
+from crossframe.operators import Finding, Operator, Request, Trace, find
+from crossframe.operators.match import Neighbour
+from crossframe.operators.request import TRACE_NAME
+from crossframe.operators.target import Target, target_of
+from crossframe.processes import module_command, run
+from crossframe.recording import Recording
+from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.program import PROGRAM, SOURCE
+from crossframe.verdict import compare
+from crossframe.verdict.comparable import labels
+from experiments.record_script import script_command
+
+TIMEOUT = 600.0
+_LAST_LINES = 12
+FOUND, NOTHING_DIFFERS, NOT_FOUND = 1, 0, 3
+
+
+def explain(
+    directories: tuple[Path, Path], *, folder: Path | None, timeout: float, as_json: bool, console: Console
+) -> int:
+    """Print the first operator of each side that computes something else; returns the exit status.
+
+    Args:
+        directories: of the recordings.
+        folder: where traces are kept; None: nowhere.
+        timeout: seconds that each run may take.
+
+    Raises:
+        UsageError: a recording without a command; a run that fails or takes too long.
+        RecordingError: a recording that cannot be read.
+    """
+    a, b = (Recording.open(directory) for directory in directories)
+    verdict = compare(a, b)
+    target = target_of(a, b, verdict)
+    if target is None:
+        console.print("nothing to explain: no recorded value differs beyond its bound", style="green")
+        for setting in verdict.settings:
+            console.print(f"stated differently: {setting}", highlight=False, soft_wrap=True)
+        return NOTHING_DIFFERS
+    with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
+        root = folder or Path(temporary)
+        traces = []
+        for side, recording in zip("ab", (a, b), strict=True):
+            traces.append(
+                _traced(recording, target, (root / side).resolve(), timeout, console if not as_json else None)
+            )
+    found = find(traces[0], traces[1], target.tolerance)
+    if as_json:
+        import json
+
+        print(json.dumps(_to_json(found, target), indent=1))
+    else:
+        _print(found, target, labels(a, b), console)
+    return FOUND if found.a is not None or found.b is not None else NOT_FOUND
+
+
+def _traced(recording: Recording, target: Target, directory: Path, timeout: float, console: Console | None) -> Trace:
+    """The trace of one side's run, made again up to the step."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rank = min(target.rank, recording.manifest.world_size - 1)
+    request = Request(str(directory), target.step, rank, target.phase, target.unit)
+    said = recording.manifest.settings.get(COMMAND)
+    if not isinstance(said, str):
+        raise UsageError(
+            f"explain: {recording.directory} does not state the command that made it; record it with crossframe record"
+        )
+    if console is not None:
+        console.print(f"tracing step {target.step} of: {said}", style="dim", highlight=False, soft_wrap=True)
+    (directory / TRACE_NAME).unlink(missing_ok=True)
+    how = f"explain: the run was not made again by '{said}'"
+    hint = "run explain in the folder in which it was recorded, with the same environment"
+    try:
+        command = command_of(shlex.split(said), directory / "recording", recording.manifest.world_size)
+        status, printed = run(command, captured=True, environment=request.to_environment(), timeout=timeout)
+    except TimeoutError as error:
+        raise UsageError(f"{how}: {error}; allow more with --timeout") from None
+    if not (directory / TRACE_NAME).exists():
+        last = "\n".join(printed.strip().splitlines()[-_LAST_LINES:])
+        raise UsageError(f"{how}: exit status {status}, without a trace; {hint}. It printed last:\n{last}")
+    _check_source(recording, directory / "recording", console)
+    return Trace.read(directory / TRACE_NAME)
+
+
+def command_of(said: Sequence[str], output: Path, world_size: int) -> list[str]:
+    """The command line that makes a run again.
+
+    Args:
+        said: the command that the recording states.
+        output: where `crossframe record` is to record to.
+
+    Raises:
+        UsageError: a command that is neither `crossframe record` nor a script of Python.
+
+    >>> command_of(["python", "train.py", "--lr", "1"], Path("out"), 1)[1:]
+    ['train.py', '--lr', '1']
+    """
+    if list(said[:2]) == ["crossframe", "record"] and len(said) > 2 and said[2].endswith(".py"):
+        options, arguments = list(said[3:]), []
+        if "--" in options:
+            options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
+        at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
+        recorder = {"directory": str(output), "windows": [], "overwrite": True}
+        return script_command(said[2], arguments, recorder, int(options[at]) if at else None)
+    if list(said[:2]) == ["crossframe", "record"] and len(said) > 2:
+        options = ["--output", str(output), "--overwrite"]
+        return module_command("experiments.entry:main", ["record", said[2], *options, *said[3:]])
+    if said and said[0] == "python" and len(said) > 1:
+        if world_size == 1:
+            return [sys.executable, *said[1:]]
+        ranks = ["--standalone", "--nproc-per-node", str(world_size)]
+        return [sys.executable, "-m", "torch.distributed.run", *ranks, *said[1:]]
+    raise UsageError(
+        f"explain: cannot make a run again by '{shlex.join(said)}': expected crossframe record or a script of "
+        "Python; record it with crossframe record"
+    )
+
+
+def _check_source(recording: Recording, again: Path, console: Console | None) -> None:
+    """Say so if the script is no longer what was recorded."""
+    before = recording.manifest.settings.get(PROGRAM)
+    try:
+        now = Recording.open(again, partial=True).manifest.settings.get(PROGRAM)
+    except Exception:
+        return
+    if isinstance(before, dict) and isinstance(now, dict) and before.get(SOURCE) != now.get(SOURCE) and console:
+        console.print(
+            f"the source has changed since {recording.directory} was recorded: what follows is about the source as it is now",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def _print(found: Finding, target: Target, names: tuple[str, str], console: Console) -> None:
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+
+    how = "in every bit" if target.tolerance is None else f"within {target.tolerance:.1e}"
+    counts = " and ".join(f"{m} of {n}" for m, n in zip(found.num_matched, found.num_operators, strict=True))
+    place = f"step {target.step}, {target.phase}, unit {target.unit or '(root)'!r}"
+    say(f"{counts} operators of {place} have outputs that agree {how}")
+    if found.a is None and found.b is None:
+        outside = (
+            "what the traced part was given differs already"
+            if found.from_outside
+            else "no operator was found at which they part"
+        )
+        say(f"{outside}: the first quantity that differs is {target.name}", "yellow")
+        return
+    for name, op, near in zip(names, (found.a, found.b), found.neighbours, strict=True):
+        say("")
+        if op is None:
+            say(f"{name}: every operator's output has a partner", "bold")
+            continue
+        say(f"{name}: {_in_words(op)}", "bold red")
+        for each in near:
+            say(f"    {_mark(each, op)} {_in_words(each.operator, short=True)}")
+        if op.judged is not None:
+            inside = "inside" if op.judged.inside else "OUTSIDE"
+            said = f"off by {op.judged.error:.1e}, {inside} its bound of {op.judged.bound:.1e}"
+            say(f"    recomputed in float64 from the same inputs: {said}")
+    if found.factor is not None:
+        say(f"\nthe output in {names[1]} is {found.factor:.6g} times that in {names[0]}")
+
+
+def _mark(neighbour: Neighbour, op: Operator) -> str:
+    return ">" if neighbour.operator is op else ("=" if neighbour.matched else "!")
+
+
+def _in_words(op: Operator, *, short: bool = False) -> str:
+    arguments = f"({op.arguments})" if op.arguments else ""
+    shapes = ", ".join(f"{each.dtype}{list(each.shape)}" for each in op.outputs[:2])
+    where = op.line.in_words() if op.line is not None else "no line of the script"
+    if short:
+        return f"{op.name}{arguments} -> {shapes}   {where}"
+    return f"{where}\n    {op.name}{arguments} -> {shapes}, {op.phase} of module {op.module or '(root)'!r}"
+
+
+def _to_json(found: Finding, target: Target) -> dict[str, Any]:
+    def of(op: Operator | None) -> dict[str, Any] | None:
+        if op is None:
+            return None
+        line = op.line
+        return {
+            "operator": op.name,
+            "arguments": op.arguments,
+            "phase": op.phase,
+            "module": op.module,
+            "file": line.file if line else None,
+            "line": line.number if line else None,
+            "code": line.code if line else None,
+            "inside_its_bound": op.judged.inside if op.judged else None,
+        }
+
+    return {
+        "step": target.step,
+        "phase": target.phase,
+        "unit": target.unit,
+        "rank": target.rank,
+        "quantity": target.name,
+        "tolerance": target.tolerance,
+        "from_outside": found.from_outside,
+        "factor": found.factor,
+        "matched": list(found.num_matched),
+        "operators": list(found.num_operators),
+        "a": of(found.a),
+        "b": of(found.b),
+    }

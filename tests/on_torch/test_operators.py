@@ -1,0 +1,201 @@
+"""Operators traced in torch: where two versions of a small script part, and at which line."""
+
+import runpy
+import shlex
+
+import pytest
+import torch
+
+from crossframe.operators import TRACE, Request, Trace, find
+from crossframe.operators.request import TRACE_NAME
+from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.lines import BACKWARD, FORWARD, UPDATE
+from crossframe.verdict.bounds import bounds_for
+from experiments.explain import explain
+from torch_backend.recorder import script
+from torch_backend.recorder.operators import OperatorTrace
+
+SCRIPT = """
+import math, torch
+from torch import nn
+from torch.nn import functional as F
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.0
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = (each.view(b, t, 2, 4).transpose(1, 2) for each in self.qkv(x).split(8, -1))
+        scores = q @ k.transpose(-2, -1)
+        scores = scores / math.sqrt(4)
+        mask = torch.ones(t, t, dtype=torch.bool).tril()
+        p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        y = p @ v
+        y = y.transpose(1, 2).reshape(b, t, d)
+        return self.out(y)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.position, self.attention = nn.Embedding(11, 8), nn.Embedding(9, 8), Attention()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 11)
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + 1e-5)
+        x = Twice.apply(x + self.attention(x))
+        h = F.gelu(self.up(x))
+        return self.down(h)
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+def loss_of():
+    tokens = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(1))
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+"""
+LOOP = """
+for _ in range(2):
+    loss_of().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def line_of(text):
+    assert SCRIPT.count(text) == 1, text
+    return SCRIPT[: SCRIPT.index(text)].count("\n") + 1
+
+
+def traced(path, phase=FORWARD, *, text=SCRIPT):
+    path.write_text(text)
+    made = runpy.run_path(str(path))
+    with OperatorTrace(made["model"], Request("", 0, 0, phase, "")) as trace:
+        trace.begin_step(active=True)
+        made["loss_of"]().backward()
+        made["optimizer"].step()
+    return trace.trace()
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """The trace of the script as it is, by phase."""
+    path = tmp_path_factory.mktemp("unchanged") / "a.py"
+    return {phase: traced(path, phase) for phase in (FORWARD, BACKWARD, UPDATE)}
+
+
+@pytest.fixture
+def found(tmp_path, unchanged):
+    def compare(old, new, phase=FORWARD, *, tolerance=None):
+        assert SCRIPT.count(old) == 1, old
+        return find(unchanged[phase], traced(tmp_path / "b.py", phase, text=SCRIPT.replace(old, new)), tolerance)
+
+    return compare
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "operator", "phase"),
+    [
+        pytest.param("variance + 1e-5", "variance + 1e-6", "aten.add", FORWARD, id="epsilon"),
+        pytest.param("F.gelu(self.up(x))", "F.gelu(self.up(x), approximate='tanh')", "aten.gelu", FORWARD, id="tanh"),
+        pytest.param("math.sqrt(4)", "math.sqrt(8)", "aten.div", FORWARD, id="scale"),
+        pytest.param("p @ v", "p.bfloat16().float() @ v", "aten._to_copy", FORWARD, id="cast"),
+        pytest.param(".tril()", ".tril(1)", "aten.tril", FORWARD, id="mask"),
+        pytest.param("y.transpose(1, 2).reshape(b", "y.reshape(b", "aten.view", FORWARD, id="transpose"),
+        pytest.param("x.pow(2).mean", "x.pow(2).half().mean", "aten._to_copy", FORWARD, id="half sum"),
+        pytest.param("torch.arange(", "1 + torch.arange(", "aten.add", FORWARD, id="index"),
+        pytest.param(
+            "tokens[:, 1:].flatten())", "tokens[:, 1:].flatten(), label_smoothing=0.1)", "aten.sum", FORWARD, id="loss"
+        ),
+        pytest.param("grad * 1.0", "grad * 1.01", "aten.mul", BACKWARD, id="backward"),
+        pytest.param("parameters(), 1e-2", "parameters(), 1e-2, eps=1e-6", "", UPDATE, id="optimizer"),
+    ],
+)
+def test_one_changed_operator_is_found_at_its_line(found, old, new, operator, phase):
+    first = found(old, new, phase)
+    assert first.b is not None and operator in first.b.name
+    if phase != UPDATE:  # lines of torch's own optimizers are none of the script's
+        assert first.b.line.number == line_of(old)
+        assert first.b.line.code == SCRIPT.replace(old, new).splitlines()[line_of(old) - 1].strip()
+
+
+def test_constants_and_factors_are_printed(found):
+    first = found("math.sqrt(4)", "math.sqrt(16)")
+    assert (first.a.arguments, first.b.arguments, first.factor) == ("other=2.0", "other=4.0", pytest.approx(0.5))
+    assert first.a.judged.inside and first.b.judged.inside
+
+
+def test_the_same_script_has_nothing_that_parts(found):
+    for phase in (FORWARD, BACKWARD, UPDATE):
+        first = found("math.sqrt(4)", "math.sqrt(4)", phase)
+        assert (first.a, first.b) == (None, None) and first.num_matched == first.num_operators
+
+
+EAGER = SCRIPT[SCRIPT.index("        scores = q @ k") : SCRIPT.index("        y = y.transpose")]
+
+
+def test_fused_attention_matches_eager_attention(found):
+    tolerance = bounds_for("float32").parameter
+    fused = EAGER.split("\n")[0].replace("q @ k.transpose(-2, -1)", "None") + "\n"
+    fused += "        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
+    alike = found(EAGER, fused, tolerance=tolerance)
+    assert (alike.a, alike.b) == (None, None)
+    first = found(EAGER, fused.replace("is_causal=True", "is_causal=True, scale=0.25"), tolerance=tolerance)
+    assert "attention" in first.b.name and "scale=0.25" in first.b.line.code
+    assert first.a.line.number in range(line_of("scores = q @ k"), line_of("y = p @ v") + 1)
+
+
+def test_backward_operators_have_their_forward_line(unchanged):
+    operators = unchanged[BACKWARD].operators
+    lines = {op.name: op.line.number for op in operators if op.phase == BACKWARD and op.line is not None}
+    assert lines["aten.gelu_backward"] == line_of("F.gelu(self.up(x))")
+    assert lines["aten._softmax_backward_data"] == line_of("softmax(-1)")
+
+
+def test_an_inexact_operator_is_outside_its_bound():
+    class Wrong(torch.nn.Module):
+        def forward(self, x):
+            return torch.ops.crossframe_test.wrong_sum(x)
+
+    @torch.library.custom_op("crossframe_test::wrong_sum", mutates_args=())
+    def wrong_sum(x: torch.Tensor) -> torch.Tensor:
+        return x.half().sum(-1).float() if x.dtype == torch.float32 else x.sum(-1)
+
+    with OperatorTrace(model := Wrong(), Request("", 0, 0, FORWARD, "")) as trace:
+        trace.begin_step(active=True)
+        model(100 * torch.rand(4, 4096, generator=torch.Generator().manual_seed(0)))
+    (judged,) = (op.judged for op in trace.trace().operators if "wrong_sum" in op.name)
+    assert judged is not None and not judged.inside
+
+
+def test_a_recorder_traces_the_step_that_is_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "s.py").write_text(SCRIPT + LOOP)
+    for name, value in Request(str(tmp_path), 1, 0, FORWARD, "attention").to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert script.run(str(tmp_path / "s.py"), [], str(tmp_path / "run")) == 0
+    operators = Trace.read(tmp_path / TRACE_NAME).operators
+    assert operators and {op.module.split(".")[0] for op in operators} == {"attention"}
+    assert not (tmp_path / "run").exists()
+
+
+def test_explain_makes_both_runs_again(tmp_path, capsys, monkeypatch):
+    from rich.console import Console
+
+    monkeypatch.delenv(TRACE, raising=False)
+    for name, scale in (("a", "math.sqrt(4)"), ("b", "math.sqrt(8)")):
+        path = tmp_path / f"{name}.py"
+        path.write_text((SCRIPT + LOOP).replace("math.sqrt(4)", scale))
+        settings = {COMMAND: shlex.join(["crossframe", "record", str(path)])}
+        assert script.run(str(path), [], str(tmp_path / name), settings=settings) == 0
+    status = explain(
+        (tmp_path / "a", tmp_path / "b"), folder=None, timeout=300, as_json=False, console=Console(width=200)
+    )
+    said = capsys.readouterr().out
+    assert status == 1
+    assert f"b.py:{line_of('math.sqrt(4)')}: scores = scores / math.sqrt(8)" in said
+    assert "the output in b is 0.707107 times that in a" in said

@@ -1,0 +1,335 @@
+"""The operators of a part of a step, traced in a re-run. `crossframe.operators` says what a trace holds."""
+
+import inspect
+import linecache
+import math
+import site
+import sysconfig
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from crossframe.dtypes import FLOATING, unit_roundoff
+from crossframe.operators import Judged, Operator, Request, Signature, SourceLine, Trace, signature_of
+from crossframe.operators.request import TRACE_NAME
+from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
+from crossframe.shown import shown
+from crossframe.verdict.bounds import bounds_for
+from torch_backend.dtypes import dtype_name
+from torch_backend.piece_tensor import PieceTensor
+from torch_backend.recorder.tree import named_places
+from torch_backend.recorder.watch import in_backward, quietly
+
+aten = torch.ops.aten
+
+
+def _packets(names: str) -> frozenset[Any]:
+    return frozenset(getattr(aten, name) for name in names.split())
+
+
+_SAME_VALUES = _packets("""
+    detach alias lift_fresh is_pinned _local_scalar_dense record_stream
+""")
+"""Operators that only pass values on, or give no tensor."""
+_SUMS = _packets("mm bmm addmm baddbmm mv dot sum mean convolution cumsum")
+"""Operators that add up products: |error| <= terms * u * (the same of absolute values), to first order in u."""
+_MOST_OPERATORS = 20_000
+_OWN = ("torch_backend", "crossframe", "jax_backend", "experiments/entry.py", "experiments/cli.py")
+_ROOT = Path(__file__).resolve().parents[2]
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = (
+    _TORCH,
+    *(str(_ROOT / own) for own in _OWN),
+    *(str(Path(sysconfig.get_paths()[kind])) for kind in ("stdlib", "platstdlib")),
+)
+_INSTALLED = tuple(site.getsitepackages())
+
+
+class OperatorTrace(TorchDispatchMode):
+    """A context in which the operators of one part of a step are noted.
+
+    It is entered before the step; `active` says when the step is on.
+
+    Args:
+        model: whose modules give operators their places.
+        request: which part is traced.
+    """
+
+    def __init__(self, model: nn.Module, request: Request) -> None:
+        super().__init__()
+        self._request = request
+        self._names = {place.module: place.name for place in named_places(model)}
+        self._inside: list[str] = []
+        self._in_optimizer = False
+        self._began_backward = False
+        # By the number of autograd's node the module and line of a forward operator.
+        self._forward: dict[int, tuple[str, SourceLine | None]] = {}
+        self._operators: list[Operator] = []
+        self._results: list[Signature] = []
+        self._stack = ExitStack()
+        self.active = False
+
+    def begin_step(self, *, active: bool) -> None:
+        """A step begins.
+
+        Args:
+            active: whether it is the one to trace.
+        """
+        self.active, self._began_backward = active, False
+
+    def __enter__(self) -> Self:
+        for handle in (
+            register_module_forward_pre_hook(self._enters),
+            register_module_forward_hook(self._leaves, always_call=True),
+            register_optimizer_step_pre_hook(lambda *_: self._set_in_optimizer(True)),
+            register_optimizer_step_post_hook(lambda *_: self._set_in_optimizer(False)),
+        ):
+            self._stack.callback(handle.remove)
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._stack.close()
+
+    def trace(self) -> Trace:
+        """What was noted."""
+        return Trace(self._operators, self._results)
+
+    def write(self) -> None:
+        """Write the trace into the directory of the request."""
+        self.trace().write(Path(self._request.directory, TRACE_NAME))
+
+    # Where the run is
+
+    def _enters(self, module: nn.Module, _: Any) -> None:
+        self._inside.append(self._names.get(module, self._inside[-1] if self._inside else ""))
+
+    def _leaves(self, module: nn.Module, _: Any, output: Any) -> None:
+        name = self._inside.pop()
+        if not self.active or module not in self._names or self._phase() != FORWARD or not self._is_within(name):
+            return
+        if self._request.phase == FORWARD:
+            with quietly():
+                self._results += [_signature(each) for each in tree_leaves(output) if isinstance(each, Tensor)]
+
+    def _set_in_optimizer(self, value: bool) -> None:
+        self._in_optimizer = value
+
+    def _phase(self) -> str:
+        if in_backward():
+            self._began_backward = True
+            return BACKWARD
+        if self._in_optimizer:
+            return "optimizer"
+        return "between" if self._began_backward and not self._inside else FORWARD
+
+    def _is_within(self, module: str) -> bool:
+        unit = self._request.unit
+        return not unit or module == unit or module.startswith(f"{unit}.")
+
+    def _is_asked_for(self, phase: str, module: str) -> bool:
+        asked = self._request.phase
+        if asked in (PARAMETERS, UNSHARDED, FORWARD):
+            return phase == FORWARD and self._is_within(module)
+        if asked == BACKWARD:
+            return phase in (FORWARD, BACKWARD) and self._is_within(module)
+        if asked in (STATE, UPDATE):
+            return phase == "optimizer"
+        return phase in (BACKWARD, "between")  # a reduced gradient, or the norm
+
+    # Operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active or len(self._operators) >= _MOST_OPERATORS:
+            return func(*args, **kwargs)
+        phase = self._phase()
+        module, line = self._place(phase)
+        if func.overloadpacket in _SAME_VALUES or not self._is_asked_for(phase, module):
+            return func(*args, **kwargs)
+        with quietly():
+            rows = _rows(func, args, kwargs)
+            inputs = [[_signature(each) for each in row] for row in rows]
+            exact = _exact(func, args, kwargs) if len(rows) == 1 else None
+        result = func(*args, **kwargs)
+        with quietly():
+            name, arguments = str(func.overloadpacket).replace("aten::", "aten."), _arguments(func, args, kwargs)
+            judged = exact.judge(result) if exact is not None else None
+            for own, made in zip(inputs, _made(func, args, kwargs, result, len(rows)), strict=True):
+                index, outputs = len(self._operators), tuple(map(_signature, made))
+                self._operators.append(
+                    Operator(index, name, arguments, phase, module, line, tuple(own), outputs, judged)
+                )
+        return result
+
+    def _place(self, phase: str) -> tuple[str, SourceLine | None]:
+        """The module and line of what runs now; in backward those of its forward operator, or of a backward of the user's."""
+        if phase == BACKWARD:
+            node = torch._C._current_autograd_node()
+            known = self._forward.get(node._sequence_nr()) if node is not None else None
+            if known is None:
+                return self._here, _user_line()
+            return (known[0], _user_line()) if isinstance(node, torch.autograd.function.BackwardCFunction) else known
+        place = (self._here, _user_line())
+        # Autograd has made the node of this operator by now, and numbers nodes in order.
+        self._forward.setdefault(_next_node_number() - 1, place)
+        return place
+
+    @property
+    def _here(self) -> str:
+        """The innermost module in which forward is; "" outside of all."""
+        return self._inside[-1] if self._inside else ""
+
+
+def _next_node_number() -> int:
+    """The number that autograd gives to the next node that it makes."""
+    return vars(torch._C)["_autograd"]._get_sequence_nr()
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Tensor) for each in value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _rows(func: Any, args: tuple, kwargs: dict) -> list[list[Tensor]]:
+    """The tensors that an operator is given. One that goes over lists counts as one operator for each element of the lists."""
+    given = [*args, *kwargs.values()]
+    lists = [each for each in given if _is_list(each)]
+    if not func.__name__.startswith(("_foreach", "_fused")) or len({len(each) for each in lists}) != 1:
+        return [_tensors(given)]
+    others = [each for each in given if isinstance(each, Tensor)]
+    return [[*row, *others] for row in zip(*lists, strict=True)]
+
+
+def _made(func: Any, args: tuple, kwargs: dict, result: Any, num_rows: int) -> list[list[Tensor]]:
+    """The tensors that an operator returned or wrote into, for each of the rows."""
+    written = {each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    named = [*zip((each.name for each in func._schema.arguments), args, strict=False), *kwargs.items()]
+    found = [result, *(value for name, value in named if name in written)]
+    if num_rows > 1:
+        lists = [each for each in found if _is_list(each) and len(each) == num_rows]
+        return [list(row) for row in zip(*lists, strict=True)] if lists else [[] for _ in range(num_rows)]
+    return [list({id(each): each for each in _tensors(found)}.values())]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local = tensor.local if isinstance(tensor, PieceTensor) else getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def _signature(tensor: Tensor) -> Signature:
+    local = _local(tensor)
+    if local.is_meta or local.layout != torch.strided:
+        return signature_of(torch.zeros(0).numpy(), dtype_name(local.dtype))
+    wide = local.abs() if local.is_complex() else local
+    made = signature_of(wide.to("cpu", torch.float64).numpy(), dtype_name(local.dtype))
+    return made
+
+
+def _arguments(func: Any, args: tuple, kwargs: dict) -> str:
+    """What an operator was given besides tensors."""
+    names = [argument.name for argument in func._schema.arguments]
+    said = []
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        leaves = tree_leaves(value)
+        if (
+            value is None
+            or not leaves
+            or any(isinstance(each, Tensor | torch.device | torch.layout) for each in leaves)
+        ):
+            continue
+        said.append(f"{name}={shown(value)}")
+    return ", ".join(said)
+
+
+def _user_line() -> SourceLine | None:
+    """The innermost line on the stack that is neither torch's, nor Python's own, nor this project's."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        installed = file.startswith(_INSTALLED) and not file.startswith(_TORCH)
+        if installed or not file.startswith(("<", *_LIBRARIES)):
+            return _line(file, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def _line(file: str, number: int, function: str) -> SourceLine:
+    return SourceLine(file, number, function, linecache.getline(file, number).strip())
+
+
+class _Exact:
+    """An operator repeated in float64 on the inputs that it had."""
+
+    def __init__(self, exact: Tensor, absolute: Tensor | None, terms: int) -> None:
+        self._exact, self._absolute, self._terms = exact, absolute, terms
+
+    def judge(self, result: Any) -> Judged | None:
+        """Hold the operator's first output against it."""
+        output = next((each for each in tree_leaves(result) if isinstance(each, Tensor)), None)
+        if output is None or dtype_name(output.dtype) not in FLOATING or output.shape != self._exact.shape:
+            return None
+        dtype, kept = dtype_name(output.dtype), torch.isfinite(self._exact)
+        exact = self._exact[kept]
+        size = float(exact.norm())
+        if not size:
+            return None
+        if not torch.equal(torch.isfinite(output), kept):
+            return Judged(math.inf, bounds_for(dtype).parameter)
+        error = float((_local(output)[kept].double() - exact).norm()) / size
+        bound = bounds_for(dtype).parameter
+        if self._absolute is not None:
+            bound = (self._terms + 1) * unit_roundoff(dtype) * float(self._absolute[kept].norm()) / size
+        return Judged(error, bound)
+
+
+def _exact(func: Any, args: tuple, kwargs: dict) -> _Exact | None:
+    """The operator in float64, before it may change its inputs; None where it cannot be repeated."""
+    if torch.Tag.nondeterministic_seeded in func.tags or "c10d" in func.namespace or "_foreach" in func.__name__:
+        return None
+    leaves = tree_leaves((args, kwargs))
+    tensors = [each for each in leaves if isinstance(each, Tensor)]
+    if not tensors or any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
+        return None
+    if not any(each.is_floating_point() for each in tensors):
+        return None
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    try:
+        own_args, own_kwargs = tree_map(wide, (args, kwargs))
+        exact = next(each for each in tree_leaves(func(*own_args, **own_kwargs)) if isinstance(each, Tensor))
+        if not exact.is_floating_point():
+            return None
+        if func.overloadpacket not in _SUMS:
+            return _Exact(exact, None, 1)
+        flat, spec = tree_flatten(tree_map(wide, (args, kwargs)))
+        positive = [each.abs() if isinstance(each, Tensor) and each.is_floating_point() else each for each in flat]
+        own_args, own_kwargs = tree_unflatten(positive, spec)
+        absolute = next(each for each in tree_leaves(func(*own_args, **own_kwargs)) if isinstance(each, Tensor))
+        return _Exact(exact, absolute, max(_terms(tensors, exact), 1))
+    except Exception:  # an operator may refuse float64 in any way of its own
+        return None
+
+
+def _terms(tensors: Sequence[Tensor], exact: Tensor) -> int:
+    """How many terms an element of the result adds up: of a product of matrices the inner size, of a sum what it sums over."""
+    inner = [each.shape[-1] for each in tensors if each.dim() > 1]
+    return max([*inner, max(each.numel() for each in tensors) // max(exact.numel(), 1)], default=1)
