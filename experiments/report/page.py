@@ -78,6 +78,7 @@ def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
         strip=strip_of(series[at]) if at is not None else None,
         phases=words.PHASES,
         elements=words.elements,
+        power=words.power_text,
         glyphs=GLYPHS,
         looks_like=words.looks_like(report["pairs"][at], series[at].sketched) if at is not None else None,
         measured=words.measured_by(series[at].bounds, series[at].twins) if at is not None else "",

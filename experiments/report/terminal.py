@@ -89,6 +89,10 @@ def _besides(report: dict[str, Any]) -> list[str]:
         said.append(f"stated differently: {words.short(told[0], 100)}{more}")
     if told := next((pair["notes"] for pair in report["pairs"] if pair["notes"]), []):
         said += [words.short(note, 160) for note in told]
+    if report["verdict"] in ("rounding", "inconclusive"):
+        said += [words.short(f"bits: {told}", 150) for told in _first_of(report, "bits")]
+        powers = (text for pair in report["pairs"] if (text := words.power_text(pair, ("slope",))))
+        said += [words.short(f"power: {text}", 230) for text in powers][:1]
     if (trace := report["trace"]) is not None:
         counts = ", ".join(f"{entry['count']} {kind}" for kind, entry in trace["plan"].items() if entry["count"])
         verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"
@@ -96,6 +100,10 @@ def _besides(report: dict[str, Any]) -> list[str]:
     if zero := sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}):
         said.append(f"not counted, as their gradient is zero: {len(zero)}, for instance {words.short(zero[0], 24)}")
     return said
+
+
+def _first_of(report: dict[str, Any], name: str) -> list[str]:
+    return [pair[name] for pair in report["pairs"] if pair.get(name)][:1]
 
 
 def _table(rows: Sequence[tuple[dict[str, Any], PairSeries]]) -> Table:
@@ -108,7 +116,7 @@ def _table(rows: Sequence[tuple[dict[str, Any], PairSeries]]) -> Table:
             pair["dtype"],
             str(worlds) if isinstance(worlds, int) else "/".join(map(str, worlds)),
             str(pair["steps"]),
-            Text(pair["verdict"], style=_STYLES[pair["verdict"]]),
+            Text(pair["verdict"].split()[0], style=_STYLES[pair["verdict"]]),
             words.number(pair["max_relative_loss_difference"]),
             limits[0].removeprefix("bound "),
             words.number(pair["max_relative_parameter_difference"]),

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from crossframe.draw.amounts import ROOT, one_line
@@ -205,6 +205,35 @@ def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:
     if sketched:
         return "What it looks like cannot be told from sketches: record the step in full."
     return "It looks like none of the common faults."
+
+
+_EFFECTS = {
+    "slope": "a factor of 1 +- {0}",
+    "size": "a change of size by {0}",
+    "mean": "an offset of {0}",
+    "channels": "an offset by channel of {0}",
+    "tanh": "{0} of the difference between GELUs by erf and by tanh",
+}
+_AVERAGED = {"activation": "activations", "backward": "local gradients", "reduce": "reduced gradients"}
+
+
+def power_text(pair: dict[str, Any], directions: Collection[str] = tuple(_EFFECTS)) -> str:
+    """The smallest effects in some directions that the tests could have found; "" where there were none.
+
+    >>> power_text({"power": {"reduce": {"slope": {"least": 0.004, "half": 0.0321}}}})
+    'of half of the reduced gradients a factor of 1 +- 3.2% would have been found'
+    >>> power_text({"power": None})
+    ''
+    """
+    said = []
+    for kind, effects in (pair.get("power") or {}).items():
+        each = ", ".join(
+            _EFFECTS[name].format(f"{100 * limit['half']:.2g}%")
+            for name, limit in effects.items()
+            if name in directions
+        )
+        said.append(f"of half of the {_AVERAGED[kind]} {each}")
+    return f"{'; '.join(said)} would have been found" if said else ""
 
 
 def first_place(pair: dict[str, Any], name: str) -> str:
