@@ -236,7 +236,9 @@ def _table(of_faults: list[dict[str, Any]], of_pairs: list[dict[str, Any]]) -> s
 def _smoke(wanted: Sequence[Run], jobs: int, console: Console) -> int:
     """Run each script and variant once in float32, without recording."""
 
-    def one(run: Run) -> bool:
+    failed: list[str] = []
+
+    def one(run: Run) -> None:
         command = [sys.executable, str(run.path), *run.options]
         if run.is_jax and run.script != "nnx_transformer":
             command += ["--devices", str(run.world)]
@@ -244,9 +246,18 @@ def _smoke(wanted: Sequence[Run], jobs: int, console: Console) -> int:
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.world)]
             command = [sys.executable, *torchrun, str(run.path), *run.options]
         status, text = _run(command, {})
-        console.print(f"{run.script} {run.arguments}: {'ended' if not status else text[-500:]}")
-        return not status
+        name = f"{run.script} {run.arguments} on {run.world}"
+        console.print(f"{name}: {'ended' if not status else text[-500:]}", markup=False)
+        if status:
+            failed.append(name)
 
     first = {(run.script, run.arguments, run.world): run for run in wanted if run.dtype == "float32"}
     with ThreadPoolExecutor(jobs) as pool:
-        return int(not all(pool.map(one, first.values())))
+        list(pool.map(one, first.values()))
+    console.print(
+        f"{len(first) - len(failed)} of {len(first)} ended",
+        *(f"failed: {name}" for name in failed),
+        sep="\n",
+        markup=False,
+    )
+    return int(bool(failed))
