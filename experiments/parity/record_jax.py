@@ -262,13 +262,13 @@ def _train(settings: RunSettings, manifest: Manifest, output: Path, mesh: Mesh) 
                 {rank: RecordedBatch(batch.digest, batch.sample_ids) for rank, batch in enumerate(batches)},
                 {rank: float(loss) for rank, loss in enumerate(losses)},
                 writers.source.pieces(sharded) if step == 0 else None,
-                result.grads,
-                None if norm is None else float(norm),
-                opt_state,
-                updated,
-                inner if writers.is_dense(step) else (),
-                result.local_grads,
-                events,
+                grads=result.grads,
+                grad_norm=None if norm is None else float(norm),
+                state=opt_state,
+                updated=updated,
+                inner=inner if writers.is_dense(step) else (),
+                local_grads=result.local_grads,
+                events=events,
             )
             writers.write(step, seen)
             sharded, state = updated, result.state
