@@ -20,7 +20,7 @@ from crossframe.verdict.diagnosis import (
 )
 from crossframe.verdict.diagnosis.stated import MOMENTS, rule_of
 from crossframe.verdict.dims import in_one_order
-from crossframe.verdict.direction import TANH, Directions, Found
+from crossframe.verdict.direction import GAIN, TANH, Directions, Found
 from crossframe.verdict.envelope import ENOUGH, Envelope, decisive
 from crossframe.verdict.islands import Island, island_at
 from crossframe.verdict.judge import Judgement, judge
@@ -378,6 +378,8 @@ def _by_direction(
         judgement, said = apart, f"{said}; in bits the first difference is {_called(apart)}"
     at = locate_sketch(judgement, pair)
     diagnosis = diagnose(pair, judgement, at, envelope.limit) if at.step in pair.steps else None
+    if found.direction == GAIN and diagnosis is None:
+        diagnosis = Diagnosis("norm_epsilon", f"{said}, as with another epsilon.")
     if found.direction == TANH:
         diagnosis = Diagnosis("tanh_gelu", f"{said}.")
     return _ByBits(Verdict.BUG, judgement, at, diagnosis, said)

@@ -14,6 +14,11 @@ own estimate sum((y - erf(x)) h) / sum(h h) with h = tanh(x) - erf(x), which is 
 
     tanh      the estimate of b less that of a; it must exceed 1/2, which no rounding of a constant does
 
+And one of the norms, of which another epsilon is a special case. Where y is a layer norm or an RMS norm of its module's own
+input, up to a factor g for each channel, g is estimated of each recording from its own input, so that what came in cancels out:
+
+    gain      sum((g of b - g of a) (g of a)) / sum(g of a squared)
+
 Each is measured in the same way of each of k perturbed runs against their run, x_1 ... x_k. Under the hypothesis that the other
 recording rounds as they do, x is one more draw, of mean zero, and
 
@@ -40,11 +45,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from crossframe.dtypes import unit_roundoff
-from crossframe.recording.lines import BACKWARD, REDUCE
+from crossframe.recording.lines import BACKWARD, OUTPUT, REDUCE
 from crossframe.verdict.quantities import ACTIVATION, Quantity, finite
 
-SLOPE, SIZE, MEAN, CHANNELS, TANH = "slope", "size", "mean", "channels", "tanh"
-DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH)
+SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN = "slope", "size", "mean", "channels", "tanh", "gain"
+DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN)
 _COARSE = 2.0**-12
 """Directions are tested in dtypes of at least this unit roundoff: bfloat16 and float16. In finer ones distances are enough."""
 _MOST_CHANNELS = 1 << 14
@@ -72,6 +77,7 @@ class Sums:
     way: float = 0.0
     along: float = 0.0
     channels: np.ndarray | None = None
+    gains: np.ndarray | None = None
 
     @classmethod
     def of(cls, quantity: Quantity) -> "Sums":
@@ -89,6 +95,8 @@ class Sums:
 
     def __iadd__(self, other: "Sums") -> "Sums":
         same = self.channels is not None and other.channels is not None and self.channels.shape == other.channels.shape
+        if other.gains is not None:
+            self.gains = other.gains if self.gains is None else self.gains + other.gains
         if not self.numel:
             self.channels = other.channels
         else:
@@ -103,6 +111,9 @@ class Sums:
             return
         yield SLOPE, self.products / self.squares
         yield SIZE, self.signed / self.sizes
+        if self.gains is not None:
+            first, second = self.gains[0] / self.gains[1], self.gains[2] / self.gains[3]
+            yield GAIN, float(np.vdot(second - first, first) / np.vdot(first, first))
         if self.way:
             yield TANH, self.along / self.way
         if kind == ACTIVATION:
@@ -120,6 +131,7 @@ class Tally:
     first: dict[Key, Quantity] = field(default_factory=dict)
     _recent: dict[tuple[int, int], list[Sequence[Quantity]]] = field(default_factory=dict)
     _gelu_of: dict[str, str] = field(default_factory=dict)
+    _centred: dict[str, bool | None] = field(default_factory=dict)
 
     def add(self, group: Sequence[Quantity]) -> None:
         """Take in a group of quantities, the same thing on several ranks."""
@@ -135,10 +147,10 @@ class Tally:
             if quantity.a.shape == quantity.b.shape and quantity.a.size:
                 sums += Sums.of(quantity)
         if kind == ACTIVATION:
-            self._note_gelu(group, sums)
+            self._note_functions(group, sums)
 
-    def _note_gelu(self, group: Sequence[Quantity], sums: Sums) -> None:
-        """Look at an activation as at a GELU of one before it."""
+    def _note_functions(self, group: Sequence[Quantity], sums: Sums) -> None:
+        """Look at an activation as at a GELU of one before it, and as at a norm of its module's input."""
         at, name = (group[0].step, group[0].microbatch), group[0].name
         recent = self._recent.setdefault(at, [])
         if len(self._recent) > 1:
@@ -156,6 +168,16 @@ class Tally:
                 sums.way += first[1]
                 # Of the other recording's own inputs: its sum of squares is next to the same.
                 sums.along += second[0] * (first[1] / second[1] if second[1] else 0.0) - first[0]
+        given = next(
+            (each for each in recent if group[0].use == OUTPUT and each[0].name == f"input of {group[0].module}"), ()
+        )
+        for x, y in zip(given, group, strict=False):
+            if x.a.shape == y.a.shape and y.a.ndim > 1 and y.a.shape[-1] > 1:
+                if name not in self._centred:
+                    self._centred[name] = _norm_of(x.a, y.a)
+                if (centred := self._centred[name]) is not None:
+                    gains = np.array([*_gains(x.a, y.a, centred), *_gains(x.b, y.b, centred)])
+                    sums.gains = gains if sums.gains is None else sums.gains + gains
         recent.append(group)
 
     def within(self, key: Key, stop: int) -> Sums:
@@ -205,6 +227,7 @@ class Found:
             SLOPE: f"in {names[1]} is {times}",
             SIZE: f"in {names[1]} is in size {times}",
             MEAN: f"in {names[1]} is shifted by {self.value:+.2g} of its size, all elements alike",
+            GAIN: f"in {names[1]} is {1 + self.value:.4f} times what {names[0]} makes of the same input",
             TANH: f"has {self.value:.3f} times the difference between a GELU by tanh and one by erf more in {names[1]}",
             CHANNELS: f"in {names[1]} is shifted by {self.value:.2g} of its size, by channel",
         }[self.direction]
@@ -311,6 +334,31 @@ def _is_gelu(x: np.ndarray, y: np.ndarray) -> bool:
     x, y = (finite(side).reshape(-1)[:512] for side in (x, y))
     apart, size = float(np.linalg.norm(y - _gelu_by_erf(x))), float(np.linalg.norm(y))
     return bool(size) and np.ptp(x) > 0 and apart <= 0.02 * size
+
+
+def _gains(x: np.ndarray, y: np.ndarray, centred: bool) -> tuple[np.ndarray, np.ndarray]:
+    """sum(y n) and sum(n n) by channel, with n what a norm makes of x; of a layer norm, which adds a bias, of y less its mean."""
+    x, y = (finite(side).reshape(-1, side.shape[-1]) for side in (x, y))
+    if centred:
+        x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=0, keepdims=True)
+    normed = x / np.sqrt(np.maximum(np.square(x).mean(axis=1, keepdims=True), np.finfo(np.float64).tiny))
+    if centred:
+        normed -= normed.mean(axis=0, keepdims=True)
+    return (y * normed).sum(axis=0), np.square(normed).sum(axis=0)
+
+
+def _norm_of(x: np.ndarray, y: np.ndarray) -> bool | None:
+    """Whether y is a norm of x that subtracts the mean, or one that does not; None if it is neither."""
+    for centred in (False, True):
+        products, squares = _gains(x, y, centred)
+        if not squares.all() or not products.all():
+            continue
+        flat = finite(y).reshape(-1, y.shape[-1])
+        size = np.square(flat - flat.mean(axis=0) if centred else flat).sum()
+        # What is left of y after a factor for each channel.
+        if size - np.square(products / np.sqrt(squares)).sum() <= 0.01 * size:
+            return centred
+    return None
 
 
 def _spread(perturbed: Sequence[Sequence[Tally]], key: Key, stop: int, name: str) -> float | None:

@@ -212,6 +212,7 @@ _EFFECTS = {
     "size": "a change of size by {0}",
     "mean": "an offset of {0}",
     "channels": "an offset by channel of {0}",
+    "gain": "a norm's factor of 1 +- {0}",
     "tanh": "{0} of the difference between GELUs by erf and by tanh",
 }
 _AVERAGED = {"activation": "activations", "backward": "local gradients", "reduce": "reduced gradients"}

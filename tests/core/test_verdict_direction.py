@@ -93,6 +93,37 @@ def test_a_gelu_by_tanh_is_estimated_from_own_inputs():
     assert results(tally(8, by_erf), runs, "bfloat16", RATE).found is None
 
 
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_an_epsilon_in_a_norm_is_told_from_own_inputs(centred):
+    """What came in differs by more than the epsilon does: of inputs whose mean square is 1, one of 0.02 takes 1 %."""
+
+    def norm(x, epsilon):
+        x = x.astype(np.float64)
+        x = x - x.mean(axis=1, keepdims=True) if centred else x
+        return (x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + epsilon) * WEIGHT).astype(
+            numpy_dtype("bfloat16")
+        )
+
+    def tally(seed, epsilon=1e-5):
+        made = Tally()
+        for step in range(4):
+            x = np.random.default_rng([1, step]).normal(size=(500, 16))
+            wide = [x, x * (1 + 0.05 * np.random.default_rng([2, seed]).normal()) + 0.1]
+            given = [side.astype(numpy_dtype("bfloat16")) for side in wide]
+            gave = [norm(side, e) for side, e in zip(given, (1e-5, epsilon), strict=True)]
+            for sides, use in ((given, "input"), (gave, "output")):
+                made.add([quantity(*sides, phase="forward", step=step, module="norm", use=use, parameter="")])
+        return made
+
+    runs = [[tally(seed) for seed in range(100, 108)]]
+    found = results(tally(7, 0.02), runs, "bfloat16", RATE).found
+    assert found is not None and found.direction in ("gain", "slope") and found.quantity.name == "output of norm"
+    assert results(tally(8), runs, "bfloat16", RATE).found is None
+
+
+WEIGHT = np.linspace(0.5, 2, 16)
+
+
 def by_erf(x):
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
