@@ -54,6 +54,11 @@ SIGNATURES = {
     "norm_epsilon": "another epsilon in a norm",
     "tanh_gelu": "a GELU by tanh in the place of one by erf",
     "dropout": "dropout",
+    "shifted_positions": "positions off by some rows",
+    "attention_scale": "another scale of attention's scores",
+    "padding_counted": "padding counted as if it were data",
+    "uneven_weights": "a mean of means of unequal batches",
+    "lost_microbatch": "a microbatch whose gradients are lost",
     "other_batches": "other batches",
 }
 """What a signature looks like."""

@@ -67,6 +67,7 @@ class Faults:
     step: Callable[..., None] | None = None
     rate: float = RATE
     decay: float = DECAY
+    decays: Callable[[str], bool] = lambda n: True
     coupled: float = 0.0
     unscaled: bool = False
     beta1: float = 0.9
@@ -108,6 +109,7 @@ def manifest(
     settings |= {"clip": clip} if clip is not None else {}
     settings |= {"momentum": MOMENTUM} if optimizer == "SGD" else {}
     settings |= other or {}
+    settings = {name: value for name, value in settings.items() if value is not ...}  # left out
     return Manifest(
         framework="torch",
         model="toy",
@@ -158,7 +160,11 @@ class _Run:
         self.params = {name: self.kept(_draw(SHAPES[name], 1, name) * 0.5, exact=True) for name in SHAPES}
         self.params["norm.weight"] = np.ones(WIDTH, self.dtype)
         self.past: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
-        slots = ("exp_avg", "exp_avg_sq") if not made.settings["optimizer"].endswith("SGD") else ("momentum_buffer",)
+        slots = (
+            ("exp_avg", "exp_avg_sq")
+            if not made.settings.get("optimizer", "").endswith("SGD")
+            else ("momentum_buffer",)
+        )
         self.state = {name: {slot: np.zeros(SHAPES[name], self.dtype) for slot in slots} for name in SHAPES}
         self.reduced_before: list[dict[str, np.ndarray]] = []
 
@@ -245,7 +251,7 @@ class _Run:
         for rank, writer in enumerate(writers if faults.by_hand is None else ()):
             writer.grad_norm(step, float(faults.norm(step, rank, norm, wide)))
         scale = min(1.0, clip / (norm + 1e-6)) if clip and faults.clips else 1.0
-        adam, t = not self.made.settings["optimizer"].endswith("SGD"), step + 1
+        adam, t = not self.made.settings.get("optimizer", "").endswith("SGD"), step + 1
         new_params, new_state = {}, {}
         for name, param in self.params.items():
             p, g, old = param.astype(np.float64), scale * wide[name], self.state[name]
@@ -264,6 +270,7 @@ class _Run:
                 v = v / (1 - faults.beta2 ** counts[1]) if counts[1] else v
                 below = np.sqrt(v + faults.adam_epsilon) if faults.in_root else np.sqrt(v) + faults.adam_epsilon
                 decay = faults.decay / faults.rate if faults.unscaled else faults.decay
+                decay *= faults.decays(name)
                 moved = -faults.rate * (m / below + decay * p)
             else:
                 g = g + faults.decay * p

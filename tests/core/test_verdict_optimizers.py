@@ -28,6 +28,17 @@ def test_a_fault_of_a_subclass_is_named(tmp_path):
         assert found.diagnosis and found.diagnosis.signature == "optimizer_epsilon", found.reason
 
 
+@pytest.mark.parametrize("called", ["AdamW", ...], ids=["named", "unnamed"])
+def test_a_decay_on_biases_is_named_where_none_is_stated(tmp_path, called):
+    other = {"weight_decay": ..., "optimizer": called}
+    a = record(tmp_path / "a", Faults(decays=lambda name: "bias" not in name), other=other)
+    b = record(tmp_path / "b", noise=1, other=other)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.diagnosis and found.diagnosis.signature == "weight_decay", found.reason
+        assert "bias" in str(found.first_divergence) and "0.1" in found.diagnosis.evidence
+
+
 def rated(directory, rates):
     """A recording whose steps have these learning rates."""
     synthetic.record(directory)

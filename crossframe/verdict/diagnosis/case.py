@@ -177,6 +177,12 @@ class Case:
         )
 
     @property
+    def microbatches(self) -> int:
+        """How many microbatches the wrong recording adds up in a step, as far as it says."""
+        stated = self.wrong.manifest.settings.get("accumulate") or 1
+        return max(stated, 1 + max((at[0] for at in self.wrong.activations(self.step)), default=0))
+
+    @property
     def reduce_roundoff(self) -> float:
         """The unit roundoff of the dtype in which gradients should be reduced (R33); 0 where that is the one they are kept in."""
         settings = self.right.manifest.settings

@@ -69,19 +69,30 @@ def follow_one_rule(a: Update, b: Update, stated: Rule) -> bool:
     return rule.rate > 0 and all(update.rest(rule) <= _FEW * update.error(rule) for update in (a, b))
 
 
-def departures(right: Update, wrong: Update, stated: Rule, counted: float | None, difference: float) -> list[Fit]:
+def departures(
+    right: Update,
+    wrong: Update,
+    stated: Rule,
+    counted: float | None,
+    difference: float,
+    *,
+    states_decay: bool = True,
+) -> list[Fit]:
     """The changes to a rule that explain the wrong side's update, where the rule itself explains the right side's and not this.
 
     Args:
         stated: its rate, where a schedule makes another of it, is corrected by the right side.
         counted: how many steps the wrong side's own count says it has taken; None where it was not recorded.
         difference: norm of what is to be explained.
+        states_decay: whether a decay is stated at all; if not, the right side says which it has.
     """
     rule = stated
+    if not states_decay and isinstance(rule, AdamW):
+        rule = read_off(right, rule)
     if wrong.rest(rule) <= wrong.error(rule):
         return []  # the other one departs, or neither does
     if right.rest(rule) > right.error(rule):
-        rule = replace(stated, rate=factor_between(right.way(stated), right.moved))
+        rule = replace(rule, rate=factor_between(right.way(rule), right.moved))
         if rule.rate <= 0 or right.rest(rule) > right.error(rule):
             return []
     fits = []
@@ -89,10 +100,26 @@ def departures(right: Update, wrong: Update, stated: Rule, counted: float | None
         for signature, said, changed, story in changes(rule, wrong, counted):
             rest, error = wrong.rest(changed), wrong.error(changed)
             if believed(rest, difference, error):
-                fits.append(Fit(signature, said, rest, error, story))
+                told = said if states_decay else said.replace("is stated", "is what the other side has")
+                fits.append(Fit(signature, told, rest, error, story))
         if fits:
             break  # the more specific go first, and all of these are exact
     return fits
+
+
+def read_off(side: Update, rule: AdamW) -> AdamW:
+    """The rule with the rate and the decay that a side's update has; as it is where another rule is followed.
+
+    A decay below what rounding may leave of none is none.
+    """
+    terms = np.stack([rule.direction(*side.moments).reshape(-1), side.before.reshape(-1)], axis=1)
+    rate, both = (float(x) for x in -np.linalg.lstsq(terms, side.moved.reshape(-1), rcond=None)[0])
+    if rate <= 0:
+        return rule
+    bare = replace(rule, rate=rate, decay=0.0)
+    unsure = side.error(bare) / max(norm(side.before), TINY)
+    found = bare if abs(both) <= unsure else replace(bare, decay=both / rate)
+    return found if side.rest(found) <= side.error(found) else rule
 
 
 def _of_rate(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:

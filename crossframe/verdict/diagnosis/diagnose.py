@@ -10,7 +10,7 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD
 from crossframe.verdict.bounds import bounds_for
 from crossframe.verdict.comparable import labels
-from crossframe.verdict.diagnosis import of_modules, of_optimizer, of_values
+from crossframe.verdict.diagnosis import of_counts, of_layers, of_modules, of_optimizer, of_values
 from crossframe.verdict.diagnosis.batches import Other, fed_to, other_batches
 from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.fit import SIGNATURES, Fit, best
@@ -76,9 +76,9 @@ def _fits(case: Case) -> Iterator[Fit]:
     if case.quantity.sketched:
         hypotheses = of_values.LINEAR
     elif case.quantity.kind == ACTIVATION:
-        hypotheses = (*of_modules.ALL, *of_values.ALL)
+        hypotheses = (*of_layers.ALL, *of_modules.ALL, *of_values.ALL)
     else:
-        hypotheses = (*of_optimizer.ALL, *of_values.ALL)
+        hypotheses = (*of_counts.ALL, *of_optimizer.ALL, *of_values.ALL)
     for either in (case,) if case.quantity.within else (case, case.turn()):
         for hypothesis in hypotheses:
             yield from hypothesis(either)

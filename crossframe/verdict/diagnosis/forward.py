@@ -81,8 +81,8 @@ def norm_epsilons(
     for kind in norm_kinds(sides.right.shape, weight.size):
         shape = [weight.size if dim == kind.weight_dim else 1 for dim in range(sides.right.ndim)]
         w, b = weight.reshape(shape), 0.0 if bias is None else bias.reshape(shape)
-        right = _one_side(kind, inputs[0], sides.right, w, b, roundoff, sides.limit)
-        wrong = _one_side(kind, inputs[1], sides.wrong, w, b, roundoff, sides.limit)
+        right = one_side(kind, inputs[0], sides.right, w, b, roundoff, sides.limit)
+        wrong = one_side(kind, inputs[1], sides.wrong, w, b, roundoff, sides.limit)
         if right is None or wrong is None:
             continue
         (first, _), (second, rest) = right, wrong
@@ -92,7 +92,7 @@ def norm_epsilons(
     return None
 
 
-def _one_side(
+def one_side(
     kind: Normed, x: np.ndarray, y: np.ndarray, w: np.ndarray, b: np.ndarray | float, roundoff: float, limit: float
 ) -> tuple[Epsilon, float] | None:
     """The epsilon of one side and what it leaves, where that is no more than rounding may."""

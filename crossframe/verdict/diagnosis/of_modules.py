@@ -29,7 +29,7 @@ Both = tuple[np.ndarray, np.ndarray]
 
 def norm_epsilon(case: Case) -> Iterator[Fit]:
     """Both sides normalise, by other epsilons. Tried one way round only: the story is of both sides."""
-    given, params = _input(case), _parameters(case)
+    given, params = input_of(case), parameters_of(case)
     if case.turned or given is None or params is None or params[0].ndim != 1:
         return
     found = norm_epsilons(case.sides, given, *params, case.compute_roundoff)
@@ -48,7 +48,7 @@ def tanh_gelu(case: Case) -> Iterator[Fit]:
     """Both sides are functions of what came before, and not the same function. Tried one way round only."""
     if case.turned:
         return
-    near = [(at, both) for at in _nearby(case) if (both := _of_both(case, at)) is not None]
+    near = [(at, both) for at in _nearby(case) if (both := of_both(case, at)) is not None]
     for i, (at, inputs) in enumerate(near):
         gates: list[tuple[str, Both] | None] = [None]
         gates += [(f" times the {gate[2]} of {gate[1]}", both) for j, (gate, both) in enumerate(near[:GATES]) if j != i]
@@ -89,7 +89,7 @@ def _dropped(case: Case, found: Dropped, what: str) -> Fit:
 
 def transposed_kernel(case: Case) -> Iterator[Fit]:
     """A module multiplied by the transpose of its weight, or of some dims of it."""
-    given, params = _input(case), _parameters(case)
+    given, params = input_of(case), parameters_of(case)
     if given is None or params is None or params[0].ndim not in (2, 4):
         return
     if found := kernel_reordered(case.sides, given, *params, case.compute_roundoff):
@@ -110,23 +110,25 @@ def factor_of_branch(case: Case) -> Iterator[Fit]:
             return
 
 
-def _input(case: Case) -> Both | None:
+def input_of(case: Case) -> Both | None:
     """What the module was given on both sides, where the quantity is what it gave."""
     if case.quantity.use != OUTPUT or not case.quantity.module:
         return None
-    return _of_both(case, (case.quantity.microbatch, case.quantity.module, INPUT))
+    return of_both(case, (case.quantity.microbatch, case.quantity.module, INPUT))
 
 
-def _of_both(case: Case, at: At) -> Both | None:
+def of_both(case: Case, at: At) -> Both | None:
+    """An activation on both sides."""
     found = [case.activation(recording, case.step, at) for recording in (case.right, case.wrong)]
     if found[0] is None or found[1] is None:
         return None
     return np.asarray(found[0], np.float64), np.asarray(found[1], np.float64)
 
 
-def _parameters(case: Case) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """The weight and the bias of the module, as the rank used them; the bias is the one of that name."""
-    module = case.quantity.module
+def parameters_of(case: Case, module: str = "") -> tuple[np.ndarray, np.ndarray | None] | None:
+    """The weight and the bias of the quantity's module, or of another one, as the rank used them; the bias is the one of that
+    name."""
+    module = module or case.quantity.module
     own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == module]
     weights = [name for name in own if not name.endswith("bias")]
     biases = [name for name in own if name.endswith("bias")]

@@ -59,7 +59,8 @@ def _update(case: Case, stated: Stated) -> Iterator[Fit]:
         return
     sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
     counted = case.wrong.count(case.step, case.name)
-    for fit in departures(sides[0], sides[1], stated.rule, counted, case.sides.difference):
+    states = stated.states_decay
+    for fit in departures(sides[0], sides[1], stated.rule, counted, case.sides.difference, states_decay=states):
         yield _of_side(case, fit)
 
 

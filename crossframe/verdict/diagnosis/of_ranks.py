@@ -129,8 +129,8 @@ def low_precision_reduction(case: Case) -> Iterator[Fit]:
         return
     grads = case.local_grads(case.wrong, case.name)
     cut = None if grads is None else [case.cut(grad) for grad in grads]
-    mesh = case.wrong.manifest.mesh
-    if found := low_reduction(case.sides, cut, mesh.world_size, case.reduce_roundoff, mesh.replicate):
+    mesh, microbatches = case.wrong.manifest.mesh, case.microbatches
+    if found := low_reduction(case.sides, cut, mesh.world_size, case.reduce_roundoff, mesh.replicate, microbatches):
         yield Fit(
             "low_precision_reduction", f"in {case.names[1]} {found.said}", found.rest, found.error, Story(found.dtype)
         )

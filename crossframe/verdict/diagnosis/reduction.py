@@ -159,6 +159,7 @@ def low_reduction(
     num_ranks: int,
     roundoff: float = 0.0,
     num_replicas: int = 1,
+    num_microbatches: int = 1,
 ) -> Low | None:
     """The dtype in which a sum over ranks was taken, where that was a coarser one than it should have been.
 
@@ -166,6 +167,7 @@ def low_reduction(
         grads: each rank's own gradient; None where these were not recorded.
         roundoff: as of `absent_ranks`.
         num_replicas: groups of ranks, one behind the other, which are summed each for itself first.
+        num_microbatches: how many reductions may have been added up since.
 
     Tried in bfloat16 and in float16: gradients cast before an exact sum, sums of groups cast before they are added, a sum in the
     low dtype from rank to rank (from each rank on, and either way round), and a mean that is cast when it is there. A last resort
@@ -197,7 +199,22 @@ def low_reduction(
             fits, others = (on_grid(times * side, low, roundoff) for side in (wrong, sides.right))
             if fits == 1.0 and others <= 0.5 and difference <= coarse:
                 return Low(low, f"every element of {what} is a number of {low}", 0.0, error)
+            few, of_right = (_of_few(times * side, low, roundoff) for side in (wrong, sides.right))
+            if num_microbatches > 1 and few >= 0.9 and of_right <= 0.5 and difference <= coarse:
+                said = f"{100 * few:.0f} % of the elements of {what} are sums of {num_microbatches} numbers of {low}"
+                return Low(low, said, 0.0, error)
     return None
+
+
+def _of_few(array: np.ndarray, low: str, roundoff: float) -> float:
+    """The share of elements, those other than zero, that twice the significant bits of a low dtype hold, but for two roundings:
+    a sum of two numbers of it mostly is one. Of other float32 numbers one in 2^6 is, which its own rounding reaches."""
+    values = np.asarray(array, np.float64).reshape(-1)
+    values = values[values != 0]
+    if not values.size:
+        return 0.0
+    step = 2.0 ** (np.floor(np.log2(np.abs(values))) + 1) * unit_roundoff(low) ** 2
+    return float(np.mean(np.abs(np.round(values / step) * step - values) <= 2 * roundoff * np.abs(values)))
 
 
 def on_grid(array: np.ndarray, low: str, roundoff: float = 0.0) -> float:

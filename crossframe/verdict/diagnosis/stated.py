@@ -10,7 +10,7 @@ import numpy as np
 from crossframe.recording import Manifest, Recording
 from crossframe.recording.known_settings import GROUPS
 from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
-from crossframe.verdict.diagnosis.departures import Rule, Update
+from crossframe.verdict.diagnosis.departures import Rule, Update, read_off
 from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
 from crossframe.verdict.diagnosis.rules import SGD, AdamW
 from crossframe.verdict.sides import put_together
@@ -29,12 +29,14 @@ class Stated:
         rule: of the update.
         coupled: how many times the parameter is added to its gradient.
         clip: the largest norm of the gradient; inf: whatever it is.
+        states_decay: whether the manifest states a decay; the rule then has it, and a default otherwise.
     """
 
     kind: str
     rule: Rule
     coupled: float
     clip: float
+    states_decay: bool = True
 
 
 def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> Stated | None:
@@ -60,7 +62,8 @@ def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> 
     if kind == SGD_:
         return Stated(kind, SGD(rate, momentum, decay), decay, clip)
     own = decay if kind == ADAMW else 0.0
-    return Stated(kind, AdamW(rate, beta1, beta2, epsilon, own, count, count), decay - own, clip)
+    rule = AdamW(rate, beta1, beta2, epsilon, own, count, count)
+    return Stated(kind, rule, decay - own, clip, states_decay="weight_decay" in settings)
 
 
 def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
@@ -137,4 +140,6 @@ def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:
     update = Update(before, after, tuple(moments), roundoff)
     scheduled = factor_between(update.way(stated.rule), update.moved)
     rules = [stated.rule, *([replace(stated.rule, rate=scheduled)] if scheduled > 0 else [])]
+    if not stated.states_decay and isinstance(stated.rule, AdamW):
+        rules.append(read_off(update, stated.rule))
     return any(update.rest(rule) <= update.error(rule) for rule in rules)

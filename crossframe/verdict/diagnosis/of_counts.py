@@ -1,0 +1,154 @@
+"""Hypotheses about what is counted, and how often: samples of ranks, microbatches, padding in the norm of the gradient."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from crossframe.recording import Recording
+from crossframe.recording.lines import BACKWARD, FORWARD, NORM, OUTPUT, REDUCE
+from crossframe.verdict.diagnosis.case import Case
+from crossframe.verdict.diagnosis.fit import Fit, Story, believed
+from crossframe.verdict.diagnosis.reduction import sum_error
+from crossframe.verdict.diagnosis.tied import rows_looked_up
+from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.sides import put_together
+
+
+def uneven_weights(case: Case) -> Iterator[Fit]:
+    """Ranks have unequal numbers of samples: one side averages over samples, and the other over the means of ranks."""
+    world = case.right.manifest.world_size
+    counts = np.array([len(case.right.batch(case.step, rank).sample_ids) for rank in range(world)], float)
+    if case.quantity.sketched or world != case.wrong.manifest.world_size or not counts.all() or np.ptp(counts) == 0:
+        return
+    shares = counts / counts.sum()
+    fed = f"ranks have {', '.join(f'{count:g}' for count in counts)} samples"
+    said = f"{fed}: {case.names[0]} averages over samples, and {case.names[1]} over the means of ranks"
+    if case.phase == REDUCE and (grads := case.local_grads(case.wrong, case.name)) is not None:
+        terms = np.array([case.cut(grad).reshape(-1) for grad in grads])
+        error = sum_error(list(terms), max(case.sides.roundoff, case.reduce_roundoff)) + case.limit
+        weighted, plain = shares @ terms, terms.mean(axis=0)
+        rest = distance(case.sides.wrong.reshape(-1), plain)
+        fits = distance(case.sides.right.reshape(-1), weighted) <= error
+        if fits and believed(rest, case.sides.difference, error):
+            yield Fit("uneven_weights", said, rest, error, Story("uneven"))
+    elif (sides := _of_all_ranks(case)) is not None:
+        # A rank's loss is multiplied by its share of samples, times the number of ranks, ahead of the backward.
+        rests = [distance(right, shares[rank] * world * wrong) for rank, (right, wrong) in enumerate(sides)]
+        errors = [(case.limit + 4 * case.sides.roundoff * norm(right)) for right, _ in sides]
+        whole = norm(np.array([distance(*each) for each in sides]))
+        if all(rest <= error for rest, error in zip(rests, errors, strict=True)) and 2 * norm(np.array(rests)) <= whole:
+            yield Fit("uneven_weights", said, max(rests), max(errors), Story("uneven"))
+
+
+def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    """Every rank's loss, or own gradient of the parameter, on both sides."""
+    if case.phase == FORWARD and case.quantity.event == "loss" and case.quantity.rank is not None:
+        rows = [recording.losses()[case.step] for recording in (case.right, case.wrong)]
+        return [(np.array([x]), np.array([y])) for x, y in zip(*rows, strict=True)]
+    if case.phase != BACKWARD:
+        return None
+    own = [case.local_grads(recording, case.name) for recording in (case.right, case.wrong)]
+    if own[0] is None or own[1] is None:
+        return None
+    return [(case.cut(x), case.cut(y)) for x, y in zip(own[0], own[1], strict=True)]
+
+
+def lost_microbatch(case: Case) -> Iterator[Fit]:
+    """The gradients of one of several microbatches are lost. An embedding tells: rows that this microbatch alone looked up have
+    no gradient then, and rows that it did not look up have what they should have."""
+    if case.phase not in (BACKWARD, REDUCE) or case.quantity.sketched:
+        return
+    num = 1 + max((at[0] for at in case.right.activations(case.step)), default=0)
+    if num < 2:
+        return
+    for name, spec in case.right.manifest.params.items():
+        if len(spec.shape) != 2:
+            continue
+        looked_up, sides = (
+            _looked_up(case, name, num),
+            [_gradient_of(case, side, name) for side in (case.right, case.wrong)],
+        )
+        if looked_up is None or sides[0] is None or sides[1] is None:
+            continue
+        right, wrong = (np.asarray(side, np.float64) for side in sides)
+        for lost in range(num):
+            others = np.any(np.delete(looked_up, lost, axis=0), axis=0)
+            alone, never = looked_up[lost] & ~others, others & ~looked_up[lost]
+            if not alone.any() or not never.any() or norm(wrong[alone]) or not norm(right[alone]):
+                continue
+            limit = case.limit / max(norm(case.both.right), 1e-300) * norm(right)
+            for times, kept in ((1.0, "divided as ever"), (num / (num - 1), f"divided by {num - 1} instead of {num}")):
+                rest = distance(wrong[never], times * right[never])
+                if rest <= limit * times:
+                    rows = f"the {int(alone.sum())} rows of {name!r} that it alone looks up have none"
+                    said = (
+                        f"in {case.names[1]} the gradients of microbatch {lost} of {num} are lost: {rows}, and the "
+                        f"{int(never.sum())} that it does not look up are right, {kept}"
+                    )
+                    yield Fit("lost_microbatch", said, rest, limit * times, Story("microbatch", lost))
+                    return
+
+
+def _looked_up(case: Case, name: str, num: int) -> np.ndarray | None:
+    """Which rows of an embedding each microbatch looked up, bool of shape (microbatches, rows); None of another parameter."""
+    module, recording = name.rpartition(".")[0], case.right
+    weight = case.before(recording, case.step, name)
+    ranks = [case.quantity.rank] if case.quantity.rank is not None else range(recording.manifest.world_size)
+    if weight is None:
+        return None
+    found = np.zeros((num, len(weight)), bool)
+    for microbatch in range(num):
+        at = (microbatch, module, OUTPUT)
+        if at not in recording.activations(case.step):
+            return None
+        for rank in ranks:
+            if recording.activation_sketch(case.step, rank, *at):
+                return None
+            seen = case.own(recording, "unsharded", case.step, rank, name)
+            rows = rows_looked_up(weight if seen is None else seen, recording.activation(case.step, rank, *at))
+            if rows is None:
+                return None
+            found[microbatch] |= rows
+    return found
+
+
+def _gradient_of(case: Case, recording: Recording, name: str) -> np.ndarray | None:
+    """The gradient of another parameter, of the same kind as the quantity."""
+    if case.phase == REDUCE:
+        return case.read(recording, REDUCE, case.step, name)
+    assert case.quantity.rank is not None
+    return case.own(recording, BACKWARD, case.step, case.quantity.rank, name)
+
+
+def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
+    """The norm of the gradient counts padding that is not zero.
+
+    At every recorded step its square exceeds that of the recorded gradients by the same, whatever these are.
+    """
+    if case.phase != NORM:
+        return
+    padding = sum(sum(getattr(layout, "spaces", ())) for _, layout in case.wrong.manifest.units)
+    extras, errors, sizes = [], [], []
+    for step in case.wrong.recorded_steps():
+        told = case.wrong.grad_norm(step, case.quantity.rank or 0)
+        names = [name for name in case.wrong.manifest.params if case.wrong.has(REDUCE, step, name)]
+        if told is None or not names or not math.isfinite(told):
+            continue
+        own = norm(np.array([put_together(case.wrong, REDUCE, step, name).norm for name in names]))
+        extras.append(told**2 - own**2)
+        errors.append(2 * case.limit * told)
+        sizes.append(own**2)
+    if not padding or len(extras) < 2 or min(extras) <= 4 * max(errors) or np.ptp(sizes) <= 4 * max(errors):
+        return
+    if np.ptp(extras) > 2 * max(errors):
+        return
+    each = math.sqrt(float(np.mean(extras)) / padding)
+    said = (
+        f"the square of the norm in {case.names[1]} exceeds that of its own gradients by {np.mean(extras):.6g} at each of "
+        f"{len(extras)} steps, as with {padding} elements of padding of {each:.4g} each"
+    )
+    yield Fit("padding_counted", said, 0.0, case.limit, Story("padding", each, each * max(errors) / min(extras)))
+
+
+ALL = (uneven_weights, lost_microbatch, padding_in_gradient_norm)

@@ -1,0 +1,252 @@
+"""Faults of layers and of counts: each is named as itself, and none is taken for another."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from crossframe.layout import FlatLayout
+from crossframe.mesh import MeshSpec
+from crossframe.names import identity_map
+from crossframe.params import ParamSpec
+from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
+from crossframe.verdict import PairVerdict, Verdict, compare
+
+WORDS, WIDTH, LENGTH, SAMPLES, HEADS = 40, 8, 6, 3, 2
+UNITS = {
+    "": {"tok.weight": (WORDS, WIDTH), "pos.weight": (LENGTH + 4, WIDTH), "end.weight": (WIDTH,), "odd": (3,)},
+    **{
+        f"blocks.{i}": {
+            f"blocks.{i}.{name}": shape
+            for name, shape in {
+                "norm.weight": (WIDTH,),
+                "q.weight": (WIDTH, WIDTH),
+                "k.weight": (WIDTH, WIDTH),
+                "v.weight": (WIDTH, WIDTH),
+                "out.weight": (WIDTH, WIDTH),
+            }.items()
+        }
+        for i in range(2)
+    },
+}
+SHAPES = {name: shape for params in UNITS.values() for name, shape in params.items()}
+
+
+def drawn(text: str, *shape: int) -> np.ndarray:
+    return np.random.default_rng(list(text.encode())).standard_normal(shape)
+
+
+def rms(x: np.ndarray, w: np.ndarray, counted: int = WIDTH, centred: bool = False) -> np.ndarray:
+    mean = x.sum(-1, keepdims=True) / counted if centred else 0.0
+    squares = np.square(x - mean).sum(-1, keepdims=True) + (counted - WIDTH) * np.square(mean)
+    return (x - mean) / np.sqrt(squares / counted + 1e-5) * w
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+    q, k, v = (x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2) for x in (q, k, v))
+    scores = np.where(np.tri(LENGTH, dtype=bool), scale * q @ k.swapaxes(2, 3), -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    return (shares / shares.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(-1, LENGTH, WIDTH)
+
+
+def mean(grads: list[list[np.ndarray]], counts: list[int]) -> np.ndarray:
+    """Of [rank][microbatch], weighted by samples."""
+    totals = np.array([np.sum(own, axis=0) for own in grads])
+    return np.tensordot(np.array(counts) / sum(counts), totals, 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run does; a fault replaces one of these."""
+
+    counts: tuple[int, ...] = (SAMPLES, SAMPLES)
+    microbatches: int = 1
+    dtype: str = "float64"
+    layer_norm: bool = False
+    shift: int = 0
+    counted: int = WIDTH
+    scale: float = (WIDTH / HEADS) ** -0.5
+    order: tuple[int, int] = (0, 1)
+    reduce: Callable[[list[list[np.ndarray]], list[int]], np.ndarray] = mean
+    local: Callable[[int, list[np.ndarray]], list[np.ndarray]] = lambda rank, own: own
+    norm: Callable[[float], float] = lambda norm: norm
+    output: Callable[[np.ndarray], np.ndarray] = lambda x: x
+    gathered: Callable[[str, np.ndarray, dict[str, np.ndarray]], np.ndarray] = lambda name, own, every: own
+
+
+def record(directory: Path, run: Run, noise: int = 0) -> Recording:
+    """Two steps of a transformer, gradients drawn."""
+    world, dtype = len(run.counts), np.dtype(run.dtype)
+    units = tuple(
+        (unit, FlatLayout(tuple(ParamSpec(n, s, run.dtype) for n, s in params.items()), world, True))
+        for unit, params in UNITS.items()
+    )
+    settings: dict[str, Any] = {"accumulate": run.microbatches}
+    made = Manifest(
+        "torch", "toy", run.dtype, MeshSpec(world), 2, 0.1, 0, 18, Schedule(2, 1), identity_map(SHAPES), units, settings=settings
+    )  # fmt: skip
+    create_recording(directory, made)
+    rng = np.random.default_rng(noise)
+    u = np.finfo(dtype).eps / 2
+
+    def kept(x: np.ndarray) -> np.ndarray:
+        return (x * (1 + u * rng.uniform(-1, 1, np.shape(x)))).astype(dtype)
+
+    params = {
+        n: (drawn(n, *s) * 0.5 if len(s) > 1 else 1 + 0.1 * drawn(n, *s)).astype(dtype) for n, s in SHAPES.items()
+    }
+    writers = [RecordingWriter(directory, made, rank) for rank in range(world)]
+    for step in range(2):
+        local: dict[str, list[list[np.ndarray]]] = {name: [] for name in SHAPES}
+        for rank, writer in enumerate(writers):
+            ids = [1000 * step + 100 * rank + i for i in range(run.counts[rank])]
+            writer.batch(step, hashlib.sha256(str(ids).encode()).hexdigest(), ids)
+            writer.loss(step, 1.0 + rank)
+            seen = {n: np.asarray(run.gathered(n, p, params), dtype) for n, p in params.items()}
+            for unit, names in UNITS.items():
+                writer.unsharded(step, unit, {n: seen[n] for n in names})
+            p = {n: x.astype(np.float64) for n, x in seen.items()}
+            grads: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
+            for mb in range(run.microbatches):
+                tokens = np.random.default_rng((step, rank, mb)).integers(0, WORDS, (run.counts[rank], LENGTH))
+
+                def tell(
+                    module: str, use: str, x: np.ndarray, exact: bool = False, *, mb=mb, w=writer, s=step
+                ) -> np.ndarray:
+                    value = x.astype(dtype) if exact else kept(x)
+                    w.activation(s, mb, module, use, value)
+                    return value.astype(np.float64)
+
+                tok = tell("tok", "output", p["tok.weight"][tokens], True)
+                x = tok + p["pos.weight"][run.shift : run.shift + LENGTH]
+                for i in range(2):
+                    at, of = f"blocks.{i}", f"blocks.{run.order[i]}"
+                    x = tell(f"{at}.norm", "input", x)
+                    h = tell(f"{at}.norm", "output", rms(x, p[f"{of}.norm.weight"], run.counted, run.layer_norm))
+                    for name in "qkv":
+                        tell(f"{at}.{name}", "input", h, True)
+                    q, k, v = (tell(f"{at}.{n}", "output", h @ p[f"{of}.{n}.weight"].T) for n in "qkv")
+                    y = tell(f"{at}.out", "input", attention(q, k, v, run.scale))
+                    x = x + tell(f"{at}.out", "output", y @ p[f"{of}.out.weight"].T)
+                tell("", "output", run.output(x))
+                for name, shape in SHAPES.items():
+                    grad = drawn(f"{step} {rank} {mb} {name}", *shape)
+                    if name == "tok.weight":
+                        grad *= np.isin(np.arange(WORDS), tokens)[:, None]
+                    grads[name].append(grad / run.microbatches)
+            for name in SHAPES:
+                grads[name] = run.local(rank, grads[name])
+                local[name].append(grads[name])
+            for unit, names in UNITS.items():
+                writer.local_grads(step, unit, {n: kept(np.sum(grads[n], axis=0)) for n in names})
+        reduced = {n: kept(run.reduce(local[n], list(run.counts))) for n in SHAPES}
+        total = float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in reduced.values())))
+        before, params = params, {n: (x - 0.1 * reduced[n]).astype(dtype) for n, x in params.items()}
+        for rank, writer in enumerate(writers):
+            for unit, layout in units:
+
+                def pieces(values: dict[str, np.ndarray], layout=layout, rank=rank) -> dict[str, Any]:
+                    return {
+                        q.name: (q.param_start, q.param_stop, values[q.name].reshape(-1)[q.param_start : q.param_stop])
+                        for q in layout.pieces(rank)
+                    }
+
+                if step == 0:
+                    writer.parameters(step, unit, pieces(before))
+                writer.reduced_grads(step, unit, pieces(reduced))
+                writer.updated(step, unit, pieces(params))
+            writer.grad_norm(step, run.norm(total))
+            writer.end_step(step)
+    for writer in writers:
+        writer.finish()
+    return Recording.open(directory)
+
+
+def plain_mean(grads: list[list[np.ndarray]], counts: list[int]) -> np.ndarray:
+    return np.mean([np.sum(own, axis=0) for own in grads], axis=0)
+
+
+def without(microbatch: int) -> Callable[..., Any]:
+    return lambda rank, own: [grad for i, grad in enumerate(own) if i != microbatch]
+
+
+def in_bfloat16(grads: list[list[np.ndarray]], counts: list[int]) -> np.ndarray:
+    """Each microbatch is reduced in bfloat16, and accumulated in float32."""
+    parts = [np.mean([own[i] for own in grads], axis=0).astype(ml_dtypes.bfloat16) for i in range(len(grads[0]))]
+    return np.sum([part.astype(np.float64) for part in parts], axis=0)
+
+
+def swapped(name: str, own: np.ndarray, every: dict[str, np.ndarray]) -> np.ndarray:
+    i = "01".find(name[7]) if name.startswith("blocks.") else -1
+    return every[f"blocks.{1 - i}{name[8:]}"] if i >= 0 else own
+
+
+RIGHT, UNEVEN = Run(), Run(counts=(4, 2))
+PARTS, SINGLE = Run(microbatches=2), Run(microbatches=2, dtype="float32")
+FAULTS: dict[str, tuple[str, Run, Run]] = {
+    "positions one late": ("shifted_positions", RIGHT, Run(shift=1)),
+    "positions two late": ("shifted_positions", RIGHT, Run(shift=2)),
+    "positions late in float32": ("shifted_positions", SINGLE, replace(SINGLE, shift=1)),
+    "scores by 1 / width": ("attention_scale", RIGHT, Run(scale=HEADS / WIDTH)),
+    "scores unscaled": ("attention_scale", RIGHT, Run(scale=1.0)),
+    "scores by the model's width": ("attention_scale", RIGHT, Run(scale=WIDTH**-0.5)),
+    "padding in RMS norm": ("padding_counted", RIGHT, Run(counted=WIDTH + 3)),
+    "padding in layer norm": ("padding_counted", Run(layer_norm=True), Run(layer_norm=True, counted=2 * WIDTH)),
+    "units used in swapped order": ("mixed_parameters", RIGHT, Run(order=(1, 0))),
+    "units gathered in swapped order": ("mixed_parameters", RIGHT, Run(gathered=swapped)),
+    "mean of means": ("uneven_weights", UNEVEN, replace(UNEVEN, reduce=plain_mean)),
+    "first microbatch lost": ("lost_microbatch", PARTS, replace(PARTS, local=without(0))),
+    "last microbatch lost": ("lost_microbatch", PARTS, replace(PARTS, local=without(1))),
+    "lost on one rank": ("lost_microbatch", PARTS, replace(PARTS, local=lambda r, own: own[:1] if r else own)),
+    "lost in the sum": ("lost_microbatch", PARTS, replace(PARTS, reduce=lambda g, c: mean([own[1:] for own in g], c))),
+    "reduced in bfloat16": ("low_precision_reduction", PARTS, replace(PARTS, reduce=in_bfloat16)),
+    "padding in the norm": ("padding_counted", RIGHT, Run(norm=lambda norm: (norm**2 + 3.0) ** 0.5)),
+}
+OTHER: dict[str, tuple[str | None, Run, Run]] = {
+    "outputs scaled": ("constant_factor", RIGHT, Run(output=lambda x: 1.25 * x)),
+    "gradients scaled": ("constant_factor", UNEVEN, replace(UNEVEN, reduce=lambda g, c: 2 * mean(g, c))),
+    "a rank missing": ("missing_rank", RIGHT, Run(reduce=lambda g, c: mean([g[0], [0 * x for x in g[1]]], c))),
+    "the norm scaled": (None, RIGHT, Run(norm=lambda norm: 1.1 * norm)),
+    "noise in outputs": (None, RIGHT, Run(output=lambda x: x + 1e-3 * np.cos(99 * x))),
+    "noise in gradients": (None, PARTS, replace(PARTS, reduce=lambda g, c: mean(g, c) + 1e-3 * np.cos(77 * g[0][0]))),
+}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Recording]:
+    """Right runs, each recorded once."""
+    made: dict[Run, Recording] = {}
+
+    def recorded(run: Run) -> Recording:
+        if run not in made:
+            made[run] = record(tmp_path_factory.mktemp("clean") / "right", run)
+        return made[run]
+
+    return recorded
+
+
+def both_ways(right: Recording, path: Path, wrong: Run) -> list[PairVerdict]:
+    other = record(path / "wrong", wrong, 1)
+    return [compare(right, other), compare(other, right)]
+
+
+@pytest.mark.parametrize("name", [*FAULTS, *OTHER])
+def test_each_fault_is_named_as_itself(clean, tmp_path, name):
+    signature, right, wrong = (FAULTS | OTHER)[name]
+    for found in both_ways(clean(right), tmp_path, wrong):
+        said = found.diagnosis.signature if found.diagnosis else None
+        assert found.verdict is Verdict.BUG and said == signature, (found.diagnosis, found.reason)
+
+
+CLEAN = {"plain": RIGHT, "uneven": UNEVEN, "parts": PARTS, "single": SINGLE, "layer norm": Run(layer_norm=True)}
+
+
+@pytest.mark.parametrize("run", CLEAN.values(), ids=CLEAN)
+def test_right_pairs_are_rounding(clean, tmp_path, run):
+    for found in both_ways(clean(run), tmp_path, run):
+        assert found.verdict in (Verdict.ROUNDING, Verdict.INCONCLUSIVE) and found.first_divergence is None
