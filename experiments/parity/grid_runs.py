@@ -9,7 +9,7 @@ import torch.multiprocessing as multiprocessing
 
 from crossframe.errors import UsageError
 from crossframe.processes import Child, end, starting
-from crossframe.recording import create_recording
+from crossframe.recording import Manifest, create_recording
 from experiments.parity.record_torch import PACKAGES
 from experiments.parity.settings import RunSettings
 
@@ -108,7 +108,8 @@ def _torch_rank(rank: int, world_size: int, store_path: str) -> Any:
 
     def record(settings: RunSettings, path: Path, twins: int) -> None:
         for run, where in settings.runs(path, twins):
-            record_rank(run, run.manifest("torch", PACKAGES), where, rank, torch.device("cpu"))
+            # Not made anew: each manifest that is made has a token of its own.
+            record_rank(run, Manifest.read(where), where, rank, torch.device("cpu"))
 
     return record
 
