@@ -70,7 +70,12 @@ def _traced(recording: Recording, target: Target, directory: Path, timeout: floa
     """The trace of one side's run, made again up to the step."""
     directory.mkdir(parents=True, exist_ok=True)
     rank = min(target.rank, recording.manifest.world_size - 1)
-    request = Request(str(directory), target.step, rank, target.phase, target.unit)
+    request = Request(str(directory), target.step, rank, target.phase, target.unit, target.tolerance is None)
+    if recording.manifest.framework != "torch":
+        raise UsageError(
+            f"explain: {recording.directory} is a run of {recording.manifest.framework}, whose operators are not traced; only "
+            "those of torch are. Compare its modules: crossframe compare"
+        )
     said = recording.manifest.settings.get(COMMAND)
     if not isinstance(said, str):
         raise UsageError(

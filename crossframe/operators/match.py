@@ -117,8 +117,8 @@ def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | No
         if not op.name.endswith("_like"):  # which reads no values
             used |= {key(value) for value in op.inputs} - made
     parted = [value for value in trace.results if not partner(value) and key(value) in makers]
-    if not parted:
-        # The loss, or a part without modules, as the optimizer's step: what no operator reads. Second outputs serve the backward.
+    if not trace.results:
+        # A part without modules, as the optimizer's step or a backward: what no operator reads. Second outputs serve backward.
         ends = [op.outputs[0] for op in trace.operators if op.outputs]
         parted = [value for value in ends if not partner(value) and key(value) not in used]
     stack = [op for value in parted for op in makers[key(value)][:1]]

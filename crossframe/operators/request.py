@@ -20,6 +20,7 @@ class Request:
         step, rank: of which the operators are traced. The run ends after the step.
         phase: of the quantity that differs (`crossframe.recording.lines`).
         unit: inside of which forward and backward are traced; "": everywhere.
+        in_bits: whether values will be compared in bits alone.
     """
 
     directory: str
@@ -27,6 +28,7 @@ class Request:
     rank: int
     phase: str
     unit: str
+    in_bits: bool = True
 
     def to_environment(self) -> dict[str, str]:
         """The variable that makes a recorder trace."""

@@ -18,16 +18,24 @@ where s is the root mean square of y. Since |s - r| <= t * r and norm(y) = s * s
 
 so no feature moves by more than 2 * w * t, and the norm by no more than t of itself. Elements that are not finite, or as large
 as masks are, are counted and left out.
+
+Features only rule values out: different values may have similar ones. Where both tensors have one shape, their sketches estimate
+norm(x - y) (`crossframe.recording.sketch`) and decide, unless it is so large that the elements must lie in another order.
 """
 
+import base64
 import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 
+from crossframe.recording.sketch import sketches_of
+
 FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
 HUGE = 1e8
 """Elements of this size are taken for a mask's."""
+RELATED = 0.5
+"""The relative distance below which two tensors of one shape hold the same elements in the same order, changed or not."""
 _SLOPES = np.array([1.0, *FREQUENCIES, *FREQUENCIES])
 # Constants of the mixing function splitmix64 (G. Steele, D. Lea, C. Flood, Fast splittable pseudorandom number generators, 2014).
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -43,6 +51,7 @@ class Signature:
         norm: of the others.
         features: see above.
         bits, multiset: hashes in hex.
+        sums: of the sketch, float32 in base64; "" where only bits are compared.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +61,7 @@ class Signature:
     features: tuple[float, ...]
     bits: str
     multiset: str
+    sums: str = ""
 
     @property
     def numel(self) -> int:
@@ -62,7 +72,12 @@ class Signature:
         """Whether both may be the same values up to an error of norm(x - y) <= tolerance * norm(x), in any order."""
         if self.multiset == other.multiset and self.numel == other.numel:
             return True
-        near = abs(self.norm - other.norm) <= tolerance * max(self.norm, other.norm)
+        size = max(self.norm, other.norm)
+        if self.sums and other.sums and self.shape == other.shape:
+            distance = float(np.linalg.norm(_decoded(self.sums) - _decoded(other.sums)))
+            if distance <= RELATED * size:
+                return distance <= tolerance * size and self.num_left_out == other.num_left_out
+        near = abs(self.norm - other.norm) <= tolerance * size
         return near and self.is_multiple(other, tolerance)
 
     def is_multiple(self, other: "Signature", tolerance: float) -> bool:
@@ -79,21 +94,26 @@ class Signature:
 
     def to_json(self) -> list:
         """The signature as JSON."""
-        numbers = [self.num_left_out, self.norm, list(self.features), self.bits, self.multiset]
+        numbers = [self.num_left_out, self.norm, list(self.features), self.bits, self.multiset, self.sums]
         return [list(self.shape), self.dtype, *numbers]
 
     @classmethod
     def from_json(cls, fields: list) -> "Signature":
         """What `to_json` made."""
-        shape, dtype, num_left_out, norm, features, bits, multiset = fields
-        return cls(tuple(shape), dtype, num_left_out, norm, tuple(features), bits, multiset)
+        shape, dtype, num_left_out, norm, features, *texts = fields
+        return cls(tuple(shape), dtype, num_left_out, norm, tuple(features), *texts)
 
 
-def signature_of(array: np.ndarray, dtype: str = "") -> Signature:
+def _decoded(sums: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(sums), np.float32)
+
+
+def signature_of(array: np.ndarray, dtype: str = "", *, sketched: bool = True) -> Signature:
     """The signature of an array of numbers or booleans.
 
     Args:
         dtype: of the tensor, where the array has another one.
+        sketched: whether it may be compared in other ways than in bits.
 
     >>> x = np.arange(6.0).reshape(2, 3)
     >>> signature_of(x).bits == signature_of(x.reshape(6)).bits, signature_of(x).bits == signature_of(x.T).bits
@@ -110,6 +130,10 @@ def signature_of(array: np.ndarray, dtype: str = "") -> Signature:
     features = [np.mean(unit)] if kept.size else [0.0]
     for wave in (np.cos, np.sin):
         features += [np.mean(wave(frequency * unit)) if kept.size else 0.0 for frequency in FREQUENCIES]
+    sums = b""
+    if sketched:
+        (sketch,) = sketches_of("", [np.where(np.abs(wide) < HUGE, wide, 0.0)])
+        sums = sketch.sums.astype(np.float32).tobytes()
     return Signature(
         tuple(np.shape(array)),
         dtype or array.dtype.name,
@@ -118,6 +142,7 @@ def signature_of(array: np.ndarray, dtype: str = "") -> Signature:
         tuple(float(feature) for feature in features),
         hashlib.blake2b(wide.tobytes(), digest_size=8).hexdigest(),
         f"{_multiset(wide):016x}",
+        base64.b64encode(sums).decode(),
     )
 
 

@@ -102,7 +102,7 @@ class Trace:
 
     Attributes:
         operators: in the order in which they ran.
-        results: what the part is for: the outputs of its modules.
+        results: what the part is for: the inputs and outputs of its modules, and the loss.
     """
 
     operators: Sequence[Operator]

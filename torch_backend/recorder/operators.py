@@ -37,9 +37,9 @@ def _packets(names: str) -> frozenset[Any]:
 
 
 _SAME_VALUES = _packets("""
-    detach alias lift_fresh is_pinned _local_scalar_dense record_stream
+    detach alias lift_fresh is_pinned _local_scalar_dense record_stream empty empty_like empty_strided new_empty new_empty_strided
 """)
-"""Operators that only pass values on, or give no tensor."""
+"""Operators that only pass values on, or give none."""
 _SUMS = _packets("mm bmm addmm baddbmm mv dot sum mean convolution cumsum")
 """Operators that add up products: |error| <= terms * u * (the same of absolute values), to first order in u."""
 _MOST_OPERATORS = 20_000
@@ -112,16 +112,24 @@ class OperatorTrace(TorchDispatchMode):
 
     # Where the run is
 
-    def _enters(self, module: nn.Module, _: Any) -> None:
-        self._inside.append(self._names.get(module, self._inside[-1] if self._inside else ""))
+    def result(self, tensor: Tensor) -> None:
+        """A value that the part is for, such as the loss."""
+        if self.active and self._request.phase == FORWARD:
+            with quietly():
+                self._results.append(self._signature(tensor))
+
+    def _enters(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(self._names.get(module, self._here))
+        self._add_results(module, args)
 
     def _leaves(self, module: nn.Module, _: Any, output: Any) -> None:
-        name = self._inside.pop()
-        if not self.active or module not in self._names or self._phase() != FORWARD or not self._is_within(name):
-            return
-        if self._request.phase == FORWARD:
-            with quietly():
-                self._results += [_signature(each) for each in tree_leaves(output) if isinstance(each, Tensor)]
+        self._add_results(module, output)
+        self._inside.pop()
+
+    def _add_results(self, module: nn.Module, values: Any) -> None:
+        if self.active and module in self._names and self._phase() == FORWARD and self._is_within(self._here):
+            for each in _tensors(values):
+                self.result(each)
 
     def _set_in_optimizer(self, value: bool) -> None:
         self._in_optimizer = value
@@ -156,22 +164,29 @@ class OperatorTrace(TorchDispatchMode):
             return func(*args, **kwargs)
         phase = self._phase()
         module, line = self._place(phase)
-        if func.overloadpacket in _SAME_VALUES or not self._is_asked_for(phase, module):
+        if func.overloadpacket in _SAME_VALUES or func.namespace == "profiler" or not self._is_asked_for(phase, module):
             return func(*args, **kwargs)
         with quietly():
             rows = _rows(func, args, kwargs)
-            inputs = [[_signature(each) for each in row] for row in rows]
+            inputs = [[self._signature(each) for each in row] for row in rows]
             exact = _exact(func, args, kwargs) if len(rows) == 1 else None
         result = func(*args, **kwargs)
         with quietly():
             name, arguments = str(func.overloadpacket).replace("aten::", "aten."), _arguments(func, args, kwargs)
             judged = exact.judge(result) if exact is not None else None
             for own, made in zip(inputs, _made(func, args, kwargs, result, len(rows)), strict=True):
-                index, outputs = len(self._operators), tuple(map(_signature, made))
+                index, outputs = len(self._operators), tuple(map(self._signature, made))
                 self._operators.append(
                     Operator(index, name, arguments, phase, module, line, tuple(own), outputs, judged)
                 )
         return result
+
+    def _signature(self, tensor: Tensor) -> Signature:
+        local = _local(tensor)
+        if local.is_meta or local.layout != torch.strided:
+            local = local.new_zeros(0, device="cpu", layout=torch.strided)
+        wide = (local.abs() if local.is_complex() else local).to("cpu", torch.float64)
+        return signature_of(wide.numpy(), dtype_name(local.dtype), sketched=not self._request.in_bits)
 
     def _place(self, phase: str) -> tuple[str, SourceLine | None]:
         """The module and line of what runs now; in backward those of its forward operator, or of a backward of the user's."""
@@ -229,15 +244,6 @@ def _made(func: Any, args: tuple, kwargs: dict, result: Any, num_rows: int) -> l
 def _local(tensor: Tensor) -> Tensor:
     local = tensor.local if isinstance(tensor, PieceTensor) else getattr(tensor, "_local_tensor", tensor)
     return local.detach()
-
-
-def _signature(tensor: Tensor) -> Signature:
-    local = _local(tensor)
-    if local.is_meta or local.layout != torch.strided:
-        return signature_of(torch.zeros(0).numpy(), dtype_name(local.dtype))
-    wide = local.abs() if local.is_complex() else local
-    made = signature_of(wide.to("cpu", torch.float64).numpy(), dtype_name(local.dtype))
-    return made
 
 
 def _arguments(func: Any, args: tuple, kwargs: dict) -> str:

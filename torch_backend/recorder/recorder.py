@@ -248,6 +248,8 @@ class Recorder(Sink, Listener):
     def backward(self, loss: Tensor) -> None:
         with quietly():
             self._losses.append(loss.clone())
+            if self._trace is not None:
+                self._trace.result(loss)
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
         if self._keeper is not None and (params is None or self._keeper.has_any(params)):
