@@ -169,6 +169,9 @@ def record(
     ] = None,
     rounding: Annotated[int, typer.Option(help="Torch: another order of sums; 0: its own.")] = DEFAULTS.rounding,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
+    top_up: Annotated[
+        bool, typer.Option("--top-up", help="Script: keep the recording, and record only perturbed runs that it lacks.")
+    ] = False,
     fault: Fault = "",
     nproc_per_node: Annotated[
         int | None, typer.Option(help="Script: processes that torchrun starts. Default: one, without it")
@@ -181,7 +184,7 @@ def record(
         if framework.endswith(".py"):
             from experiments.record_script import record_script
 
-            of_scripts = {"framework", "model", "output", "nproc_per_node", "twins", "overwrite"}
+            of_scripts = {"framework", "model", "output", "nproc_per_node", "twins", "overwrite", "top_up"}
             _refuse_other(context, of_scripts | {"every", "dense", "window"})
             record_script(
                 Path(framework),
@@ -193,12 +196,13 @@ def record(
                 dense=dense,
                 windows=windows,
                 overwrite=overwrite,
+                top_up=top_up,
                 console=console,
             )
             return
         if model is None or output is None or context.args:
             raise UsageError("record: expected a framework, a model and --output, or a script that ends in .py")
-        _refuse_other(context, set(context.params) - {"nproc_per_node", "every"})
+        _refuse_other(context, set(context.params) - {"nproc_per_node", "every", "top_up"})
         settings = RunSettings(
             model,
             dtype,

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
+from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.schedule import window_arguments
@@ -32,15 +33,17 @@ def record_script(
     dense: int,
     windows: Sequence[tuple[int, int]],
     overwrite: bool,
+    top_up: bool = False,
     console: Console,
 ) -> None:
-    """Run the script once, and once for each twin.
+    """Run the script once, and once for each perturbed run.
 
     Args:
         output: where the recording goes. None: runs/ and the script's name.
         nproc_per_node: processes that torchrun starts; None: one, without torchrun.
         windows: (start, stop) of further steps that are dense.
-        twins: how many twins are recorded inside of the recording.
+        twins: how many perturbed runs are recorded inside of the recording.
+        top_up: keep the recording and its perturbed runs, and record only those that are missing.
 
     Raises:
         UsageError: no such script; numbers out of range; a run that failed.
@@ -56,7 +59,8 @@ def record_script(
             check_size(name, value, least, most)
     check_twins(twins)
     directory = output or Path("runs", script.stem)
-    if (directory / MANIFEST_NAME).exists() and not overwrite:
+    there = (directory / MANIFEST_NAME).exists()
+    if there and not overwrite and not top_up:
         raise UsageError(
             f"{directory} holds a recording already; choose another with --output, or replace it with --overwrite"
         )
@@ -66,7 +70,8 @@ def record_script(
     command += ["--every", str(every), "--dense", str(dense)]
     command += window_arguments(windows)
     said = shlex.join(command + (["--", *arguments] if arguments else []))
-    for twin in range(twins + 1):
+    first = _missing(directory, said, twins) if top_up else 0
+    for twin in range(first, twins + 1):
         options = {
             "directory": str(directory.resolve()),
             "every": every,
@@ -82,6 +87,21 @@ def record_script(
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
             raise UsageError(f"{what} was not recorded, or not to its end: {how}")
         console.print(f"recorded {'twin ' + str(twin) + ' ' if twin else ''}in {directory}", highlight=False)
+
+
+def _missing(directory: Path, command: str, twins: int) -> int:
+    """The number of the first perturbed run that a recording lacks; it must have been made by the same command."""
+    recording = Recording.open(directory)
+    made_by = recording.manifest.settings.get(COMMAND)
+    if made_by != command:
+        raise UsageError(
+            f"{directory}: expected a recording made by `{command}`, but it was made by `{made_by}`; perturbed runs are of "
+            "one run: repeat that command with --top-up"
+        )
+    present = len(recording.twins())
+    if present >= twins:
+        raise UsageError(f"{directory} has {present} perturbed runs already; pass a larger --perturbed-runs")
+    return present + 1
 
 
 def script_command(

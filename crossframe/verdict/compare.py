@@ -581,10 +581,13 @@ def _settle(pair: Pair, num_runs: int = 4) -> str:
         if isinstance(command := recording.manifest.settings.get(COMMAND), str):
             if command.startswith("crossframe record "):
                 ours, dashes, of_script = command.partition(" -- ")
-                again = f"`{ours} --output {recording.directory} --overwrite --perturbed-runs {num_runs}{dashes}{of_script}`"
+                keep = "--top-up" if ours.split()[2:3] and ours.split()[2].endswith(".py") else "--overwrite"
+                again = f"`{ours} --output {recording.directory} {keep} --perturbed-runs {num_runs}{dashes}{of_script}`"
             else:
+                first = 1 + len(recording.twins())
                 again = (
-                    f"`{command}`, started as it was, with CROSSFRAME_TWIN=1, then 2 to {num_runs} in its environment,"
+                    f"`{command}`, started as it was, with CROSSFRAME_TWIN={first}, then {first + 1} to {num_runs} in its "
+                    "environment,"
                 )
             return f"measure what rounding does with {again} and compare again, or record both in float64"
     return (

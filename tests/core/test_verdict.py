@@ -552,7 +552,7 @@ def test_recordings_are_called_by_what_tells_them_apart(tmp_path):
         ),
         (
             "crossframe record train.py --dense 2 -- --lr 1",
-            r"`crossframe record train.py --dense 2 --output \S+ --overwrite --perturbed-runs 4 -- --lr 1`",
+            r"`crossframe record train.py --dense 2 --output \S+ --top-up --perturbed-runs 4 -- --lr 1`",
         ),
         ("python train.py", r"`python train.py`, started as it was, with CROSSFRAME_TWIN=1, then 2"),
         (None, r"record one of both again with perturbed runs \(--perturbed-runs 4\)"),

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
+from crossframe.recording.lines import twin_folder
 from crossframe.verdict import Verdict, compare
 from experiments.record_script import record_script
+from tests.core import synthetic
 from torch_backend.recorder import script
 
 HEAD = """
@@ -183,6 +185,21 @@ def test_wrong_use_of_the_command_is_refused(tmp_path):
     (tmp_path / "out" / "manifest.json").write_text("{}")
     with pytest.raises(UsageError, match="holds a recording already"):
         record(tmp_path)
+
+
+def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit(1)")
+    command = f"crossframe record {tmp_path}/script.py --every 2 --dense 1"
+    for said, twins, message in (
+        ("another", 4, "expected a recording made by"),
+        (command, 2, "has 2 perturbed runs already"),
+        (command, 3, "twin 3 of .* was not recorded"),  # the first that is missing
+    ):
+        made = synthetic.manifest(settings={"command": said})
+        for folder in (tmp_path / "out", *(tmp_path / "out" / twin_folder(i) for i in (1, 2))):
+            synthetic.record(folder, made, overwrite=True)
+        with pytest.raises(UsageError, match=message):
+            record(tmp_path, twins=twins, top_up=True)
 
 
 def test_a_scripts_own_options_stand_behind_two_dashes(monkeypatch):
