@@ -260,6 +260,8 @@ def run(
         if process.poll() is None or _received:
             end([process.pid])
             process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
         _started.discard(process)
     return process.returncode, printed or ""
 
