@@ -1,11 +1,18 @@
-"""What training scripts do besides a plain step: schedules, clipping by hand, optimizers of one's own."""
+"""What training scripts do besides a plain step: schedules, clipping by hand, optimizers of one's own, and other habits."""
+
+import copy
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
+from tests.core.random_layouts import QUICK
 from tests.on_torch.recorded_loops import Net, batches
 from torch_backend.recorder import Recorder
 
@@ -66,3 +73,93 @@ def test_rates_are_recorded_at_every_step(plain, tmp_path):
     found = compare(plain, train(tmp_path / "longer", warmup=8))
     assert found.verdict is Verdict.INCOMPARABLE
     assert found.reason.startswith("learning rate differs: 0.0025 in plain, 0.00125 in longer")
+
+
+HABITS = (
+    "accumulation",
+    "averaged weights in evaluation",
+    "clipping by hand",
+    "edits between steps",
+    "evaluation without no_grad",
+    "evaluation",
+    "generators",
+    "gradients by hand",
+    "reused modules",
+    "scaler",
+    "schedule",
+    "skipped step",
+    "two optimizers",
+)
+
+
+def with_habits(directory: Path, habits: frozenset[str]) -> Recording:
+    """A run of a script that has these habits."""
+    torch.manual_seed(0)
+    model = Net().double()
+    if "reused modules" in habits:
+        model.blocks[1] = model.blocks[0]
+    parts = [list(model.blocks.parameters()), [p for n, p in model.named_parameters() if not n.startswith("blocks")]]
+    parts = parts if "two optimizers" in habits else [parts[0] + parts[1]]
+    optimizers = [torch.optim.AdamW(parts[0], 1e-2), *(torch.optim.SGD(part, 0.1) for part in parts[1:])]
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers if "schedule" in habits]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled="scaler" in habits)
+    averaged = copy.deepcopy(model.state_dict())
+
+    def evaluate(step: int) -> None:
+        model.eval()
+        with torch.set_grad_enabled("evaluation without no_grad" in habits):
+            model(batches(step + 50, 0, 1)[0])
+        model.train()
+
+    with Recorder(directory, model=model, name="net", dense=3) as recorder:
+        for step in range(3):
+            fed = batches(step, 0, 1, 2 if "accumulation" in habits else 1)
+            for tokens in (each for each in fed) if "generators" in habits else fed:
+                logits = model(tokens[:, :-1])
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / len(fed)
+                scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            if "gradients by hand" in habits:
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param.grad.add_(0.01 * torch.sign(param.detach()))
+            if "clipping by hand" in habits:
+                by_hand(model)
+            if step != 1 or "skipped step" not in habits:
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+            scaler.update()
+            for schedule in schedules:
+                schedule.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            recorder.step()
+            if "edits between steps" in habits:
+                with torch.no_grad():
+                    model.scale.mul_(0.5)
+            if "averaged weights in evaluation" in habits:
+                kept = copy.deepcopy(model.state_dict())
+                averaged = {name: 0.9 * averaged[name] + 0.1 * value for name, value in kept.items()}
+                model.load_state_dict(averaged)
+                evaluate(step)
+                model.load_state_dict(kept)
+            if "evaluation" in habits or "evaluation without no_grad" in habits:
+                evaluate(step)
+    return Recording.open(directory)
+
+
+@settings(QUICK, max_examples=8)
+@given(st.frozensets(st.sampled_from(HABITS), max_size=5))
+def test_a_script_run_twice_is_equal_whatever_its_habits(habits):
+    with tempfile.TemporaryDirectory() as folder:
+        a, b = (with_habits(Path(folder) / name, habits) for name in "ab")
+        for pair in ((a, a), (a, b), (b, a)):
+            assert compare(*pair).verdict is Verdict.EQUAL
+
+
+def test_habits_without_effect_are_equal(tmp_path):
+    plain = with_habits(tmp_path / "plain", frozenset())
+    for habit in ("evaluation", "averaged weights in evaluation", "generators", "evaluation without no_grad", "scaler"):
+        found = compare(plain, with_habits(tmp_path / habit.replace(" ", "_"), frozenset({habit})))
+        assert found.verdict is Verdict.EQUAL, (habit, found.reason)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torch_backend.recorder.watch import in_backward
 
-_UNSCALED = "_crossframe_unscaled"
+_UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
 # What torch.nn.utils.clip_grad_norm_ calls once it knows the norm, and the public name of that.
 _CLIPS = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"))
 
@@ -24,6 +24,9 @@ class Listener:
 
     def backward(self, loss: Tensor) -> None:
         """A backward begins from a single number, before any scaling of it."""
+
+    def scaled(self, scaler: Any) -> None:
+        """The loss of the backward that begins was scaled by a GradScaler."""
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
         """Gradients are about to be clipped.
@@ -91,6 +94,8 @@ def _backward(own: Any, listener: Listener) -> Any:
             for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
                 if isinstance(tensor, Tensor) and tensor.numel() == 1:
                     listener.backward(getattr(tensor, _UNSCALED, tensor).detach())
+                    if (scaler := getattr(tensor, _SCALER, None)) is not None:
+                        listener.scaled(scaler)
         return own(tensors, *args, **kwargs)
 
     return backward
@@ -101,6 +106,7 @@ def _scale(own: Any) -> Any:
         scaled = own(scaler, outputs)
         if isinstance(outputs, Tensor) and scaled is not outputs:
             setattr(scaled, _UNSCALED, outputs.detach())
+            setattr(scaled, _SCALER, scaler)
         return scaled
 
     return scale

@@ -65,11 +65,18 @@ class Keeper:
         optimizers: Sequence[torch.optim.Optimizer],
         norm: Tensor | float | None,
         watch: Watch,
+        loss_scale: float = 1.0,
     ) -> None:
-        """All that a recorded step has at its end."""
+        """All that a recorded step has at its end.
+
+        Args:
+            loss_scale: what the ranks' own gradients are to be divided by.
+        """
         writer = self.writer
         if writer.is_dense(step):
             for unit, grads in watch.local_grads().items():
+                if loss_scale != 1.0:
+                    grads = {name: grad / loss_scale for name, grad in grads.items()}
                 writer.local_grads(step, unit, {name: self._whole(name, grad) for name, grad in grads.items()})
         writer.collectives(step, watch.events())
         if norm is not None:

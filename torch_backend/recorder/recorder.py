@@ -143,6 +143,8 @@ class Recorder(Sink, Listener):
         self._microbatches: list[list[Tensor]] = []
         self._norm: Tensor | float | None = None
         self._has_grads = False
+        # By what a GradScaler multiplied the loss, and with it every rank's own gradients.
+        self._loss_scale = 1.0
         # Of each optimizer that stepped, the learning rates of its groups.
         self._rates: dict[int, list[Tensor | float]] = {}
 
@@ -202,7 +204,7 @@ class Recorder(Sink, Listener):
             if records:
                 self._keep_grads()
                 norm = self._norm if grad_norm is None else grad_norm
-                keeper.after_step(self._step, self._optimizers, norm, self._watch)
+                keeper.after_step(self._step, self._optimizers, norm, self._watch, self._loss_scale)
             self._waiting.append(said)
             if records or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
                 self._write_waiting()
@@ -250,6 +252,10 @@ class Recorder(Sink, Listener):
             self._losses.append(loss.clone())
             if self._trace is not None:
                 self._trace.result(loss)
+
+    def scaled(self, scaler: Any) -> None:
+        if self._watch.is_dense:  # else nobody asks, and an accelerator need not be waited for
+            self._loss_scale = float(scaler.get_scale())
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
         if self._keeper is not None and (params is None or self._keeper.has_any(params)):
