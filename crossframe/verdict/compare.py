@@ -314,19 +314,18 @@ _REPEATED = frozenset(
 
 
 def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:
-    """Judgements in which updates that follow the optimizer's rule on both sides are not outside.
+    """Judgements in which moments and updates that follow the optimizer's rule on both sides are not outside.
 
-    Each follows from its own moments, which were inside: the optimizer amplified their rounding.
+    Each follows from its own gradients or moments, which were inside: squares and ratios amplify what rounding left of them.
     """
-    outside = [each for each in judged if each.beyond and not each.one_sided and each.quantity.phase == UPDATE]
+    outside = [each for each in judged if each.beyond and not each.one_sided and each.quantity.phase in (STATE, UPDATE)]
     if not outside or not all(follows_optimizer(pair, each.quantity) for each in outside):
         return judged
-    return [
-        replace(each, beyond=False, difference=min(each.difference, each.quantity.bound or 0.0))
-        if each in outside
-        else each
-        for each in judged
-    ]
+    inside = {
+        id(each): replace(each, beyond=False, difference=min(each.difference, each.quantity.bound or 0.0))
+        for each in outside
+    }
+    return [inside.get(id(each), each) for each in judged]
 
 
 def _by_cause(

@@ -243,3 +243,25 @@ def test_a_quantity_near_its_limit_asks_for_more_perturbed_runs(tmp_path):
         found = compare(a, run(tmp_path / f"b{twins}", tamper=off))
         assert found.verdict is verdict, found.reason
         assert ("--perturbed-runs 8" in found.reason) is (verdict is Verdict.INCONCLUSIVE)
+
+
+@pytest.mark.parametrize(("follows", "verdict"), [(0.1, Verdict.ROUNDING), (0.2, Verdict.BUG)], ids=["rule", "other"])
+def test_moments_that_follow_their_gradients_are_no_first_divergence(tmp_path, follows, verdict):
+    """Gradients lie inside their spread, moments outside of theirs: exp_avg is 0.1 times the gradient at step 0."""
+    made = synthetic.manifest(
+        4, replicate=2, dtype="float32", settings={"optimizer": "AdamW", "betas": [0.9, 0.999], "weight_decay": 0.0}
+    )
+
+    def moved(seed, share):
+        def change(phase, step, rank, name, array):
+            by = NOISE * np.random.default_rng([seed, *name.encode()]).normal(size=array.shape)
+            times = {"reduce": 1.0, "state": share}.get(phase, 0.0) if step == 0 else 0.0
+            return (array + times * by).astype(array.dtype)
+
+        return change
+
+    a = synthetic.record(tmp_path / "a", made)
+    for i in range(1, 5):
+        synthetic.record(a.directory / twin_folder(i), made, tamper=moved(i, 0.0))
+    found = compare(a, synthetic.record(tmp_path / "b", made, tamper=moved(9, follows)))
+    assert found.verdict is verdict, found.reason

@@ -54,7 +54,7 @@ class Update:
         return replace(rule, rate=1.0).updated(self.before, *self.moments) - self.before
 
 
-_FEW = 4.0
+FEW = 4.0
 """How many times its bound, which is of first order, an update may be off from its rule and still follow it."""
 
 
@@ -63,10 +63,10 @@ def follow_one_rule(a: Update, b: Update, stated: Rule) -> bool:
 
     A schedule may make another rate of the stated one, the same for both.
     """
-    if all(update.rest(stated) <= _FEW * update.error(stated) for update in (a, b)):
+    if all(update.rest(stated) <= FEW * update.error(stated) for update in (a, b)):
         return True
     rule = replace(stated, rate=factor_between(a.way(stated), a.moved))
-    return rule.rate > 0 and all(update.rest(rule) <= _FEW * update.error(rule) for update in (a, b))
+    return rule.rate > 0 and all(update.rest(rule) <= FEW * update.error(rule) for update in (a, b))
 
 
 def departures(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.departures import TINY
+from crossframe.verdict.diagnosis.departures import FEW, TINY
 from crossframe.verdict.diagnosis.fit import Fit, Story, believed, factor_between
 from crossframe.verdict.diagnosis.rules import Average
 from crossframe.verdict.metrics import distance, norm
@@ -44,6 +44,10 @@ class Moment:
         """What rounding may leave of that."""
         start, goes_in = self.old if old is None else old, self.gradient if gradient is None else gradient
         return average.error(start, goes_in, self.roundoff)
+
+    def follows(self, average: Average) -> bool:
+        """Whether the rule explains it, within a few times the bound, which is of first order."""
+        return self.rest(average) <= FEW * self.error(average)
 
     def went_in(self, average: Average) -> np.ndarray:
         """The gradient that did."""

@@ -37,11 +37,12 @@ def optimizer(case: Case) -> Iterator[Fit]:
 
 
 def follows(case: Case) -> bool:
-    """Whether both sides' updates of a parameter follow the optimizer's stated rule, each from its own moments.
+    """Whether both sides' updates of a parameter follow the optimizer's stated rule, each from its own moments; or their moments,
+    each from its own gradients.
 
     They then differ by what their causes differ by, and by rounding. False where that cannot be told.
     """
-    if case.phase != UPDATE or case.quantity.sketched:
+    if case.phase not in (STATE, UPDATE) or case.quantity.sketched:
         return False
     kind = rule_of(case.right)
     if kind is None or kind != rule_of(case.wrong):
@@ -49,6 +50,12 @@ def follows(case: Case) -> bool:
     stated = stated_rule(case.right.manifest, kind, case.right.count(case.step, case.name) or case.step + 1, case.name)
     if stated is None:
         return False
+    if case.phase == STATE:
+        if case.quantity.use not in MOMENTS[kind]:
+            return False
+        average, squared = average_of(stated.rule, case.quantity.use)
+        moments = [moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
+        return all(moment is not None and moment.follows(average) for moment in moments)
     sides = [update_of(case, recording, stated) for recording in (case.right, case.wrong)]
     return sides[0] is not None and sides[1] is not None and follow_one_rule(sides[0], sides[1], stated.rule)
 
