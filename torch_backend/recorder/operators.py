@@ -172,6 +172,10 @@ class OperatorTrace(TorchDispatchMode):
             exact = _exact(func, args, kwargs) if len(rows) == 1 else None
         result = func(*args, **kwargs)
         with quietly():
+            if func.namespace == "c10d":
+                for work in tree_leaves(result):
+                    if isinstance(work, torch.ScriptObject):  # until then its output is not there
+                        work.wait()  # type: ignore[attr-defined]
             name, arguments = str(func.overloadpacket).replace("aten::", "aten."), _arguments(func, args, kwargs)
             judged = exact.judge(result) if exact is not None else None
             for own, made in zip(inputs, _made(func, args, kwargs, result, len(rows)), strict=True):
@@ -222,12 +226,18 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _rows(func: Any, args: tuple, kwargs: dict) -> list[list[Tensor]]:
     """The tensors that an operator is given. One that goes over lists counts as one operator for each element of the lists."""
-    given = [*args, *kwargs.values()]
+    names = [each.name for each in func._schema.arguments]
+    given = [value for name, value in [*zip(names, args, strict=False), *kwargs.items()] if not _is_buffer(func, name)]
     lists = [each for each in given if _is_list(each)]
     if not func.__name__.startswith(("_foreach", "_fused")) or len({len(each) for each in lists}) != 1:
         return [_tensors(given)]
     others = [each for each in given if isinstance(each, Tensor)]
     return [[*row, *others] for row in zip(*lists, strict=True)]
+
+
+def _is_buffer(func: Any, name: str) -> bool:
+    """Whether a collective writes its result there, whatever it held."""
+    return func.namespace == "c10d" and name.startswith("output")
 
 
 def _made(func: Any, args: tuple, kwargs: dict, result: Any, num_rows: int) -> list[list[Tensor]]:
