@@ -172,6 +172,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         )
     pair = Pair(a, b, sketched=sketched)
     envelope = Envelope.of(pair)
+    pair.noise = envelope.noise if envelope else ()
     findings = _Findings()
     island = None
     for group in walk(pair):
@@ -226,7 +227,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         reason,
         max_relative_loss_difference=max(findings.losses),
         max_relative_parameter_difference=max(findings.parameters.values(), default=0.0),
-        zero_gradient_parameters=pair.zero_gradient,
+        zero_gradient_parameters=tuple(dict.fromkeys((*pair.zero_gradient, *pair.noise))),
         first_divergence=where,
         loss_differences=tuple(findings.losses),
         parameter_differences=tuple(findings.parameters.items()),
@@ -332,12 +333,14 @@ def _by_cause(
     pair: Pair, findings: "_Findings", bits: Bits | None, verdict: Verdict, names: tuple[str, str]
 ) -> _ByBits | None:
     """A bug where the first quantity that differs in bits is what a hypothesis predicts, operation by operation, from causes that
-    are equal in every bit. That holds between other programs too; None otherwise."""
+    are equal in every bit. That holds between other wrappers and layouts too; None otherwise."""
     first = findings.in_bits
     if bits is None or bits.repetition or verdict not in _UNDECIDED or first is None or first.quantity.bound is None:
         return None
     if not pair.same_world or first.quantity.step not in pair.steps or first.quantity.numel < _LEAST_ELEMENTS:
         return None
+    if pair.a.manifest.framework != pair.b.manifest.framework or other_operator(pair, first.quantity) is not None:
+        return None  # another framework's operator, or another kernel, rounds at other places
     where = locate_sketch(first, pair) if first.quantity.sketched else _located_in_bits(first, pair)
     diagnosis = diagnose(pair, first, where, _few_roundings)
     if diagnosis is None or diagnosis.signature not in _REPEATED:

@@ -249,8 +249,9 @@ class Steady:
 class Envelope:
     """What two recordings are held against: the spread of the twins of either, or of both. Walks one pair once."""
 
-    def __init__(self, spreads: Sequence[Spread]) -> None:
-        self.spreads = tuple(spreads)
+    def __init__(self, spreads: Sequence[Spread], noise: tuple[str, ...] = ()) -> None:
+        """`noise` names parameters whose gradients are not judged."""
+        self.spreads, self.noise = tuple(spreads), noise
         self._steady = Steady(self._limit)
         self._updated = [0, 0]
         self._chaos: dict[int, list[float]] = {}
@@ -260,8 +261,8 @@ class Envelope:
     def of(cls, pair: Pair) -> "Envelope | None":
         """The envelope of a pair; None if neither recording has twins."""
         known = (known_spread(recording, sketched=pair.sketched) for recording in (pair.a, pair.b))
-        spreads = [spread for spread in known if spread is not None]
-        return cls(spreads) if spreads else None
+        found = [(side, spread) for side, spread in enumerate(known) if spread is not None]
+        return cls([spread for _, spread in found], _noise(pair, found)) if found else None
 
     def limit(self, quantity: Quantity) -> float:
         """The largest distance that rounding may reach there; inf where the twins say nothing."""
@@ -270,7 +271,7 @@ class Envelope:
 
     def judge(self, group: list[Quantity]) -> list[Judgement]:
         """Hold both sides of each quantity against what the twins reach there."""
-        if group[0].bound is None:
+        if group[0].bound is None or group[0].parameter in self.noise:
             return [judge(quantity) for quantity in group]
         self._steady.note(group)
         self._note_chaos(group)
@@ -329,6 +330,29 @@ class Envelope:
         '4 twins of torch'
         """
         return " and ".join(f"{spread.num_twins} twins of {spread.run}" for spread in self.spreads)
+
+
+def _noise(pair: Pair, found: Sequence[tuple[int, Spread]]) -> tuple[str, ...]:
+    """Parameters whose gradient is noise, as of a bias before a batch norm: at every recorded step it is no larger than the
+    perturbed runs lie apart, and in the other recording no larger than rounding may leave of a sum that is zero
+    (`crossframe.verdict.zero_gradient`). How large such noise is differs between frameworks, and says nothing.
+
+    Args:
+        found: by side, the spread of its perturbed runs.
+    """
+    most = min(pair.terms * unit_roundoff(pair.a.manifest.dtype), 1.0)
+
+    def is_noise(name: str, side: int, spread: Spread) -> bool:
+        own, other = pair.sizes[side], pair.sizes[1 - side]
+        root = math.sqrt(pair.a.manifest.params[name].numel)
+        apart = [spread.of.get((step, REDUCE, name, 0), 0.0) for step in pair.steps]
+        return all(
+            0.0 < own.of[step][name] * root <= at and 0.0 < other.of[step][name] <= most * other.typical[step]
+            for step, at in zip(pair.steps, apart, strict=True)
+        )
+
+    names = [name for name, spec in pair.a.manifest.params.items() if spec.requires_grad and spec.numel]
+    return tuple(name for name in names if pair.steps and any(is_noise(name, *each) for each in found))
 
 
 def place_of(quantity: Quantity) -> Place:

@@ -22,6 +22,7 @@ class Pair:
         num_steps: that both have.
         steps: those whose tensors both recorded.
         whole_until: all steps before this one are among them.
+        noise: parameters whose gradient perturbed runs show to be noise (`crossframe.verdict.envelope`).
         rounds_in: the dtype whose rounding gradients carry: that of the runs, until a part of them is seen to compute in a
             narrower one.
     """
@@ -35,6 +36,7 @@ class Pair:
         self.same_world = a.manifest.world_size == b.manifest.world_size
         self.losses = (a.losses(), b.losses())
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
+        self.noise: tuple[str, ...] = ()
         self._update_norms: dict[str, float] = {}
 
     @cached_property

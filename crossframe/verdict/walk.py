@@ -86,7 +86,7 @@ def _quantity(
     within: str = "",
 ) -> Quantity:
     """A quantity of a parameter, or of none ("")."""
-    if name and bound is not None and name in pair.zero_gradient:
+    if name and bound is not None and (name in pair.zero_gradient or name in pair.noise):
         bound = np.inf
     a, b, sketches = sides
     return Quantity(
