@@ -269,7 +269,9 @@ def _said(
         Judged(0, "forward", "input", "", "input of the model", 0.0, 0.0, False, True),
         Judged(step, phase, event, unit, name, 1.0, 9.0, True, False),
     )
-    return PairVerdict("torch", "jax", "float64", 2, 5, Verdict.BUG, "", first_divergence=where, judged=judged)
+    return PairVerdict(
+        "torch", "jax", "float64", 2, 5, Verdict.BUG, "", first_divergence=where, judged=judged, parted=judged[1]
+    )
 
 
 def test_only_the_place_itself_counts_as_localised():
