@@ -6,12 +6,13 @@ DIRECTORY/rank00000/step00000.safetensors   the tensors of a recorded step
 DIRECTORY/twin00001/                 the same of a twin of the run, if it has twins (`crossframe.recording.twins`)
 """
 
+from crossframe.recording.create import create_recording
 from crossframe.recording.index import Batch
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.reader import Recording
 from crossframe.recording.schedule import Schedule
 from crossframe.recording.sketch import WHOLE, Sketch
-from crossframe.recording.writer import RecordingWriter, create_recording
+from crossframe.recording.writer import RecordingWriter
 
 __all__ = [
     "WHOLE",

@@ -52,6 +52,16 @@ def in_words(
     )
 
 
+def called(judgement: Judgement | None) -> str:
+    """The name of what was judged."""
+    assert judgement is not None
+    q = judgement.quantity
+    rank = f" of rank {q.rank}" if q.rank is not None else ""
+    if q.kind == ACTIVATION or not q.name:
+        return f"{q.name or q.event}{rank}"
+    return f"{NOUNS[q.phase]} ({q.name}){rank}"
+
+
 def other_dtype(q: Quantity, names: Sequence[str]) -> str:
     """That an activation has another dtype in either."""
     said = " and ".join(f"{dtype} in {name}" for dtype, name in zip(q.dtypes, names, strict=True))

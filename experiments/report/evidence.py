@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from crossframe.verdict.compare import Judged
+from crossframe.verdict.result import Judged
 
 T = TypeVar("T")
 MOST_ROWS, MOST_COLUMNS = 40, 60

@@ -1,5 +1,6 @@
 """The catalogue of faults: well formed, each a change that is undone, and some of each family found from end to end."""
 
+# pyright: reportArgumentType=false
 import os
 import re
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.lines import TENSOR_USES
 from crossframe.verdict import Divergence, PairVerdict, Verdict, compare
-from crossframe.verdict.compare import Judged
+from crossframe.verdict.result import Judged
 from experiments.faults import FAMILIES, FAULTS, check_fault, fault_in_effect
 from experiments.faults.clean import MODELS, SEEDS, kind_of, pairs_of, runs_of
 from experiments.faults.fault import ALL_DTYPES, JAX, TORCH, Answer, other_batches, patched

@@ -27,9 +27,9 @@ from crossframe.recording.lines import twin_folder
 from crossframe.strategy import Sync
 from crossframe.trace import collectives, summary
 from crossframe.verdict import Divergence, PairVerdict, Verdict
-from crossframe.verdict.compare import Judged
 from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.diagnosis.fit import SIGNATURES
+from crossframe.verdict.result import Judged
 from crossframe.verdict.walk import ALL
 from experiments.report import print_report, report_of, words, write_report
 from experiments.report.build import PairSeries

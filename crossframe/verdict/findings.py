@@ -1,0 +1,85 @@
+"""What the walk over a pair has met: the first quantity outside, the first that differs in bits, the largest differences."""
+
+import math
+from dataclasses import replace
+
+from crossframe.recording.lines import FORWARD, UPDATE
+from crossframe.verdict.judge import Judgement
+from crossframe.verdict.quantities import ACTIVATION, Quantity
+from crossframe.verdict.result import Judged
+
+
+class Findings:
+    """Judgements of a walk, as far as it has come."""
+
+    def __init__(self) -> None:
+        self.equal = True
+        self.first: Judgement | None = None
+        # The same thing on all ranks, where it was first outside.
+        self.group: list[Judgement] = []
+        # The first quantity that differs in bits.
+        self.in_bits: Judgement | None = None
+        # How much of its bound any quantity before the first one outside had used up.
+        self.used_before = 0.0
+        # The most that any quantity outside uses.
+        self.most_beyond = 0.0
+        self.not_finite: Judgement | None = None
+        # The first activation that has another dtype in either, up to the first quantity outside.
+        self.other_dtype: Quantity | None = None
+        self.losses: list[float] = []
+        self.parameters: dict[int, float] = {}
+        self.judged: list[Judged] = []
+        self._at_first = self._at_bits = 0
+
+    def judged_as(self, judgement: Judgement | None) -> Judged | None:
+        """The entry of `judged` that a first judgement is in."""
+        if judgement is None:
+            return None
+        if judgement is self.first:
+            return self.judged[self._at_first]
+        if judgement is self.in_bits:
+            return self.judged[self._at_bits]
+        q = judgement.quantity
+        same = (one for one in self.judged if (one.step, one.phase, one.name) == (q.step, q.phase, q.name))
+        return next(same, None)
+
+    def add(self, group: list[Judgement], quantities: list[Quantity]) -> None:
+        """Take in a group of judgements.
+
+        Args:
+            quantities: what was judged, with all elements.
+        """
+        worst = max(group, key=lambda judgement: (judgement.beyond, judgement.difference))
+        q = worst.quantity
+        phase, step = q.phase, q.step
+        known = q.bound != math.inf or worst.one_sided
+        used = worst.used if known else None
+        equal = all(judgement.equal for judgement in group)
+        self.judged.append(Judged(step, phase, q.event, q.unit, q.name, worst.difference, used, worst.beyond, equal))
+        if self.in_bits is None and not equal:
+            both = zip(group, quantities, strict=True)
+            apart = [
+                replace(judged, quantity=replace(q, bound=judged.quantity.bound))
+                for judged, q in both
+                if not judged.equal
+            ]
+            self._at_bits = len(self.judged) - 1
+            self.in_bits = max(apart, key=lambda judgement: (judgement.beyond, judgement.whole))
+        self.equal = self.equal and equal
+        if worst.beyond:
+            self.most_beyond = max(self.most_beyond, *(judgement.used for judgement in group if judgement.beyond), 0.0)
+        if self.first is None:
+            if self.other_dtype is None and q.kind == ACTIVATION and q.dtypes[0] != q.dtypes[1]:
+                self.other_dtype = q
+            if worst.beyond:
+                self.first, self._at_first, self.group = worst, len(self.judged) - 1, group
+            else:
+                self.used_before = max(self.used_before, *(judgement.used for judgement in group))
+        if self.not_finite is None:
+            self.not_finite = next((judgement for judgement in group if judgement.both_not_finite), None)
+        if q.kind == FORWARD:
+            self.losses.append(worst.difference)
+        elif phase == UPDATE:
+            # A zero-gradient parameter, bounded by inf, says nothing unless it is not finite on one side.
+            apart = max(judgement.whole for judgement in group)
+            self.parameters[step] = max(self.parameters.get(step, 0.0), apart if known else 0.0)
