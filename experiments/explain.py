@@ -1,5 +1,6 @@
 """`crossframe explain A B`: both runs made again up to the first difference, and the operators at which they part."""
 
+import os
 import shlex
 import sys
 import tempfile
@@ -51,10 +52,12 @@ def explain(
         return NOTHING_DIFFERS
     with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
         root = folder or Path(temporary)
+        # Programs of JAX need not say which module an operator belongs to.
+        unit = target.unit if all(each.manifest.framework == "torch" for each in (a, b)) else ""
         traces = []
         for side, recording in zip("ab", (a, b), strict=True):
             traces.append(
-                _traced(recording, target, (root / side).resolve(), timeout, console if not as_json else None)
+                _traced(recording, target, unit, (root / side).resolve(), timeout, console if not as_json else None)
             )
     found = find(traces[0], traces[1], target.tolerance)
     if as_json:
@@ -66,16 +69,17 @@ def explain(
     return FOUND if found.a is not None or found.b is not None else NOT_FOUND
 
 
-def _traced(recording: Recording, target: Target, directory: Path, timeout: float, console: Console | None) -> Trace:
-    """The trace of one side's run, made again up to the step."""
+def _traced(
+    recording: Recording, target: Target, unit: str, directory: Path, timeout: float, console: Console | None
+) -> Trace:
+    """The trace of one side's run, made again up to the step.
+
+    Args:
+        unit: what is traced of it; "": everything.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     rank = min(target.rank, recording.manifest.world_size - 1)
-    request = Request(str(directory), target.step, rank, target.phase, target.unit, target.tolerance is None)
-    if recording.manifest.framework != "torch":
-        raise UsageError(
-            f"explain: {recording.directory} is a run of {recording.manifest.framework}, whose operators are not traced; only "
-            "those of torch are. Compare its modules: crossframe compare"
-        )
+    request = Request(str(directory), target.step, rank, target.phase, unit, target.tolerance is None)
     said = recording.manifest.settings.get(COMMAND)
     if not isinstance(said, str):
         raise UsageError(
@@ -87,8 +91,10 @@ def _traced(recording: Recording, target: Target, directory: Path, timeout: floa
     how = f"explain: the run was not made again by '{said}'"
     hint = "run explain in the folder in which it was recorded, with the same environment"
     try:
-        command = command_of(shlex.split(said), directory / "recording", recording.manifest.world_size)
-        status, printed = run(command, captured=True, environment=request.to_environment(), timeout=timeout)
+        num_processes = recording.manifest.world_size if recording.manifest.framework == "torch" else 1
+        command = command_of(shlex.split(said), directory / "recording", num_processes)
+        environment = request.to_environment() | _devices(recording)
+        status, printed = run(command, captured=True, environment=environment, timeout=timeout)
     except TimeoutError as error:
         raise UsageError(f"{how}: {error}; allow more with --timeout") from None
     if not (directory / TRACE_NAME).exists():
@@ -98,12 +104,20 @@ def _traced(recording: Recording, target: Target, directory: Path, timeout: floa
     return Trace.read(directory / TRACE_NAME)
 
 
-def command_of(said: Sequence[str], output: Path, world_size: int) -> list[str]:
+def _devices(recording: Recording) -> dict[str, str]:
+    """The variable that makes JAX's CPU as many devices as a recording has ranks, unless the environment says so."""
+    manifest, name = recording.manifest, "JAX_NUM_CPU_DEVICES"
+    of_cpu = dict(manifest.settings.get(PROGRAM) or {}).get("device") == "cpu"
+    return {name: str(manifest.world_size)} if manifest.framework == "jax" and of_cpu and name not in os.environ else {}
+
+
+def command_of(said: Sequence[str], output: Path, num_processes: int) -> list[str]:
     """The command line that makes a run again.
 
     Args:
         said: the command that the recording states.
         output: where `crossframe record` is to record to.
+        num_processes: that a script of Python which is started directly has.
 
     Raises:
         UsageError: a command that is neither `crossframe record` nor a script of Python.
@@ -122,9 +136,9 @@ def command_of(said: Sequence[str], output: Path, world_size: int) -> list[str]:
         options = ["--output", str(output), "--overwrite"]
         return module_command("experiments.entry:main", ["record", said[2], *options, *said[3:]])
     if said and said[0] == "python" and len(said) > 1:
-        if world_size == 1:
+        if num_processes == 1:
             return [sys.executable, *said[1:]]
-        ranks = ["--standalone", "--nproc-per-node", str(world_size)]
+        ranks = ["--standalone", "--nproc-per-node", str(num_processes)]
         return [sys.executable, "-m", "torch.distributed.run", *ranks, *said[1:]]
     raise UsageError(
         f"explain: cannot make a run again by '{shlex.join(said)}': expected crossframe record or a script of "

@@ -6,8 +6,9 @@ The order is that of Python's calls. jit sorts the keys of dicts, so what was to
 as static data.
 """
 
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,28 @@ def tell(module: str, use: str, value: Any) -> None:
     floating = (leaf for leaf in jax.tree.leaves(value) if _is_floating(leaf))
     if (first := next(floating, None)) is not None:
         told[module, use] = first
+
+
+_SCOPE = re.compile(r"crossframe_module\[([^\]]*)\]")
+
+
+def module_scope(module: str) -> AbstractContextManager:
+    """A context whose operators belong to a module, as the name stack of their equations says, in backward too.
+
+    Args:
+        module: its canonical name.
+    """
+    return jax.named_scope(f"crossframe_module[{module}]")
+
+
+def module_in(scopes: str) -> str:
+    """The innermost module in a name stack; "" if there is none.
+
+    >>> module_in("transpose(jvp(crossframe_module[]))/crossframe_module[blocks.0]/mul")
+    'blocks.0'
+    """
+    found = _SCOPE.findall(scopes)
+    return found[-1] if found else ""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
-from jax_backend.activations import INPUT, OUTPUT, is_anyone_listening, tell
+from jax_backend.activations import INPUT, OUTPUT, is_anyone_listening, module_scope, tell
 from jax_backend.mesh import per_rank
 from jax_backend.sharded import shard
 from jax_backend.summon import Holder
@@ -82,7 +82,8 @@ def _make_tell(module: nnx.Module, name: str) -> None:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         tell(name, INPUT, (args, tuple(kwargs.values())))
-        output = given.__call__(self, *args, **kwargs)
+        with module_scope(name):
+            output = given.__call__(self, *args, **kwargs)
         tell(name, OUTPUT, output)
         return output
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
+from crossframe.operators import Request
 from crossframe.recording import Batch as RecordedBatch
 from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
@@ -39,6 +40,7 @@ from jax_backend.other_rounding import other_rounding
 from jax_backend.recorder.inner import with_inner
 from jax_backend.recorder.modules import module_paths
 from jax_backend.recorder.of_shards import OfShards
+from jax_backend.recorder.operators import OperatorTrace
 from jax_backend.recorder.writers import Seen, Writers
 from jax_backend.tree import path_name
 
@@ -248,16 +250,24 @@ def _train(settings: RunSettings, manifest: Manifest, output: Path, mesh: Mesh) 
         raise UsageError("the layouts of the model's definition are not those that jax_backend computed")
     state, opt_state = programs.state_of(settings.twin, mesh), programs.optimizer.init(sharded)  # type: ignore[arg-type]
     events: list[Event] | None = None
+    request = Request.from_environment()
+    trace = OperatorTrace(request) if request is not None else None
     with Writers(output, manifest, OfShards(sharded)) as writers:
         for step in range(settings.steps):
             sharded, opt_state = resume_jax(settings, step, output, sharded, opt_state, programs.optimizer)
             batches = [settings.batch(step, rank) for rank in range(settings.world_size)]
             parts = _parts(settings, batches)
-            dense = settings.steps <= SHORT or writers.is_dense(step)
+            if trace is not None:
+                trace.begin_step(step)
+            traced = trace is not None and trace.active
+            dense = settings.steps <= SHORT or writers.is_dense(step) or traced
             if events is None:
                 events = programs.events(sharded, parts, state, mesh, dense=dense)
             losses, inner, result = programs.step(sharded, parts, state, dense=dense)
             updated, opt_state, norm = programs.update(settings.twin, sharded, opt_state, result.grads)
+            if trace is not None and trace.active:
+                trace.microbatch(losses, [value for each in inner for value in each.activations.values])
+                trace.finish(result.loss)
             seen = Seen(
                 {rank: RecordedBatch(batch.digest, batch.sample_ids) for rank, batch in enumerate(batches)},
                 {rank: float(loss) for rank, loss in enumerate(losses)},

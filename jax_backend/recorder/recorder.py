@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from crossframe.errors import RecordingError, UsageError
 from crossframe.names import ParamMap
+from crossframe.operators import Request
 from crossframe.recording import Batch, Schedule
 from crossframe.recording.batches import digest_of, row_ids
 from crossframe.recording.known_settings import LOSSES, MEAN
@@ -25,6 +26,7 @@ from jax_backend.recorder.inner import Inner, with_inner
 from jax_backend.recorder.modules import check_channels_last
 from jax_backend.recorder.of_arrays import OfArrays
 from jax_backend.recorder.of_shards import OfShards
+from jax_backend.recorder.operators import OperatorTrace
 from jax_backend.recorder.writers import Seen, Writers
 from jax_backend.sharded import ShardedParams
 from jax_backend.trace import trace_of
@@ -148,6 +150,12 @@ class Recorder:
         self._channels_last = check_channels_last(channels_last)
         self._path = place_of(directory, self.twin)
         schedule = Schedule(dense, every, tuple(windows))
+        self._request, self._trace = Request.from_environment(), None
+        if self._request is not None:
+            # The run is made again for the operators of one step: what it records besides is of no interest.
+            self._path, self._overwrite = Path(self._request.directory, "recording"), True
+            schedule, detail = Schedule(0, 10**9), "sketch"
+            self._trace = OperatorTrace(self._request)
         self._about = About(
             schedule, detail, steps, name, dtype, strategy, learning_rate, seed, terms, settings or {}, self.twin
         )
@@ -167,12 +175,16 @@ class Recorder:
 
     def __enter__(self) -> Self:
         check_directory(self._path, self._overwrite)
+        if self._trace is not None:
+            self._trace.begin_step(self._step)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
+        if self._trace is not None:
+            self._trace.end()
         if self._writers is None:
             if kind is None:
                 raise RecordingError(
@@ -230,6 +242,8 @@ class Recorder:
         if self._closed:
             raise RecordingError(f"{self._path}: the recording is closed; call step inside of the with block")
         self._check(loss=loss, params=params, grads=grads, opt_state=opt_state)
+        if self._trace is not None and self._trace.active:
+            self._trace.finish(loss)
         if self._writers is None:
             said = {"batch": batch, "gradients": grads, "gradient norm": grad_norm, "optimizer state": opt_state,
                     "inside of steps": self._inner or None}  # fmt: skip
@@ -252,6 +266,8 @@ class Recorder:
         if self._step == 1:
             self.params = None  # nobody needs the first ones any more
         self._begin_step()
+        if self._trace is not None:
+            self._trace.begin_step(self._step)
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The same step, which records itself each time it is called.
@@ -336,6 +352,10 @@ class Recorder:
                 raise UsageError(
                     "recorder.value_and_grad: expected arrays, got tracers; call its step outside of jit and grad"
                 )
+            if self._trace is not None and self._trace.active:
+                inside = dense(*args, **kwargs)
+                self._trace.microbatch(inside.losses, inside.aux[1].activations.values)
+                return inside._replace(aux=inside.aux[0])
             if not events:
                 events.append(trace_of(plain, *args, mesh=mesh, **kwargs))
             self._events += [_at(event, self._num_microbatches) for event in events[0]]

@@ -58,7 +58,12 @@ def test_no_recording_exits_with_2(tmp_path):
             "allow more with --timeout",
             id="late",
         ),
-        pytest.param({"framework": "jax"}, [], "whose operators are not traced", id="jax"),
+        pytest.param(
+            {"framework": "jax", "settings": {"command": "python -c 'raise SystemExit(3)'"}},
+            [],
+            "exit status 3, without a trace; run explain in",
+            id="jax",
+        ),
     ],
 )
 def test_runs_that_cannot_be_made_again_exit_with_2(tmp_path, fields, options, expected):

@@ -178,6 +178,14 @@ def test_an_inexact_operator_is_outside_its_bound():
     assert judged is not None and not judged.inside
 
 
+def test_storage_can_be_freed_after_its_values_were_noted():
+    values = torch.ones(3, dtype=torch.float64)
+    with OperatorTrace(torch.nn.Identity(), Request("", 0, 0, FORWARD, "")) as trace:
+        trace.begin_step(active=True)
+        values + 1
+    values.untyped_storage().resize_(0)
+
+
 def test_a_recorder_traces_the_step_that_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / "s.py").write_text(SCRIPT + LOOP)
     for name, value in Request(str(tmp_path), 1, 0, FORWARD, "attention").to_environment().items():

@@ -1,11 +1,8 @@
 """The operators of a part of a step, traced in a re-run. `crossframe.operators` says what a trace holds."""
 
 import inspect
-import linecache
 import math
-import site
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.operators import Judged, Operator, Request, Signature, SourceLine, Trace, signature_of
 from crossframe.operators.request import TRACE_NAME
+from crossframe.operators.source import Frame, UserCode
 from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.shown import shown
 from crossframe.verdict.bounds import bounds_for
@@ -43,15 +41,7 @@ _SAME_VALUES = _packets("""
 _SUMS = _packets("mm bmm addmm baddbmm mv dot sum mean convolution cumsum")
 """Operators that add up products: |error| <= terms * u * (the same of absolute values), to first order in u."""
 _MOST_OPERATORS = 20_000
-_OWN = ("torch_backend", "crossframe", "jax_backend", "experiments/entry.py", "experiments/cli.py")
-_ROOT = Path(__file__).resolve().parents[2]
-_TORCH = str(Path(torch.__file__).parent)
-_LIBRARIES = (
-    _TORCH,
-    *(str(_ROOT / own) for own in _OWN),
-    *(str(Path(sysconfig.get_paths()[kind])) for kind in ("stdlib", "platstdlib")),
-)
-_INSTALLED = tuple(site.getsitepackages())
+_USER_CODE = UserCode("torch")
 
 
 class OperatorTrace(TorchDispatchMode):
@@ -189,7 +179,8 @@ class OperatorTrace(TorchDispatchMode):
         local = _local(tensor)
         if local.is_meta or local.layout != torch.strided:
             local = local.new_zeros(0, device="cpu", layout=torch.strided)
-        wide = (local.abs() if local.is_complex() else local).to("cpu", torch.float64)
+        # A copy: numpy would make the storage one that FSDP cannot free.
+        wide = (local.abs() if local.is_complex() else local).to("cpu", torch.float64, copy=True)
         return signature_of(wide.numpy(), dtype_name(local.dtype), sketched=not self._request.in_bits)
 
     def _place(self, phase: str) -> tuple[str, SourceLine | None]:
@@ -273,19 +264,15 @@ def _arguments(func: Any, args: tuple, kwargs: dict) -> str:
 
 
 def _user_line() -> SourceLine | None:
-    """The innermost line on the stack that is neither torch's, nor Python's own, nor this project's."""
+    """The innermost line of the user's on the stack."""
+    return _USER_CODE.innermost(_frames())
+
+
+def _frames() -> Iterator[Frame]:
     frame = inspect.currentframe()
     while frame is not None:
-        file = frame.f_code.co_filename
-        installed = file.startswith(_INSTALLED) and not file.startswith(_TORCH)
-        if installed or not file.startswith(("<", *_LIBRARIES)):
-            return _line(file, frame.f_lineno, frame.f_code.co_name)
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
-    return None
-
-
-def _line(file: str, number: int, function: str) -> SourceLine:
-    return SourceLine(file, number, function, linecache.getline(file, number).strip())
 
 
 class _Exact:

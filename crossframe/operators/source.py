@@ -1,0 +1,51 @@
+"""The lines of a stack that are the user's: neither a framework's, nor Python's own, nor this project's."""
+
+import linecache
+import site
+import sysconfig
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from crossframe.operators.trace import SourceLine
+
+_OWN = ("torch_backend", "crossframe", "jax_backend", "experiments/entry.py", "experiments/cli.py")
+_ROOT = Path(__file__).resolve().parents[2]
+_PYTHON = tuple(str(Path(sysconfig.get_paths()[kind])) for kind in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(site.getsitepackages())
+
+Frame = tuple[str, int, str]
+"""A file, the number of a line, and the name of the function that it is in."""
+
+
+class UserCode:
+    """Tells which lines are the user's.
+
+    Args:
+        frameworks: packages whose lines are not.
+    """
+
+    def __init__(self, *frameworks: str) -> None:
+        specs = [find_spec(name) for name in frameworks]
+        self._frameworks = tuple(
+            f"{folder}/" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()
+        )
+        self._libraries = ("<", *self._frameworks, *(str(_ROOT / own) for own in _OWN), *_PYTHON)
+
+    def has(self, file: str) -> bool:
+        """Whether a file is the user's; packages other than the frameworks count as such."""
+        installed = file.startswith(_INSTALLED) and not file.startswith(self._frameworks)
+        return installed or not file.startswith(self._libraries)
+
+    def innermost(self, frames: Iterable[Frame]) -> SourceLine | None:
+        """The first line that is the user's, None if there is none.
+
+        Args:
+            frames: from the innermost on.
+        """
+        return next((line_of(*frame) for frame in frames if self.has(frame[0])), None)
+
+
+def line_of(file: str, number: int, function: str) -> SourceLine:
+    """A line with its code."""
+    return SourceLine(file, number, function, linecache.getline(file, number).strip())

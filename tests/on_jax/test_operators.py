@@ -1,0 +1,144 @@
+"""Operators traced in JAX: where two versions of a small script part, and at which line."""
+
+import runpy
+
+import jax
+import pytest
+
+from crossframe.operators import Request, find
+from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
+from jax_backend.recorder.operators import OperatorTrace
+
+SCRIPT = """
+import math
+from functools import partial
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+WEIGHTS = np.random.default_rng(0)
+def weight(*shape):
+    return jnp.asarray(WEIGHTS.normal(size=shape) / math.sqrt(shape[-1]), jnp.float32)
+params = {"embed": weight(11, 8), "position": weight(9, 8), "qkv": weight(8, 24), "out": weight(8, 8),
+          "layers": weight(3, 8, 8), "up": weight(8, 16), "down": weight(16, 11)}
+tokens = np.random.default_rng(1).integers(11, size=(4, 7))
+@jax.custom_vjp
+def twice(x):
+    return x * 2.0
+def twice_forward(x):
+    return twice(x), None
+def twice_backward(_, grad):
+    return (grad * 2.0,)
+twice.defvjp(twice_forward, twice_backward)
+@jax.custom_jvp
+def softcap(x):
+    return jnp.tanh(x / 3.0) * 3.0
+@softcap.defjvp
+def softcap_jvp(primals, tangents):
+    y = jnp.tanh(primals[0] / 3.0)
+    return y * 3.0, (1 - y * y) * tangents[0]
+def attention(params, x):
+    b, t, d = x.shape
+    q, k, v = (each.reshape(b, t, 2, 4).swapaxes(1, 2) for each in jnp.split(x @ params["qkv"], 3, -1))
+    scores = q @ k.swapaxes(-1, -2)
+    scores = scores / math.sqrt(4)
+    mask = jnp.tril(jnp.ones((t, t), bool))
+    p = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    y = p @ v
+    return y.swapaxes(1, 2).reshape(b, t, d) @ params["out"]
+@jax.checkpoint
+def layer(x, w):
+    h = x @ w
+    x = x + jnp.tanh(h) * 0.5
+    return x, h.sum()
+def count(x):
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 1.5), (0, x))[1]
+@jax.jit
+def forward(params, tokens):
+    x = params["embed"][tokens] + params["position"][jnp.arange(tokens.shape[1])]
+    variance = jnp.mean(x * x, axis=-1, keepdims=True)
+    x = x * jax.lax.rsqrt(variance + 1e-5)
+    x = twice(x + attention(params, x))
+    x, sums = jax.lax.scan(layer, x, params["layers"])
+    x = jax.lax.cond(x.shape[0] > 1, lambda x: x * 0.25, lambda x: x, x)
+    scale = jax.lax.stop_gradient(count(jnp.abs(sums).max()))
+    h = jax.nn.gelu(x @ params["up"], approximate=False)
+    return softcap(h @ params["down"]) / scale
+mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+def loss_fn(params, tokens):
+    logits = forward(params, tokens[:, :-1])
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+    return -picked.mean(), logits
+@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P("data"), P()), check_vma=False)
+def on_ranks(params, tokens):
+    (_, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, tokens)
+    grads = jax.tree.map(lambda grad: jax.lax.psum(grad, "data") / 2, grads)
+    return logits, grads
+@jax.jit
+def update(params, momentum, grads):
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+    return jax.tree.map(lambda p, m: p - 0.01 * m, params, momentum), momentum
+momentum = jax.tree.map(jnp.ones_like, params)
+"""
+
+
+def line_of(text):
+    assert SCRIPT.count(text) == 1, text
+    return SCRIPT[: SCRIPT.index(text)].count("\n") + 1
+
+
+def traced(path, phase=FORWARD, *, text=SCRIPT, in_bits=True, mapped=True):
+    path.write_text(text)
+    made = runpy.run_path(str(path))
+    trace = OperatorTrace(Request("", 0, 0, phase, "", in_bits=in_bits))
+    trace.begin_step(0)
+    try:
+        step = jax.jit(made["on_ranks"]) if mapped else jax.grad(made["loss_fn"], has_aux=True)
+        *logits, grads = step(made["params"], made["tokens"])[:: 1 if mapped else -1]
+        trace.add_result(*logits)
+        made["update"](made["params"], made["momentum"], grads)
+    finally:
+        trace.end()
+    return trace.trace()
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """The trace of the script as it is, by phase."""
+    path = tmp_path_factory.mktemp("unchanged") / "a.py"
+    return {phase: traced(path, phase) for phase in (FORWARD, REDUCE, UPDATE)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "operator", "phase"),
+    [
+        pytest.param("variance + 1e-5", "variance + 1e-6", "jax.add", FORWARD, id="epsilon"),
+        pytest.param("approximate=False", "approximate=True", "jax.", FORWARD, id="tanh"),
+        pytest.param("bool))", "bool), 1)", "jax.add", FORWARD, id="mask"),
+        pytest.param("p @ v", "p.astype(jnp.bfloat16) @ v", "jax.convert_element_type", FORWARD, id="cast"),
+        pytest.param("jnp.tanh(h) * 0.5", "jnp.tanh(h) * 0.6", "jax.mul", FORWARD, id="scan"),
+        pytest.param("x: x * 0.25,", "x: x * 0.5,", "jax.mul", FORWARD, id="cond"),
+        pytest.param("c[1] * 1.5", "c[1] * 1.6", "jax.mul", FORWARD, id="while"),
+        pytest.param('jax.lax.psum(grad, "data") / 2', 'jax.lax.psum(grad, "data")', "jax.div", REDUCE, id="mean"),
+        pytest.param("0.9 * m + g", "0.9 * m + 0.1 * g", "jax.mul", UPDATE, id="optimizer"),
+    ],
+)
+def test_one_changed_operator_is_found_at_its_line(tmp_path, unchanged, old, new, operator, phase):
+    assert SCRIPT.count(old) == 1, old
+    other = traced(tmp_path / "b.py", phase, text=SCRIPT.replace(old, new))
+    first = find(unchanged[phase], other, None)
+    found = [
+        op for op in (first.a, first.b) if op is not None and op.line is not None and op.line.number == line_of(old)
+    ]
+    assert any(operator in op.name for op in found), (first.a, first.b)
+
+
+def test_the_same_script_has_nothing_that_parts(tmp_path, unchanged):
+    first = find(unchanged[REDUCE], traced(tmp_path / "b.py", REDUCE), None)
+    assert (first.a, first.b) == (None, None) and first.num_matched == first.num_operators
+
+
+def test_gradients_outside_of_jit_are_traced(tmp_path, unchanged):
+    operators = traced(tmp_path / "b.py", REDUCE, mapped=False).operators
+    lines = {op.line.number for op in operators if op.phase == BACKWARD and op.line is not None}
+    assert {line_of("scores / math.sqrt(4)"), line_of("h = x @ w"), line_of("approximate=False")} <= lines
+    inside = {op.name for op in unchanged[REDUCE].operators}
+    assert inside - {op.name for op in operators} <= {"jax.psum", "jax.shard_map", "jax.slice"}
