@@ -151,25 +151,35 @@ def _int(digits: str) -> int:
 class VerifiedFile:
     """A file whose content was verified once, and of which parts are read later: what is read is what was verified.
 
-    The file is not kept open. Memory: 16 bytes for each 256 KiB of the file, and one block.
+    The file is not kept open. Memory: 16 bytes for each 256 KiB of the file, and one block; or the file.
 
     Attributes:
         path: where it is.
         size: in bytes.
     """
 
-    def __init__(self, path: Path, sha256: str, size: int | None = None, *, most_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sha256: str,
+        size: int | None = None,
+        *,
+        most_bytes: int | None = None,
+        in_memory: bool = False,
+    ) -> None:
         """Read the whole file once.
 
         Args:
             sha256: of its content, in hex.
             size: in bytes, if it is known.
             most_bytes: a file of more bytes is refused unread.
+            in_memory: keep the content, so that the file is not read again.
 
         Raises:
             FileError: as `open_regular`, or another size or content.
         """
         self.path, self._digests = path, []
+        self._content: bytearray | None = bytearray() if in_memory else None
         file, self.size = open_regular(path, most_bytes)
         digest, read = hashlib.sha256(), 0
         with file:
@@ -177,7 +187,10 @@ class VerifiedFile:
                 raise FileError(path, f"has {self.size} bytes, not {size}: it was cut off or replaced")
             while block := _read(file, path, min(BLOCK, self.size - read)):
                 digest.update(block)
-                self._digests.append(_block_digest(block))
+                if self._content is None:
+                    self._digests.append(_block_digest(block))
+                else:
+                    self._content += block
                 read += len(block)
         if digest.hexdigest() != sha256:
             raise FileError(
@@ -194,6 +207,8 @@ class VerifiedFile:
             FileError: they changed since they were verified, or can no longer be read.
         """
         assert 0 <= start <= stop <= self.size, (start, stop, self.size)
+        if self._content is not None:
+            return self._content[start:stop]
         found = bytearray(stop - start)
         if start == stop:
             return found

@@ -100,10 +100,24 @@ class TensorFile:
         FileError: a file that is missing, cut off or damaged, or not the one that was written; a header that is wrong.
     """
 
-    def __init__(self, path: Path, sha256: str, size: int | None = None, *, most_bytes: int | None = None) -> None:
-        """`sha256` and `size` are what `write_tensors` returned; a file of more than `most_bytes` is not read."""
+    def __init__(
+        self,
+        path: Path,
+        sha256: str,
+        size: int | None = None,
+        *,
+        most_bytes: int | None = None,
+        in_memory: bool = False,
+    ) -> None:
+        """Verify the file.
+
+        Args:
+            sha256, size: what `write_tensors` returned.
+            most_bytes: a file of more bytes is not read.
+            in_memory: keep what was verified, instead of reading it again.
+        """
         self.path = path
-        self._file = VerifiedFile(path, sha256, size, most_bytes=most_bytes)
+        self._file = VerifiedFile(path, sha256, size, most_bytes=most_bytes, in_memory=in_memory)
         self._entries = self._read_header()
 
     def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

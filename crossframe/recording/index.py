@@ -14,7 +14,7 @@ from crossframe.params import OVERFLOW
 from crossframe.recording import lines
 from crossframe.recording.dims import LEAST_DIMS, Order
 from crossframe.recording.manifest import Manifest
-from crossframe.recording.sketch import NUM_SUMS
+from crossframe.recording.sketch import ROW_BYTES
 from crossframe.shown import shown, shown_path
 from crossframe.tensor_file import MOST_DIMS
 from crossframe.trace import Event
@@ -33,37 +33,64 @@ class Batch:
 
 
 @dataclass
+class StepLines:
+    """What a step consists of, in one rank's lines. Steps that consist of the same share one object.
+
+    Attributes:
+        tensors: the lines of tensors by (phase, parameter, slot); slot is "" except for the optimizer's state.
+        activations: their lines, in order, by (microbatch, module, use).
+        collectives: in order.
+        counted: the place of each parameter in the step's counts of optimizer steps.
+        num_sketches: how many rows of sketches the tensor file has.
+        most_bytes: an upper bound for the bytes of the tensor file.
+    """
+
+    tensors: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
+    activations: dict[tuple[int, str, str], dict[str, Any]] = field(default_factory=dict)
+    collectives: list[Event] = field(default_factory=list)
+    counted: dict[str, int] = field(default_factory=dict)
+    num_sketches: int = 0
+    most_bytes: int = 1 << 12
+
+    def add_bytes(self, key: str, numel: int, line: dict[str, Any]) -> None:
+        """Count a tensor, and its entry in the header, to those of the step."""
+        sketched = line.get("sketch") is not None
+        size = ROW_BYTES if sketched else numel * itemsize(line["dtype"])
+        both = 2 if line.get("channels_first") is not None else 1
+        self.most_bytes += both * (size + 6 * len(key) + 512)
+        rows = [row for row in (line.get("sketch"), line.get("channels_first")) if type(row) is int]
+        self.num_sketches = max(self.num_sketches, *(row + 1 for row in rows), 0)
+
+
+@dataclass
 class RankIndex:
     """What one rank recorded, in whole steps; tensors as the lines that say where they lie.
 
     Attributes:
+        lines: of each step.
         norms: of the gradient, by step.
-        counts: of the optimizer's steps, by (step, parameter).
+        counts: of the optimizer's steps, by step: one number where all parameters have it, else one for each of
+            `StepLines.counted`.
         rates: the learning rates of its groups, by step.
-        tensors: by (phase, step, parameter, slot); slot is "" but for the optimizer's state.
-        activations: by step, in order, by (microbatch, module, use).
         sha256: of the tensor file, by step.
-        most_bytes: more bytes than it can have, by step.
     """
 
     num_steps: int = 0
     ended: bool = False
+    lines: list[StepLines] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
-    counts: dict[tuple[int, str], float] = field(default_factory=dict)
+    counts: dict[int, float | tuple[float, ...]] = field(default_factory=dict)
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
-    collectives: dict[int, list[Event]] = field(default_factory=dict)
-    tensors: dict[tuple[str, int, str, str], dict[str, Any]] = field(default_factory=dict)
-    activations: dict[int, dict[tuple[int, str, str], dict[str, Any]]] = field(default_factory=dict)
     sha256: dict[int, str] = field(default_factory=dict)
-    most_bytes: dict[int, int] = field(default_factory=dict)
 
-    def _add_bytes(self, step: int, key: str, numel: int, line: dict[str, Any]) -> None:
-        """Count a tensor, and its entry in the header, to those of its step."""
-        size = NUM_SUMS * 8 if line.get("sketch") else numel * itemsize(line["dtype"])
-        both = 2 if line.get("channels_first") else 1
-        self.most_bytes[step] = self.most_bytes.get(step, 1 << 12) + both * (size + 6 * len(key) + 512)
+    def count(self, step: int, name: str) -> float | None:
+        """How many steps the optimizer says it made with a parameter; None where it says nothing."""
+        said, place = self.counts.get(step), self.lines[step].counted.get(name)
+        if said is None or place is None:
+            return None
+        return said[place] if isinstance(said, tuple) else said
 
 
 def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
@@ -143,12 +170,32 @@ def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifes
         raise RecordingError(
             f"{where}: expected step {index.num_steps} of {manifest.steps}, got {shown(step)}; record again"
         )
+    own, counts = StepLines(), []
     for line, place in members:
         if line["step"] != step:
             raise RecordingError(
                 f"{place}: a line of step {shown(line['step'])} inside step {step}; record the run again"
             )
-        _file(index, line, step, manifest, place)
+        _file(index, own, line, step, manifest, place)
+        if line["event"] == "count" and "value" in line:  # up to format 4
+            counts.append(line["value"])
+    if (other := fields.get("as")) is not None:
+        if not 0 <= other < step or own != StepLines():
+            raise RecordingError(
+                f"{where}: expected lines of step {step} or those of an earlier one, got both or step {shown(other)}; record "
+                "again"
+            )
+        own = index.lines[other]
+    stated: Any = fields.get("counts", counts)
+    if isinstance(stated, list):
+        if len(stated) != len(own.counted):
+            raise RecordingError(
+                f"{where}: expected {len(own.counted)} counts of optimizer steps, got {len(stated)}; record again"
+            )
+        stated = tuple(stated)
+    if own.counted:
+        index.counts[step] = stated
+    index.lines.append(own)
     if step not in index.losses or step not in index.batches:
         raise RecordingError(f"{where}: step {step} has no loss or no batch; record the run again")
     index.sha256[step] = fields["sha256"]
@@ -157,7 +204,7 @@ def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifes
     index.num_steps += 1
 
 
-def _file(index: RankIndex, fields: dict[str, Any], step: int, manifest: Manifest, where: str) -> None:
+def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, manifest: Manifest, where: str) -> None:
     match fields["event"]:
         case "loss":
             index.losses[step] = fields["value"]
@@ -169,32 +216,35 @@ def _file(index: RankIndex, fields: dict[str, Any], step: int, manifest: Manifes
                 )
             index.batches[step] = Batch(fields["digest"], tuple(ids))
         case "collective":
-            index.collectives.setdefault(step, []).append(_event(fields["collective"], where))
+            own.collectives.append(_event(fields["collective"], where))
         case "norm":
             index.norms[step] = fields["value"]
         case "count":
             _check_param(fields, manifest, where)
-            index.counts[step, fields["name"]] = fields["value"]
+            if fields["name"] in own.counted:
+                raise RecordingError(
+                    f"{where}: the count of {shown(fields['name'])} stands twice in step {step}; record again"
+                )
+            own.counted[fields["name"]] = len(own.counted)
         case "activation":
             _check_activation(fields, manifest, where)
-            at, found = (fields["microbatch"], fields["name"], fields["use"]), index.activations.setdefault(step, {})
-            if at in found:
+            at = (fields["microbatch"], fields["name"], fields["use"])
+            if at in own.activations:
                 raise RecordingError(
                     f"{where}: the {at[2]} of {shown(at[1])} stands twice in step {step}; record again"
                 )
-            found[at] = fields
-            index._add_bytes(step, lines.activation_key(at[2], at[0], at[1]), math.prod(fields["shape"]), fields)
+            own.activations[at] = fields
+            own.add_bytes(lines.activation_key(at[2], at[0], at[1]), math.prod(fields["shape"]), fields)
         case "tensor":
             _check_tensor(fields, manifest, where)
             slot = fields["use"] if fields["phase"] == lines.STATE else ""
-            key = (fields["phase"], step, fields["name"], slot)
-            if key in index.tensors:
+            key = (fields["phase"], fields["name"], slot)
+            if key in own.tensors:
                 raise RecordingError(
-                    f"{where}: {key[0]!r} of {shown(key[2])} stands twice in step {step}; record again"
+                    f"{where}: {key[0]!r} of {shown(key[1])} stands twice in step {step}; record again"
                 )
-            index.tensors[key] = fields
-            name = lines.tensor_key(key[0], key[2], slot)
-            index._add_bytes(step, name, fields["stop"] - fields["start"], fields)
+            own.tensors[key] = fields
+            own.add_bytes(lines.tensor_key(*key), fields["stop"] - fields["start"], fields)
 
 
 def _event(fields: dict[str, Any], where: str) -> Event:

@@ -7,21 +7,28 @@ A line is one JSON object. "event" says which of these it is:
 - "loss": `value`, of this rank alone.
 - "activation": what a module was given or gave in forward (`use`), of `shape`; it lies in the step's safetensors file under
   `activation_key`. `name` is the module. `order` is what is known of its order of dims (`crossframe.recording.dims`); a sketched
-  one whose order is not known has the sketch of it with channels first as well, as "channels_first", under `channels_first_key`.
+  one whose order is not known has the sketch of it with channels first as well, as "channels_first".
   `operator`, which may be absent, is the framework's name of the operator that computed it.
   These lines stand in the order in which forward came by.
 - "tensor": elements `start:stop` of a parameter, or of what has its shape, lie in the step's safetensors file under `tensor_key`,
   as `dtype`.
 - "norm": `value`, the norm of the gradient as the loop computed it.
-- "count": `value`, how many steps the optimizer says it made with a parameter.
+- "count": the optimizer counts its steps for this parameter; the step's `counts` say how many.
 - "collective": `collective` is a `crossframe.trace.Event`.
 - "step": everything of `step` stands before this line. `sha256` is that of its tensor file, "" if it has none. It may have
-  `rates`: the learning rate of each group of the optimizer's parameters at this step, where the recorder knows it.
-- "end": the run is over, after `steps` steps. `sha256` is that of all bytes of this file before this line.
+  `rates`: the learning rate of each group of the optimizer's parameters at this step, where the recorder knows it; and `counts`:
+  one number for all "count" lines, or a list with one for each. `as` names an earlier step: the lines of kind `STRUCTURE` of this
+  step are those of that one, but for the number of the step, and are not repeated.
+- "end": the run is over, after `steps` steps. `sha256` is that of all bytes of this file before this line, `content` that of all
+  but the first line: equal contents were recorded by runs that saw the same in every bit.
 
 All but the first and the last two carry the keys step, microbatch, rank, phase, unit, name (canonical parameter or module, or "")
-and use. A tensor or an activation with a "sketch" (`fingerprint`, `squares`, `num_not_finite`) is one of
-`crossframe.recording.sketch`, and what lies in the file are its sums.
+and use. A tensor or an activation with a "sketch" is one of `crossframe.recording.sketch`, and the number says which row of the
+array `SKETCHES_KEY` in the step's file. One with `at` has the same bytes as another tensor, and is not stored again: it lies
+under that key, in the file of the step before where `before` is true.
+
+Up to format 4, "sketch" and "channels_first" are objects (`fingerprint`, `squares`, `num_not_finite`), and the sums lie in the
+file under `activation_key`, `channels_first_key` or `tensor_key`; "count" has its own `value`, and every step has all its lines.
 """
 
 import json
@@ -62,6 +69,11 @@ WHOLE_ON_RANK = (UNSHARDED, BACKWARD)
 """Phases of which a rank records a parameter's elements all, and not its pieces."""
 INPUT, OUTPUT = "input", "output"
 
+STRUCTURE = frozenset({"activation", "tensor", "count", "collective"})
+"""Lines that say what a step consists of, which many steps have alike."""
+SKETCHES_KEY = "sketches"
+"""Under which key the rows of all sketches of a step lie in its file."""
+
 _PLACE = {"step": int, "microbatch": int, "rank": int, "phase": str, "unit": str, "name": str, "use": str}
 _NUMBER = (float, str)
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -71,7 +83,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "activation": _PLACE | {"shape": list, "dtype": str, "order": str},
     "tensor": _PLACE | {"start": int, "stop": int, "dtype": str},
     "norm": _PLACE | {"value": _NUMBER},
-    "count": _PLACE | {"value": _NUMBER},
+    "count": _PLACE,
     "collective": _PLACE | {"collective": dict},
     "step": {"step": int, "sha256": str},
     "end": {"steps": int, "sha256": str},
@@ -109,7 +121,7 @@ def activation_key(use: str, microbatch: int, module: str) -> str:
 
 
 def channels_first_key(key: str) -> str:
-    """Under which key the sketch of an activation with its channels first lies, beside that of `key`."""
+    """Under which key the sketch of an activation with its channels first lies, beside that of `key`, up to format 4."""
     return f"channels_first/{key}"
 
 
@@ -185,10 +197,15 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
         raise RecordingError(
             f"{where}: a line of rank {shown(fields['rank'])} in the folder of rank {rank}; record again"
         )
-    if "value" in _FIELDS[event]:
+    if "value" in _FIELDS[event] or (event == "count" and "value" in fields):
+        _check(fields, {"value": _NUMBER}, event, where)
         fields["value"] = _to_float(fields["value"], where)
     for name in ("sketch", "channels_first"):
-        if (sketch := fields.get(name)) is not None:
+        sketch = fields.get(name)
+        if type(sketch) is int:
+            if sketch < 0:
+                raise RecordingError(f"{where}: expected the row of a sketch, got {sketch}; record the run again")
+        elif sketch is not None:
             _check(sketch, _SKETCH, name, where)
             if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
                 raise RecordingError(f"{where}: expected a sketch, got {shown(sketch)}; record the run again")
@@ -199,15 +216,33 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
             raise RecordingError(
                 f"{where}: expected the name of an operator, got {shown(operator)}; record the run again"
             )
-    if event == "step" and (rates := fields.get("rates")) is not None:
-        if type(rates) is not list or not all(type(rate) in _NUMBER for rate in rates):
-            raise RecordingError(f"{where}: expected learning rates, got {shown(rates)}; record the run again")
-        fields["rates"] = [_to_float(rate, where) for rate in rates]
+    if not isinstance(fields.get("at", ""), str) or type(fields.get("before", False)) is not bool:
+        raise RecordingError(
+            f"{where}: expected the key of a tensor as 'at', got {shown(fields)}; record the run again"
+        )
+    if event == "step":
+        _check_step(fields, where)
     if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
         raise RecordingError(
             f"{where}: expected a sha256 as digest, got {shown(fields['digest'])}; record the run again"
         )
     return fields
+
+
+def _check_step(fields: dict[str, Any], where: str) -> None:
+    """Check what a "step" line may have."""
+    for name in ("rates", "counts"):
+        if (numbers := fields.get(name)) is None:
+            continue
+        one = name == "counts" and type(numbers) in _NUMBER
+        if not one and (type(numbers) is not list or not all(type(number) in _NUMBER for number in numbers)):
+            what = "learning rates" if name == "rates" else "counts of optimizer steps"
+            raise RecordingError(f"{where}: expected {what}, got {shown(numbers)}; record the run again")
+        listed: list[float | str] = [numbers] if one else numbers  # type: ignore[list-item]
+        converted = [_to_float(number, where) for number in listed]
+        fields[name] = converted[0] if one else converted
+    if type(fields.get("as", 0)) is not int:
+        raise RecordingError(f"{where}: expected the number of a step as 'as', got {shown(fields['as'])}; record again")
 
 
 def _check(fields: Any, expected: dict[str, Any], what: str, where: str) -> None:

@@ -26,9 +26,10 @@ from crossframe.recording.sketch import SKETCHES
 from crossframe.shown import shown, shown_error, shown_path
 from crossframe.units import enclosing_unit
 
-FORMAT = 4
-FORMATS = (3, FORMAT)
-"""Formats that are read. 3 does not state what layouts and sketches are made by, which was as in 4, nor the order of dims."""
+FORMAT = 5
+FORMATS = (3, 4, FORMAT)
+"""Formats that are read. 3 does not state what layouts and sketches are made by, which was as in 4, nor the order of dims. In 4
+every step repeats the lines that say what it consists of (`crossframe.recording.lines`)."""
 MANIFEST_NAME = "manifest.json"
 FULL, SKETCH = "full", "sketch"
 MOST_RANKS = 1 << 17

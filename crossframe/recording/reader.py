@@ -4,7 +4,6 @@ import copy
 import math
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -22,23 +21,15 @@ from crossframe.recording.index import Batch, RankIndex, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
 from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
+from crossframe.recording.step_runs import Run, StepRuns, SummedSketches
 from crossframe.recording.tensors import TensorFile
 from crossframe.shown import shown, shown_path
 from crossframe.trace import Event
 
 _OPEN_FILES = 64
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of elements of one parameter, as one rank recorded it."""
-
-    rank: int
-    start: int
-    stop: int
-    dtype: str
-    key: str
-    sketch: dict[str, Any] | None = None
+"""Of so many step files, or of three steps where there are more ranks, it is remembered that they were verified."""
+_STEPS = 4
+"""Of so many steps the runs and the summed sketches are kept."""
 
 
 class Recording:
@@ -55,6 +46,8 @@ class Recording:
         self._indexes = tuple(indexes)
         self._progress = Progress(directory, manifest.world_size)
         self._files: dict[tuple[int, int], TensorFile] = {}
+        self._runs: dict[int, StepRuns] = {}
+        self._summed: dict[tuple[int, int], SummedSketches] = {}
         self._moved: frozenset[tuple[str, str]] = frozenset()
         self._views: dict[frozenset[tuple[str, str]], Recording] = {}
 
@@ -145,8 +138,13 @@ class Recording:
 
     @cached_property
     def _steps(self) -> tuple[int, ...]:
-        own = [{key[1] for key in index.tensors if key[0] != lines.PARAMETERS} for index in self._indexes]
-        return tuple(sorted(set.intersection(*own)))
+        recorded: dict[int, bool] = {}  # by the identity of what many steps consist of
+        for index in self._indexes:
+            for own in index.lines:
+                if id(own) not in recorded:
+                    recorded[id(own)] = any(phase != lines.PARAMETERS for phase, _, _ in own.tensors)
+        steps = range(min(index.num_steps for index in self._indexes))
+        return tuple(step for step in steps if all(recorded[id(index.lines[step])] for index in self._indexes))
 
     def recorded_steps(self) -> tuple[int, ...]:
         """The steps whose tensors were recorded, by all ranks."""
@@ -164,7 +162,7 @@ class Recording:
     def collectives(self, step: int, rank: int) -> list[Event]:
         """The collectives that a rank recorded at a step, in order."""
         self._check(step, rank)
-        return list(self._indexes[rank].collectives.get(step, ()))
+        return list(self._indexes[rank].lines[step].collectives)
 
     def has(self, phase: str, step: int, name: str, rank: int | None = None, use: str = "") -> bool:
         """Whether any rank (or this one) recorded something of a parameter: an unused one has no gradient (R29).
@@ -172,17 +170,27 @@ class Recording:
         Args:
             use: of the phase "state", the slot.
         """
-        ranks = range(self.manifest.world_size) if rank is None else (rank,)
-        return any((phase, step, name, use) in self._indexes[r].tensors for r in ranks)
+        runs = self._step_runs(step).of.get((phase, name, use), ())
+        return bool(runs) if rank is None else any(run.rank == rank for run in runs)
 
     def runs(self, phase: str, step: int, name: str, use: str = "") -> list[Run]:
         """Which elements of a parameter each rank recorded, in rank order."""
-        found = []
-        for rank, index in enumerate(self._indexes):
-            if line := index.tensors.get((phase, step, name, use)):
-                key = lines.tensor_key(phase, name, use)
-                found.append(Run(rank, line["start"], line["stop"], line["dtype"], key, line.get("sketch")))
-        return found
+        return list(self._step_runs(step).of.get((phase, name, use), ()))
+
+    def _step_runs(self, step: int) -> StepRuns:
+        if step not in self._runs:
+            if not all(0 <= step < len(index.lines) for index in self._indexes):
+                return StepRuns([])
+            own = [index.lines[step] for index in self._indexes]
+            shared = next((runs for known, runs in self._runs.items() if self._alike(known, step)), None)
+            if len(self._runs) >= _STEPS:
+                self._runs.pop(next(iter(self._runs)))
+            self._runs[step] = shared or StepRuns(own)
+        return self._runs[step]
+
+    def _alike(self, step: int, other: int) -> bool:
+        """Whether two steps consist of the same on every rank."""
+        return all(index.lines[step] is index.lines[other] for index in self._indexes)
 
     def full(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> np.ndarray:
         """A parameter-shaped array, put together from the pieces of all ranks of one copy of the model.
@@ -197,7 +205,7 @@ class Recording:
         """
         runs = self._of_replica(phase, step, name, use, replica)
         spec = self.manifest.params[name]
-        if any(run.sketch for run in runs):
+        if any(run.sketch is not None for run in runs):
             raise RecordingError(
                 f"{self._where(phase, step, name, use)} was recorded as a sketch, which does not have its elements; record the "
                 "step densely, in full (detail='full')"
@@ -210,30 +218,55 @@ class Recording:
 
     def is_sketched(self, phase: str, step: int, name: str, use: str = "") -> bool:
         """Whether any rank recorded it as a sketch."""
-        return any(run.sketch for run in self.runs(phase, step, name, use))
+        return any(run.sketch is not None for run in self.runs(phase, step, name, use))
 
     def sketch(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> Sketch:
         """What the ranks of one copy of the model add up to, of what `full` would give; RecordingError as there."""
         runs = self._of_replica(phase, step, name, use, replica)
         if not runs:
             raise RecordingError(f"{self._where(phase, step, name, use)}: nothing was recorded")
+        if all(type(run.sketch) is int for run in runs):
+            return self._summed_sketches(step, replica).sketch((phase, name, use), runs[0].dtype)
         total = self.sketch_of(step, name, runs[0])
         for run in runs[1:]:
             total += self.sketch_of(step, name, run)
         return total
 
+    def _summed_sketches(self, step: int, replica: int) -> SummedSketches:
+        at = (step, replica)
+        if at not in self._summed:
+            group = self._shard_group(replica)
+            sums = self._step_runs(step).sums(group)
+            if len(self._summed) >= _STEPS:
+                self._summed.pop(next(iter(self._summed)))
+            self._summed[at] = SummedSketches(sums, {rank: self._rows(rank, step) for rank in sums.rows})
+        return self._summed[at]
+
+    def _shard_group(self, replica: int) -> range:
+        """The ranks of one copy of the model."""
+        ranks = self.manifest.mesh.shard_group(replica * self.manifest.mesh.shard)
+        return range(ranks[0], ranks[-1] + 1)
+
     def sketch_of(self, step: int, name: str, run: Run) -> Sketch:
         """The sketch of one rank's elements, which may have been recorded in full."""
         if run.sketch is None:
             return sketches_of(name, [self.elements(step, run)], run.start)[0]
-        sums = self._file(run.rank, step).read(run.key, "float64", NUM_SUMS)
-        return Sketch.from_json(run.sketch, run.stop - run.start, run.dtype, sums)
+        return self._sketch(run.rank, step, run.key, run.sketch, run.stop - run.start, run.dtype)
+
+    def _sketch(self, rank: int, step: int, key: str, said: dict[str, Any] | int, numel: int, dtype: str) -> Sketch:
+        """A sketch of one rank; `said` is the row, or what the line says of it up to format 4."""
+        if isinstance(said, int):
+            return Sketch.from_row(self._rows(rank, step)[said], numel, dtype)
+        return Sketch.from_json(said, numel, dtype, self._file(rank, step).read(key, "float64", NUM_SUMS))
+
+    def _rows(self, rank: int, step: int) -> np.ndarray:
+        return self._file(rank, step).rows(self._indexes[rank].lines[step].num_sketches)
 
     def _of_replica(self, phase: str, step: int, name: str, use: str, replica: int) -> list[Run]:
         """The runs of one copy of the model; together they are the parameter."""
         self._check(step, 0)
         numel = self.manifest.params[name].numel
-        group = self.manifest.mesh.shard_group(replica * self.manifest.mesh.shard)
+        group = self._shard_group(replica)
         runs = [run for run in self.runs(phase, step, name, use) if run.rank in group]
         where = self._where(phase, step, name, use)
         dtypes = sorted({run.dtype for run in runs})
@@ -262,7 +295,7 @@ class Recording:
 
     def _own(self, phase: str, what: str, step: int, rank: int, name: str) -> np.ndarray:
         run = self.own_run(phase, step, rank, name)
-        if run is None or run.sketch:
+        if run is None or run.sketch is not None:
             raise RecordingError(
                 f"{self.directory}: rank {rank} recorded no {what} of {name!r} {'in full ' if run else ''}at step {step}: they "
                 f"are recorded at dense steps, of which the first {self.manifest.schedule.dense} are"
@@ -277,21 +310,12 @@ class Recording:
     def state_slots(self, step: int, name: str) -> tuple[str, ...]:
         """What the optimizer keeps of a parameter, by torch's names, as any rank recorded it after a step."""
         self._check(step, 0)
-        return tuple(sorted(self._slots.get((step, name), ())))
-
-    @cached_property
-    def _slots(self) -> dict[tuple[int, str], set[str]]:
-        found: dict[tuple[int, str], set[str]] = {}
-        for index in self._indexes:
-            for phase, step, name, slot in index.tensors:
-                if phase == lines.STATE:
-                    found.setdefault((step, name), set()).add(slot)
-        return found
+        return self._step_runs(step).slots.get(name, ())
 
     def count(self, step: int, name: str) -> float | None:
         """How many steps the optimizer says it made with a parameter, as the first rank that said recorded it."""
         self._check(step, 0)
-        counts = (index.counts.get((step, name)) for index in self._indexes)
+        counts = (index.count(step, name) for index in self._indexes)
         return next((count for count in counts if count is not None), None)
 
     def learning_rates(self, step: int) -> tuple[float, ...]:
@@ -307,16 +331,17 @@ class Recording:
     def activations(self, step: int) -> list[tuple[int, str, str]]:
         """(microbatch, module, use) of all that every rank recorded at a step, in the order in which rank 0 met it."""
         self._check(step, 0)
-        own = [index.activations.get(step, {}) for index in self._indexes]
+        own = [index.lines[step].activations for index in self._indexes]
         return [at for at in own[0] if all(at in each for each in own)]
 
     def activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> np.ndarray:
         """What a module was given or gave on a rank; RecordingError where it was not recorded, or as a sketch."""
         line = self._activation(step, rank, microbatch, module, use)
-        if line.get("sketch"):
+        if line.get("sketch") is not None:
             raise RecordingError(f"{self.directory}: the {use} of {module!r} at step {step} was recorded as a sketch")
-        key = lines.activation_key(use, microbatch, module)
-        values = self._file(rank, step).read(key, line["dtype"], math.prod(line["shape"])).reshape(line["shape"])
+        key = line.get("at", lines.activation_key(use, microbatch, module))
+        file = self._file(rank, step, line.get("before", False))
+        values = file.read(key, line["dtype"], math.prod(line["shape"])).reshape(line["shape"])
         return channels_first(values) if (module, use) in self._moved else values
 
     def activation_shape(self, step: int, rank: int, microbatch: int, module: str, use: str) -> tuple[int, ...]:
@@ -332,17 +357,16 @@ class Recording:
     def activation_sketch(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Sketch | None:
         """Its sketch; None where it was recorded in full."""
         line = self._activation(step, rank, microbatch, module, use)
-        if not line.get("sketch"):
+        if line.get("sketch") is None:
             return None
         key, of = lines.activation_key(use, microbatch, module), "sketch"
         if (module, use) in self._moved:
             key, of = lines.channels_first_key(key), "channels_first"
-        if not line.get(of):
+        if line.get(of) is None:
             raise RecordingError(
                 f"{self.directory}: the {use} of {module!r} at step {step} has no sketch with channels first; record again"
             )
-        sums = self._file(rank, step).read(key, "float64", NUM_SUMS)
-        return Sketch.from_json(line[of], math.prod(line["shape"]), line["dtype"], sums)
+        return self._sketch(rank, step, key, line[of], math.prod(line["shape"]), line["dtype"])
 
     def activation_operator(self, step: int, rank: int, microbatch: int, module: str, use: str) -> str:
         """The framework's name of the operator that computed it; "" where that was not recorded."""
@@ -350,7 +374,7 @@ class Recording:
 
     def _activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> dict[str, Any]:
         self._check(step, rank)
-        line = self._indexes[rank].activations.get(step, {}).get((microbatch, module, use))
+        line = self._indexes[rank].lines[step].activations.get((microbatch, module, use))
         if line is None:
             raise RecordingError(
                 f"{self.directory}: rank {rank} recorded no {use} of module {module!r} at step {step}, microbatch {microbatch}"
@@ -363,16 +387,21 @@ class Recording:
 
     def elements(self, step: int, run: Run) -> np.ndarray:
         """The elements of a run that was recorded in full, in one line."""
-        return self._file(run.rank, step).read(run.key, run.dtype, run.stop - run.start)
+        return self._file(run.rank, step, run.before).read(run.key, run.dtype, run.stop - run.start)
 
-    def _file(self, rank: int, step: int) -> TensorFile:
-        key = (rank, step)
+    def _file(self, rank: int, step: int, before: bool = False) -> TensorFile:
+        """A rank's tensors of a step, or of the step before it."""
+        key = (rank, step - before)
+        if key[1] < 0:
+            folder = shown_path(self.directory / lines.rank_folder(rank))
+            raise RecordingError(f"{folder}: step 0 refers to tensors of a step before it; record the run again")
         if key not in self._files:
-            if len(self._files) >= _OPEN_FILES:
+            if len(self._files) >= max(_OPEN_FILES, 3 * self.manifest.world_size):
                 self._files.pop(next(iter(self._files)))
-            path = self.directory / lines.rank_folder(rank) / lines.step_file(step)
+            path = self.directory / lines.rank_folder(rank) / lines.step_file(key[1])
             index = self._indexes[rank]
-            self._files[key] = TensorFile(path, index.sha256[step], index.most_bytes.get(step, 0))
+            own = index.lines[key[1]]
+            self._files[key] = TensorFile(path, index.sha256[key[1]], own.most_bytes, in_memory=own.num_sketches > 0)
         return self._files[key]
 
     def _check(self, step: int, rank: int) -> None:

@@ -27,6 +27,9 @@ from crossframe.recording.hashing import element_keys, mix
 NUM_SUMS = 256
 SUM_SHIFT = 64 - (NUM_SUMS - 1).bit_length()
 """The highest bits of an element's key, from this one on, say into which sum it goes."""
+ROW = NUM_SUMS + 3
+"""Items of a sketch in a file, 8 bytes each: sums and squares as float64, fingerprint and num_not_finite as uint64."""
+ROW_BYTES = 8 * ROW
 SKETCHES = {"num_sums": NUM_SUMS, "keys": "blake2b, splitmix64"}
 """What a recording states of its sketches. Sketches that were made otherwise cannot be compared with those made here."""
 WHOLE = 512
@@ -71,17 +74,27 @@ class Sketch:
             self.num_not_finite + other.num_not_finite,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """All but the sums, numel and dtype, as a JSON object."""
-        return {
-            "fingerprint": f"{self.fingerprint:016x}",
-            "squares": float(self.squares),
-            "num_not_finite": int(self.num_not_finite),
-        }
+    def to_row(self) -> np.ndarray:
+        """All but numel and dtype, as it lies in a file: float64 of shape (ROW,), of which the last two are uint64."""
+        row = np.empty(ROW)
+        row[:NUM_SUMS], row[NUM_SUMS] = self.sums, self.squares
+        row[NUM_SUMS + 1 :].view(np.uint64)[:] = self.fingerprint, self.num_not_finite
+        return row
+
+    @classmethod
+    def from_row(cls, row: np.ndarray, numel: int, dtype: str) -> "Sketch":
+        """What `to_row` wrote, and the rest.
+
+        >>> one = sketches_of("w", [np.arange(3.0)])[0]
+        >>> Sketch.from_row(one.to_row(), 3, "float64").equals(one)
+        True
+        """
+        fingerprint, lost = row[NUM_SUMS + 1 :].view(np.uint64).tolist()
+        return cls(numel, dtype, fingerprint, row[:NUM_SUMS], float(row[NUM_SUMS]), lost)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any], numel: int, dtype: str, sums: np.ndarray) -> "Sketch":
-        """What `to_json` wrote, and the rest."""
+        """As it was kept up to format 4: the sums, and an object with the rest."""
         return cls(numel, dtype, int(fields["fingerprint"], 16), sums, fields["squares"], fields["num_not_finite"])
 
     @property

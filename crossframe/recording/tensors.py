@@ -10,6 +10,8 @@ from crossframe import tensor_file
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError
 from crossframe.files import FileError
+from crossframe.recording.lines import SKETCHES_KEY
+from crossframe.recording.sketch import ROW
 
 
 def dtype_name(dtype: np.dtype) -> str:
@@ -36,10 +38,17 @@ class TensorFile:
         RecordingError: a file that is missing, cut off or damaged, or not the one that was written.
     """
 
-    def __init__(self, path: Path, sha256: str, most_bytes: int) -> None:
-        """`sha256` is what `write_tensors` returned; a file of more than `most_bytes` is not read."""
+    def __init__(self, path: Path, sha256: str, most_bytes: int, *, in_memory: bool = False) -> None:
+        """Verify the file.
+
+        Args:
+            sha256: what `write_tensors` returned.
+            most_bytes: a file of more bytes is not read.
+            in_memory: keep what was verified, instead of reading it again.
+        """
+        self._rows: np.ndarray | None = None
         try:
-            self._file = tensor_file.TensorFile(path, sha256, most_bytes=most_bytes)
+            self._file = tensor_file.TensorFile(path, sha256, most_bytes=most_bytes, in_memory=in_memory)
         except FileError as error:
             raise RecordingError(f"{error}; copy it again, or record the run again") from None
 
@@ -49,3 +58,9 @@ class TensorFile:
             return self._file.read(key, numpy_dtype(dtype), (numel,))
         except FileError as error:
             raise RecordingError(f"{error}; record the run again") from None
+
+    def rows(self, num: int) -> np.ndarray:
+        """All sketches of the file, one a row, of shape (num, ROW)."""
+        if self._rows is None:
+            self._rows = self.read(SKETCHES_KEY, "float64", num * ROW).reshape(num, ROW)
+        return self._rows

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,12 @@ from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.recording.tensors import dtype_name, write_tensors
 from crossframe.shown import shown_path
 from crossframe.trace import Event
+
+_STRUCTURES = 4
+"""A step is told to consist of the same as one of so many earlier kinds of steps."""
+_LEAST_BYTES = 256
+"""A tensor of fewer bytes is stored again: its line would become longer than that saves."""
+_DIGEST_BYTES = 20
 
 Pieces = Mapping[str, tuple[int, int, np.ndarray | Sketch]]
 """Parameter name to (start, stop, value): elements `start:stop` of the parameter taken as one row-major line."""
@@ -60,14 +67,23 @@ class RecordingWriter:
         self._params = manifest.params
         self._units = manifest.unit_of
         self._dense_until = 0
-        self._lines: list[str] = []
+        self._lines: list[tuple[str, dict[str, Any]]] = []
         self._seen: set[str] = set()
         self._tensors: dict[str, np.ndarray] = {}
+        self._sketches: list[np.ndarray] = []
+        self._counts: list[float] = []
+        # Where bytes lie in the file of this step and of the one before, by their digest.
+        self._stored: dict[tuple[str, bytes], str] = {}
+        self._stored_before: dict[tuple[str, bytes], str] = {}
+        # What the last steps consisted of, and the step that has the lines.
+        self._structures: deque[tuple[int, list[tuple[str, dict[str, Any]]]]] = deque(maxlen=_STRUCTURES)
         self._finished = False
         with self._writes():
             self._file = open(self.folder / lines.EVENTS_NAME, "xb")  # noqa: SIM115 (closed in __exit__ or finish)
-        self._sha256 = hashlib.sha256()
-        self._write(lines.encode("begin", {"manifest": manifest.sha256}))
+        self._sha256, self._content = hashlib.sha256(), hashlib.sha256()
+        begin = lines.encode("begin", {"manifest": manifest.sha256}).encode()
+        self._sha256.update(begin)
+        self._append(begin)
 
     def records(self, step: int) -> bool:
         """Whether tensors of this step are recorded."""
@@ -155,13 +171,11 @@ class RecordingWriter:
             name=module,
             microbatch=microbatch,
         ) | {"shape": [int(size) for size in sizes], "order": order.value}
-        if moved is not None:
-            fields["channels_first"] = moved.to_json()
         if operator:
             fields["operator"] = operator
         self._keep("activation", fields, key, key, value, 0, math.prod(sizes))
         if moved is not None:
-            self._tensors[lines.channels_first_key(key)] = np.array(moved.sums, np.float64)
+            fields["channels_first"] = self._keep_sketch(moved)
 
     def parameters(self, step: int, unit: str, pieces: Pieces) -> None:
         """What this rank's shard holds of the unit's parameters before the step. Asked for before step 0 alone."""
@@ -194,7 +208,8 @@ class RecordingWriter:
             if name not in self._units:
                 raise RecordingError(f"rank {self.rank}, step {step}: the manifest has no parameter {name!r}")
             at = lines.place(step, self.rank, lines.STATE, "step", unit=self._units[name], name=name)
-            self._add("count", at | {"value": float(value)}, once=f"count of {name}")
+            self._add("count", at, once=f"count of {name}")
+            self._counts.append(float(value))
 
     def updated(self, step: int, unit: str, pieces: Pieces) -> None:
         """This rank's pieces of the parameters after the optimizer's step."""
@@ -220,12 +235,38 @@ class RecordingWriter:
         if missing:
             raise RecordingError(f"rank {self.rank}, step {step} ends without its {' and '.join(missing)}")
         self._check_ours()
+        if self._sketches:
+            self._tensors[lines.SKETCHES_KEY] = np.concatenate(self._sketches)
         with self._writes():
             sha256 = write_tensors(self.folder / lines.step_file(step), self._tensors) if self._tensors else ""
-        said = {"rates": [_rate(rate) for rate in rates]} if rates else {}
-        self._lines.append(lines.encode("step", {"step": step, "sha256": sha256} | said))
-        self._write("".join(self._lines))
-        self._lines, self._seen, self._tensors, self._step = [], set(), {}, step + 1
+        said: dict[str, Any] = {"step": step, "sha256": sha256}
+        if (other := self._same_structure(step)) is not None:
+            said["as"] = other
+            self._lines = [(event, fields) for event, fields in self._lines if event not in lines.STRUCTURE]
+        if rates:
+            said["rates"] = [_number(rate) for rate in rates]
+        if self._counts:
+            said["counts"] = [_number(count) for count in self._counts]
+            if len(set(said["counts"])) == 1:
+                said["counts"] = said["counts"][0]
+        self._write("".join(lines.encode(event, fields) for event, fields in [*self._lines, ("step", said)]))
+        self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
+        self._stored_before, self._stored, self._step = self._stored, {}, step + 1
+
+    def _same_structure(self, step: int) -> int | None:
+        """An earlier step that consists of the same as this one, but for its number."""
+        own = [
+            (event, {name: value for name, value in fields.items() if name != "step"})
+            for event, fields in self._lines
+            if event in lines.STRUCTURE
+        ]
+        if not own:
+            return None
+        for other, known in self._structures:
+            if own == known:
+                return other
+        self._structures.append((step, own))
+        return None
 
     def finish(self) -> None:
         """Write the end. RecordingError if steps are missing."""
@@ -238,13 +279,18 @@ class RecordingWriter:
                 f"but {self._step} ended; call end_step for each"
             )
         self._check_ours()
-        self._write(lines.encode("end", {"steps": self._step, "sha256": self._sha256.hexdigest()}))
+        digests = {"sha256": self._sha256.hexdigest(), "content": self._content.hexdigest()}
+        self._write(lines.encode("end", {"steps": self._step} | digests))
         self._file.close()
         self._finished = True
 
     def _write(self, text: str) -> None:
         content = text.encode()
         self._sha256.update(content)
+        self._content.update(content)
+        self._append(content)
+
+    def _append(self, content: bytes) -> None:
         with self._writes():
             self._file.write(content)
             self._file.flush()
@@ -314,7 +360,7 @@ class RecordingWriter:
             raise RecordingError(f"rank {self.rank}, step {fields['step']}: {once!r} recorded twice")
         if once:
             self._seen.add(once)
-        self._lines.append(lines.encode(event, fields))
+        self._lines.append((event, fields))
 
     def _whole(self, phase: str, what: str, step: int, unit: str, arrays: Mapping[str, np.ndarray | Sketch]) -> None:
         """Parameters, or what has their shape, all of whose elements this rank has."""
@@ -370,12 +416,30 @@ class RecordingWriter:
         if self.manifest.detail == SKETCH and isinstance(value, np.ndarray) and numel > WHOLE:
             dtype_name(value.dtype)
             value = sketches_of(name, [value], start)[0]
+        fields["dtype"] = value.dtype if isinstance(value, Sketch) else dtype_name(value.dtype)
+        self._add(event, fields, once=key)
         if isinstance(value, Sketch):
-            self._add(event, fields | {"dtype": value.dtype, "sketch": value.to_json()}, once=key)
-            self._tensors[key] = np.array(value.sums, np.float64)
+            fields["sketch"] = self._keep_sketch(value)
         else:
-            self._add(event, fields | {"dtype": dtype_name(value.dtype)}, once=key)
-            self._tensors[key] = np.array(value, copy=True, order="C").reshape(-1)
+            fields |= self._store(key, np.array(value, copy=True, order="C").reshape(-1))
+
+    def _keep_sketch(self, sketch: Sketch) -> int:
+        """Put a sketch into the step's file; returns its row."""
+        self._sketches.append(sketch.to_row())
+        return len(self._sketches) - 1
+
+    def _store(self, key: str, flat: np.ndarray) -> dict[str, Any]:
+        """Put elements into the step's file; where the same bytes lie in it already, or in that of the step before, returns where
+        instead."""
+        if flat.nbytes >= _LEAST_BYTES:
+            digest = flat.dtype.name, hashlib.blake2b(flat.view(np.uint8).data, digest_size=_DIGEST_BYTES).digest()
+            if (at := self._stored.get(digest)) is not None:
+                return {"at": at}
+            if (at := self._stored_before.get(digest)) is not None:
+                return {"at": at, "before": True}
+            self._stored[digest] = key
+        self._tensors[key] = flat
+        return {}
 
 
 def _identity(file: Path) -> tuple[int, ...] | None:
@@ -387,6 +451,6 @@ def _identity(file: Path) -> tuple[int, ...] | None:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _rate(rate: float) -> float | str:
+def _number(value: float) -> float | str:
     """As a line holds it: JSON has no word for numbers that are not finite."""
-    return float(rate) if math.isfinite(rate) else repr(float(rate))
+    return float(value) if math.isfinite(value) else repr(float(value))

@@ -17,6 +17,7 @@ from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.recording import Recording, sketch
 from crossframe.recording.sketch import sketches_of
+from crossframe.verdict import Verdict, compare
 from tests.core import synthetic
 
 FORMATS = Path(__file__).parent / "formats"
@@ -73,6 +74,33 @@ def test_recordings_of_format_3_are_read():
     assert sketched.is_sketched("update", 0, "w")
     assert sketched.sketch("update", 0, "w").equals(sketches_of("w", [whole])[0])
     np.testing.assert_allclose(sketched.sketch("update", 0, "w").sums, sketches_of("w", [whole])[0].sums, atol=1e-12)
+
+
+def test_recordings_of_format_4_are_read(tmp_path):
+    found = Recording.open(FORMATS / "recording_4")
+    synthetic.write_run(tmp_path, synthetic.manifest(dtype="float32", steps=2))
+    again = Recording.open(tmp_path)
+    assert compare(found, again).verdict is Verdict.EQUAL and found.recorded_steps() == (0, 1)
+    for step in found.recorded_steps():
+        assert found.activations(step) == again.activations(step)
+        assert found.collectives(step, 1) == again.collectives(step, 1)
+        for name in synthetic.SHAPES:
+            np.testing.assert_array_equal(found.full("update", step, name), again.full("update", step, name))
+            assert found.state_slots(step, name) == again.state_slots(step, name)
+
+
+def test_sketches_of_format_4_are_read():
+    found = Recording.open(FORMATS / "recording_4_sketch")
+    whole = np.sin(np.arange(600)).astype(np.float32)
+    assert found.sketch("update", 0, "w").equals(sketches_of("w", [whole])[0])
+    assert found.count(0, "w") == 7.0 and found.learning_rates(0) == (0.5,)
+    image = np.cos(np.arange(2 * 5 * 60)).astype(np.float32).reshape(2, 5, 60)
+    for recording, made in (
+        (found, image),
+        (found.with_channels_first({("", "output")}), image.transpose(0, 2, 1)),
+    ):
+        sketch = recording.activation_sketch(0, 1, 0, "", "output")
+        assert sketch is not None and sketch.equals(sketches_of("output/0/", [made])[0])
 
 
 @pytest.mark.parametrize(("framework", "orders"), [("torch", {"torch"}), ("jax", {"torch", "unstated"})])
@@ -147,12 +175,12 @@ def test_sketches_of_another_number_of_sums_are_refused(tmp_path):
         Recording.open(tmp_path)
 
 
-@pytest.mark.parametrize("form", [0, 1, 2, 5, "4", None, [4]])
+@pytest.mark.parametrize("form", [0, 1, 2, 6, "4", None, [4]])
 def test_formats_that_are_not_read_are_named(tmp_path, form):
     shutil.copytree(FORMATS / "recording_3", tmp_path / "r")
     path = tmp_path / "r" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": form}))
-    with pytest.raises(RecordingError, match="field 'format': expected 4, the format read here, got"):
+    with pytest.raises(RecordingError, match="field 'format': expected 5, the format read here, got"):
         Recording.open(tmp_path / "r")
     shutil.copytree(FORMATS / "checkpoint_2", tmp_path / "c")
     wrapped = json.loads((tmp_path / "c" / "index.json").read_text())

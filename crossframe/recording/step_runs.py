@@ -1,0 +1,102 @@
+"""Which rank recorded what of a parameter at one step, and the sums of all ranks' sketches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from crossframe.recording import lines
+from crossframe.recording.index import StepLines
+from crossframe.recording.sketch import NUM_SUMS, Sketch
+
+What = tuple[str, str, str]
+"""Phase, parameter and slot."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of elements of one parameter, as one rank recorded it.
+
+    Attributes:
+        key: under which its elements lie in the step's file; in that of the step before where `before` holds.
+        sketch: the row of its sketch; up to format 4 an object, as `crossframe.recording.lines` has it; None of elements.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    dtype: str
+    key: str
+    sketch: dict[str, Any] | int | None = None
+    before: bool = False
+
+
+class StepRuns:
+    """The runs of all ranks. Steps that consist of the same share one object.
+
+    Attributes:
+        of: in rank order.
+        slots: of the optimizer's state, by parameter, sorted.
+    """
+
+    def __init__(self, ranks: Sequence[StepLines]) -> None:
+        self.of: dict[What, list[Run]] = {}
+        slots: dict[str, set[str]] = {}
+        for rank, own in enumerate(ranks):
+            for what, line in own.tensors.items():
+                key = line.get("at", lines.tensor_key(*what))
+                run = Run(
+                    rank, line["start"], line["stop"], line["dtype"], key, line.get("sketch"), line.get("before", False)
+                )
+                self.of.setdefault(what, []).append(run)
+                if what[0] == lines.STATE:
+                    slots.setdefault(what[1], set()).add(what[2])
+        self.slots = {name: tuple(sorted(each)) for name, each in slots.items()}
+        self._sums: dict[range, _Sums] = {}
+
+    def sums(self, group: range) -> "_Sums":
+        """What is added up over a group of ranks."""
+        if group not in self._sums:
+            self._sums[group] = _Sums(self.of, group)
+        return self._sums[group]
+
+
+class _Sums:
+    """Which rows of which ranks make up each sketched quantity."""
+
+    def __init__(self, of: dict[What, list[Run]], group: range) -> None:
+        self.numels: list[int] = []
+        self.places: dict[What, int] = {}
+        rows: dict[int, tuple[list[int], list[int]]] = {}
+        for what, runs in of.items():
+            own = [run for run in runs if run.rank in group]
+            if not own or not all(type(run.sketch) is int for run in own):
+                continue
+            self.places[what] = place = len(self.places)
+            self.numels.append(sum(run.stop - run.start for run in own))
+            for run in own:
+                to, of_rank = rows.setdefault(run.rank, ([], []))
+                to.append(place)
+                of_rank.append(run.sketch)  # type: ignore[arg-type]
+        self.rows = {rank: (np.array(to), np.array(of_rank)) for rank, (to, of_rank) in rows.items()}
+
+
+class SummedSketches:
+    """All sketched quantities of a step, each added up over the ranks of one copy of the model."""
+
+    def __init__(self, sums: _Sums, rows: dict[int, np.ndarray]) -> None:
+        """`rows` are those of each rank's file."""
+        self._sums = sums
+        count = len(sums.places)
+        self._totals, self._wholes = np.zeros((count, NUM_SUMS + 1)), np.zeros((count, 2), np.uint64)
+        for rank, (to, of_rank) in sums.rows.items():
+            taken = rows[rank][of_rank]
+            self._totals[to] += taken[:, : NUM_SUMS + 1]
+            self._wholes[to] += np.ascontiguousarray(taken[:, NUM_SUMS + 1 :]).view(np.uint64)
+
+    def sketch(self, what: What, dtype: str) -> Sketch:
+        """One of them."""
+        place = self._sums.places[what]
+        total, (fingerprint, lost) = self._totals[place], self._wholes[place].tolist()
+        return Sketch(self._sums.numels[place], dtype, fingerprint, total[:NUM_SUMS], float(total[NUM_SUMS]), lost)
