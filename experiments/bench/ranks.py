@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -13,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch.multiprocessing.spawn import ProcessException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from crossframe import processes
 from crossframe.errors import UsageError
+from experiments.rank_processes import rank_processes
 
 FAKE, GLOO, NCCL = "fake", "gloo", "nccl"
 
@@ -32,26 +31,18 @@ def on_ranks(world_size: int, backend: str, work: Callable[..., Any], *args: Any
     Raises:
         UsageError: a rank that failed; its traceback stands in the message.
     """
-    multiprocessing.set_forkserver_preload([__name__, work.__module__])
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with tempfile.TemporaryDirectory() as folder:
         num_processes = 1 if backend == FAKE else world_size
         arguments = (world_size, backend, folder, work, args)
-        with processes.starting():
-            ranks = start_processes(
-                processes.Child(_rank), arguments, num_processes, join=False, start_method="forkserver"
-            )
-        assert ranks is not None
-        process_ids = ranks.pids()
-        try:
-            while not ranks.join():
-                pass
-        except ProcessException as error:
-            raise UsageError(
-                f"rank {error.error_index} of {world_size} failed while it was measured: {error}"
-            ) from None
-        finally:
-            processes.end(process_ids)
+        with rank_processes(_rank, arguments, num_processes, (__name__, work.__module__)) as ranks:
+            try:
+                while not ranks.join():
+                    pass
+            except ProcessException as error:
+                raise UsageError(
+                    f"rank {error.error_index} of {world_size} failed while it was measured: {error}"
+                ) from None
         return [json.loads(_result(folder, rank).read_text()) for rank in range(num_processes)]
 
 

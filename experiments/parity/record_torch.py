@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 from torch.nn import functional
 
-from crossframe import processes
 from crossframe.errors import CrossframeError, RecordingError, UsageError
 from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
@@ -25,6 +24,7 @@ from experiments.data import Batch
 from experiments.faults import fault_in_effect
 from experiments.parity.resume import resume_torch
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
+from experiments.rank_processes import rank_processes
 from torch_backend import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder import Recorder
@@ -61,26 +61,23 @@ def record_many(runs: Sequence[tuple[RunSettings, Path]], *, overwrite: bool = F
         create_recording(path, manifest, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (begun, device, str(Path(folder, "store")))
-        with processes.starting():
-            ranks = start_processes(
-                processes.Child(_rank), arguments, first.world_size, join=False, start_method="spawn"
-            )
-        assert ranks is not None
-        process_ids = ranks.pids()
-        try:
-            while not ranks.join():
-                pass
-        except ProcessException as error:
-            killed = [i for i, process in enumerate(ranks.processes) if process and process.exitcode == -signal.SIGKILL]
-            if killed and error.error_index not in killed:  # the others fail for want of it, and may be noticed first
-                message = f"process {killed[0]} terminated with signal SIGKILL"
-                raise ProcessExitedException(message, killed[0], process_ids[killed[0]], -signal.SIGKILL) from None
-            for reason in sorted(Path(folder).glob(f"{_REASON}*")) if not killed else ():
-                rank, text = f"rank {reason.name.removeprefix(_REASON)}", reason.read_text()
-                raise RecordingError(text if text.startswith(rank) else f"{rank}: {text}") from None
-            raise
-        finally:
-            processes.end(process_ids)
+        # An optimizer imports torch._dynamo.
+        with rank_processes(_rank, arguments, first.world_size, (__name__, "torch._dynamo")) as ranks:
+            try:
+                while not ranks.join():
+                    pass
+            except ProcessException as error:
+                exits = enumerate(process and process.exitcode for process in ranks.processes)
+                killed = [rank for rank, exit_code in exits if exit_code == -signal.SIGKILL]
+                if (
+                    killed and error.error_index not in killed
+                ):  # the others fail for want of it, and may be noticed first
+                    message = f"process {killed[0]} terminated with signal SIGKILL"
+                    raise ProcessExitedException(message, killed[0], ranks.pids()[killed[0]], -signal.SIGKILL) from None
+                for reason in sorted(Path(folder).glob(f"{_REASON}*")) if not killed else ():
+                    rank, text = f"rank {reason.name.removeprefix(_REASON)}", reason.read_text()
+                    raise RecordingError(text if text.startswith(rank) else f"{rank}: {text}") from None
+                raise
 
 
 def _rank(rank: int, runs: list[tuple[RunSettings, Manifest, Path]], device: str, store_path: str) -> None:
