@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from threading import Lock
@@ -20,6 +22,7 @@ from crossframe.processes import module_command
 from experiments.untouched.cases import HERE, UNNAMED, CleanPair, Fault, Run, check, clean_pairs, faults, runs
 
 RESULTS = HERE / "results" / "untouched.json"
+DIFFERENT = "different computation"
 DENSE = 6
 TIMEOUT = 900
 
@@ -31,11 +34,24 @@ def crossframe(*arguments: str, **environment: str) -> tuple[int, str]:
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
     known = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    try:
-        done = subprocess.run(list(command), env=known, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return 124, "it took too long"
-    return done.returncode, done.stdout + done.stderr
+    # A session of its own, so that ranks end with the command.
+    with subprocess.Popen(
+        list(command),
+        env=known,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            text, _ = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return 124, f"it took longer than {TIMEOUT} seconds"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, text
 
 
 class Recordings:
@@ -108,7 +124,8 @@ def judge_fault(fault: Fault, dtype: str, said: dict[str, Any]) -> dict[str, Any
     """Expected and found of one fault in one dtype."""
     where, place, reason = said.get("first_divergence") or {}, place_of(said), said.get("reason", "")
     name = (said.get("diagnosis") or {}).get("signature")
-    found = said["verdict"] in fault.verdicts or (said["exit_status"] == 1 and "bug" in fault.verdicts)
+    is_other = said["verdict"] == DIFFERENT and "bug" in fault.verdicts
+    found = said["verdict"] in fault.verdicts or is_other or (said["exit_status"] == 1 and "bug" in fault.verdicts)
     is_there = any(fnmatchcase(place, pattern) for pattern in fault.places)
     is_there &= not where or where["step"] == fault.step
     is_there &= fault.rank is None or where.get("rank") == fault.rank
@@ -204,8 +221,9 @@ def run_untouched(only: Sequence[str], *, jobs: int, output: Path | None, checks
 def _table(of_faults: list[dict[str, Any]], of_pairs: list[dict[str, Any]]) -> str:
     """A summary by dtype, and every case with what was expected and what was found."""
     lines = [
-        "| dtype | faults | found | located | named | clean pairs | right | false alarms |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| dtype | faults | found | of these as {DIFFERENT} | located | named | clean pairs | right | {DIFFERENT} |"
+        " false alarms |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for dtype in ("float64", "float32", "bfloat16"):
         some = [each for each in of_faults if each["dtype"] == dtype]
@@ -214,10 +232,12 @@ def _table(of_faults: list[dict[str, Any]], of_pairs: list[dict[str, Any]]) -> s
         counts = (
             len(some),
             sum(each["found"] for each in some),
+            sum(each["found"] and each["said"]["verdict"] == DIFFERENT for each in some),
             sum(each["located"] for each in some),
             f"{sum(each['named'] for each in named)} of {len(named)}",
             len(clean),
             sum(each["right"] for each in clean),
+            sum(each["said"]["verdict"] == DIFFERENT for each in clean),
             sum(each["false_alarm"] for each in clean),
         )
         lines.append(f"| {dtype} | " + " | ".join(map(str, counts)) + " |")
