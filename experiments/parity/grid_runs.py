@@ -10,7 +10,7 @@ import torch.multiprocessing as multiprocessing
 from crossframe.errors import UsageError
 from crossframe.processes import Child, end, starting
 from crossframe.recording import Manifest, create_recording
-from experiments.parity.record_torch import PACKAGES
+from experiments.parity.record_torch import manifest_of
 from experiments.parity.settings import RunSettings
 
 Job = tuple[RunSettings, Path, int]
@@ -95,7 +95,7 @@ class TorchRuns:
     def record(self, settings: RunSettings, path: Path, twins: int = 0) -> None:
         """Record a run and so many twins of it; UsageError if it fails."""
         for run, where in settings.runs(path, twins):
-            create_recording(where, run.manifest("torch", PACKAGES))
+            create_recording(where, manifest_of(run, "cpu"))
         self._workers.run((settings, path, twins))
 
 

@@ -37,6 +37,7 @@ from jax_backend import (
 )
 from jax_backend.nnx import split, state_of, watch, with_params
 from jax_backend.other_rounding import other_rounding
+from jax_backend.recorder.begin import program
 from jax_backend.recorder.inner import with_inner
 from jax_backend.recorder.modules import module_paths
 from jax_backend.recorder.of_shards import OfShards
@@ -75,7 +76,7 @@ def _devices(settings: RunSettings) -> list[Any]:
 def record_on_devices(settings: RunSettings, output: Path, devices: list[Any], *, overwrite: bool = False) -> None:
     """Train and record on these devices, in rank order."""
     mesh = make_mesh(settings.spec, devices)
-    manifest = settings.manifest("jax", ("jax", "flax", "optax", "numpy"))
+    manifest = settings.manifest("jax", ("jax", "flax", "optax", "numpy"), program(devices[0]))
     create_recording(output, manifest, overwrite=overwrite)
     # If the run fails, no writer is finished: a recording without its end is not taken for a whole one.
     with fault_in_effect(settings.fault), jax.default_device(devices[0]):

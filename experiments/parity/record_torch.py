@@ -28,8 +28,9 @@ from experiments.rank_processes import rank_processes
 from torch_backend import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder import Recorder
+from torch_backend.recorder.begin import program
 
-PACKAGES = ("torch", "numpy")
+_PACKAGES = ("torch", "numpy")
 _REASON = "reason-of-rank-"
 
 
@@ -56,7 +57,7 @@ def record_many(runs: Sequence[tuple[RunSettings, Path]], *, overwrite: bool = F
     first = runs[0][0]
     device = choose_device(first.device, torch.cuda.device_count(), first.world_size)
     assert {(run.world_size, run.device) for run, _ in runs} == {(first.world_size, first.device)}, runs
-    begun = [(run, run.manifest("torch", PACKAGES), path) for run, path in runs]
+    begun = [(run, manifest_of(run, device), path) for run, path in runs]
     for _, manifest, path in begun:
         create_recording(path, manifest, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,6 +79,12 @@ def record_many(runs: Sequence[tuple[RunSettings, Path]], *, overwrite: bool = F
                     rank, text = f"rank {reason.name.removeprefix(_REASON)}", reason.read_text()
                     raise RecordingError(text if text.startswith(rank) else f"{rank}: {text}") from None
                 raise
+
+
+def manifest_of(settings: RunSettings, device: str) -> Manifest:
+    """The manifest of a run in torch, on ranks that `join` has prepared: on a CPU each has one thread."""
+    threads = 1 if device == "cpu" else None
+    return settings.manifest("torch", _PACKAGES, program(device, threads=threads))
 
 
 def _rank(rank: int, runs: list[tuple[RunSettings, Manifest, Path]], device: str, store_path: str) -> None:

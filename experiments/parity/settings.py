@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Manifest, Schedule
 from crossframe.recording.known_settings import COMMAND, PER_RANK
 from crossframe.recording.lines import twin_folder
+from crossframe.recording.program import PROGRAM
 from crossframe.recording.schedule import window_arguments
 from crossframe.recording.twins import moved
 from crossframe.shown import shown
@@ -154,8 +157,16 @@ class RunSettings:
         samples = self.batch_size * self.accumulate
         return self.definition.batch(self.seed, step, rank, self.world_size, samples, self.stored_dtype)
 
-    def manifest(self, framework: str, packages: tuple[str, ...]) -> Manifest:
-        """The manifest of a recording of this run; UsageError if its fault is none of that framework's."""
+    def manifest(self, framework: str, packages: tuple[str, ...], program: Mapping[str, Any] | None = None) -> Manifest:
+        """The manifest of a recording of this run.
+
+        Args:
+            packages: whose versions it states.
+            program: what the framework's bits depend on (`crossframe.recording.program`); None: not known.
+
+        Raises:
+            UsageError: a fault of the other framework.
+        """
         check_fault(self.fault, framework)
         return Manifest(
             framework=framework,
@@ -181,6 +192,7 @@ class RunSettings:
             | ({"clip": self.clip} if self.clip is not None else {})
             | ({"accumulate": self.accumulate} if self.accumulate > 1 else {})
             | ({PER_RANK: list(self.definition.per_rank_statistics)} if self.definition.per_rank_statistics else {})
+            | ({PROGRAM: dict(program)} if program else {})
             | {name: value for name, value in asdict(self.policy).items() if isinstance(value, str)}
             | ({"resume_at": self.resume_at} if self.resume_at is not None else {})
             | ({"rounding": self.rounding} if self.rounding else {})

@@ -117,9 +117,13 @@ def manifest_of(source: OfArrays | OfShards, about: About, says: Mapping[str, An
     )
 
 
-def program() -> dict[str, Any]:
-    """What JAX's bits depend on (`crossframe.recording.program`). Of a step that is not compiled nothing is known to say so."""
-    device = jax.devices()[0]
+def program(device: Any = None) -> dict[str, Any]:
+    """What JAX's bits depend on (`crossframe.recording.program`). Of a step that is not compiled nothing is known to say so.
+
+    Args:
+        device: one of those that compute; None: the first of the default platform.
+    """
+    device = device or jax.devices()[0]
     flags = os.environ.get("XLA_FLAGS", "")
     on_cpu = device.platform == "cpu"
     return program_of(

@@ -7,7 +7,9 @@ from crossframe.recording import Recording, create_recording
 
 def record_with_torch(ranks, settings, folder):
     """A recording by torch_backend."""
-    manifest = settings.manifest("torch", ("torch", "numpy"))
+    from experiments.parity.record_torch import manifest_of
+
+    manifest = manifest_of(settings, "cpu")
     create_recording(folder, manifest)
     ranks.run(settings.world_size, _record_rank, settings, manifest, folder)
     return Recording.open(folder)

@@ -1,5 +1,6 @@
 """The same models trained in both frameworks: within the contract's bounds, with the planned events, faults found."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportOperatorIssue=false, reportOptionalSubscript=false
 import os
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.plan import Strategy, plan_units, step_plan
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, UPDATE
+from crossframe.recording.program import PROGRAM
 from crossframe.strategy import Sync
 from crossframe.trace import COLLECTIVES, difference
 from crossframe.verdict import Verdict, compare
@@ -191,6 +193,16 @@ def test_float32_training_differs_by_rounding(recorded):
     settings = RunSettings("gpt-tiny", "float32", 2, SHORT)
     result = compare(recorded("torch", settings), recorded("jax", settings))
     assert result.verdict is Verdict.ROUNDING, result.to_json()
+
+
+def test_a_changed_function_is_told_from_rounding_by_bits(recorded):
+    """A GELU by erf instead of by tanh differs by less than float32's bound."""
+    settings = RunSettings("gpt-tiny", "float32", 2, SHORT)
+    found = compare(recorded("torch", settings), recorded("torch", replace(settings, fault="gelu_by_erf")))
+    assert found.verdict is Verdict.DIFFERENT, found.reason
+    assert (found.first_divergence.step, found.first_divergence.phase) == (0, "forward")
+    stated = recorded("jax", settings).manifest.settings[PROGRAM]
+    assert stated["device"] == "cpu" and stated["compiled"]
 
 
 # With the fault in JAX in float64: test_faults, besides.

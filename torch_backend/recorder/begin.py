@@ -91,7 +91,7 @@ def manifest_of(
         units=view.units,
         strategy=view.strategy.value,
         versions={package: importlib.metadata.version(package) for package in _PACKAGES},
-        settings=found | {COMMAND: _command(), PROGRAM: program(device, model)} | dict(settings),
+        settings=found | {COMMAND: _command(), PROGRAM: program(device, compiled=_is_compiled(model))} | dict(settings),
         detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
     )
 
@@ -101,21 +101,29 @@ def device_of(view: ModelView) -> str:
     return next((held.param.device.type for held in view.held), "cpu")
 
 
-def program(device: str, model: nn.Module) -> dict[str, Any]:
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) for module in model.modules()
+    )
+
+
+def program(device: str, *, compiled: bool = False, threads: int | None = None) -> dict[str, Any]:
     """What torch's bits depend on (`crossframe.recording.program`).
 
     The CPU's operators are deterministic at one number of threads. An accelerator's are if that was asked for.
+
+    Args:
+        device: the type of the device that computes.
+        compiled: whether any module is compiled.
+        threads: of each rank; None: as many as this process has.
     """
     on_cpu = device == "cpu"
-    compiled = any(
-        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) for module in model.modules()
-    )
     named = device if on_cpu or device != "cuda" else f"{device} {torch.cuda.get_device_name()}"
     return program_of(
         device=named,
         deterministic=on_cpu or torch.are_deterministic_algorithms_enabled(),
         compiled=compiled,
-        threads=torch.get_num_threads(),
+        threads=torch.get_num_threads() if threads is None else threads,
         capability=torch.backends.cpu.get_cpu_capability(),
         matmul=torch.get_float32_matmul_precision(),
         mkldnn=bool(torch.backends.mkldnn.enabled),  # type: ignore[attr-defined]
