@@ -40,3 +40,12 @@ def unit_roundoff(name: str) -> float:
     True
     """
     return float(ml_dtypes.finfo(numpy_dtype(name)).eps) / 2
+
+
+def coarser(*names: str) -> str:
+    """The dtype that rounds most.
+
+    >>> coarser("float32", "bfloat16", "float16")
+    'bfloat16'
+    """
+    return max(names, key=unit_roundoff)

@@ -11,7 +11,7 @@ from crossframe.shown import shown
 from crossframe.verdict.locate import Divergence
 
 # Settings that both recordings may state, and the first phase of a step whose numbers they change; None: no number by itself.
-_MANIFEST = {"model": None, "steps": None, "seed": FORWARD, "learning_rate": UPDATE}
+_MANIFEST = {"model": None, "steps": None, "dtype": None, "seed": FORWARD, "learning_rate": UPDATE}
 _FREE = {
     "accumulate": FORWARD,
     "optimizer": STATE,
@@ -102,24 +102,22 @@ def labels(a: Recording, b: Recording) -> tuple[str, str]:
 def why_incomparable(a: Recording, b: Recording) -> str | None:
     """Why no numbers of the two can be compared, in one sentence; None if they can.
 
-    Parameters must agree in name, shape and dtype. At one world size every rank must have been fed the same batch (by digest) at
-    every step. At two, the ranks of each must together have been fed the same samples, all ranks the same number of them: a mean
-    over ranks is a mean over samples only then, and where no module computes with all samples of its rank at once, as batch norm
-    does.
+    Parameters must agree in name and shape; dtypes may differ (`crossframe.verdict.precision`). At one world size every rank must
+    have been fed the same batch (by digest) at every step. At two, the ranks of each must together have been fed the same
+    samples, all ranks the same number of them: a mean over ranks is a mean over samples only then, and where no module computes
+    with all samples of its rank at once, as batch norm does.
     """
     return next(_reasons(a, b), None)
 
 
 def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     first, second = labels(a, b)
-    if a.manifest.dtype != b.manifest.dtype:
-        yield f"dtype differs: {a.manifest.dtype!r} in {first}, {b.manifest.dtype!r} in {second}"
     ours, theirs = a.manifest.params, b.manifest.params
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name not in ours or name not in theirs:
             yield f"parameter {name!r} is only in {first if name in ours else second}"
         else:
-            for field in ("shape", "dtype", "requires_grad"):
+            for field in ("shape", "requires_grad"):
                 x, y = getattr(ours[name], field), getattr(theirs[name], field)
                 if x != y:
                     yield f"parameter {name!r} has {field} {x!r} in {first}, {y!r} in {second}"

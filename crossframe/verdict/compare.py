@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from crossframe.dtypes import coarser
 from crossframe.recording import Recording
 from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import bits_of
@@ -20,6 +21,7 @@ from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.locate import locate, locate_sketch, ranks_off
 from crossframe.verdict.pair import Pair
+from crossframe.verdict.precision import precisions_in_words
 from crossframe.verdict.quantities import Quantity
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.walk import walk
@@ -40,6 +42,9 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     a bug in every dtype. Settings that differ make two runs incomparable only if they may cause the first difference
     (`crossframe.verdict.comparable`).
 
+    If the two compute or store parameters in different dtypes, the coarser one sets the bounds, and only its own perturbed runs
+    measure them: see `crossframe.verdict.precision`.
+
     If a recording has perturbed runs ("twins"), bounds are measured on these instead, in every dtype: see
     `crossframe.verdict.envelope`.
 
@@ -56,7 +61,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     a, b = in_one_order(a, b)
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
-    names, dtype, steps = labels(a, b), a.manifest.dtype, min(a.num_steps, b.num_steps)
+    names, dtype, steps = labels(a, b), coarser(a.manifest.dtype, b.manifest.dtype), min(a.num_steps, b.num_steps)
     settings = differing_settings(a, b)
     if rule_of(a) is not None and rule_of(a) == rule_of(b):  # whatever the classes are called
         settings = tuple(setting for setting in settings if setting.name != "optimizer")
@@ -67,6 +72,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
             *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=stated
         )
     pair = Pair(a, b, sketched=sketched)
+    dtype = pair.dtype
     envelope = Envelope.of(pair)
     pair.noise = envelope.noise if envelope else ()
     findings = Findings()
@@ -75,7 +81,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         if envelope:
             findings.add(_caused(pair, envelope.judge(group)), group)
             continue
-        if island is None and (island := island_at(group, dtype)) is not None:
+        if island is None and pair.coarser is None and (island := island_at(group, dtype)) is not None:
             pair.rounds_in = island.dtype
         findings.add([judge(island.judged(quantity) if island else quantity) for quantity in group], group)
     first = findings.first
@@ -112,7 +118,9 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         verdict, reason, diagnosis = Verdict.INCOMPARABLE, f"{'; '.join(causes)}; of the numbers, {reason}", None
     elif first is not None and diagnosis is None and (hint := needs_full_tensors(first)):
         reason = f"{reason}; {hint}"
-    if first is not None and findings.other_dtype is not None:
+    if pair.coarser is not None:
+        reason = f"{reason}; {precisions_in_words(pair, names)}: {_IMPLIED[verdict].format(dtype)}"
+    elif first is not None and findings.other_dtype is not None:
         reason = f"{reason}; ahead of it {other_dtype(findings.other_dtype, names)}"
     return PairVerdict(
         *names,
@@ -137,6 +145,16 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         directions=directions,
         notes=tuple(_notes(pair, names)),
     )
+
+
+_IMPLIED = {
+    Verdict.EQUAL: "what was compared does not show it",
+    Verdict.ROUNDING: "they differ as the rounding of {} implies",
+    Verdict.BUG: "they differ by more than the rounding of {} implies, or otherwise",
+    Verdict.DIFFERENT: "they differ by more than the rounding of {} implies, or otherwise",
+    Verdict.INCONCLUSIVE: "whether the rounding of {} implies all of it is not known",
+    Verdict.INCOMPARABLE: "the rounding of {} is no reason not to compare them",
+}
 
 
 def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:

@@ -31,7 +31,7 @@ def conclude_by_bounds(
 
 def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island: Island | None) -> tuple[Verdict, str]:
     first, bounds = findings.first, island.bounds if island else pair.bounds
-    dtype = island.dtype if island else pair.a.manifest.dtype
+    dtype = island.dtype if island else pair.dtype
     if first is not None and where is not None:
         said = in_words(first, where, labels(pair.a, pair.b), unseen=unseen(pair, where))
         if first.one_sided or first.quantity.bound is None:
@@ -125,8 +125,10 @@ def started_apart(pair: Pair) -> tuple[Verdict, str] | None:
 
 
 def _settle(pair: Pair, num_runs: int = 4) -> str:
-    """What would tell, with so many perturbed runs."""
-    for recording in (pair.a, pair.b):
+    """What would tell, with so many perturbed runs: of either run, or of the one that rounds more."""
+    runs = (pair.a, pair.b)
+    alike = "in float64" if pair.coarser is None else "in one dtype"
+    for recording in runs if pair.coarser is None else (runs[pair.coarser],):
         if isinstance(command := recording.manifest.settings.get(COMMAND), str):
             if command.startswith("crossframe record "):
                 ours, dashes, of_script = command.partition(" -- ")
@@ -138,8 +140,8 @@ def _settle(pair: Pair, num_runs: int = 4) -> str:
                     f"`{command}`, started as it was, with CROSSFRAME_TWIN={first}, then {first + 1} to {num_runs} in its "
                     "environment,"
                 )
-            return f"measure what rounding does with {again} and compare again, or record both in float64"
-    return (
-        f"record one of both again with perturbed runs (--perturbed-runs {num_runs}), or both with --dtype float64, and compare "
-        "those"
-    )
+            return f"measure what rounding does with {again} and compare again, or record both {alike}"
+    which, dtype = "one of both", "with --dtype float64"
+    if pair.coarser is not None:
+        which, dtype = labels(pair.a, pair.b)[pair.coarser], alike
+    return f"record {which} again with perturbed runs (--perturbed-runs {num_runs}), or both {dtype}, and compare those"

@@ -50,6 +50,8 @@ from crossframe.verdict.quantities import ACTIVATION, Quantity, finite
 
 SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN = "slope", "size", "mean", "channels", "tanh", "gain"
 DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN)
+OF_OWN_INPUT = (TANH, GAIN)
+"""Directions that are estimated of each side's own input, so that what came in does not count."""
 _COARSE = 2.0**-12
 """Directions are tested in dtypes of at least this unit roundoff: bfloat16 and float16. In finer ones distances are enough."""
 _MOST_CHANNELS = 1 << 14
@@ -269,7 +271,15 @@ class Directions:
         }
 
 
-def directions_of(pair: Tally, perturbed: Sequence[Sequence[Tally]], dtype: str, share: float) -> Directions | None:
+def directions_of(
+    pair: Tally,
+    perturbed: Sequence[Sequence[Tally]],
+    dtype: str,
+    share: float,
+    among: Sequence[str] = DIRECTIONS,
+    *,
+    cast: float = 0.0,
+) -> Directions | None:
     """Test all directions of a comparison; None in a dtype in which they are not tested.
 
     Args:
@@ -278,6 +288,8 @@ def directions_of(pair: Tally, perturbed: Sequence[Sequence[Tally]], dtype: str,
             counts, with the fewer degrees of freedom.
         dtype: in which the runs compute.
         share: the family-wise rate.
+        among: the directions that are tested.
+        cast: how large the factor of a norm may be beside rounding, where its weight is cast on one side alone.
     """
     resolution = unit_roundoff(dtype)
     if resolution < _COARSE or not perturbed:
@@ -288,7 +300,7 @@ def directions_of(pair: Tally, perturbed: Sequence[Sequence[Tally]], dtype: str,
         for stop in pair.windows
         for key in pair.of
         for name, value in pair.within(key, stop).directions(key[0])
-        if (spread := _spread(perturbed, key, stop, name)) is not None
+        if name in among and (spread := _spread(perturbed, key, stop, name)) is not None
     ]
     if not measured:
         return Directions(None, {}, 0.0, 0)
@@ -297,7 +309,7 @@ def directions_of(pair: Tally, perturbed: Sequence[Sequence[Tally]], dtype: str,
     effects: dict[tuple[str, str], list[float]] = {}
     for key, stop, name, value, spread in measured:
         smallest = _LEAST_EFFECT.get(name, resolution)
-        limit = max(least * spread, smallest)
+        limit = max(least * spread + (cast if name == GAIN else 0.0), smallest)
         if stop == pair.windows[-1]:
             effects.setdefault((key[0], name), []).append(limit)
         if abs(value) > smallest:

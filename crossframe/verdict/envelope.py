@@ -41,11 +41,12 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, REDUCE, STATE, UPDATE
-from crossframe.verdict.direction import Directions, Tally, directions_of
+from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UPDATE
+from crossframe.verdict.direction import OF_OWN_INPUT, Directions, Tally, directions_of
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.metrics import distance, inner_distance, ratio, trimmed_distance
 from crossframe.verdict.pair import Pair
+from crossframe.verdict.precision import Implied
 from crossframe.verdict.quantities import ACTIVATION, LATE_UPDATE, Quantity, finite
 from crossframe.verdict.walk import walk
 
@@ -128,14 +129,18 @@ class Spread:
     numel: dict[Place, int]
     tallies: tuple[Tally, ...] = ()
 
-    def limit(self, quantity: Quantity) -> float | None:
+    def limit(self, quantity: Quantity, more: float = 0.0) -> float | None:
         """How far another recording may lie there; None where the twins were not recorded. At another world size an activation
-        may have more samples, and be of another microbatch: its limit is that of as many elements."""
+        may have more samples, and be of another microbatch: its limit is that of as many elements.
+
+        Args:
+            more: how many times the spread is allowed beside the factor.
+        """
         step, kind, name, _ = place = place_of(quantity)
         place = place if place in self.of else (step, kind, name, 0)
         if place not in self.of:
             return None
-        return self.factors[kind] * self.of[place] * math.sqrt(quantity.numel / max(self.numel[place], 1))
+        return (self.factors[kind] + more) * self.of[place] * math.sqrt(quantity.numel / max(self.numel[place], 1))
 
 
 def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: bool = False) -> Spread:
@@ -249,9 +254,13 @@ class Steady:
 class Envelope:
     """What two recordings are held against: the spread of the twins of either, or of both. Walks one pair once."""
 
-    def __init__(self, spreads: Sequence[Spread], noise: tuple[str, ...] = ()) -> None:
-        """`noise` names parameters whose gradients are not judged."""
-        self.spreads, self.noise = tuple(spreads), noise
+    def __init__(self, spreads: Sequence[Spread], noise: tuple[str, ...] = (), implied: Implied | None = None) -> None:
+        """
+        Args:
+            noise: parameters whose gradients are not judged.
+            implied: what one side's dtype implies, if it rounds more than the other side's.
+        """
+        self.spreads, self.noise, self._implied = tuple(spreads), noise, implied
         self._steady = Steady(self._limit)
         self._updated = [0, 0]
         self._chaos: dict[int, list[float]] = {}
@@ -259,10 +268,12 @@ class Envelope:
 
     @classmethod
     def of(cls, pair: Pair) -> "Envelope | None":
-        """The envelope of a pair; None if neither recording has twins."""
-        known = (known_spread(recording, sketched=pair.sketched) for recording in (pair.a, pair.b))
-        found = [(side, spread) for side, spread in enumerate(known) if spread is not None]
-        return cls([spread for _, spread in found], _noise(pair, found)) if found else None
+        """The envelope of a pair; None if neither recording has twins, or if one rounds more than the other and has none."""
+        sides = [side for side in (0, 1) if pair.coarser in (None, side)]
+        known = ((side, known_spread((pair.a, pair.b)[side], sketched=pair.sketched)) for side in sides)
+        found = [(side, spread) for side, spread in known if spread is not None]
+        implied = None if pair.coarser is None else Implied(pair)
+        return cls([spread for _, spread in found], _noise(pair, found), implied) if found else None
 
     def limit(self, quantity: Quantity) -> float:
         """The largest distance that rounding may reach there; inf where the twins say nothing."""
@@ -271,7 +282,7 @@ class Envelope:
 
     def judge(self, group: list[Quantity]) -> list[Judgement]:
         """Hold both sides of each quantity against what the twins reach there."""
-        if group[0].bound is None or group[0].parameter in self.noise:
+        if group[0].bound is None or group[0].phase == PARAMETERS or group[0].parameter in self.noise:
             return [judge(quantity) for quantity in group]
         self._steady.note(group)
         self._note_chaos(group)
@@ -280,8 +291,14 @@ class Envelope:
 
     def _limit(self, quantity: Quantity) -> float | None:
         # The wider of both sides: what one framework rounds more often may lie outside the other's twins.
-        limits = [limit for spread in self.spreads if (limit := spread.limit(quantity)) is not None]
-        return max(limits) * quantity.grown if limits else None
+        implied = self._implied
+        more = implied.times_spread(quantity) if implied else 0.0
+        limits = [limit for spread in self.spreads if (limit := spread.limit(quantity, more)) is not None]
+        if not limits:
+            return None
+        if implied and implied.unused(quantity):
+            return math.inf
+        return max(limits) * quantity.grown + (implied.casts(quantity) if implied else 0.0)
 
     def _held(self, quantity: Quantity, limit: float) -> Judgement:
         """One quantity against its limit, in the quantity's own scale."""
@@ -298,7 +315,10 @@ class Envelope:
 
     def directions(self, dtype: str) -> Directions | None:
         """What the tests of directions come to, of all that was judged so far; None in dtypes in which there are none."""
-        return directions_of(self._tally, [spread.tallies for spread in self.spreads], dtype, SHARE)
+        tallies = [spread.tallies for spread in self.spreads]
+        if self._implied is None:
+            return directions_of(self._tally, tallies, dtype, SHARE)
+        return directions_of(self._tally, tallies, dtype, SHARE, OF_OWN_INPUT, cast=self._implied.unit_roundoff)
 
     @property
     def num_runs(self) -> int:
@@ -340,7 +360,7 @@ def _noise(pair: Pair, found: Sequence[tuple[int, Spread]]) -> tuple[str, ...]:
     Args:
         found: by side, the spread of its perturbed runs.
     """
-    most = min(pair.terms * unit_roundoff(pair.a.manifest.dtype), 1.0)
+    most = min(pair.terms * unit_roundoff(pair.dtype), 1.0)
 
     def is_noise(name: str, side: int, spread: Spread) -> bool:
         own, other = pair.sizes[side], pair.sizes[1 - side]

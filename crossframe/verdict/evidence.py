@@ -80,6 +80,8 @@ def by_cause(
         return None
     if not pair.same_world or first.quantity.step not in pair.steps or first.quantity.numel < _LEAST_ELEMENTS:
         return None
+    if pair.coarser is not None:
+        return None
     if pair.a.manifest.framework != pair.b.manifest.framework or other_operator(pair, first.quantity) is not None:
         return None  # another framework's operator, or another kernel, rounds at other places
     where = locate_sketch(first, pair) if first.quantity.sketched else _located_in_bits(first, pair)
@@ -127,7 +129,7 @@ def by_direction(
 def _is_cause(pair: Pair, first: Quantity, found: Found) -> bool:
     """Whether the first quantity that differs in bits is where a direction begins: in the step that shows it, and not for another
     kernel or framework."""
-    same = pair.a.manifest.framework == pair.b.manifest.framework and pair.same_world
+    same = pair.a.manifest.framework == pair.b.manifest.framework and pair.same_world and pair.coarser is None
     return same and first.bound is not None and first.step == found.stop - 1 and other_operator(pair, first) is None
 
 

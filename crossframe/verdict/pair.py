@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, UPDATE
 from crossframe.verdict.bounds import Bounds, bounds_for
@@ -22,6 +23,9 @@ class Pair:
         num_steps: that both have.
         steps: those whose tensors both recorded.
         whole_until: all steps before this one are among them.
+        dtype: in which the runs compute, or where they differ, the dtype that rounds more.
+        coarser: which of both rounds more, 0 for a and 1 for b; None if they compute and store parameters in the same dtypes
+            (`crossframe.verdict.precision`).
         noise: parameters whose gradient perturbed runs show to be noise (`crossframe.verdict.envelope`).
         rounds_in: the dtype whose rounding gradients carry: that of the runs, until a part of them is seen to compute in a
             narrower one.
@@ -31,8 +35,10 @@ class Pair:
         self.a, self.b, self.sketched = a, b, sketched
         self.num_steps = min(a.num_steps, b.num_steps)
         self.steps = tuple(sorted(set(a.recorded_steps()) & set(b.recorded_steps())))
-        self.bounds: Bounds = bounds_for(a.manifest.dtype)
-        self.rounds_in: str = a.manifest.dtype
+        self.dtype: str = _dtype_of(a, b)
+        self.coarser: int | None = _coarser_of(a, b)
+        self.bounds: Bounds = bounds_for(self.dtype)
+        self.rounds_in: str = self.dtype
         self.same_world = a.manifest.world_size == b.manifest.world_size
         self.losses = (a.losses(), b.losses())
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
@@ -105,3 +111,18 @@ class Pair:
                 moved = distance(finite(final), finite(initial))
             self._update_norms[name] = moved if math.isfinite(moved) else 0.0
         return self._update_norms[name]
+
+
+def _dtype_of(a: Recording, b: Recording) -> str:
+    """The coarsest dtype that makes the two differ; that of both if none does."""
+    ours, theirs = a.manifest.params, b.manifest.params
+    stored = [(spec.dtype, theirs[name].dtype) for name, spec in ours.items()]
+    return coarser(a.manifest.dtype, b.manifest.dtype, *(coarser(x, y) for x, y in stored if x != y))
+
+
+def _coarser_of(a: Recording, b: Recording) -> int | None:
+    roundoffs = [
+        (unit_roundoff(r.manifest.dtype), sum(unit_roundoff(spec.dtype) for spec in r.manifest.params.values()))
+        for r in (a, b)
+    ]
+    return None if roundoffs[0] == roundoffs[1] else int(roundoffs[1] > roundoffs[0])

@@ -8,10 +8,11 @@ causes it inside: that is where a bug is.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from crossframe.dtypes import numpy_dtype
+from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import LOSSES, MEAN
@@ -116,19 +117,21 @@ def _parameters(pair: Pair) -> Iterator[Group]:
     for name in pair.names():
         if not all(recording.has(PARAMETERS, 0, name) for recording in (pair.a, pair.b)):
             continue
-        yield [
-            _quantity(
-                pair,
-                0,
-                PARAMETERS,
-                ALL_GATHER,
-                name,
-                pair.put_together(PARAMETERS, 0, name, replicas),
-                bound=None,
-                replica=replicas[1],
-            )
-            for replicas in pair.replicas
-        ]
+        yield [_initial(pair, name, replicas) for replicas in pair.replicas]
+
+
+def _initial(pair: Pair, name: str, replicas: tuple[int, int]) -> Quantity:
+    """Initial values are equal in bits once both sides are in the dtype that rounds more. Elements that only a sketch has are
+    rounded on one side by at most the unit roundoff."""
+    a, b, sketches = pair.put_together(PARAMETERS, 0, name, replicas)
+    stored = coarser(*(recording.manifest.params[name].dtype for recording in (pair.a, pair.b)))
+    bound = None
+    if sketches is None:
+        a, b = (side.astype(numpy_dtype(stored), copy=False) for side in (a, b))
+    elif sketches[0].dtype != sketches[1].dtype:
+        bound = unit_roundoff(stored)
+    made = _quantity(pair, 0, PARAMETERS, ALL_GATHER, name, (a, b, sketches), bound=None, replica=replicas[1])
+    return made if bound is None else replace(made, bound=bound, scale=max(made.norms))
 
 
 def _unsharded(pair: Pair, step: int) -> Iterator[Group]:

@@ -139,12 +139,19 @@ def label(run: Run) -> str:
 
 
 def run_clean(
-    models: Sequence[str], dtypes: Sequence[str], *, output: Path | None, keep: Path | None, console: Console
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    output: Path | None,
+    keep: Path | None,
+    console: Console,
 ) -> int:
     """Compare all pairs and print how many were called what; 0 if none was called a bug.
 
     Args:
         models, dtypes: none: all.
+        seeds: of the trainings; none: those of `SEEDS`, and 0.
         output: a Markdown file for the table, and beside it JSON.
         keep: a folder in which recordings stay; None: nothing stays.
 
@@ -157,7 +164,7 @@ def run_clean(
     began, done = time.monotonic(), []
     for dtype in dtypes or ALL_DTYPES:
         chosen = [model for model in models or MODELS if dtype != "float64" or model in IN_FLOAT64 or models]
-        sets = [runs_of(model, dtype, seed) for model in chosen for seed in SEEDS.get(model, (0,))]
+        sets = [runs_of(model, dtype, seed) for model in chosen for seed in seeds or SEEDS.get(model, (0,))]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) if keep is None else keep / dtype
             where = _record(sets, dtype, folder, console)

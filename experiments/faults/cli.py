@@ -41,6 +41,9 @@ def faults(
 def clean_pairs(
     model: Annotated[list[str] | None, typer.Option(help="Only this model. May be repeated. Default: all")] = None,
     dtype: Dtypes = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Seed of a training. May be repeated. Default: 0, of gpt-tiny 0 and 1")
+    ] = None,
     output: Output = None,
     keep: Keep = None,
 ) -> None:
@@ -48,4 +51,6 @@ def clean_pairs(
     from experiments.faults.clean import run_clean
 
     with exit_on_error():
-        raise typer.Exit(run_clean(model or (), dtype or (), output=output, keep=keep, console=console))
+        raise typer.Exit(
+            run_clean(model or (), dtype or (), seeds=seed or (), output=output, keep=keep, console=console)
+        )

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from crossframe.dtypes import FLOATING, unit_roundoff
+from crossframe.dtypes import FLOATING, coarser, unit_roundoff
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
@@ -185,14 +185,16 @@ class Case:
     @property
     def reduce_roundoff(self) -> float:
         """The unit roundoff of the dtype in which gradients should be reduced (R33); 0 where that is the one they are kept in."""
-        settings = self.right.manifest.settings
-        dtype = settings.get("reduce_dtype") or settings.get("param_dtype")
-        return unit_roundoff(dtype) if dtype in FLOATING else 0.0
+        runs = (self.right, self.wrong)
+        stated = [r.manifest.settings.get("reduce_dtype") or r.manifest.settings.get("param_dtype") for r in runs]
+        if self.right.manifest.dtype == self.wrong.manifest.dtype:
+            return unit_roundoff(stated[0]) if stated[0] in FLOATING else 0.0
+        return max(unit_roundoff(s if s in FLOATING else r.manifest.dtype) for s, r in zip(stated, runs, strict=True))
 
     @property
     def compute_roundoff(self) -> float:
         """The unit roundoff of the dtype in which forward computes."""
-        return unit_roundoff(self.wrong.manifest.dtype)
+        return unit_roundoff(coarser(self.right.manifest.dtype, self.wrong.manifest.dtype))
 
 
 def case_of(pair: Pair, quantity: Quantity, limit: Callable[[Quantity], float]) -> Case:

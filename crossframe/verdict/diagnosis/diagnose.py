@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD
@@ -149,7 +150,7 @@ def _inputs_or_labels(a: Recording, b: Recording, found: Other) -> str:
     both = [at for at in a.activations(found.step) if at in b.activations(found.step)]
     if not both or a.activation_sketch(found.step, 0, *both[0]) or b.activation_sketch(found.step, 0, *both[0]):
         return ""
-    bound = bounds_for(a.manifest.dtype).parameter
+    bound = bounds_for(coarser(a.manifest.dtype, b.manifest.dtype)).parameter
     for rank in range(a.manifest.world_size):
         x, y = (recording.activation(found.step, rank, *both[0]) for recording in (a, b))
         if x.shape != y.shape or distance(x, y) > bound * norm(x):
