@@ -468,6 +468,7 @@ def test_edits_that_differ_between_runs_are_found(tmp_path):
     for first, second in ((1.25, 1.5), (1.5, 1.25), (1.0, 1.25), (1.25, 1.0)):
         found = compare(runs[first], runs[second])
         where = found.first_divergence
+        assert where is not None
         assert found.verdict is Verdict.BUG and (where.step, where.phase) == (1, "unsharded"), (first, second)
     assert "or its loop changed parameters between steps" in found.reason
 
@@ -480,4 +481,4 @@ def test_only_the_first_steps_are_compared(tmp_path):
     assert a.first(3) is a and a.first(50) is a
     for steps in (0, -1, True, 1.0):
         with pytest.raises(RecordingError, match="steps: expected an int of at least 1"):
-            a.first(steps)
+            a.first(steps)  # type: ignore[arg-type]
