@@ -16,6 +16,7 @@ from crossframe.recording import Recording
 from crossframe.recording.schedule import window_of
 from crossframe.verdict import Verdict
 from experiments.bench.cli import bench
+from experiments.compare import equal_as_stated
 from experiments.console import TRACEBACK, console, errors, exit_on_error
 from experiments.faults.cli import add_commands
 from experiments.parity.settings import RunSettings, mesh_of
@@ -280,13 +281,21 @@ def compare(
         list[Path] | None,
         typer.Option(help="Another recording of A or B: shows what is not deterministic. May be repeated."),
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all files, also where checksums say that both are equal.")
+    ] = False,
 ) -> None:
     """Compare two recordings, and say whether their difference is rounding or a bug.
+
+    Large recordings whose checksums are equal are not read, unless --verify or --output is given.
 
     Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation (one
     program, equal causes, other bits).
     """
     with exit_on_error():
+        if output is None and steps is None and not repeat and not verify and (said := equal_as_stated(a, b)):
+            console.print(said, highlight=False, soft_wrap=True)
+            raise typer.Exit(Verdict.EQUAL.exit_status)
         opened = [Recording.open(path) for path in (a, b)]
         first, second = opened if steps is None else [recording.first(steps) for recording in opened]
         _answer([(first, second)], output, tuple(Recording.open(path) for path in repeat or ()))

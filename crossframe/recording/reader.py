@@ -47,6 +47,7 @@ class Recording:
         self._progress = Progress(directory, manifest.world_size)
         self._files: dict[tuple[int, int], TensorFile] = {}
         self._runs: dict[int, StepRuns] = {}
+        self._kinds: dict[tuple[int, ...], StepRuns] = {}
         self._summed: dict[tuple[int, int], SummedSketches] = {}
         self._moved: frozenset[tuple[str, str]] = frozenset()
         self._views: dict[frozenset[tuple[str, str]], Recording] = {}
@@ -182,15 +183,13 @@ class Recording:
             if not all(0 <= step < len(index.lines) for index in self._indexes):
                 return StepRuns([])
             own = [index.lines[step] for index in self._indexes]
-            shared = next((runs for known, runs in self._runs.items() if self._alike(known, step)), None)
-            if len(self._runs) >= _STEPS:
-                self._runs.pop(next(iter(self._runs)))
-            self._runs[step] = shared or StepRuns(own)
+            alike = tuple(map(id, own))  # the indexes keep them alive
+            if alike not in self._kinds:
+                _make_room(self._kinds, _STEPS)
+                self._kinds[alike] = StepRuns(own)
+            _make_room(self._runs, _STEPS)
+            self._runs[step] = self._kinds[alike]
         return self._runs[step]
-
-    def _alike(self, step: int, other: int) -> bool:
-        """Whether two steps consist of the same on every rank."""
-        return all(index.lines[step] is index.lines[other] for index in self._indexes)
 
     def full(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> np.ndarray:
         """A parameter-shaped array, put together from the pieces of all ranks of one copy of the model.
@@ -237,8 +236,7 @@ class Recording:
         if at not in self._summed:
             group = self._shard_group(replica)
             sums = self._step_runs(step).sums(group)
-            if len(self._summed) >= _STEPS:
-                self._summed.pop(next(iter(self._summed)))
+            _make_room(self._summed, _STEPS)
             self._summed[at] = SummedSketches(sums, {rank: self._rows(rank, step) for rank in sums.rows})
         return self._summed[at]
 
@@ -265,6 +263,12 @@ class Recording:
     def _of_replica(self, phase: str, step: int, name: str, use: str, replica: int) -> list[Run]:
         """The runs of one copy of the model; together they are the parameter."""
         self._check(step, 0)
+        kind, at = self._step_runs(step), ((phase, name, use), replica)
+        if at not in kind.whole:
+            kind.whole[at] = self._checked_runs(phase, step, name, use, replica)
+        return kind.whole[at]
+
+    def _checked_runs(self, phase: str, step: int, name: str, use: str, replica: int) -> list[Run]:
         numel = self.manifest.params[name].numel
         group = self._shard_group(replica)
         runs = [run for run in self.runs(phase, step, name, use) if run.rank in group]
@@ -315,8 +319,8 @@ class Recording:
     def count(self, step: int, name: str) -> float | None:
         """How many steps the optimizer says it made with a parameter, as the first rank that said recorded it."""
         self._check(step, 0)
-        counts = (index.count(step, name) for index in self._indexes)
-        return next((count for count in counts if count is not None), None)
+        rank = self._step_runs(step).counted.get(name)
+        return None if rank is None else self._indexes[rank].count(step, name)
 
     def learning_rates(self, step: int) -> tuple[float, ...]:
         """The learning rate of each group of the optimizer's parameters at a step; empty where nobody recorded it."""
@@ -396,8 +400,7 @@ class Recording:
             folder = shown_path(self.directory / lines.rank_folder(rank))
             raise RecordingError(f"{folder}: step 0 refers to tensors of a step before it; record the run again")
         if key not in self._files:
-            if len(self._files) >= max(_OPEN_FILES, 3 * self.manifest.world_size):
-                self._files.pop(next(iter(self._files)))
+            _make_room(self._files, max(_OPEN_FILES, 3 * self.manifest.world_size))
             path = self.directory / lines.rank_folder(rank) / lines.step_file(key[1])
             index = self._indexes[rank]
             own = index.lines[key[1]]
@@ -411,3 +414,9 @@ class Recording:
             raise RecordingError(f"{self.directory}: {error}") from None
         if type(step) is not int or not 0 <= step < self.num_steps:
             raise RecordingError(f"{self.directory}: expected a step from 0 to {self.num_steps - 1}, got {step!r}")
+
+
+def _make_room(cache: dict[Any, Any], most: int) -> None:
+    """Drop the oldest entry of a full cache."""
+    if len(cache) >= most:
+        cache.pop(next(iter(cache)))

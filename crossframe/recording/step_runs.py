@@ -38,12 +38,17 @@ class StepRuns:
     Attributes:
         of: in rank order.
         slots: of the optimizer's state, by parameter, sorted.
+        counted: the first rank that counts the optimizer's steps of a parameter.
+        whole: the runs of one copy of the model, where they were seen to be the whole parameter.
     """
 
     def __init__(self, ranks: Sequence[StepLines]) -> None:
         self.of: dict[What, list[Run]] = {}
+        self.counted: dict[str, int] = {}
         slots: dict[str, set[str]] = {}
         for rank, own in enumerate(ranks):
+            for name in own.counted:
+                self.counted.setdefault(name, rank)
             for what, line in own.tensors.items():
                 key = line.get("at", lines.tensor_key(*what))
                 run = Run(
@@ -53,6 +58,7 @@ class StepRuns:
                 if what[0] == lines.STATE:
                     slots.setdefault(what[1], set()).add(what[2])
         self.slots = {name: tuple(sorted(each)) for name, each in slots.items()}
+        self.whole: dict[tuple[What, int], list[Run]] = {}
         self._sums: dict[range, _Sums] = {}
 
     def sums(self, group: range) -> "_Sums":

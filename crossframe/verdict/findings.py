@@ -1,6 +1,7 @@
 """What the walk over a pair has met: the first quantity outside, the first that differs in bits, the largest differences."""
 
 import math
+import sys
 from dataclasses import replace
 
 from crossframe.recording.lines import FORWARD, UPDATE
@@ -55,7 +56,9 @@ class Findings:
         known = q.bound != math.inf or worst.one_sided
         used = worst.used if known else None
         equal = all(judgement.equal for judgement in group)
-        self.judged.append(Judged(step, phase, q.event, q.unit, q.name, worst.difference, used, worst.beyond, equal))
+        # Names repeat at every step: one object each, as there may be millions of these.
+        name = sys.intern(q.name)
+        self.judged.append(Judged(step, phase, q.event, q.unit, name, worst.difference, used, worst.beyond, equal))
         if self.in_bits is None and not equal:
             both = zip(group, quantities, strict=True)
             apart = [

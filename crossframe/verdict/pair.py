@@ -48,7 +48,7 @@ class Pair:
     @cached_property
     def sizes(self) -> tuple[GradientSizes, GradientSizes]:
         """How large the reduced gradients are, of a and of b."""
-        return gradient_sizes(self.a, self.steps), gradient_sizes(self.b, self.steps)
+        return gradient_sizes(self.a), gradient_sizes(self.b)
 
     @cached_property
     def zero_gradient(self) -> tuple[str, ...]:

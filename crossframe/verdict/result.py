@@ -9,7 +9,7 @@ from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.locate import Divergence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Judged:
     """What became of a group of quantities, the same thing on several ranks: that of the worst.
 

@@ -27,6 +27,7 @@ from crossframe.recording.lines import (
     UNSHARDED,
     UPDATE,
 )
+from crossframe.recording.step_runs import Run
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.aligned import At, aligned
 from crossframe.verdict.clipping import clipped_on_one_side
@@ -144,10 +145,12 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
         groups = []
         for within, recording in (("a", pair.a), ("b", pair.b)):
             group = []
-            for rank in range(recording.manifest.world_size):
-                if (sides := _gathered(recording, step, rank, name)) is not None:
+            for run in recording.runs(UNSHARDED, step, name):
+                if (sides := _gathered(recording, step, run, name)) is not None:
                     group.append(
-                        _quantity(pair, step, UNSHARDED, ALL_GATHER, name, sides, bound=None, rank=rank, within=within)
+                        _quantity(
+                            pair, step, UNSHARDED, ALL_GATHER, name, sides, bound=None, rank=run.rank, within=within
+                        )
                     )
             groups.append(group)
         if all(any(not judge(quantity).equal for quantity in group) for group in groups):
@@ -175,13 +178,13 @@ def _moving_scale(pair: Pair, name: str, quantity: Quantity) -> float:
     return parameter_scale(quantity.norms[0], quantity.numel, pair.total_update_norm(name), rate, pair.num_steps)
 
 
-def _gathered(recording: Recording, step: int, rank: int, name: str) -> Sides | None:
-    """What the shards say that a rank saw, and what it saw; None where one of both was not recorded, or cannot be told."""
-    run = recording.own_run(UNSHARDED, step, rank, name)
+def _gathered(recording: Recording, step: int, run: Run, name: str) -> Sides | None:
+    """What the shards say that a rank saw, and what it saw; None where the first was not recorded, or cannot be told."""
+    rank = run.rank
     phase, before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
     if step and not recording.has(UPDATE, before, name) and not recording.manifest.params[name].requires_grad:
         phase, before = PARAMETERS, 0  # frozen
-    if run is None or not recording.has(phase, before, name):
+    if not recording.has(phase, before, name):
         return None
     held = put_together(recording, phase, before, name, replica=recording.manifest.mesh.coordinate(rank)[0])
     if held.elements is not None:

@@ -12,7 +12,9 @@ parameter (weight decay, or nothing) is the same on both sides. It stays among t
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,29 +31,44 @@ _TELLABLE = 0.01
 class GradientSizes:
     """Root mean squares of the reduced gradients of one recording: `of[step][name]`, and `typical[step]` over all."""
 
-    of: dict[int, dict[str, float]]
-    typical: dict[int, float]
+    of: Mapping[int, Mapping[str, float]]
+    typical: Mapping[int, float]
 
 
-def gradient_sizes(recording: Recording, steps: tuple[int, ...]) -> GradientSizes:
-    """Measure the reduced gradients at these steps; a gradient that was not recorded counts as zero (R29).
+def gradient_sizes(recording: Recording) -> GradientSizes:
+    """The sizes of the reduced gradients; a step is measured when it is first asked for. A gradient that was not recorded counts
+    as zero (R29).
 
     Elements that are not finite make their parameter's size infinite and are left out of the typical size.
     """
-    of: dict[int, dict[str, float]] = {}
-    typical: dict[int, float] = {}
-    for step in steps:
-        of[step], norms, numel = {}, [], 0
-        for name, spec in recording.manifest.params.items():
-            if not recording.has(REDUCE, step, name):
-                of[step][name] = 0.0
-                continue
-            grad = put_together(recording, REDUCE, step, name)
-            norms.append(grad.norm)
-            numel += spec.numel - grad.num_not_finite
-            of[step][name] = np.inf if grad.num_not_finite else root_mean_square(grad.norm, spec.numel)
-        typical[step] = root_mean_square(norm(np.array(norms)), numel)
-    return GradientSizes(of, typical)
+    both = _ByStep(lambda step: _measured(recording, step))
+    return GradientSizes(_ByStep(lambda step: both[step][0]), _ByStep(lambda step: both[step][1]))
+
+
+class _ByStep(dict[int, Any]):
+    """Computes what it does not hold yet."""
+
+    def __init__(self, compute: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, step: int) -> Any:
+        self[step] = found = self._compute(step)
+        return found
+
+
+def _measured(recording: Recording, step: int) -> tuple[dict[str, float], float]:
+    """The size of each gradient at a step, and the typical one."""
+    of, norms, numel = {}, [], 0
+    for name, spec in recording.manifest.params.items():
+        if not recording.has(REDUCE, step, name):
+            of[name] = 0.0
+            continue
+        grad = put_together(recording, REDUCE, step, name)
+        norms.append(grad.norm)
+        numel += spec.numel - grad.num_not_finite
+        of[name] = np.inf if grad.num_not_finite else root_mean_square(grad.norm, spec.numel)
+    return of, root_mean_square(norm(np.array(norms)), numel)
 
 
 def terms_of(recording: Recording) -> int:
@@ -84,12 +101,13 @@ def zero_gradient_parameters(
     if max(tolerated) > _TELLABLE:
         return ()
 
-    def is_noise(name: str) -> bool:
-        found = [
-            (s.of[step][name], limit * s.typical[step])
-            for s, limit in zip(sizes, tolerated, strict=True)
-            for step in steps
-        ]
-        return all(size <= limit for size, limit in found) and any(size > 0.0 for size, _ in found)
-
-    return tuple(name for name, spec in a.manifest.params.items() if spec.requires_grad and is_noise(name))
+    found = [name for name, spec in a.manifest.params.items() if spec.requires_grad]
+    positive: set[str] = set()
+    for step in steps:
+        for own, limit in zip(sizes, tolerated, strict=True):
+            of, largest = own.of[step], limit * own.typical[step]
+            found = [name for name in found if of[name] <= largest]
+            positive.update(name for name in found if of[name] > 0.0)
+        if not found:
+            break  # later steps need not be read for this
+    return tuple(name for name in found if name in positive)

@@ -1,4 +1,4 @@
-"""The commands `crossframe bench core|torch|state|recorder|jax`."""
+"""The commands `crossframe bench core|torch|state|recorder|compare|jax`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -77,6 +77,20 @@ def bench_recorder(
                 console, output=output, json_output=json, engines=engine or (), quick=quick, strict=strict
             )
         )
+
+
+@bench.command("compare")
+def bench_compare(
+    json: Json = None,
+    output: Output = None,
+    quick: Quick = False,
+    strict: Strict = False,
+) -> None:
+    """Measure a comparison of sketch recordings of a billion parameters on 64 ranks: time and memory, and when all is equal."""
+    from experiments.bench.command import run_compare_bench
+
+    with exit_on_error():
+        raise typer.Exit(run_compare_bench(console, output=output, json_output=json, quick=quick, strict=strict))
 
 
 @bench.command("jax")

@@ -157,6 +157,27 @@ def run_recorder_bench(
     return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title=title)
 
 
+def run_compare_bench(
+    console: Console,
+    *,
+    output: Path | None = None,
+    json_output: Path | None = None,
+    quick: bool = False,
+    strict: bool = False,
+) -> int:
+    """Measure what `crossframe compare` costs on large recordings.
+
+    Args, returns: as `run_torch_bench`.
+    """
+    from experiments.bench.compare import FULL, QUICK, compare_section
+
+    where = _where([], {"numpy": version("numpy")})
+    with console.status("measuring"):
+        measured = [compare_section(QUICK if quick else FULL)]
+    _print_section(console, measured[0])
+    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title="A comparison")
+
+
 def run_jax_bench(
     console: Console,
     *,

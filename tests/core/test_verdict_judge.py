@@ -258,8 +258,7 @@ def test_gradients_are_measured_by_what_is_finite(tmp_path):
         return array
 
     run = synthetic.record(tmp_path / "run", tamper=spoil)
-    found = gradient_sizes(run, (0, 1))
-    assert sorted(found.of) == sorted(found.typical) == [0, 1]
+    found = gradient_sizes(run)
     for step in (0, 1):
         grads = {name: run.full("reduce", step, name).reshape(-1) for name in synthetic.SHAPES}
         every = np.concatenate(list(grads.values()))

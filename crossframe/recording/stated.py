@@ -1,0 +1,87 @@
+"""Whether two recordings hold the same bits, by what they state of themselves: nothing else is read of them."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from crossframe.errors import RecordingError
+from crossframe.files import FileError, open_regular
+from crossframe.recording import lines
+from crossframe.recording.index import LARGEST_EVENTS
+from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.manifest import Manifest
+
+# Bytes of an "end" line: two digests and a number.
+_LONGEST_END = 1 << 10
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a finished recording states.
+
+    Attributes:
+        num_steps: of all ranks.
+        contents: of each rank, the sha256 of all that it saw, in hex: of its lines, which have the sha256 of every tensor file.
+    """
+
+    manifest: Manifest
+    num_steps: int
+    contents: tuple[str, ...]
+
+    @classmethod
+    def read(cls, directory: Path) -> "Stated | None":
+        """Read the manifest and the last line of each rank; None where a rank has no end that states its content, as in a run
+        that was cut off, and up to format 4.
+
+        Raises:
+            RecordingError: no or a wrong manifest.
+        """
+        manifest = Manifest.read(directory)
+        contents, num_steps = [], set()
+        for rank in range(manifest.world_size):
+            end = _end(directory / lines.rank_folder(rank) / lines.EVENTS_NAME, rank)
+            if end is None or not isinstance(end.get("content"), str):
+                return None
+            contents.append(end["content"])
+            num_steps.add(end["steps"])
+        return cls(manifest, num_steps.pop(), tuple(contents)) if len(num_steps) == 1 else None
+
+    def equals(self, other: "Stated") -> bool:
+        """Whether both state the same run with the same content; the job that recorded it, and its command, may differ."""
+        return self.contents == other.contents and _run(self.manifest) == _run(other.manifest)
+
+
+def _end(path: Path, rank: int) -> dict | None:
+    try:
+        file, size = open_regular(path, LARGEST_EVENTS)
+    except FileError:
+        return None
+    with file:
+        file.seek(max(size - _LONGEST_END, 0))
+        last = file.read().splitlines(keepends=True)[-1:]
+    try:
+        fields = lines.decode(last[0], rank, str(path)) if last else None
+    except RecordingError:
+        return None
+    return fields if fields is not None and fields["event"] == "end" else None
+
+
+def _run(manifest: Manifest) -> str:
+    """A manifest without what two recordings of one run never have alike."""
+    fields = manifest.to_json()
+    del fields["token"]
+    fields["settings"].pop(COMMAND, None)
+    return json.dumps(fields, sort_keys=True)
+
+
+def exceeds(directory: Path, num_bytes: int) -> bool:
+    """Whether the files of the ranks of a recording have more bytes than this. Stops counting there."""
+    total = 0
+    for folder in directory.glob("rank*"):
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                total += entry.stat().st_size
+                if total > num_bytes:
+                    return True
+    return False

@@ -1,0 +1,234 @@
+"""What a comparison costs: two recordings of a model of a billion parameters, in sketches, on many ranks.
+
+The recordings are made up: their steps are a few that numpy drew, which the files of all others repeat (hard links), so that the
+disk need not hold them all. What reads them does not know that.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crossframe.layout import Layout
+from crossframe.mesh import MeshSpec
+from crossframe.names import identity_map
+from crossframe.params import ParamSpec
+from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, Sketch, create_recording, lines
+from crossframe.recording.sketch import NUM_SUMS, WHOLE
+from crossframe.verdict import compare
+from experiments.bench.figure import Figure, Section
+from experiments.compare import equal_as_stated
+from experiments.models.definition import ModelShapes
+from experiments.models.llama import LlamaConfig
+
+SECONDS_EQUAL = 1.0
+"""How long it may take to say that two recordings are equal."""
+DTYPE = "float32"
+
+
+@dataclass(frozen=True)
+class CompareSizes:
+    """Sizes of a run of `crossframe bench compare`.
+
+    Attributes:
+        few_steps: at which memory is measured as well; it must not grow from there to `num_steps`.
+        drawn: how many steps are drawn; the others repeat them.
+    """
+
+    model: LlamaConfig
+    world_size: int
+    num_steps: int
+    few_steps: int
+    drawn: int = 4
+
+
+# As Llama 3.2 1B, but that its head is not tied to the embedding.
+BILLION = LlamaConfig(num_blocks=16, width=2048, mlp_width=8192, num_heads=32, head_width=64)
+FULL = CompareSizes(BILLION, world_size=64, num_steps=1000, few_steps=100)
+QUICK = CompareSizes(
+    LlamaConfig(num_blocks=1, width=64, mlp_width=64, num_heads=2, num_kv_heads=1, head_width=32, vocabulary=64),
+    2,
+    8,
+    6,
+)
+
+
+def compare_section(sizes: CompareSizes) -> Section:
+    """Record, and compare in processes of their own, whose memory is that of the comparison."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder, name) for name in ("a", "b", "again", "a-few", "b-few")}
+        for name, path in paths.items():
+            steps = sizes.few_steps if name.endswith("few") else sizes.num_steps
+            write_sketched(path, replace(sizes, num_steps=steps), noise=1e-9 if name.startswith("b") else 0.0)
+        num_bytes = sum(file.stat().st_size for file in paths["a"].rglob("*") if file.is_file())
+        differ = measured(_compared, paths["a"], paths["b"])
+        few = measured(_compared, paths["a-few"], paths["b-few"])
+        equal = measured(_stated, paths["a"], paths["again"])
+    of = sizes.model
+    how = (
+        f"Llama of {of.numel / 1e9:.2f} billion parameters ({len(of.shapes)} tensors) in {DTYPE}, flat layouts over "
+        f"{sizes.world_size} ranks; {sizes.num_steps} steps, all recorded as sketches: reduced gradients, both moments and "
+        f"parameters; {num_bytes / 1e9:.2f} GB a recording. {sizes.drawn} steps are drawn and repeated by hard links, so that "
+        "they are read from the system's cache. Time and memory are those of one process, its imports included in the memory."
+    )
+    figures = (
+        Figure(f"{sizes.num_steps} steps that differ: time", differ.seconds, "s"),
+        Figure(f"{sizes.num_steps} steps that differ: time a step", 1e3 * differ.seconds / sizes.num_steps, "ms"),
+        Figure(f"{sizes.num_steps} steps that differ: peak memory", differ.peak_bytes / 1e6, "MB"),
+        Figure(f"{sizes.few_steps} steps that differ: peak memory", few.peak_bytes / 1e6, "MB"),
+        Figure(f"{sizes.num_steps} steps that are equal: time", equal.seconds, "s", SECONDS_EQUAL),
+        Figure(f"{sizes.num_steps} steps that are equal: peak memory", equal.peak_bytes / 1e6, "MB"),
+    )
+    return Section("Cost of a comparison", how, figures)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds, and the most bytes that the process ever had in memory."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def measured(work: Callable[[Path, Path], Any], *paths: Path) -> Cost:
+    """What some work costs in a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_cost, work, paths).result()
+
+
+def _cost(work: Callable[[Path, Path], Any], paths: tuple[Path, ...]) -> Cost:
+    start = time.perf_counter()
+    work(*paths)
+    return Cost(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _compared(a: Path, b: Path) -> None:
+    found = compare(Recording.open(a), Recording.open(b))
+    assert not found.verdict.exit_status or found.verdict.value == "inconclusive", found.reason
+
+
+def _stated(a: Path, b: Path) -> None:
+    assert equal_as_stated(a, b, read_anyway=0) is not None
+
+
+def write_sketched(path: Path, sizes: CompareSizes, *, noise: float) -> None:
+    """A recording in sketches of a training run that never was.
+
+    Args:
+        noise: how far what is computed lies from that of a recording without noise, in parts of it.
+    """
+    units = sizes.model.units
+    made = _manifest(sizes)
+    whole, world_size = replace(made, steps=sizes.num_steps), sizes.world_size
+    create_recording(path, made)
+    pieces = [_pieces(made, rank) for rank in range(world_size)]
+    assert len(made.units) == len(units) + 1
+    for rank in range(world_size):
+        with RecordingWriter(path, made, rank) as writer:
+            for step in range(made.steps or 0):
+                _write_step(writer, step, pieces[rank], noise)
+    (path / "manifest.json").write_bytes(whole.to_bytes())
+    for rank in range(world_size):
+        _repeat(path / lines.rank_folder(rank), made, whole)
+
+
+def _manifest(sizes: CompareSizes) -> Manifest:
+    specs = tuple(ParamSpec(name, shape, DTYPE) for name, shape in sizes.model.shapes.items())
+    shapes = ModelShapes("llama", specs, sizes.model.units)
+    return Manifest(
+        framework="torch",
+        model="llama",
+        dtype=DTYPE,
+        mesh=MeshSpec(shard=sizes.world_size),
+        steps=1 + sizes.drawn,
+        learning_rate=1e-4,
+        seed=0,
+        terms=4096,
+        schedule=Schedule(dense=0, every=1),
+        param_map=identity_map(sizes.model.shapes),
+        units=shapes.layouts("flat", sizes.world_size),
+        detail="sketch",
+        settings={"optimizer": "AdamW"},
+    )
+
+
+Piece = tuple[str, int, int, int]
+"""Parameter, start, stop, and the parameter's elements."""
+
+
+def _pieces(made: Manifest, rank: int) -> list[tuple[str, list[Piece]]]:
+    def of(layout: Layout) -> list[Piece]:
+        found = layout.pieces(made.mesh.coordinate(rank)[1])
+        return [(piece.name, piece.param_start, piece.param_stop, made.params[piece.name].numel) for piece in found]
+
+    return [(unit, of(layout)) for unit, layout in made.units]
+
+
+def _write_step(writer: RecordingWriter, step: int, pieces: list[tuple[str, list[Piece]]], noise: float) -> None:
+    rng, other = np.random.default_rng([step, writer.rank]), np.random.default_rng([step, writer.rank, 1])
+
+    def drawn(unit_pieces: list[Piece], size: float, exact: bool = False) -> dict[str, tuple[int, int, Any]]:
+        found = {}
+        for name, start, stop, numel in unit_pieces:
+            count = stop - start
+            if numel <= WHOLE:
+                values: Any = (size * rng.normal(size=count)).astype(DTYPE)
+            else:
+                sums = size * np.sqrt(count / NUM_SUMS) * rng.normal(size=NUM_SUMS)
+                if noise and not exact:
+                    sums *= 1 + noise * other.normal(size=NUM_SUMS)
+                prints = int(rng.integers(2**63)) + (0 if exact or not noise else step + 1)
+                values = Sketch(count, DTYPE, prints, sums, float(size**2 * count))
+            found[name] = (start, stop, values)
+        return found
+
+    writer.batch(step, hashlib.sha256(f"{step} {writer.rank}".encode()).hexdigest(), [writer.rank])
+    writer.loss(step, 10.0 / (1 + step))
+    writer.grad_norm(step, 1.0)
+    for unit, own in pieces:
+        if step == 0:
+            writer.parameters(step, unit, drawn(own, 1e-2, exact=True))
+        writer.reduced_grads(step, unit, drawn(own, 1e-3))
+        writer.state(step, unit, "exp_avg", drawn(own, 1e-3))
+        writer.state(step, unit, "exp_avg_sq", drawn(own, 1e-6))
+        writer.updated(step, unit, drawn(own, 1e-2))
+        writer.counts(step, {name: float(step + 1) for name, *_ in own})
+    writer.end_step(step, [1e-4])
+
+
+def _repeat(folder: Path, made: Manifest, whole: Manifest) -> None:
+    """Lengthen what a rank wrote of `made` to the steps of `whole`."""
+    path = folder / lines.EVENTS_NAME
+    *texts, _ = path.read_text().splitlines(keepends=True)
+    head, by_step = texts[0].replace(made.sha256, whole.sha256), {}
+    for text in texts[1:]:
+        by_step.setdefault(json.loads(text)["step"], []).append(text)
+    for step in range(made.steps or 0, whole.steps or 0):
+        of = 1 + (step - 1) % ((made.steps or 0) - 1)
+        os.link(folder / lines.step_file(of), folder / lines.step_file(step))
+        repeated = (text for text in by_step[of] if json.loads(text)["event"] not in lines.STRUCTURE)
+        by_step[step] = [_as_step(text, step) for text in repeated]
+    body = "".join(text for texts in by_step.values() for text in texts)
+    digests = {
+        "sha256": hashlib.sha256((head + body).encode()).hexdigest(),
+        "content": hashlib.sha256(body.encode()).hexdigest(),
+    }
+    path.write_text(head + body + lines.encode("end", {"steps": whole.steps} | digests))
+
+
+def _as_step(text: str, step: int) -> str:
+    fields = json.loads(text)
+    event = fields.pop("event")
+    if event == "step":
+        fields |= {"as": 1, "counts": float(step + 1)}
+    return lines.encode(event, fields | {"step": step})
