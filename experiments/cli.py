@@ -20,6 +20,7 @@ from experiments.compare import equal_as_stated
 from experiments.console import TRACEBACK, console, errors, exit_on_error
 from experiments.faults.cli import add_commands
 from experiments.parity.settings import RunSettings, mesh_of
+from experiments.record_options import RecordCommand
 from experiments.report import print_report, report_of, write_report
 from experiments.untouched import cli as untouched_cli
 
@@ -142,7 +143,7 @@ def grid(
         raise typer.Exit(run_grid(*asked, steps, dtype=dtype, output=output, console=console))
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command(cls=RecordCommand, context_settings={"allow_extra_args": True})
 def record(
     context: typer.Context,
     framework: Annotated[str, typer.Argument(help="torch, jax, or a training script of torch.", show_default=False)],

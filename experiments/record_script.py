@@ -16,6 +16,7 @@ from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.schedule import window_arguments
 from experiments.parity.settings import check_size, check_twins
+from experiments.script_imports import is_of_jax
 
 _MODULE = "torch_backend.recorder.script"
 MAX_PROCESSES = 1024
@@ -46,10 +47,15 @@ def record_script(
         top_up: keep the recording and its perturbed runs, and record only those that are missing.
 
     Raises:
-        UsageError: no such script; numbers out of range; a run that failed.
+        UsageError: no such script, or one of JAX; numbers out of range; a run that failed.
     """
     if not script.is_file():
         raise UsageError(f"record: there is no script {script}")
+    if is_of_jax(script):
+        raise UsageError(
+            f"{script} imports JAX and not torch: crossframe record follows torch's optimizers alone; record from inside the "
+            "script, with jax_backend.Recorder"
+        )
     for name, value, least, most in (
         ("nproc-per-node", nproc_per_node, 1, MAX_PROCESSES),
         ("every", every, 1, MAX_STEPS),

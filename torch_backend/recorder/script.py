@@ -79,6 +79,11 @@ class ScriptRecorder:
                 "an optimizer stepped, but no module that the script calls by itself has all of its parameters; put what is "
                 f"trained together into one module, or {_USE_RECORDER}"
             )
+        if "jax" in sys.modules:
+            return (
+                "nothing was trained with torch: no optimizer of torch stepped, and JAX was imported; record from inside the "
+                "script, with jax_backend.Recorder"
+            )
         return (
             "nothing was trained in this process: no optimizer of torch stepped. Processes that a script starts by itself are "
             "not followed: let --nproc-per-node start them"

@@ -1,0 +1,42 @@
+"""Options that a user means for a training script, and gives to `crossframe record`."""
+
+import shlex
+from typing import Any
+
+from typer.core import TyperCommand
+
+from crossframe.errors import UsageError
+
+
+class RecordCommand(TyperCommand):
+    """`crossframe record`: says where the options of a script belong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See `TyperCommand.parse_args`.
+
+        Raises:
+            UsageError: an option that the command does not have, after a script.
+        """
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", None)  # of typer's own copy of click, or of click
+            said = _separated(given, option) if isinstance(option, str) else None
+            if said is None:
+                raise
+            raise UsageError(
+                f"record: {option} is not an option of crossframe record; put options of the script after --: {said}"
+            ) from None
+
+
+def _separated(args: list[str], option: str) -> str | None:
+    """The command line in which an option belongs to the script; None where no script stands before it.
+
+    >>> _separated(["train.py", "--every", "1", "--mode", "x"], "--mode")
+    'crossframe record train.py --every 1 -- --mode x'
+    """
+    at = next((i for i, arg in enumerate(args) if arg == option or arg.startswith(f"{option}=")), None)
+    if at is None or "--" in args[:at] or not any(arg.endswith(".py") for arg in args[:at]):
+        return None
+    return shlex.join(["crossframe", "record", *args[:at], "--", *args[at:]])

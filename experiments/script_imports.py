@@ -1,0 +1,42 @@
+"""Which framework a training script uses, by the imports in its text: the script is not run."""
+
+import ast
+from pathlib import Path
+
+JAX = frozenset({"jax", "flax", "optax", "equinox", "haiku"})
+# What trains with torch, or may.
+TORCH = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "transformers"})
+MOST_FILES = 100
+
+
+def is_of_jax(script: Path) -> bool:
+    """Whether a script, with the modules beside it that it imports, imports JAX and nothing of torch."""
+    seen: set[Path] = set()
+    found: set[str] = set()
+    waiting = [script]
+    while waiting and len(seen) < MOST_FILES:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for module in _imported(path):
+            found.add(module.partition(".")[0])
+            beside = script.parent.joinpath(*module.split("."))
+            waiting += [each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file()]
+    return bool(found & JAX) and not found & TORCH
+
+
+def _imported(path: Path) -> set[str]:
+    """The modules that a file imports; none where it cannot be read: whoever runs it will say why."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
