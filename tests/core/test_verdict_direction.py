@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Schedule
 from crossframe.recording.lines import twin_folder
+from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.direction import Directions, Sums, Tally, directions_of, student_limit
 from tests.conftest import EXHAUSTIVE
@@ -55,6 +57,26 @@ def test_an_effect_below_the_noise_of_an_element_is_found(direction, effect, val
     found = results(activation(7, effect), perturbed(), "bfloat16", RATE).found
     assert found is not None and found.direction == direction
     assert abs(found.value - value) < 5 * found.error + 0.1 * value
+
+
+def test_a_factor_below_the_distance_is_found_in_sketches():
+    """A sketch of 256 sums resolves a sixteenth of the distance in one step, and less in several."""
+
+    def tally(seed, factor=1.0):
+        made = Tally()
+        for step in range(16):
+            a = np.random.default_rng([1, step]).normal(size=2000)
+            b = factor * a + 0.1 * np.random.default_rng([2, seed, step]).normal(size=a.size)
+            sketches = tuple(sketches_of("w", [side.astype(numpy_dtype("bfloat16"))])[0] for side in (a, b))
+            plain = quantity(sketches[0].sums, sketches[1].sums, phase="reduce", step=step, parameter="w")
+            made.add([replace(plain, sketches=sketches)])
+        return made
+
+    runs = [[tally(seed) for seed in range(100, 108)]]
+    found = results(tally(7, 1.05), runs, "bfloat16", RATE).found
+    assert found is not None and found.direction == "slope" and abs(found.value - 0.05) < 5 * found.error
+    assert 0.5 < found.error / (0.1 / 16 / math.sqrt(found.stop)) < 2
+    assert results(tally(8), runs, "bfloat16", RATE).found is None
 
 
 def test_what_is_below_the_resolution_of_the_dtype_is_not_reported():
