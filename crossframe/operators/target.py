@@ -46,10 +46,10 @@ def target_of(a: Recording, b: Recording, verdict: PairVerdict) -> Target | None
             f"explain: the first difference is the {beyond.phase} value of {beyond.name!r} at step {beyond.step}, which no "
             f"operator of the model computes; see crossframe compare: {verdict.reason}"
         )
-    bounds = bounds_for(a.manifest.dtype)
+    bounds = bounds_for(verdict.dtype)
     if not same_program and not bounds.decisive:
         raise UsageError(
-            f"explain: {a.manifest.dtype} is too coarse to match values of different programs; record both in float32, or "
+            f"explain: {verdict.dtype} is too coarse to match values of different programs; record both in float32, or "
             "trace two runs of one program"
         )
     here = where is not None and (where.step, where.phase, where.unit) == (beyond.step, beyond.phase, beyond.unit)
