@@ -45,6 +45,7 @@ SIGNATURES = {
     "stale_copy": "a stale copy, that of the step before",
     "missing_rank": "the share of a rank that is missing",
     "low_precision_reduction": "a reduction in low precision",
+    "low_precision": "a module that computes in low precision",
     "tied_weight": "a tied weight whose uses are counted wrongly",
     "mixed_parameters": "parameters mixed up with one another",
     "weight_decay": "weight decay of another size or in another place",

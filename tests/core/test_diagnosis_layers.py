@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from crossframe.dtypes import numpy_dtype
 from crossframe.layout import FlatLayout
 from crossframe.mesh import MeshSpec
 from crossframe.names import identity_map
@@ -41,10 +42,14 @@ def drawn(text: str, *shape: int) -> np.ndarray:
     return np.random.default_rng(list(text.encode())).standard_normal(shape)
 
 
-def rms(x: np.ndarray, w: np.ndarray, counted: int = WIDTH, centred: bool = False) -> np.ndarray:
+def rms(x: np.ndarray, counted: int = WIDTH, centred: bool = False) -> np.ndarray:
     mean = x.sum(-1, keepdims=True) / counted if centred else 0.0
     squares = np.square(x - mean).sum(-1, keepdims=True) + (counted - WIDTH) * np.square(mean)
-    return (x - mean) / np.sqrt(squares / counted + 1e-5) * w
+    return (x - mean) / np.sqrt(squares / counted + 1e-5)
+
+
+def cast(x: np.ndarray, dtype: str) -> np.ndarray:
+    return x.astype(numpy_dtype(dtype)).astype(np.float64)
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
@@ -70,6 +75,7 @@ class Run:
     layer_norm: bool = False
     shift: int = 0
     counted: int = WIDTH
+    norms_in: str | None = None
     scale: float = (WIDTH / HEADS) ** -0.5
     order: tuple[int, int] = (0, 1)
     reduce: Callable[[list[list[np.ndarray]], list[int]], np.ndarray] = mean
@@ -127,7 +133,9 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
                 for i in range(2):
                     at, of = f"blocks.{i}", f"blocks.{run.order[i]}"
                     x = tell(f"{at}.norm", "input", x)
-                    h = tell(f"{at}.norm", "output", rms(x, p[f"{of}.norm.weight"], run.counted, run.layer_norm))
+                    h = rms(cast(x, run.norms_in) if run.norms_in else x, run.counted, run.layer_norm)
+                    h = cast(h, run.norms_in) if run.norms_in else h
+                    h = tell(f"{at}.norm", "output", h * p[f"{of}.norm.weight"], run.norms_in is not None)
                     for name in "qkv":
                         tell(f"{at}.{name}", "input", h, True)
                     q, k, v = (tell(f"{at}.{n}", "output", h @ p[f"{of}.{n}.weight"].T) for n in "qkv")
@@ -197,6 +205,8 @@ FAULTS: dict[str, tuple[str, Run, Run]] = {
     "scores by the model's width": ("attention_scale", RIGHT, Run(scale=WIDTH**-0.5)),
     "padding in RMS norm": ("padding_counted", RIGHT, Run(counted=WIDTH + 3)),
     "padding in layer norm": ("padding_counted", Run(layer_norm=True), Run(layer_norm=True, counted=2 * WIDTH)),
+    "norm in float32": ("low_precision", RIGHT, Run(norms_in="float32")),
+    "norm in bfloat16": ("low_precision", RIGHT, Run(norms_in="bfloat16")),
     "units used in swapped order": ("mixed_parameters", RIGHT, Run(order=(1, 0))),
     "units gathered in swapped order": ("mixed_parameters", RIGHT, Run(gathered=swapped)),
     "mean of means": ("uneven_weights", UNEVEN, replace(UNEVEN, reduce=plain_mean)),

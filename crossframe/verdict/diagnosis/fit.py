@@ -32,6 +32,7 @@ SIGNATURES = (
     "missing_rank",
     "tied_weight",
     "low_precision_reduction",
+    "low_precision",
     "shifted_positions",
     "attention_scale",
     "padding_counted",

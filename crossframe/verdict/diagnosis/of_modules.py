@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from crossframe.dtypes import unit_roundoff
 from crossframe.recording.lines import INPUT, OUTPUT
 from crossframe.verdict.diagnosis.case import At, Case
 from crossframe.verdict.diagnosis.fit import Fit, Story
@@ -18,11 +19,19 @@ from crossframe.verdict.diagnosis.forward import (
     norm_epsilons,
     two_masks_of,
 )
+from crossframe.verdict.diagnosis.reduction import on_grid
+from crossframe.verdict.metrics import norm
 
+LOWER = ("bfloat16", "float16", "float32")
+"""Dtypes in which a part of a run in a finer one may compute, the coarsest first."""
 NEARBY = 6
 """How many earlier activations are tried as what an activation was made of."""
 GATES = 3
 """And how many of these as what multiplied it."""
+FEWEST = 4
+"""How many elements must differ for them to be no coincidence: one of float32 is a number of bfloat16 once in 2^16."""
+MOST_ROUNDINGS = 64
+"""By how many roundings to a lower dtype, in norm, what is computed in it may be off."""
 
 Both = tuple[np.ndarray, np.ndarray]
 
@@ -150,4 +159,30 @@ def _nearby(case: Case) -> list[At]:
     return found
 
 
-ALL = (norm_epsilon, tanh_gelu, dropout, transposed_kernel, factor_of_branch)
+def low_precision(case: Case) -> Iterator[Fit]:
+    """A module computed in a lower dtype than the run's own, as norms that cast what they are given to float32 do.
+
+    Each element of the wrong side is then a number of that dtype, or is one once it is divided by the module's weight, which is
+    often multiplied behind the cast back; of the right side at most half are. They differ by no more than `MOST_ROUNDINGS`.
+    """
+    params = parameters_of(case) if case.quantity.module else None
+    weight = params[0] if params is not None and params[1] is None and params[0].ndim == 1 else None
+    scales: list[tuple[str, np.ndarray | float]] = [("", 1.0)]
+    if weight is not None and weight.shape == case.sides.wrong.shape[-1:] and weight.all():
+        scales.append((" times the weight", weight))
+    right, wrong = case.sides.right, case.sides.wrong
+    for low in LOWER:
+        step = unit_roundoff(low)
+        if step <= case.compute_roundoff or case.sides.difference > MOST_ROUNDINGS * step * norm(right):
+            continue
+        for scaled, scale in scales:
+            fits, others = (on_grid(side / scale, low, case.compute_roundoff) for side in (wrong, right))
+            if fits == 1.0 and others <= 0.5 and (wrong != right).sum() >= FEWEST:
+                said = (
+                    f"in {case.names[1]} each element is a number of {low}{scaled}, in {case.names[0]} {others:.0%} are"
+                )
+                yield Fit("low_precision", f"{said}: it is computed in {low}", 0.0, 0.0, Story(low))
+                return
+
+
+ALL = (low_precision, norm_epsilon, tanh_gelu, dropout, transposed_kernel, factor_of_branch)
