@@ -19,6 +19,7 @@ from experiments.bench.cli import bench
 from experiments.compare import equal_as_stated
 from experiments.console import TRACEBACK, console, errors, exit_on_error
 from experiments.faults.cli import add_commands
+from experiments.kernels import cli as kernels_cli
 from experiments.parity.settings import RunSettings, mesh_of
 from experiments.record_options import RecordCommand
 from experiments.report import print_report, report_of, write_report
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 add_commands(app)
 untouched_cli.add_commands(app)
+kernels_cli.add_commands(app)
 Model = Annotated[str, typer.Argument(help="Name of a model, for instance gpt.", show_default=False)]
 WorldSize = Annotated[
     int | None, typer.Option(help="Number of ranks (torch) and of devices (JAX). Default: 2, or the mesh's")

@@ -1,5 +1,6 @@
 """`crossframe explain A B`: both runs made again up to the first difference, and the operators at which they part."""
 
+import json
 import os
 import shlex
 import sys
@@ -50,23 +51,35 @@ def explain(
         for setting in verdict.settings:
             console.print(f"stated differently: {setting}", highlight=False, soft_wrap=True)
         return NOTHING_DIFFERS
-    with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
-        root = folder or Path(temporary)
-        # Programs of JAX need not say which module an operator belongs to.
-        unit = target.unit if all(each.manifest.framework == "torch" for each in (a, b)) else ""
-        traces = []
-        for side, recording in zip("ab", (a, b), strict=True):
-            traces.append(
-                _traced(recording, target, unit, (root / side).resolve(), timeout, console if not as_json else None)
-            )
-    found = find(traces[0], traces[1], target.tolerance)
+    found = explained(a, b, target, folder=folder, timeout=timeout, console=None if as_json else console)
     if as_json:
-        import json
-
-        print(json.dumps(_to_json(found, target), indent=1))
+        print(json.dumps(to_json(found, target), indent=1))
     else:
         _print(found, target, labels(a, b), console)
     return FOUND if found.a is not None or found.b is not None else NOT_FOUND
+
+
+def explained(
+    a: Recording, b: Recording, target: Target, *, folder: Path | None, timeout: float, console: Console | None
+) -> Finding:
+    """Make both runs again, and find the operators at which they part.
+
+    Args:
+        folder, timeout: as of `explain`.
+        console: None: says nothing of what goes on.
+
+    Raises:
+        UsageError: as of `explain`.
+    """
+    # Programs of JAX need not say which module an operator belongs to.
+    unit = target.unit if all(each.manifest.framework == "torch" for each in (a, b)) else ""
+    with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
+        root = folder or Path(temporary)
+        traces = [
+            _traced(recording, target, unit, (root / side).resolve(), timeout, console)
+            for side, recording in zip("ab", (a, b), strict=True)
+        ]
+    return find(traces[0], traces[1], target.tolerance)
 
 
 def _traced(
@@ -206,7 +219,9 @@ def _in_words(op: Operator, *, short: bool = False) -> str:
     return f"{where}\n    {op.name}{arguments} -> {shapes}, {op.phase} of module {op.module or '(root)'!r}"
 
 
-def _to_json(found: Finding, target: Target) -> dict[str, Any]:
+def to_json(found: Finding, target: Target) -> dict[str, Any]:
+    """A finding as a JSON object."""
+
     def of(op: Operator | None) -> dict[str, Any] | None:
         if op is None:
             return None

@@ -1,0 +1,198 @@
+"""`crossframe kernels`: each fault put into a program, and the operator and line that `explain` names for it."""
+
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from crossframe.errors import CrossframeError, UsageError
+from crossframe.operators.target import target_of
+from crossframe.processes import run
+from crossframe.recording import Recording
+from crossframe.recording.known_settings import COMMAND
+from crossframe.verdict import compare
+from experiments.explain import explained
+from experiments.kernels.faults import FAULTS, JAX, TORCH, KernelFault, path_of
+from experiments.record_script import script_command
+
+FUSED = "torch_fused"
+TIMEOUT = 500.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Which programs are compared.
+
+    Attributes:
+        right, faulty: the program without a fault and the one that gets it.
+        num_ranks: of programs of torch.
+    """
+
+    name: str
+    right: str
+    faulty: str
+    dtype: str
+    num_ranks: int = 1
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether both are the same but for the fault."""
+        return self.right == self.faulty
+
+
+PAIRS = (
+    Pair("torch", TORCH, TORCH, "float32"),
+    Pair("jax", JAX, JAX, "float32"),
+    Pair("ddp-fsdp", FUSED, TORCH, "float64", 2),
+    Pair("torch-jax", FUSED, JAX, "float64"),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said of a fault.
+
+    Attributes:
+        found: whether an operator of either side was named.
+        located: whether the faulty side's is in the line that was changed.
+        said: operator and line of the faulty side, or why there is none.
+        expected: the line.
+        seconds: that explain took.
+    """
+
+    fault: str
+    pair: str
+    found: bool
+    located: bool
+    said: str
+    expected: str
+    seconds: float
+
+
+def run_kernels(
+    names: Sequence[str], pairs: Sequence[str], *, output: Path | None, keep: Path | None, console: Console
+) -> int:
+    """Explain each fault, and print and write the table; 0 if all were found.
+
+    Args:
+        names, pairs: none: all.
+        output: a Markdown file; beside it the same as JSON.
+        keep: a folder in which programs and recordings stay.
+
+    Raises:
+        UsageError: an unknown fault or pair; a program without a fault that cannot be recorded.
+    """
+    for given, known in ((names, [fault.name for fault in FAULTS]), (pairs, [pair.name for pair in PAIRS])):
+        if unknown := set(given) - set(known):
+            raise UsageError(f"kernels: expected among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    answers = []
+    with tempfile.TemporaryDirectory(prefix="crossframe-kernels-") as temporary:
+        folder = (keep or Path(temporary)).resolve()
+        for pair in PAIRS:
+            if pairs and pair.name not in pairs:
+                continue
+            right = _recorded(pair.right, path_of(pair.right), pair, folder / pair.name / "right")
+            for fault in FAULTS:
+                if names and fault.name not in names:
+                    continue
+                answers.append(_answer(fault, pair, right, folder / pair.name / fault.name))
+                console.print(_line(answers[-1]), highlight=False, soft_wrap=True)
+                if output is not None:
+                    output.parent.mkdir(parents=True, exist_ok=True)
+                    output.write_text(table(answers))
+                    output.with_suffix(".json").write_text(
+                        json.dumps([asdict(each) for each in answers], indent=1) + "\n"
+                    )
+    console.print(summary(answers), highlight=False)
+    return 0 if all(answer.found for answer in answers) else 1
+
+
+def _recorded(program: str, script: Path, pair: Pair, folder: Path) -> Recording:
+    """Run a program and record it.
+
+    Raises:
+        UsageError: it failed.
+    """
+    if program == JAX:
+        command = [sys.executable, str(script), pair.dtype, str(folder)]
+    else:
+        ranks = pair.num_ranks if pair.num_ranks > 1 else None
+        said = ["crossframe", "record", str(script)]
+        said += ["--nproc-per-node", str(ranks)] if ranks else []
+        settings = {COMMAND: shlex.join([*said, "--", pair.dtype])}
+        options = {"directory": str(folder), "dense": 2, "overwrite": True, "settings": settings}
+        command = script_command(script, [pair.dtype], options, ranks)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    status, printed = run(command, captured=True, timeout=TIMEOUT)
+    if status:
+        last = "\n".join(printed.strip().splitlines()[-12:])
+        raise UsageError(f"kernels: {script} was not recorded: exit status {status}\n{last}")
+    return Recording.open(folder)
+
+
+def _answer(fault: KernelFault, pair: Pair, right: Recording, folder: Path) -> Answer:
+    """Put a fault into a program, and explain how its run differs."""
+    text, number = fault.applied(pair.faulty)
+    expected, began = f"{number}: {text.splitlines()[number - 1].strip()}", time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / f"{pair.faulty}.py"
+    script.write_text(text)
+    try:
+        faulty = _recorded(pair.faulty, script, pair, folder / "recording")
+        began = time.monotonic()
+        target = target_of(right, faulty, compare(right, faulty))
+        if target is None:
+            return Answer(fault.name, pair.name, False, False, "nothing differs", expected, time.monotonic() - began)
+        found = explained(right, faulty, target, folder=folder / "traces", timeout=TIMEOUT, console=None)
+    except CrossframeError as error:  # one that fails is no reason not to go on with the others
+        said = str(error).replace("\n", " ")[:200]
+        return Answer(fault.name, pair.name, False, False, said, expected, time.monotonic() - began)
+    seconds, op = time.monotonic() - began, found.b
+    located = op is not None and op.line is not None and (op.line.file, op.line.number) == (str(script), number)
+    said = f"no operator; first different: {target.name}"
+    if op is not None:
+        said = f"{op.name}, {op.line.number}: {op.line.code}" if op.line is not None else f"{op.name}, no line"
+    elif found.a is not None:
+        said = f"only of the right side: {found.a.name}, {found.a.line.number if found.a.line else 'no line'}"
+    return Answer(fault.name, pair.name, found.a is not None or op is not None, located, said, expected, seconds)
+
+
+def _line(answer: Answer) -> str:
+    mark = "located" if answer.located else "found  " if answer.found else "MISSED "
+    return f"{mark} {answer.pair:9} {answer.fault:22} {answer.seconds:5.1f} s  {answer.said}"
+
+
+def summary(answers: Sequence[Answer]) -> str:
+    """By pair, how many were found and located, and what explain took."""
+    said = []
+    for pair in PAIRS:
+        own = [answer for answer in answers if answer.pair == pair.name]
+        if own:
+            seconds = sorted(answer.seconds for answer in own)[len(own) // 2]
+            found, located = sum(answer.found for answer in own), sum(answer.located for answer in own)
+            said.append(f"{pair.name}: {found} of {len(own)} found, {located} at the line, median {seconds:.1f} s")
+    return "\n".join(said)
+
+
+def table(answers: Sequence[Answer]) -> str:
+    """The answers in Markdown."""
+    rows = [
+        "| pair | fault | found | located | explain named | changed line | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for answer in answers:
+        cells = [
+            "yes" if answer.found else "no",
+            "yes" if answer.located else "no",
+            f"`{answer.said}`",
+            f"`{answer.expected}`",
+        ]
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        rows.append(f"| {answer.pair} | {answer.fault} | {' | '.join(escaped)} | {answer.seconds:.1f} |")
+    return "\n".join([*summary(answers).splitlines(), "", *rows, ""])
