@@ -126,7 +126,7 @@ def _recorded(program: str, script: Path, pair: Pair, folder: Path) -> Recording
         said = ["crossframe", "record", str(script)]
         said += ["--nproc-per-node", str(ranks)] if ranks else []
         settings = {COMMAND: shlex.join([*said, "--", pair.dtype])}
-        options = {"directory": str(folder), "dense": 2, "overwrite": True, "settings": settings}
+        options = {"directory": str(folder), "dense": 2, "windows": [], "overwrite": True, "settings": settings}
         command = script_command(script, [pair.dtype], options, ranks)
     folder.parent.mkdir(parents=True, exist_ok=True)
     status, printed = run(command, captured=True, timeout=TIMEOUT)

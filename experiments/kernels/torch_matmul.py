@@ -58,6 +58,16 @@ def rotated(x: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and a gated MLP."""
 
+    norm1: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    norm2: Tensor
+    up: Tensor
+    gate: Tensor
+    down: Tensor
+
     def __init__(self, prefix: str) -> None:
         super().__init__()
         names = [name.removeprefix(prefix) for name in values.SHAPES if name.startswith(prefix)]
@@ -95,6 +105,12 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Tokens to the mean loss over tokens that are not padding."""
+
+    tokens: Tensor
+    positions: Tensor
+    norm: Tensor
+    bias: Tensor
+    head: Tensor
 
     def __init__(self) -> None:
         super().__init__()
