@@ -71,35 +71,38 @@ def explained(
     Raises:
         UsageError: as of `explain`.
     """
-    # Programs of JAX need not say which module an operator belongs to.
-    unit = target.unit if all(each.manifest.framework == "torch" for each in (a, b)) else ""
     with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
         root = folder or Path(temporary)
         traces = [
-            _traced(recording, target, unit, (root / side).resolve(), timeout, console)
+            _traced(recording, request_of(target, (a, b), recording, (root / side).resolve()), timeout, console)
             for side, recording in zip("ab", (a, b), strict=True)
         ]
     return find(traces[0], traces[1], target.tolerance)
 
 
-def _traced(
-    recording: Recording, target: Target, unit: str, directory: Path, timeout: float, console: Console | None
-) -> Trace:
-    """The trace of one side's run, made again up to the step.
+def request_of(target: Target, pair: tuple[Recording, Recording], recording: Recording, directory: Path) -> Request:
+    """What to trace of one recording of a pair.
 
     Args:
-        unit: what is traced of it; "": everything.
+        directory: where the trace goes.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    # Programs of JAX need not say which module an operator belongs to.
+    unit = target.unit if all(each.manifest.framework == "torch" for each in pair) else ""
     rank = min(target.rank, recording.manifest.world_size - 1)
-    request = Request(str(directory), target.step, rank, target.phase, unit, target.tolerance is None)
+    return Request(str(directory), target.step, rank, target.phase, unit, target.tolerance is None)
+
+
+def _traced(recording: Recording, request: Request, timeout: float, console: Console | None) -> Trace:
+    """The trace of one side's run, made again up to the step."""
+    directory = Path(request.directory)
+    directory.mkdir(parents=True, exist_ok=True)
     said = recording.manifest.settings.get(COMMAND)
     if not isinstance(said, str):
         raise UsageError(
             f"explain: {recording.directory} does not state the command that made it; record it with crossframe record"
         )
     if console is not None:
-        console.print(f"tracing step {target.step} of: {said}", style="dim", highlight=False, soft_wrap=True)
+        console.print(f"tracing step {request.step} of: {said}", style="dim", highlight=False, soft_wrap=True)
     (directory / TRACE_NAME).unlink(missing_ok=True)
     how = f"explain: the run was not made again by '{said}'"
     hint = "run explain in the folder in which it was recorded, with the same environment"

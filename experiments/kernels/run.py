@@ -1,6 +1,8 @@
 """`crossframe kernels`: each fault put into a program, and the operator and line that `explain` names for it."""
 
 import json
+import os
+import runpy
 import shlex
 import sys
 import tempfile
@@ -12,14 +14,17 @@ from pathlib import Path
 from rich.console import Console
 
 from crossframe.errors import CrossframeError, UsageError
-from crossframe.operators.target import target_of
+from crossframe.operators import Finding, Trace, find
+from crossframe.operators.request import TRACE_NAME
+from crossframe.operators.target import Target, target_of
 from crossframe.processes import run
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.verdict import compare
-from experiments.explain import explained
+from experiments.explain import explained, request_of
 from experiments.kernels.faults import FAULTS, JAX, TORCH, KernelFault, path_of
 from experiments.record_script import script_command
+from torch_backend.recorder.script import run as record_script
 
 FUSED = "torch_fused"
 TIMEOUT = 500.0
@@ -114,26 +119,60 @@ def run_kernels(
 
 
 def _recorded(program: str, script: Path, pair: Pair, folder: Path) -> Recording:
-    """Run a program and record it.
+    """Run a program and record it: of one process in this one, to start none and to compile little.
 
     Raises:
         UsageError: it failed.
     """
-    if program == JAX:
-        command = [sys.executable, str(script), pair.dtype, str(folder)]
-    else:
-        ranks = pair.num_ranks if pair.num_ranks > 1 else None
-        said = ["crossframe", "record", str(script)]
-        said += ["--nproc-per-node", str(ranks)] if ranks else []
-        settings = {COMMAND: shlex.join([*said, "--", pair.dtype])}
-        options = {"directory": str(folder), "dense": 2, "windows": [], "overwrite": True, "settings": settings}
-        command = script_command(script, [pair.dtype], options, ranks)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    said = ["crossframe", "record", str(script)]
+    said += ["--nproc-per-node", str(pair.num_ranks)] if pair.num_ranks > 1 else []
+    settings = {COMMAND: shlex.join([*said, "--", pair.dtype])}
+    if pair.num_ranks == 1:
+        _run_here(program, script, pair.dtype, folder, settings)
+        return Recording.open(folder)
+    options = {"directory": str(folder), "dense": 2, "windows": [], "overwrite": True, "settings": settings}
+    command = script_command(script, [pair.dtype], options, pair.num_ranks)
     status, printed = run(command, captured=True, timeout=TIMEOUT)
     if status:
         last = "\n".join(printed.strip().splitlines()[-12:])
         raise UsageError(f"kernels: {script} was not recorded: exit status {status}\n{last}")
     return Recording.open(folder)
+
+
+def _run_here(program: str, script: Path, dtype: str, folder: Path, settings: dict[str, str]) -> None:
+    """Run a program of one process, which records itself or is recorded, and ends early where a trace is asked for."""
+    if program != JAX:
+        record_script(str(script), [dtype], str(folder), dense=2, overwrite=True, settings=settings)
+        return
+    before = sys.argv
+    sys.argv = [str(script), dtype, str(folder)]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    finally:
+        sys.argv = before
+
+
+def _explained(right: Recording, faulty: Recording, script: Path, pair: Pair, target: Target, folder: Path) -> Finding:
+    """As `explain` does, but that programs of one process run in this one."""
+    if pair.num_ranks > 1:
+        return explained(right, faulty, target, folder=folder, timeout=TIMEOUT, console=None)
+    traces = []
+    for side, program, path in (("a", pair.right, path_of(pair.right)), ("b", pair.faulty, script)):
+        directory = folder / side
+        directory.mkdir(parents=True, exist_ok=True)
+        environment = request_of(target, (right, faulty), right, directory).to_environment()
+        os.environ.update(environment)
+        try:
+            _run_here(program, path, pair.dtype, directory / "recording", {})
+        finally:
+            for name in environment:
+                del os.environ[name]
+        traces.append(Trace.read(directory / TRACE_NAME))
+    return find(traces[0], traces[1], target.tolerance)
 
 
 def _answer(fault: KernelFault, pair: Pair, right: Recording, folder: Path) -> Answer:
@@ -149,7 +188,7 @@ def _answer(fault: KernelFault, pair: Pair, right: Recording, folder: Path) -> A
         target = target_of(right, faulty, compare(right, faulty))
         if target is None:
             return Answer(fault.name, pair.name, False, False, "nothing differs", expected, time.monotonic() - began)
-        found = explained(right, faulty, target, folder=folder / "traces", timeout=TIMEOUT, console=None)
+        found = _explained(right, faulty, script, pair, target, folder / "traces")
     except CrossframeError as error:  # one that fails is no reason not to go on with the others
         said = str(error).replace("\n", " ")[:200]
         return Answer(fault.name, pair.name, False, False, said, expected, time.monotonic() - began)
