@@ -6,6 +6,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,11 @@ def explained(
     """
     with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
         root = folder or Path(temporary)
-        traces = [
-            _traced(recording, request_of(target, (a, b), recording, (root / side).resolve()), timeout, console)
-            for side, recording in zip("ab", (a, b), strict=True)
+        requests = [
+            request_of(target, (a, b), each, (root / side).resolve()) for side, each in zip("ab", (a, b), strict=True)
         ]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            traces = list(pool.map(lambda each, request: _traced(each, request, timeout, console), (a, b), requests))
     return find(traces[0], traces[1], target.tolerance)
 
 
@@ -186,13 +188,10 @@ def _print(found: Finding, target: Target, names: tuple[str, str], console: Cons
     place = f"step {target.step}, {target.phase}, unit {target.unit or '(root)'!r}"
     say(f"{counts} operators of {place} have outputs that agree {how}")
     if found.a is None and found.b is None:
-        outside = (
-            "what the traced part was given differs already"
-            if found.from_outside
-            else "no operator was found at which they part"
-        )
-        say(f"{outside}: the first quantity that differs is {target.name}", "yellow")
+        say(f"no operator was found at which they part: the first quantity that differs is {target.name}", "yellow")
         return
+    if found.from_outside:
+        say("they read values that differ already, and that no operator of this part computed:", "yellow")
     for name, op, near in zip(names, (found.a, found.b), found.neighbours, strict=True):
         say("")
         if op is None:

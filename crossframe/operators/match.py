@@ -30,8 +30,9 @@ class Finding:
     """The first operator of each side whose inputs have partners and whose output has none.
 
     Attributes:
-        a, b: the operators; None where a side has none, or where what differs comes from outside of the trace.
-        from_outside: whether values that the traced part was given differ already.
+        a, b: the operators; None where a side has none.
+        from_outside: whether values that the traced part was given differ already, such as a table that numpy made. The operators
+            are then the first that read one of them.
         factor: b's output as a multiple of a's, None where it is not one, or is the same.
         neighbours: of a and of b, in order.
         num_matched, num_operators: of a and of b.
@@ -63,7 +64,7 @@ def find(a: Trace, b: Trace, tolerance: float | None) -> Finding:
     return Finding(
         ours,
         theirs,
-        any(outside for _, outside in firsts) and ours is None and theirs is None,
+        any(outside for _, outside in firsts) and all(outside or op is None for op, outside in firsts),
         _factor(ours, theirs, partners) if ours is not None and theirs is not None else None,
         (_around(a, ours, matched[0]), _around(b, theirs, matched[1])),
         (sum(matched[0]), sum(matched[1])),
@@ -105,7 +106,8 @@ def _in_any_order(value: Signature) -> tuple[object, str]:
 
 
 def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | None, bool]:
-    """The first operator at which this side parts, and whether a value from outside of the trace does."""
+    """The first operator at which this side parts, and whether what parts is a value from outside of the trace: then the operator
+    is the first one that reads such a value."""
 
     key = _exact if ordered else _in_any_order
     makers: dict[tuple[object, str], list[Operator]] = {}
@@ -122,7 +124,9 @@ def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | No
         ends = [op.outputs[0] for op in trace.operators if op.outputs]
         parted = [value for value in ends if not partner(value) and key(value) not in used]
     stack = [op for value in parted for op in makers[key(value)][:1]]
-    visited, first, outside = set(), None, False
+    visited: set[int] = set()
+    firsts: list[Operator] = []
+    readers: list[Operator] = []
     while stack:
         op = stack.pop()
         if op.index in visited:
@@ -131,10 +135,11 @@ def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | No
         causes = [value for value in op.inputs if not partner(value)]
         inside = [made for value in causes for made in makers.get(key(value), ())[:1] if made.index < op.index]
         stack += inside
-        outside = outside or len(inside) < len(causes)
-        if not causes and (first is None or op.index < first.index):
-            first = op
-    return first, outside
+        if len(inside) < len(causes):
+            readers.append(op)
+        if not causes:
+            firsts.append(op)
+    return min(firsts or readers, key=lambda op: op.index, default=None), not firsts and bool(readers)
 
 
 def _factor(a: Operator, b: Operator, partners: tuple[Partner, Partner]) -> float | None:

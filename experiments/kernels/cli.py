@@ -16,7 +16,8 @@ def add_commands(app: typer.Typer) -> None:
 def kernels(
     fault: Annotated[list[str] | None, typer.Option(help="Only this fault. May be repeated. Default: all")] = None,
     pair: Annotated[
-        list[str] | None, typer.Option(help="torch, jax, ddp-fsdp or torch-jax. May be repeated. Default: all")
+        list[str] | None,
+        typer.Option(help="torch, jax, ddp-fsdp, ddp-fsdp-2, torch-jax or fused-jax. May be repeated. Default: all"),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Markdown file for the table, and beside it JSON.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder in which programs and recordings stay.")] = None,

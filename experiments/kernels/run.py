@@ -37,6 +37,7 @@ class Pair:
     Attributes:
         right, faulty: the program without a fault and the one that gets it.
         num_ranks: of programs of torch.
+        wrapped: whether these are wrapped in DistributedDataParallel (fused) and FSDP.
     """
 
     name: str
@@ -44,18 +45,21 @@ class Pair:
     faulty: str
     dtype: str
     num_ranks: int = 1
+    wrapped: bool = False
 
     @property
-    def is_one_program(self) -> bool:
-        """Whether both are the same but for the fault."""
-        return self.right == self.faulty
+    def arguments(self) -> list[str]:
+        """Of programs of torch."""
+        return [self.dtype, *(["wrapped"] if self.wrapped else [])]
 
 
 PAIRS = (
     Pair("torch", TORCH, TORCH, "float32"),
     Pair("jax", JAX, JAX, "float32"),
-    Pair("ddp-fsdp", FUSED, TORCH, "float64", 2),
-    Pair("torch-jax", FUSED, JAX, "float64"),
+    Pair("ddp-fsdp", FUSED, TORCH, "float64", wrapped=True),
+    Pair("ddp-fsdp-2", FUSED, TORCH, "float64", 2, wrapped=True),
+    Pair("torch-jax", TORCH, JAX, "float64"),
+    Pair("fused-jax", FUSED, JAX, "float64"),
 )
 
 
@@ -127,12 +131,12 @@ def _recorded(program: str, script: Path, pair: Pair, folder: Path) -> Recording
     folder.parent.mkdir(parents=True, exist_ok=True)
     said = ["crossframe", "record", str(script)]
     said += ["--nproc-per-node", str(pair.num_ranks)] if pair.num_ranks > 1 else []
-    settings = {COMMAND: shlex.join([*said, "--", pair.dtype])}
+    settings = {COMMAND: shlex.join([*said, "--", *pair.arguments])}
     if pair.num_ranks == 1:
-        _run_here(program, script, pair.dtype, folder, settings)
+        _run_here(program, script, pair, folder, settings)
         return Recording.open(folder)
     options = {"directory": str(folder), "dense": 2, "windows": [], "overwrite": True, "settings": settings}
-    command = script_command(script, [pair.dtype], options, pair.num_ranks)
+    command = script_command(script, pair.arguments, options, pair.num_ranks)
     status, printed = run(command, captured=True, timeout=TIMEOUT)
     if status:
         last = "\n".join(printed.strip().splitlines()[-12:])
@@ -140,13 +144,13 @@ def _recorded(program: str, script: Path, pair: Pair, folder: Path) -> Recording
     return Recording.open(folder)
 
 
-def _run_here(program: str, script: Path, dtype: str, folder: Path, settings: dict[str, str]) -> None:
+def _run_here(program: str, script: Path, pair: Pair, folder: Path, settings: dict[str, str]) -> None:
     """Run a program of one process, which records itself or is recorded, and ends early where a trace is asked for."""
     if program != JAX:
-        record_script(str(script), [dtype], str(folder), dense=2, overwrite=True, settings=settings)
+        record_script(str(script), pair.arguments, str(folder), dense=2, overwrite=True, settings=settings)
         return
     before = sys.argv
-    sys.argv = [str(script), dtype, str(folder)]
+    sys.argv = [str(script), pair.dtype, str(folder)]
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
@@ -167,7 +171,7 @@ def _explained(right: Recording, faulty: Recording, script: Path, pair: Pair, ta
         environment = request_of(target, (right, faulty), right, directory).to_environment()
         os.environ.update(environment)
         try:
-            _run_here(program, path, pair.dtype, directory / "recording", {})
+            _run_here(program, path, pair, directory / "recording", {})
         finally:
             for name in environment:
                 del os.environ[name]

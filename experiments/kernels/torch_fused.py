@@ -4,13 +4,13 @@ import os
 import sys
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.kernels import values
 
 DTYPE = getattr(torch, sys.argv[1])
+WRAPPED = sys.argv[2:] == ["wrapped"]
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -88,10 +88,9 @@ class Transformer(nn.Module):
 
 def main() -> None:
     """Two steps."""
-    if RANKS > 1:
-        dist.init_process_group("gloo")
     model: nn.Module = Transformer()
-    if RANKS > 1:
+    if WRAPPED:
+        values.join_group(RANK, RANKS)
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.01)
     for step in range(2):

@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from experiments.kernels import values
 from torch_backend import FullyShardedDataParallel, ModuleWrapPolicy
 
 DTYPE = getattr(torch, sys.argv[1])
+WRAPPED = sys.argv[2:] == ["wrapped"]
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -135,10 +135,9 @@ class Transformer(nn.Module):
 
 def main() -> None:
     """Two steps."""
-    if RANKS > 1:
-        dist.init_process_group("gloo")
     model: nn.Module = Transformer()
-    if RANKS > 1:
+    if WRAPPED:
+        values.join_group(RANK, RANKS)
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.01)
     for step in range(2):

@@ -38,3 +38,12 @@ def angles(base: float) -> tuple[np.ndarray, np.ndarray]:
     half = WIDTH // HEADS // 2
     turned = np.outer(np.arange(CONTEXT), base ** (-np.arange(half) / half))
     return np.cos(turned), np.sin(turned)
+
+
+def join_group(rank: int, num_ranks: int) -> None:
+    """Make the default process group of torch, as torchrun says or of this process alone, unless there is one."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        store = dist.HashStore() if num_ranks == 1 else None  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, **({"rank": rank, "world_size": 1} if store is not None else {}))

@@ -69,13 +69,11 @@ class Value:
     Attributes:
         by_rank: one array for each rank inside of shard_map, else one.
         constant: the number that all elements are, where the program says so; None: computed or given.
-        closed_over: whether it is an array that the program has in it.
         late: whether it depends on what backward computed.
     """
 
     by_rank: tuple[Any, ...]
     constant: Any = None
-    closed_over: bool = False
     late: bool = False
 
     def like(self, by_rank: tuple[Any, ...]) -> "Value":
@@ -181,7 +179,6 @@ class Interpreter:
     def __init__(self, show: Callable[[Equation], None]) -> None:
         self._show = show
         self._device: Any = None
-        self._seen: dict[int, Value] = {}
         self._late: dict[int, Any] = {}
 
     def call(self, primitive: Any, params: dict[str, Any], args: Sequence[Any], place: Place) -> list[Any]:
@@ -212,7 +209,7 @@ class Interpreter:
         values: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             scalar = const if not isinstance(const, jax.Array) and np.ndim(const) == 0 else None
-            values[var] = Value((self._here(const),) * place.num_ranks, scalar, scalar is None)
+            values[var] = Value((self._here(const),) * place.num_ranks, scalar)
 
         def read(atom: Any) -> Value:
             if isinstance(atom, core.Literal):
@@ -276,10 +273,6 @@ class Interpreter:
                 return [replace(each, constant=operands[0].constant) for each in found]
             if all(np.ndim(each.by_rank[0]) == 0 for each in found):
                 return [replace(each, constant=each.by_rank[0]) for each in found]
-        for each in operands:
-            if each.closed_over and id(each) not in self._seen:
-                self._seen[id(each)] = each
-                self._show(Equation("constant", "", place, (), (each,)))
         self._show(Equation(primitive.name, _arguments(params, operands), place, tuple(operands), tuple(found)))
         return found
 

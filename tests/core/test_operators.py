@@ -1,0 +1,39 @@
+"""Where two traces of operators part, on traces made by hand."""
+
+import numpy as np
+import pytest
+
+from crossframe.operators import Operator, Trace, find, signature_of
+from crossframe.recording.lines import FORWARD
+
+X = np.arange(1.0, 7.0).reshape(2, 3)
+
+
+def trace(*operators):
+    """Operators given as (name, inputs, output), whose last output is the result."""
+    made = [
+        Operator(i, name, "", FORWARD, "", None, tuple(map(signature_of, inputs)), (signature_of(output),))
+        for i, (name, inputs, output) in enumerate(operators)
+    ]
+    return Trace(made, made[-1].outputs)
+
+
+@pytest.mark.parametrize("tolerance", [None, 1e-6])
+def test_readers_of_a_differing_table_are_named(tolerance):
+    tables = [np.full(3, 2.0), np.array([2.0, 2.0, 3.0])]
+    first = find(
+        *(trace(("mul", (X, table), X * table), ("exp", (X * table,), np.exp(X * table))) for table in tables),
+        tolerance,
+    )
+    assert first.a is not None and first.b is not None and first.from_outside
+    assert (first.a.name, first.b.name) == ("mul", "mul")
+
+
+def test_operators_count_before_readers_of_tables():
+    table = np.full(3, 2.0)
+    a = trace(("mul", (X, table), X * table), ("add", (X * table,), X * table + 1))
+    b = trace(
+        ("mul", (X, table + 1), X * (table + 1)), ("exp", (X,), np.exp(X)), ("add", (np.exp(X), X * (table + 1)), X)
+    )
+    first = find(a, Trace(b.operators, [signature_of(np.exp(X)), signature_of(X * (table + 1))]), None)
+    assert first.b is not None and first.b.name == "exp" and not first.from_outside
