@@ -45,5 +45,7 @@ def join_group(rank: int, num_ranks: int) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        store = dist.HashStore() if num_ranks == 1 else None  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, **({"rank": rank, "world_size": 1} if store is not None else {}))
+        if num_ranks == 1:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=1)  # type: ignore[attr-defined]
+        else:
+            dist.init_process_group("gloo")
