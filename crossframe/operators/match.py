@@ -133,13 +133,37 @@ def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | No
             continue
         visited.add(op.index)
         causes = [value for value in op.inputs if not partner(value)]
-        inside = [made for value in causes for made in makers.get(key(value), ())[:1] if made.index < op.index]
+        # Equal values, as of masks, are made again and again: the last one before is the operator's own.
+        inside = [earlier[-1] for value in causes if (earlier := _before(op, makers.get(key(value), ())))]
         stack += inside
         if len(inside) < len(causes):
             readers.append(op)
         if not causes:
             firsts.append(op)
+    if not ordered:
+        # Of two ways to compute the same, the values in between have no partners either.
+        rejoined = _rejoined(trace, partner, key)
+        firsts = [op for op in firsts if op.index not in rejoined] or firsts
     return min(firsts or readers, key=lambda op: op.index, default=None), not firsts and bool(readers)
+
+
+def _rejoined(trace: Trace, partner: Partner, key: Callable[[Signature], tuple[object, str]]) -> set[int]:
+    """Operators from whose outputs, none of which has a partner, a value that has one follows."""
+    readers: dict[tuple[object, str], list[Operator]] = {}
+    found: set[int] = set()
+    for op in reversed(trace.operators):
+        for reader in (each for value in op.outputs if not partner(value) for each in readers.get(key(value), ())):
+            agrees = any(value.dtype in FLOATING and value.numel > 1 and partner(value) for value in reader.outputs[:1])
+            if agrees or reader.index in found:
+                found.add(op.index)
+                break
+        for value in op.inputs:
+            readers.setdefault(key(value), []).append(op)
+    return found
+
+
+def _before(op: Operator, makers: Sequence[Operator]) -> list[Operator]:
+    return [made for made in makers if made.index < op.index]
 
 
 def _factor(a: Operator, b: Operator, partners: tuple[Partner, Partner]) -> float | None:
