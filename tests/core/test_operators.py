@@ -21,10 +21,8 @@ def trace(*operators):
 @pytest.mark.parametrize("tolerance", [None, 1e-6])
 def test_readers_of_a_differing_table_are_named(tolerance):
     tables = [np.full(3, 2.0), np.array([2.0, 2.0, 3.0])]
-    first = find(
-        *(trace(("mul", (X, table), X * table), ("exp", (X * table,), np.exp(X * table))) for table in tables),
-        tolerance,
-    )
+    a, b = (trace(("mul", (X, table), X * table), ("exp", (X * table,), np.exp(X * table))) for table in tables)
+    first = find(a, b, tolerance)
     assert first.a is not None and first.b is not None and first.from_outside
     assert (first.a.name, first.b.name) == ("mul", "mul")
 
@@ -37,3 +35,11 @@ def test_operators_count_before_readers_of_tables():
     )
     first = find(a, Trace(b.operators, [signature_of(np.exp(X)), signature_of(X * (table + 1))]), None)
     assert first.b is not None and first.b.name == "exp" and not first.from_outside
+
+
+def test_another_way_to_compute_the_same_is_not_named():
+    e, y = np.exp(X), np.exp(X) + 1
+    fused = trace(("fused", (X,), y), ("mul", (y,), 2 * y), ("mul", (2 * y, X), 2 * y * X))
+    eager = trace(("exp", (X,), e), ("add", (e,), y), ("mul", (y,), 3 * y), ("mul", (3 * y, e), 3 * y * e))
+    first = find(fused, eager, 1e-6)
+    assert first.b is not None and first.b.index == 2
