@@ -83,6 +83,7 @@ def bench_recorder(
 def bench_compare(
     json: Json = None,
     output: Output = None,
+    steps: Annotated[int | None, typer.Option(help="Recorded steps. Default: 1000")] = None,
     quick: Quick = False,
     strict: Strict = False,
 ) -> None:
@@ -90,7 +91,9 @@ def bench_compare(
     from experiments.bench.command import run_compare_bench
 
     with exit_on_error():
-        raise typer.Exit(run_compare_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+        raise typer.Exit(
+            run_compare_bench(console, output=output, json_output=json, steps=steps, quick=quick, strict=strict)
+        )
 
 
 @bench.command("jax")

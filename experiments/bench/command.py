@@ -162,18 +162,25 @@ def run_compare_bench(
     *,
     output: Path | None = None,
     json_output: Path | None = None,
+    steps: int | None = None,
     quick: bool = False,
     strict: bool = False,
 ) -> int:
     """Measure what `crossframe compare` costs on large recordings.
 
-    Args, returns: as `run_torch_bench`.
+    Args:
+        steps: that each recording has; None: those of the benchmark's sizes.
+
+    The other arguments, and returns: as `run_torch_bench`.
+
+    Raises:
+        UsageError: too few steps.
     """
     from experiments.bench.compare import FULL, QUICK, compare_section
 
     where = _where([], {"numpy": version("numpy")})
     with console.status("measuring"):
-        measured = [compare_section(QUICK if quick else FULL)]
+        measured = [compare_section((QUICK if quick else FULL).with_steps(steps))]
     _print_section(console, measured[0])
     return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title="A comparison")
 

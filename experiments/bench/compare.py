@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from crossframe.errors import UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.names import identity_map
@@ -50,6 +51,14 @@ class CompareSizes:
     num_steps: int
     few_steps: int
     drawn: int = 4
+
+    def with_steps(self, steps: int | None) -> "CompareSizes":
+        """The same with so many steps, and a fourth of them where memory is measured as well; UsageError for too few."""
+        if steps is None:
+            return self
+        if steps < 4 * (self.drawn + 2):
+            raise UsageError(f"steps: expected at least {4 * (self.drawn + 2)}, got {steps}")
+        return replace(self, num_steps=steps, few_steps=steps // 4)
 
 
 # As Llama 3.2 1B, but that its head is not tied to the embedding.
