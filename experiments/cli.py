@@ -133,7 +133,7 @@ def grid(
     optimizer: Annotated[list[str] | None, typer.Option(help="Only adamw or sgd. May be repeated.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of a cell.")] = 200,
     dtype: Annotated[
-        str, typer.Option(help="float64; or float32, bfloat16: held against twins of torch's run.")
+        str, typer.Option(help="float64; or float32, bfloat16: compared by perturbed runs of torch's.")
     ] = "float64",
     output: Annotated[Path | None, typer.Option(help="Markdown file for the table. Default: none")] = None,
 ) -> None:

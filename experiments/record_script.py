@@ -1,4 +1,4 @@
-"""`crossframe record script.py`: a training script of anyone's, run and recorded, and its twins behind it."""
+"""`crossframe record script.py`: a training script of anyone's, run and recorded, and its perturbed runs behind it."""
 
 import json
 import shlex
@@ -89,10 +89,10 @@ def record_script(
         }
         status, _ = run(script_command(script, arguments, options, nproc_per_node))
         if status:
-            what = f"twin {twin} of {script}" if twin else str(script)
+            what = f"perturbed run {twin} of {script}" if twin else str(script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
             raise UsageError(f"{what} was not recorded, or not to its end: {how}")
-        console.print(f"recorded {'twin ' + str(twin) + ' ' if twin else ''}in {directory}", highlight=False)
+        console.print(f"recorded {'perturbed run ' + str(twin) + ' ' if twin else ''}in {directory}", highlight=False)
 
 
 def _missing(directory: Path, command: str, twins: int) -> int:

@@ -1,9 +1,9 @@
 """The same loss with other rounding: sums in other orders, and results that fall to a neighbouring number.
 
-What a twin may do, and why, is in the note in `torch_backend.other_rounding`. Here the loss function is traced to its jaxpr, and
-that is run again: products are summed in another order, and each result that rounds is moved to one of its neighbours or left,
-by a hash of its bits and place. The cotangents that come back through it are moved by as much, so that backward rounds otherwise
-too.
+What a perturbed run may do, and why, is in the note in `torch_backend.other_rounding`. Here the loss function is traced to its
+jaxpr, and that is run again: products are summed in another order, and each result that rounds is moved to one of its neighbours
+or left, by a hash of its bits and place. The cotangents that come back through it are moved by as much, so that backward rounds
+otherwise too.
 """
 
 import functools
@@ -34,7 +34,7 @@ def other_rounding(fun: Callable, seed: int | jax.Array) -> Callable:
 
     Args:
         fun: of pytrees of arrays, to one; in a step it is given full parameters.
-        seed: which of many ways; 0 and on. It may be traced, so that twins share one compiled program.
+        seed: which of many ways; 0 and on. It may be traced, so that perturbed runs share one compiled program.
     """
 
     @functools.wraps(fun)

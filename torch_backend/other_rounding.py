@@ -1,14 +1,14 @@
 """The same training with other rounding: sums in other orders, and results that fall to a neighbouring number.
 
-[Note: what a twin may do] Two right implementations of one computation differ in the order of their sums, in the last digits of
-their elementary functions, and in where low precision kernels round at all. `OtherRounding` makes a run that differs from
-itself in the same ways and no other: the terms of sums (products of matrices, convolutions, means) come in another order, and
-the result of each operation that rounds is moved, element by element, to one of its neighbours or left, at random (D. Parker,
-Monte Carlo arithmetic, UCLA 1997). What moves, selects or casts data is left alone: it has one right answer. So are zeros
-(masks, padding, unused parameters), what is not finite, and single whole numbers (an optimizer's count of its steps).
+[Note: what a perturbed run may do] Two right implementations of one computation differ in the order of their sums, in the last
+digits of their elementary functions, and in where low precision kernels round at all. `OtherRounding` makes a run that differs
+from itself in the same ways and no other: the terms of sums (products of matrices, convolutions, means) come in another order,
+and the result of each operation that rounds is moved, element by element, to one of its neighbours or left, at random (D. Parker,
+Monte Carlo arithmetic, UCLA 1997). What moves, selects or casts data is left alone: it has one right answer. So are zeros (masks,
+padding, unused parameters), what is not finite, and single whole numbers (an optimizer's count of its steps).
 
 Adam's constants, such as 1 - beta2**t, torch computes in Python's numbers, and others in the dtype of the parameters: in float32
-1 - 0.999 is off by 1e-5 of itself. A twin computes them so, on the path that Adam has for constants that are tensors.
+1 - 0.999 is off by 1e-5 of itself. A perturbed run computes them so, on the path that Adam has for constants that are tensors.
 """
 
 from typing import Any, Self

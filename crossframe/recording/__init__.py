@@ -3,7 +3,8 @@
 DIRECTORY/manifest.json              which run it is (`Manifest`)
 DIRECTORY/rank00000/events.jsonl     what the rank saw, a line each (`crossframe.recording.lines`)
 DIRECTORY/rank00000/step00000.safetensors   the tensors of a recorded step
-DIRECTORY/twin00001/                 the same of a twin of the run, if it has twins (`crossframe.recording.twins`)
+DIRECTORY/twin00001/                 the same of a perturbed run of the run, if it has perturbed runs
+(`crossframe.recording.twins`)
 """
 
 from crossframe.recording.create import create_recording

@@ -10,7 +10,8 @@ from crossframe.recording.program import PROGRAM
 from crossframe.shown import shown
 
 COMMAND = "command"
-"""The command line that makes the recording again. `crossframe record ...` takes --output, --overwrite and --twins besides."""
+"""The command line that makes the recording again. `crossframe record ...` takes --output, --overwrite and
+--perturbed-runs besides."""
 PER_RANK = "per_rank_statistics"
 """Names of modules which see the other samples of their rank, as batch norm does in training."""
 GROUPS = "param_groups"

@@ -101,7 +101,7 @@ def rank_folder(rank: int) -> str:
 
 
 def twin_folder(twin: int) -> str:
-    """The folder of a twin, a recording of its own, inside the recording. Twins count from 1."""
+    """The folder of a perturbed run, a recording of its own, inside the recording. Perturbed runs count from 1."""
     return f"twin{twin:05d}"
 
 

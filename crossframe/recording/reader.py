@@ -94,7 +94,7 @@ class Recording:
         return cls(path, manifest, indexes, num_steps)
 
     def twins(self) -> tuple["Recording", ...]:
-        """The twins that were recorded with this run, in order (`crossframe.recording.twins`)."""
+        """The perturbed runs that were recorded with this run, in order (`crossframe.recording.twins`)."""
         found = []
         while (folder := self.directory / lines.twin_folder(len(found) + 1)).is_dir():
             found.append(Recording.open(folder).with_channels_first(self._moved))
@@ -102,7 +102,7 @@ class Recording:
 
     def with_channels_first(self, activations: Collection[tuple[str, str]]) -> "Recording":
         """This recording, in which these activations, (module, use) each, have their channels moved from the last dim to dim 1.
-        So have those of its twins. The activations' order must be unknown."""
+        So have those of its perturbed runs. The activations' order must be unknown."""
         moved = self._moved | frozenset(activations)
         if moved == self._moved:
             return self

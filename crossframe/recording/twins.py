@@ -1,9 +1,9 @@
-"""Twins: runs that differ from one another only as rounding makes right runs differ.
+"""Perturbed runs: runs that differ from one another only as rounding makes right runs differ.
 
-A twin begins one unit in the last place away from the run it is a twin of, each element up or down by a hash of its name and
-index, so that all ranks and replicas agree whatever the layout. What sums do in other orders is the framework's to change
-(`torch_backend.other_rounding`). How far the twins of a run part is how far rounding drives runs like it apart:
-`crossframe.verdict.envelope`.
+A perturbed run begins one unit in the last place away from the run it is a perturbed run of, each element up or down by a hash
+of its name and index, so that all ranks and replicas agree whatever the layout. What sums do in other orders is the framework's
+to change (`torch_backend.other_rounding`). How far the perturbed runs of a run part is how far rounding drives runs like it
+apart: `crossframe.verdict.envelope`.
 """
 
 import os
@@ -15,13 +15,13 @@ from crossframe.errors import UsageError
 from crossframe.recording.hashing import element_keys
 
 TWIN = "CROSSFRAME_TWIN"
-"""The environment variable that says which twin a run is, where its loop does not."""
+"""The environment variable that says which perturbed run a run is, where its loop does not."""
 
 _INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def moved(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarray:
-    """Values one unit in the last place up or down, as this twin begins with them. Zeros and what is not finite stay.
+    """Values one unit in the last place up or down, as this perturbed run begins with them. Zeros and what is not finite stay.
 
     Args:
         name: canonical name of the parameter.
@@ -44,7 +44,7 @@ def moved(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarra
 
 
 def twin_number(given: int | None) -> int:
-    """Which twin a run is, by argument or environment; 0: none.
+    """Which perturbed run a run is, by argument or environment; 0: none.
 
     Raises:
         UsageError: no number of 0 or more.
@@ -54,5 +54,5 @@ def twin_number(given: int | None) -> int:
         said = int(said)
     if type(said) is not int or said < 0:
         where = TWIN if given is None else "twin"
-        raise UsageError(f"{where}: expected 0, or the number of a twin, got {said!r}")
+        raise UsageError(f"{where}: expected 0, or the number of a perturbed run, got {said!r}")
     return said

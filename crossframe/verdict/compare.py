@@ -173,7 +173,7 @@ def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:
 
 
 def _known_beforehand(quantity: Quantity) -> float:
-    """The largest distance that rounding may reach there, without twins."""
+    """The largest distance that rounding may reach there, without perturbed runs."""
     return (quantity.bound or 0.0) * quantity.scale
 
 

@@ -97,7 +97,9 @@ def conclude_by_envelope(
         f"rounding may reach ({100 * envelope.judged_share:.0f} % of what was updated had gradients large enough to be judged)"
     )
     if (step := envelope.saturated_from) is not None:
-        chaos = f"but from step {step} on the twins' gradients have nothing in common, and a bug would not show"
+        chaos = (
+            f"but from step {step} on the perturbed runs' gradients have nothing in common, and a bug would not show"
+        )
         return Verdict.INCONCLUSIVE, f"{said}, {chaos}: compare fewer steps (--steps {max(step, 1)}), or in float64"
     return Verdict.ROUNDING, said
 

@@ -1,34 +1,34 @@
-"""How far rounding drove runs like these apart: measured on twins, quantity by quantity.
+"""How far rounding drove runs like these apart: measured on perturbed runs, quantity by quantity.
 
-A twin is the run once more, with other rounding (`crossframe.recording.twins`). At every quantity q the k twins lie at distances
-t_1 ... t_k from the run. Their root mean square s is the spread, and the other recording is held against
+A perturbed run is the run once more, with other rounding (`crossframe.recording.twins`). At every quantity q the k perturbed
+runs lie at distances t_1 ... t_k from the run. Their root mean square s is the spread, and the other recording is held against
 
     d <= factor * s,     factor = margin * max over q and i of  t_i / rms(t_j, j != i)
 
-The maximum, over all quantities of one kind, is how far the most eccentric twin strays when it is judged by the others. Were
-the other recording one more twin, its chance to stray further than all k of them is at most 1 / (k + 1): of k + 1 like things
-each is the most extreme as often. The margin makes that rare enough. Where a quantity moves in one direction alone, t_i is the
-size of a normal variable, and the ratio has Student's distribution with k degrees of freedom, whose tail falls as x^-k; where
-it moves in many directions it falls faster. So going beyond `margin` times the maximum has a chance of at most
+The maximum, over all quantities of one kind, is how far the most eccentric perturbed run strays when it is judged by the others.
+Were the other recording one more perturbed run, its chance to stray further than all k of them is at most 1 / (k + 1): of k + 1
+like things each is the most extreme as often. The margin makes that rare enough. Where a quantity moves in one direction alone,
+t_i is the size of a normal variable, and the ratio has Student's distribution with k degrees of freedom, whose tail falls as
+x^-k; where it moves in many directions it falls faster. So going beyond `margin` times the maximum has a chance of at most
 margin^-k / (k + 1), and
 
     margin = ((k + 1) * FALSE_ALARMS / kinds)^(-1 / k)
 
 makes that FALSE_ALARMS a comparison of so many kinds of quantities. Directions (`crossframe.verdict.direction`) count as one kind
-more. More twins allow a smaller margin. Nothing here is fitted
+more. More perturbed runs allow a smaller margin. Nothing here is fitted
 to any fault.
 
 [Note: unsteady elements] An optimizer that divides a gradient by its size turns one that is next to zero into a whole step,
-this way or that. Whether one does is a matter of luck and not of how far the twins lie apart. So an update is judged by its
-steady elements: those whose gradient stood out from what rounding makes of it, or was just zero, in both recordings, at every
+this way or that. Whether one does is a matter of luck and not of how far the perturbed runs lie apart. So an update is judged by
+its steady elements: those whose gradient stood out from what rounding makes of it, or was just zero, in both recordings, at every
 step so far, but for the few that lie furthest apart (`trimmed_distance`). Once a step was not recorded nobody knows which those
 are, and updates are judged by the half of their elements that lie least apart (`inner_distance`).
 
 Where only sketches are there (`crossframe.recording.sketch`), distances are those of their sums: a few elements that are off are
 in a few sums, so that the same measures leave them out. Which elements are steady nobody knows then.
 
-A distance is never taken to be smaller than one unit in the last place of one typical element: what all twins agree upon may
-still fall to its neighbour in another implementation.
+A distance is never taken to be smaller than one unit in the last place of one typical element: what all perturbed runs agree
+upon may still fall to its neighbour in another implementation.
 """
 
 import math
@@ -51,7 +51,7 @@ from crossframe.verdict.quantities import ACTIVATION, LATE_UPDATE, Quantity, fin
 from crossframe.verdict.walk import walk
 
 FALSE_ALARMS = 1e-3
-"""The rate of right pairs that are called a bug, where twins round as the other recording does."""
+"""The rate of right pairs that are called a bug, where perturbed runs round as the other recording does."""
 LEAST_TWINS = 2
 
 Measure = Callable[[np.ndarray, np.ndarray], float]
@@ -76,7 +76,7 @@ Place = tuple[int, str, str, int]
 
 
 def margin(num_twins: int) -> float:
-    """How much further than the most eccentric of so many twins another recording may lie.
+    """How much further than the most eccentric of so many perturbed runs another recording may lie.
 
     >>> [round(margin(k), 1) for k in (2, 3, 4, 8)]
     [54.8, 13.1, 6.5, 2.4]
@@ -111,7 +111,7 @@ def eccentricity(distances: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the twins of one run lie.
+    """Where the perturbed runs of one run lie.
 
     Attributes:
         run: what the recording is called.
@@ -130,8 +130,8 @@ class Spread:
     tallies: tuple[Tally, ...] = ()
 
     def limit(self, quantity: Quantity, more: float = 0.0) -> float | None:
-        """How far another recording may lie there; None where the twins were not recorded. At another world size an activation
-        may have more samples, and be of another microbatch: its limit is that of as many elements.
+        """How far another recording may lie there; None where the perturbed runs were not recorded. At another world size an
+        activation may have more samples, and be of another microbatch: its limit is that of as many elements.
 
         Args:
             more: how many times the spread is allowed beside the factor.
@@ -144,7 +144,7 @@ class Spread:
 
 
 def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: bool = False) -> Spread:
-    """Measure the twins of a run.
+    """Measure the perturbed runs of a run.
 
     Args:
         sketched: by sketches of everything large.
@@ -154,7 +154,7 @@ def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: boo
     """
     if len(twins) < LEAST_TWINS:
         raise RecordingError(
-            f"{recording.directory}: expected at least {LEAST_TWINS} twins, got {len(twins)}; record with --twins 4"
+            f"{recording.directory}: expected {LEAST_TWINS} perturbed runs or more, got {len(twins)}: --perturbed-runs 4"
         )
     name, pairs = recording.directory.name, [Pair(recording, twin, sketched=sketched) for twin in twins]
     # Which elements of updates are steady, the spread of gradients says: it comes first.
@@ -172,7 +172,7 @@ _KNOWN: "WeakKeyDictionary[Recording, dict[bool, Spread]]" = WeakKeyDictionary()
 
 
 def known_spread(recording: Recording, *, sketched: bool = False) -> Spread | None:
-    """The spread of a recording's own twins, measured once; None if it has none."""
+    """The spread of a recording's own perturbed runs, measured once; None if it has none."""
     known = _KNOWN.setdefault(recording, {})
     if sketched not in known:
         twins = recording.twins()
@@ -252,7 +252,7 @@ class Steady:
 
 
 class Envelope:
-    """What two recordings are held against: the spread of the twins of either, or of both. Walks one pair once."""
+    """What two recordings are held against: the spread of the perturbed runs of either, or of both. Walks one pair once."""
 
     def __init__(self, spreads: Sequence[Spread], noise: tuple[str, ...] = (), implied: Implied | None = None) -> None:
         """
@@ -268,7 +268,8 @@ class Envelope:
 
     @classmethod
     def of(cls, pair: Pair) -> "Envelope | None":
-        """The envelope of a pair; None if neither recording has twins, or if one rounds more than the other and has none."""
+        """The envelope of a pair; None if neither recording has perturbed runs, or if one rounds more than the other and has
+        none."""
         sides = [side for side in (0, 1) if pair.coarser in (None, side)]
         known = ((side, known_spread((pair.a, pair.b)[side], sketched=pair.sketched)) for side in sides)
         found = [(side, spread) for side, spread in known if spread is not None]
@@ -276,12 +277,12 @@ class Envelope:
         return cls([spread for _, spread in found], _noise(pair, found), implied) if found else None
 
     def limit(self, quantity: Quantity) -> float:
-        """The largest distance that rounding may reach there; inf where the twins say nothing."""
+        """The largest distance that rounding may reach there; inf where the perturbed runs say nothing."""
         limit = self._limit(quantity)
         return math.inf if limit is None else limit
 
     def judge(self, group: list[Quantity]) -> list[Judgement]:
-        """Hold both sides of each quantity against what the twins reach there."""
+        """Hold both sides of each quantity against what the perturbed runs reach there."""
         if group[0].bound is None or group[0].phase == PARAMETERS or group[0].parameter in self.noise:
             return [judge(quantity) for quantity in group]
         self._steady.note(group)
@@ -290,7 +291,7 @@ class Envelope:
         return [self._held(quantity, self.limit(quantity)) for quantity in group]
 
     def _limit(self, quantity: Quantity) -> float | None:
-        # The wider of both sides: what one framework rounds more often may lie outside the other's twins.
+        # The wider of both sides: what one framework rounds more often may lie outside the other's perturbed runs.
         implied = self._implied
         more = implied.times_spread(quantity) if implied else 0.0
         limits = [limit for spread in self.spreads if (limit := spread.limit(quantity, more)) is not None]
@@ -339,17 +340,17 @@ class Envelope:
 
     @property
     def saturated_from(self) -> int | None:
-        """The first step, of those judged so far, at which the twins' gradients are as far from the run's as those are from
-        zero: the runs have nothing to do with one another any more. None: not yet."""
+        """The first step, of those judged so far, at which the perturbed runs' gradients are as far from the run's as those are
+        from zero: the runs have nothing to do with one another any more. None: not yet."""
         return min((step for step, (apart, signal) in self._chaos.items() if apart >= signal), default=None)
 
     def in_words(self) -> str:
         """What was measured.
 
         >>> Envelope([Spread("torch", 4, {}, {}, {})]).in_words()
-        '4 twins of torch'
+        '4 perturbed runs of torch'
         """
-        return " and ".join(f"{spread.num_twins} twins of {spread.run}" for spread in self.spreads)
+        return " and ".join(f"{spread.num_twins} perturbed runs of {spread.run}" for spread in self.spreads)
 
 
 def _noise(pair: Pair, found: Sequence[tuple[int, Spread]]) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ class Judgement:
 
     Attributes:
         equal: every bit, dtype included.
-        difference: what is held against the bound: norm(a - b) / scale, or with twins what they measure of it; inf where only
-            one side is finite.
+        difference: what is held against the bound: norm(a - b) / scale, or with perturbed runs what they measure of it; inf
+            where only one side is finite.
         beyond: whether it is outside its bound.
         one_sided: whether an element is not finite on one side only (or not finite in another way).
         both_not_finite: whether an element is NaN, or the same infinity, on both sides.

@@ -46,8 +46,10 @@ class PairVerdict:
         reason: the verdict's ground, in a sentence.
         loss_differences: the largest over ranks, a step.
         parameter_differences: (step, the largest over parameters), a recorded step.
-        envelope_used: how much of what twins allow was used up where it was most; more than 1 is outside. None without twins.
-        judged_share: which part of all updated elements could be judged (`crossframe.verdict.envelope`). None without twins.
+        envelope_used: how much of what perturbed runs allow was used up where it was most; more than 1 is outside. None without
+            perturbed runs.
+        judged_share: which part of all updated elements could be judged (`crossframe.verdict.envelope`). None without perturbed
+            runs.
         judged: everything that was compared, causes first.
         diagnosis: what the first divergence looks like; None where nothing known does.
         settings: what the two state differently (`crossframe.verdict.comparable.differing_settings`), a sentence each.

@@ -1,8 +1,8 @@
 """`crossframe clean-pairs`: runs that are right, compared with one another, and how often that is called a bug.
 
 A set of runs is one training: one model, dtype and seed, the same samples at each step. It is recorded in both frameworks, on
-several numbers of ranks, under several strategies, and with sums in other orders. Some of the recordings have twins; each of them
-is compared with all others. So a few recordings make many pairs.
+several numbers of ranks, under several strategies, and with sums in other orders. Some of the recordings have perturbed runs;
+each of them is compared with all others. So a few recordings make many pairs.
 """
 
 import json
@@ -34,7 +34,7 @@ STEPS = 5
 SAMPLES = 12
 # Whose batch norm takes its statistics from what a rank is fed: another number of ranks is another training.
 OF_A_RANK = ("conv",)
-# Orders of sums that no twin has.
+# Orders of sums that no perturbed run has.
 ROUNDINGS = (1001, 1002)
 
 
@@ -109,7 +109,7 @@ def runs_of(model: str, dtype: str, seed: int) -> list[Run]:
 
 
 def pairs_of(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """Each of the first three runs, which have twins below float64, with all behind it."""
+    """Each of the first three runs, which have perturbed runs below float64, with all behind it."""
     for i, first in enumerate(runs[:3]):
         for second in runs[i + 1 :]:
             same = first.settings.world_size == second.settings.world_size
@@ -128,7 +128,7 @@ def kind_of(a: Run, b: Run) -> str:
     )
     found = " and ".join(name for name, differs in differences if differs)
     alone = a.framework != b.framework and a.framework == TORCH and a.twins and not b.twins
-    return f"{found} (twins of torch alone)" if alone else found
+    return f"{found} (perturbed runs of torch alone)" if alone else found
 
 
 def label(run: Run) -> str:
@@ -169,7 +169,7 @@ def run_clean(
             folder = Path(temporary) if keep is None else keep / dtype
             where = _record(sets, dtype, folder, console)
             for runs in sets:
-                # One set's recordings at a time: what was measured of twins is kept as long as a recording is.
+                # One set's recordings at a time: what was measured of perturbed runs is kept as long as a recording is.
                 opened = {run: Recording.open(where[run]) for run in runs}
                 for a, b in pairs_of(runs):
                     done.append(_compared(a, b, opened[a], opened[b]))
@@ -232,7 +232,7 @@ def _text(done: Sequence[Pair], seconds: float) -> str:
         "# Pairs of right runs",
         "",
         f"{len(done)} pairs in {seconds / 60:.0f} minutes: {len(false)} called a bug. Stated is a rate of {FALSE_ALARMS:g} a "
-        f"comparison by twins: {FALSE_ALARMS * len(measured):.2f} of these {len(measured)} pairs. The last two columns "
+        f"comparison by perturbed runs: {FALSE_ALARMS * len(measured):.2f} of these {len(measured)} pairs. The last two columns "
         "say of how many pairs final parameters are too far apart for torch.testing.assert_close, and of how many a loss differs "
         "by more than a hundredth. By sketches of everything large the verdict is the same of "
         f"{sum(pair.sketched == pair.verdict for pair in done)} pairs.",

@@ -1,8 +1,8 @@
 """`crossframe faults`: every fault of the catalogue put into a run, and what a comparison with a clean run says of it.
 
-The clean run is of the other framework, so that real rounding lies between the two. Below float64 it alone has twins: those of
-a faulty run would show how far the fault throws rounding. All runs of one framework and size share processes; a recording is
-deleted once it was judged.
+The clean run is of the other framework, so that real rounding lies between the two. Below float64 it alone has perturbed runs:
+those of a faulty run would show how far the fault throws rounding. All runs of one framework and size share processes; a
+recording is deleted once it was judged.
 """
 
 import json
@@ -60,7 +60,7 @@ class Recorders:
             setattr(self, f"_{framework}", None)
 
     def record(self, framework: str, settings: RunSettings, path: Path, twins: int = 0) -> None:
-        """Record a run and so many twins of it.
+        """Record a run and so many perturbed runs of it.
 
         Raises:
             UsageError: it failed. The processes are others from then on.

@@ -2,7 +2,7 @@
 
 A cell is a model on a mesh, under a strategy, with an optimizer. In float64, how far two runs are apart is the largest difference
 of a parameter at any recorded step, as `crossframe.verdict` measures it; in lower precision it is how much they use up of what
-twins of torch's run reach. All cells of one number of ranks share the processes of torch, so that a cell costs seconds.
+perturbed runs of torch's run reach. All cells of one number of ranks share the processes of torch, so that a cell costs seconds.
 """
 
 import tempfile
@@ -36,10 +36,10 @@ class Cell:
 
     Attributes:
         settings: of the run in either framework.
-        difference: the largest of any parameter at any recorded step, but for those in `apart`; with twins, what part of their
-            envelope was used up where it was most.
+        difference: the largest of any parameter at any recorded step, but for those in `apart`; with perturbed runs, what part
+            of their envelope was used up where it was most.
         apart: parameters whose gradient is zero in exact arithmetic (`crossframe.verdict.zero_gradient`).
-        within: whether the verdict is rounding or equal, and without twins the difference within the limit.
+        within: whether the verdict is rounding or equal, and without perturbed runs the difference within the limit.
         why: the verdict's reason.
     """
 
@@ -136,7 +136,7 @@ def run_grid(
     """Run the grid and print it; 0 if all cells are within the limit, 1 if one is not.
 
     Args:
-        dtype: of all cells; those below float64 are recorded with twins.
+        dtype: of all cells; those below float64 are recorded with perturbed runs.
         output: a Markdown file for the table, rewritten as cells end.
 
     Raises:
@@ -162,7 +162,9 @@ def run_grid(
                         console.print(f"  {done[-1].why}", markup=False, highlight=False)
                     if output is not None:
                         limit = (
-                            f"the envelope is of {twins} twins of torch's run" if twins else f"the limit is {LIMIT:g}"
+                            f"the envelope is of {twins} perturbed runs of torch"
+                            if twins
+                            else f"the limit is {LIMIT:g}"
                         )
                         said = f"{len(done)} of {len(runs)} cells, {steps} steps each, in {dtype}; {limit}."
                         table = [said, "", head, rule, *(cell.line() for cell in done)]

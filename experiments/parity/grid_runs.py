@@ -14,7 +14,7 @@ from experiments.parity.record_torch import manifest_of
 from experiments.parity.settings import RunSettings
 
 Job = tuple[RunSettings, Path, int]
-"""A run, where it is recorded, and how many twins of it."""
+"""A run, where it is recorded, and how many perturbed runs of it."""
 # How long the other ranks may still take once one has failed: they may be waiting for it in a collective.
 PATIENCE_SECONDS = 5.0
 
@@ -93,7 +93,7 @@ class TorchRuns:
         self._folder.cleanup()
 
     def record(self, settings: RunSettings, path: Path, twins: int = 0) -> None:
-        """Record a run and so many twins of it; UsageError if it fails."""
+        """Record a run and so many perturbed runs of it; UsageError if it fails."""
         for run, where in settings.runs(path, twins):
             create_recording(where, manifest_of(run, "cpu"))
         self._workers.run((settings, path, twins))
@@ -131,7 +131,7 @@ class JaxRuns:
         self._workers.close()
 
     def record(self, settings: RunSettings, path: Path, twins: int = 0) -> None:
-        """Record a run and so many twins of it; UsageError if it fails."""
+        """Record a run and so many perturbed runs of it; UsageError if it fails."""
         self._workers.run((settings, path, twins))
 
 

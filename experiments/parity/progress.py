@@ -15,8 +15,11 @@ POLL_SECONDS = 0.2
 
 
 def bars(label: str, settings: RunSettings, output: Path, twins: int) -> list[tuple[str, Path]]:
-    """A bar for a run and one for each of its twins."""
-    return [(label + (f", twin {run.twin}" if run.twin else ""), path) for run, path in settings.runs(output, twins)]
+    """A bar for a run and one for each of its perturbed runs."""
+    return [
+        (label + (f", perturbed run {run.twin}" if run.twin else ""), path)
+        for run, path in settings.runs(output, twins)
+    ]
 
 
 @contextmanager

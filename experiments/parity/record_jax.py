@@ -50,7 +50,7 @@ def record_jax(settings: RunSettings, output: Path, *, twins: int = 0, overwrite
     """Train and record. JAX must not have been used before in this process, since its devices are made here.
 
     Args:
-        twins: how many twins of the run are recorded behind it, inside its folder.
+        twins: how many perturbed runs of the run are recorded behind it, inside its folder.
 
     Raises:
         UsageError: fewer devices than ranks.
@@ -131,14 +131,15 @@ SHORT = 12
 
 
 class _Programs:
-    """What runs of these settings compute, whatever their seeds and lengths, and whichever twins they are.
+    """What runs of these settings compute, whatever their seeds and lengths, and whichever perturbed runs they are.
 
     Attributes:
         graphdef, state: of the model; the state is one rank's.
         waits, reduces: steps of value_and_grad of a microbatch that reduces nothing, and of one that reduces what all have left.
         dense_waits, dense: the same, and they give what is a rank's own.
         optimizer: on shards.
-        update: (parameters, state of the optimizer, gradients, twin) to (parameters, state, norm of the gradients or None).
+        update: (parameters, state of the optimizer, gradients, perturbed run) to (parameters, state, norm of the gradients or
+            None).
     """
 
     def __init__(self, settings: RunSettings, mesh: Mesh) -> None:
@@ -212,7 +213,7 @@ class _Programs:
 
 
 def _as_twin(loss_fn: Callable, has_state: bool, has_aux: bool) -> Callable:
-    """The same with another rounding, which twin's it is told in its state: so all twins run one program."""
+    """The same with another rounding, which perturbed run's it is told in its state: so all perturbed runs run one program."""
 
     def run(params: Any, state: Any, batch: Any) -> Any:
         args = (params, state["own"], batch) if has_state else (params, batch)
@@ -229,7 +230,7 @@ def _as_twin(loss_fn: Callable, has_state: bool, has_aux: bool) -> Callable:
 
 @functools.lru_cache(maxsize=2)
 def _programs(settings: RunSettings, mesh: Mesh) -> _Programs:
-    """The programs of settings, kept while runs of one kind follow each other: a run's own and its twins'."""
+    """The programs of settings, kept while runs of one kind follow each other: a run's own and its perturbed runs'."""
     return _Programs(settings, mesh)
 
 

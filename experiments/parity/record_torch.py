@@ -38,7 +38,7 @@ def record_torch(settings: RunSettings, output: Path, *, twins: int = 0, overwri
     """Train and record; returns when all ranks have finished.
 
     Args:
-        twins: how many twins of the run are recorded behind it, inside its folder.
+        twins: how many perturbed runs of the run are recorded behind it, inside its folder.
 
     Raises:
         UsageError: fewer devices than ranks.
@@ -174,7 +174,7 @@ def load_initial(module: nn.Module, params: Mapping[str, np.ndarray]) -> None:
 def _train(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
     model = build_model(settings, device)
     optimizer = optimizer_of(settings, model.parameters())
-    # The settings have moved a twin's initial values already.
+    # The settings have moved a perturbed run's initial values already.
     with Recorder(output, model=model, optimizer=optimizer, manifest=manifest, twin=0) as recorder:
         for step in range(settings.steps):
             resume_torch(settings, step, output, model, optimizer)

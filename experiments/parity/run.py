@@ -30,7 +30,7 @@ def run_parity(
     """Record the model in both frameworks and some dtypes below `folder`.
 
     Args:
-        twins: how many twins each records, but in float64, where bounds are known beforehand.
+        twins: how many perturbed runs each records, but in float64, where bounds are known beforehand.
 
     Returns:
         (torch, JAX) for each dtype.
@@ -70,7 +70,7 @@ def _clear_report(folder: Path) -> None:
 
 
 def _record(framework: str, settings: RunSettings, path: Path, twins: int) -> None:
-    arguments = [*settings.arguments(framework), "--output", str(path), "--overwrite", "--twins", str(twins)]
+    arguments = [*settings.arguments(framework), "--output", str(path), "--overwrite", "--perturbed-runs", str(twins)]
     status, printed = run(module_command("experiments.entry:main", arguments), captured=True)
     if status:
         said = printed.strip().splitlines()

@@ -60,12 +60,12 @@ class RunSettings:
         device: "cpu", "cuda", or "auto": GPUs if there are enough, otherwise the CPU.
         fault: name of a fault to put in on purpose (`experiments.faults`), or "".
         dtype: in which it computes. In bfloat16 parameters are stored, and gradients reduced, in float32 (R33).
-        twin: 0, or which twin of the run this is: the same but for its rounding (`crossframe.recording.twins`).
+        twin: 0, or which perturbed run of the run this is: the same but for its rounding (`crossframe.recording.twins`).
         dense: so many steps at the beginning are recorded in full.
         windows: (start, stop) of further steps that are.
         resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.parity.resume`); None: it
             runs through.
-        rounding: 0, or one of many other orders of sums, in torch alone: not a twin, since nothing else is moved.
+        rounding: 0, or one of many other orders of sums, in torch alone: not a perturbed run, since nothing else is moved.
 
     Raises:
         UsageError: anything out of range; the message names it.
@@ -148,7 +148,7 @@ class RunSettings:
 
     @property
     def initial_params(self) -> dict[str, np.ndarray]:
-        """Initial values by canonical name; a twin's are a unit in the last place away."""
+        """Initial values by canonical name; a perturbed run's are a unit in the last place away."""
         values = self.definition.initial_params(self.seed, self.stored_dtype)
         return {name: moved(name, value, self.twin) for name, value in values.items()}
 
@@ -201,10 +201,10 @@ class RunSettings:
         )
 
     def runs(self, output: Path, twins: int) -> list[tuple["RunSettings", Path]]:
-        """This run and so many twins of it, and where each is recorded.
+        """This run and so many perturbed runs of it, and where each is recorded.
 
         Raises:
-            UsageError: a number of twins that says nothing.
+            UsageError: a number of perturbed runs that says nothing.
         """
         check_twins(twins)
         others = [(replace(self, twin=i), output / twin_folder(i)) for i in range(1, twins + 1)]
@@ -241,9 +241,9 @@ def check_twins(twins: object) -> None:
     """
     if type(twins) is not int or twins < 0 or twins == 1:
         raise UsageError(
-            f"twins: expected 0, or 2 and more (4 are good), got {shown(twins)}: one alone shows no spread"
+            f"perturbed-runs: expected 0, or 2 and more (4 are good), got {shown(twins)}: one alone shows no spread"
         )
-    check_size("twins", twins, 0, MAX_TWINS)
+    check_size("perturbed-runs", twins, 0, MAX_TWINS)
 
 
 def mesh_of(text: str) -> MeshSpec:

@@ -23,8 +23,8 @@ class PairSeries:
     Attributes:
         verdict: of the comparison.
         losses_a, losses_b: mean loss over ranks at every step.
-        bounds: what was known beforehand of how far rounding goes; None where twins measured it.
-        twins: (what a recording is called, how many twins it has), of those that have any.
+        bounds: what was known beforehand of how far rounding goes; None where perturbed runs measured it.
+        twins: (what a recording is called, how many perturbed runs it has), of those that have any.
         sharding: of the second recording: its layout says whose elements are off.
         shape: of the activation where both part first; None where they do not, or elsewhere.
         sketched: whether a recording keeps its large tensors as sketches.

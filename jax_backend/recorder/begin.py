@@ -46,7 +46,7 @@ class About:
 
 
 def place_of(directory: str | Path, twin: int) -> Path:
-    """Where a run, or one of its twins, is recorded."""
+    """Where a run, or one of its perturbed runs, is recorded."""
     return Path(directory, twin_folder(twin)) if twin else Path(directory)
 
 

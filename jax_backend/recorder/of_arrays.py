@@ -68,7 +68,7 @@ class OfArrays:
         return slots, {self.param_map.by_path[path].name: count for path, count in found.counts.items()}
 
     def moved(self, params: Any, twin: int) -> Any:
-        """The parameters as a twin of the run begins with them (`crossframe.recording.twins`), where they lie."""
+        """The parameters as a perturbed run of the run begins with them (`crossframe.recording.twins`), where they lie."""
 
         leaves, found = leaves_by_path(params), {}
         for entry in self.param_map.entries:
@@ -176,7 +176,7 @@ def placed_like(leaf: Any, values: np.ndarray) -> Any:
 def _whole(leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise UsageError(
-            "a twin of a run of several processes: expected ShardedParams, got arrays of other processes too"
+            "a perturbed run of several processes: expected ShardedParams, got arrays of other processes too"
         )
     return np.asarray(leaf)
 

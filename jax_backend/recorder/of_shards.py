@@ -99,7 +99,7 @@ class OfShards:
         return {rank: whole[cut] for rank, whole in self.grid.copies(leaf).items()}
 
     def moved(self, params: ShardedParams, twin: int) -> ShardedParams:
-        """The parameters as a twin of the run begins with them (`crossframe.recording.twins`)."""
+        """The parameters as a perturbed run of the run begins with them (`crossframe.recording.twins`)."""
         leaves, changed = leaves_by_path(full := unshard(params)), {}
         for name, bucket in self.tree.bucket_of.items():
             entry, called = self.tree.param_map.by_name[name], _names(bucket, name)

@@ -96,9 +96,9 @@ class Recorder:
             last dim where torch has them in dim 1; all others then lie as in torch. None: convolutions of the map have them last,
             and of other images the shapes of both recordings tell when they are compared. To be given only where those fit both
             ways, as of 8 channels of 8 x 8, and values do not tell either.
-        twin: 0, or which twin of the run this is (`crossframe.recording.twins`): `recorder.params` are one unit in the last place
-            away, what is wrapped rounds otherwise, and it lies inside the run's own recording. None: as the environment variable
-            CROSSFRAME_TWIN says.
+        twin: 0, or which perturbed run of the run this is (`crossframe.recording.twins`): `recorder.params` are one unit in the
+            last place away, what is wrapped rounds otherwise, and it lies inside the run's own recording. None: as the
+            environment variable CROSSFRAME_TWIN says.
         overwrite: replace a recording that is there.
         name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is that in which the run computes;
             None: that of most parameters. `settings` is JSON, such as {"optimizer": "AdamW", "weight_decay": 0.1}.
@@ -279,11 +279,11 @@ class Recorder:
                 gradients are not seen. What is inside of it is not seen either (see `value_and_grad`).
 
         Returns:
-            A function that takes and returns what `step` does. In a twin it begins with `recorder.params`, whatever it is first
-            given, rounds otherwise, is jitted, and leaves parameters where they lay.
+            A function that takes and returns what `step` does. In a perturbed run it begins with `recorder.params`, whatever it
+            is first given, rounds otherwise, is jitted, and leaves parameters where they lay.
         """
         run = step
-        if self.twin:  # one program for all twins, which JAX may keep from one process to the next
+        if self.twin:  # one program for all perturbed runs, which JAX may keep from one process to the next
             run = functools.partial(
                 jax.jit(lambda twin, *args: other_rounding(step, twin)(*args)), np.uint32(self.twin)
             )
@@ -325,7 +325,7 @@ class Recorder:
         it shows of the inside is the step's but for rounding.
 
         Args:
-            options: of `value_and_grad`. In a twin the loss rounds otherwise.
+            options: of `value_and_grad`. In a perturbed run the loss rounds otherwise.
 
         Returns:
             Its step, to be called outside of jit, as it looks whether the step is dense.

@@ -142,7 +142,7 @@ def test_the_command_that_makes_a_run_again_has_its_windows():
 
 @pytest.mark.parametrize("twins", [1, -1])
 def test_a_number_of_twins_that_says_nothing_is_refused(twins, tmp_path):
-    with pytest.raises(UsageError, match="twins: expected 0, or 2 and more"):
+    with pytest.raises(UsageError, match="perturbed-runs: expected 0, or 2 and more"):
         RunSettings("mlp").runs(tmp_path, twins)
 
 

@@ -1,4 +1,4 @@
-"""Recordings held against what the twins of one of them reach."""
+"""Recordings held against what the perturbed runs of one of them reach."""
 
 # pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false
 import os
@@ -26,7 +26,7 @@ def jitter(seed, size=NOISE):
 
 
 def run(folder, twins=0, *, seed=0, tamper=None, made=None):
-    """A recording with so many twins, each with noise of its own."""
+    """A recording with so many perturbed runs, each with noise of its own."""
     made = made or synthetic.manifest(dtype="float32")
     recording = synthetic.record(folder, made, tamper=tamper)
     for i in range(1, twins + 1):
@@ -51,11 +51,11 @@ def test_what_the_twins_do_too_is_rounding(perturbed, tmp_path):
     """Without them float32 has bounds that such noise is beyond."""
     a, b = perturbed, run(tmp_path / "b", tamper=jitter(77))
     found = compare(a, b)
-    assert found.verdict is Verdict.ROUNDING and "4 twins of a" in found.reason
+    assert found.verdict is Verdict.ROUNDING and "4 perturbed runs of a" in found.reason
     # The gradient of `block.k_bias` is next to zero, 3 of 33 elements, and of one other element at the last of three steps.
     assert "(90 % of what was updated" in found.reason
     assert found.max_relative_parameter_difference > 1e-5  # of all elements
-    assert compare(b, a).verdict is Verdict.ROUNDING  # the twins of either side do
+    assert compare(b, a).verdict is Verdict.ROUNDING  # the perturbed runs of either side do
     lone = run(tmp_path / "c")
     assert compare(lone, b).verdict is Verdict.BUG
 
@@ -84,7 +84,7 @@ def test_what_no_twin_does_is_a_bug_there(perturbed, tmp_path, phase):
     assert found.verdict is Verdict.BUG, found.reason
     first = found.first_divergence
     assert (first.step, first.phase, first.parameter) == (0, phase, "block.w")
-    assert "as 4 twins of a say" in found.reason
+    assert "as 4 perturbed runs of a say" in found.reason
 
 
 def test_an_element_whose_gradient_is_next_to_zero_may_go_either_way(tmp_path):
@@ -210,7 +210,7 @@ def test_initial_parameters_are_compared_bit_for_bit_all_the_same(perturbed, tmp
 
 
 def test_one_twin_shows_no_spread(tmp_path):
-    with pytest.raises(RecordingError, match="expected at least 2 twins, got 1; record with --twins 4"):
+    with pytest.raises(RecordingError, match="expected 2 perturbed runs or more, got 1: --perturbed-runs 4"):
         compare(run(tmp_path / "a", 1), run(tmp_path / "b"))
 
 
@@ -226,7 +226,7 @@ def test_factors_are_of_phases_and_more_twins_allow_less(perturbed):
     assert all(factor >= margin(4) for factor in spread.factors.values())
     assert margin(2) > margin(4) > margin(8) > 1
     assert eccentricity(np.zeros(3)) == 1.0
-    # Of a gradient the twins are the noise apart that they were made with.
+    # Of a gradient the perturbed runs are the noise apart that they were made with.
     expected = NOISE * np.sqrt(12)
     assert 0.5 * expected < spread.of[0, "reduce", "embed", 0] < 2 * expected
 

@@ -1,4 +1,4 @@
-"""Hashes of elements, and the values that a twin begins with."""
+"""Hashes of elements, and the values that a perturbed run begins with."""
 
 import ml_dtypes
 import numpy as np

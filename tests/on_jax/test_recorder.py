@@ -1,5 +1,6 @@
 """Loops of others, recorded: what each rank held, against what the loop itself computed; and verdicts on pairs of them."""
 
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalSubscript=false
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -246,7 +247,7 @@ def test_the_environment_says_which_twin_a_run_is(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path / "r", {"w": jnp.ones(4)})
     assert not (np.asarray(recorder.params["w"]) == 1).any()
     monkeypatch.setenv("CROSSFRAME_TWIN", "first")
-    with pytest.raises(UsageError, match="CROSSFRAME_TWIN: expected 0, or the number of a twin, got 'first'"):
+    with pytest.raises(UsageError, match="CROSSFRAME_TWIN: expected 0, or the number of a perturbed run, got 'first'"):
         Recorder(tmp_path / "r", {"w": jnp.ones(4)})
 
 

@@ -344,7 +344,7 @@ def test_what_cannot_be_recorded_is_refused_with_what_to_do(tmp_path):
         Recorder(tmp_path, model=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="detail: expected"):
         Recorder(tmp_path, model=model, detail="some")
-    with pytest.raises(UsageError, match="twin: expected 0, or the number of a twin"):
+    with pytest.raises(UsageError, match="twin: expected 0, or the number of a perturbed run"):
         Recorder(tmp_path, model=model, twin=-1)
     with pytest.raises(RecordingError, match="no step was recorded"), Recorder(tmp_path / "a", model=model):
         pass

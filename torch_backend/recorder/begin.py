@@ -1,4 +1,4 @@
-"""How a recording begins: its manifest, made by the first rank and known to all, and a twin's first step aside."""
+"""How a recording begins: its manifest, made by the first rank and known to all, and a perturbed run's first step aside."""
 
 import importlib.metadata
 import shlex
@@ -28,7 +28,7 @@ _TITLE = "beginning of a recording"
 
 
 def move(view: ModelView, twin: int) -> None:
-    """Put this rank's shards where the twin begins."""
+    """Put this rank's shards where the perturbed run begins."""
     for held in view.held:
         here = held.of(held.param)
         if here.numel():

@@ -72,8 +72,9 @@ class Recorder(Sink, Listener):
         detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes a tensor), or "auto": sketches of a model of more
             than a million parameters.
         steps: how many the loop will take, if that is known; the last one is then recorded too.
-        twin: 0, or which twin of the run this is (`crossframe.recording.twins`): it begins one unit in the last place away, it
-            rounds otherwise, and it lies inside the run's own recording. None: as the environment variable CROSSFRAME_TWIN says.
+        twin: 0, or which perturbed run of the run this is (`crossframe.recording.twins`): it begins one unit in the last place
+            away, it rounds otherwise, and it lies inside the run's own recording. None: as the environment variable
+            CROSSFRAME_TWIN says.
         overwrite: replace a recording that is there.
         name: of the model. None: that of its class.
         seed, settings: for the manifest: where initial values and batches come from, and whatever else is worth knowing.

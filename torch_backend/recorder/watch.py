@@ -58,7 +58,8 @@ class _Engine(Observer):
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """What the recorder itself computes is no part of the run: it has no history, and twins do not round it otherwise."""
+    """What the recorder itself computes is no part of the run: it has no history, and perturbed runs do not round it
+    otherwise."""
     with torch.no_grad(), _disable_current_modes():
         yield
 

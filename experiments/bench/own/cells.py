@@ -38,7 +38,7 @@ class Run:
     Attributes:
         contestant: one of CONTESTANTS, or BARE for one device.
         setting: one of SETTINGS.
-        twins: how many twins of it.
+        twins: how many perturbed runs of it.
         fault: whether its gradients are summed instead of averaged, on purpose. Of DDP alone.
     """
 
@@ -84,8 +84,8 @@ def sets(
 ) -> list[list[Run]]:
     """The runs of each set; nothing given is all.
 
-    Below float64, one device and DDP have twins. In bfloat16, which is computed in while parameters are stored and gradients
-    reduced in float32, there are only contestants that can do so, and FSDP1 on one rank stands for one device.
+    Below float64, one device and DDP have perturbed runs. In bfloat16, which is computed in while parameters are stored and
+    gradients reduced in float32, there are only contestants that can do so, and FSDP1 on one rank stands for one device.
 
     Raises:
         UsageError: a model, a number of ranks, a dtype or a setting that is none of those known, or too few steps.
@@ -144,8 +144,8 @@ class Both:
 
 
 def pairs(runs: Sequence[Run]) -> Iterator[Both]:
-    """What is compared in a set. Below float64 a pair of which neither has twins is left out: both are compared with one that
-    has, and without twins there is no verdict behind the first update."""
+    """What is compared in a set. Below float64 a pair of which neither has perturbed runs is left out: both are compared with
+    one that has, and without perturbed runs there is no verdict behind the first update."""
     told = runs[0].dtype == "float64"
     alone = [run for run in runs if run.contestant == BARE]
     sharded = [run for run in runs if run.contestant != BARE]

@@ -26,7 +26,7 @@ class Judged:
         verdict: that of the comparison; ANOTHER where runs that compute different functions by definition were found to part;
             NOT_COMPARED where one of both failed.
         difference: the largest of any parameter, relative; None if not taken, or not finite.
-        used: how much of what twins reach was used where it was most; None without twins.
+        used: how much of what perturbed runs reach was used where it was most; None without perturbed runs.
         where, signature: the first divergence, and what it looks like.
         why: the verdict's reason.
     """

@@ -43,7 +43,8 @@ def record_all(rank: int, runs: Sequence[Run], folder: str) -> list[str | None]:
 
 
 def record(run: Run, path: Path, rank: int, twin: int = 0) -> None:
-    """Train and record one rank of the default process group; a twin lies inside of the run that it is a twin of."""
+    """Train and record one rank of the default process group; a perturbed run lies inside of the run that it is a perturbed run
+    of."""
     settings = run.settings
     model, units = built(run)
     optimizer = optimizer_of(settings, model.parameters())
@@ -131,5 +132,5 @@ def _backward(settings: RunSettings, model: Any, batch: Batch) -> float:
 
 
 def twin_paths(run: Run, path: Path) -> list[Path]:
-    """Where the twins of a run lie."""
+    """Where the perturbed runs of a run lie."""
     return [path / twin_folder(i) for i in range(1, run.twins + 1)]

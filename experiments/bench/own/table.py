@@ -51,8 +51,8 @@ def markdown(pairs: Sequence[Judged], failures: Sequence[Failure], commands: Seq
         f"{SAMPLES} samples, on up to {RANKS[-1]} ranks over gloo, and every step is recorded in full, but for gpt, "
         "of which there are sketches. Settings: "
         + "; ".join(f"{name}: {_options(options)}" for name, options in SETTINGS.items())
-        + f". Below float64, one device and DDP have {TWINS} twins, and what has none is compared with these; in bfloat16, "
-        "FSDP1 on one rank stands for one device.",
+        + f". Below float64, one device and DDP have {TWINS} perturbed runs, and what has none is compared with these; in "
+        "bfloat16, FSDP1 on one rank stands for one device.",
         "",
         "Where batch norm takes its statistics from what a rank is fed, as in conv, another number of ranks is "
         f"*{ANOTHER}*: such pairs are called so by this rule, and not judged.",
@@ -87,7 +87,7 @@ def _largest(pairs: Sequence[Judged]) -> str:
     """How far pairs that agree are apart."""
     used = [pair.used for pair in pairs if pair.used is not None]
     if used:
-        return f"Of what twins reach, pairs that agree use up at most {max(used):.2f}."
+        return f"Of what perturbed runs reach, pairs that agree use up at most {max(used):.2f}."
     apart = [pair.difference for pair in pairs if pair.difference is not None]
     return f"Parameters of pairs that agree differ by at most {max(apart, default=0.0):.1e}."
 
