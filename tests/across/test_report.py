@@ -53,6 +53,11 @@ def pair(path, tamper=None, *, a=None, b=None):
     return synthetic.record(path / "a", made[0]), synthetic.record(path / "b", made[1], tamper=tamper)
 
 
+def incomparable(path):
+    normalised = synthetic.manifest(settings={"per_rank_statistics": ["bn"]})
+    return pair(path, a=normalised, b=synthetic.manifest(1, framework="jax"))
+
+
 def printed(report, series, width=80):
     text = io.StringIO()
     print_report(Console(file=text, width=width, force_terminal=True, color_system=None), report, series)
@@ -249,8 +254,7 @@ def test_a_pair_without_collectives_has_no_trace(tmp_path, monkeypatch):
 
 
 def test_an_incomparable_pair_is_reported_too(tmp_path):
-    normalised = synthetic.manifest(settings={"per_rank_statistics": ["bn"]})
-    report, series = report_of([pair(tmp_path, a=normalised, b=synthetic.manifest(1, framework="jax"))])
+    report, series = report_of([incomparable(tmp_path)])
     page = write_report(tmp_path, report, series).read_text()
     assert "in torch [&#39;bn&#39;] normalises over the samples of its own rank" in page
     assert charts(page) == ["losses"]
@@ -695,7 +699,7 @@ def test_texts_and_curves_are_readable_in_light_and_in_dark():
 
 
 def test_advice_is_wrapped_and_never_cut(tmp_path):
-    report, series = report_of([pair(tmp_path, b=synthetic.manifest(framework="jax", dtype="float32"))])
+    report, series = report_of([incomparable(tmp_path)])
     advice = (
         "record both under one name, as in Recorder(path, model=model, name='toy'), and compare them " + "again " * 40
     )
