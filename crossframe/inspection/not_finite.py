@@ -122,7 +122,12 @@ def _stood_still(recording: Recording, step: int) -> bool:
 def _bits(recording: Recording, phase: str, step: int, name: str) -> list[object]:
     runs = recording.runs(phase, step, name)
     return [
-        (run.rank, run.sketch["fingerprint"] if run.sketch else np.asarray(recording.elements(step, run)).tobytes())
+        (
+            run.rank,
+            recording.sketch_of(step, name, run).fingerprint
+            if run.sketch is not None
+            else np.asarray(recording.elements(step, run)).tobytes(),
+        )
         for run in runs
     ]
 

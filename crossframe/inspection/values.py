@@ -97,7 +97,11 @@ def finite_or_none(number: float) -> float | None:
 
 def side_of(recording: Recording, step: int, name: str, run: Run) -> Side:
     """What one rank recorded of a parameter: its elements, or a sketch of them."""
-    return Side(None, recording.sketch_of(step, name, run)) if run.sketch else Side(recording.elements(step, run))
+    return (
+        Side(None, recording.sketch_of(step, name, run))
+        if run.sketch is not None
+        else Side(recording.elements(step, run))
+    )
 
 
 def _of_parameters(recording: Recording, phase: str, step: int, names: list[str], slot: str = "") -> Iterator[Value]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from crossframe.errors import RecordingError
+from crossframe.inspection import inspect
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.names import identity_map
 from crossframe.params import ParamSpec
@@ -173,3 +174,18 @@ def test_a_backend_may_sketch_for_itself(tmp_path):
     with pytest.raises(RecordingError, match="the output of 'block' at step 0 was recorded as a sketch"):
         recording.activation(0, 0, 0, "block", "output")
     assert values.size > WHOLE
+
+
+@pytest.mark.parametrize("detail", ["full", "sketch"])
+def test_a_step_that_a_scaler_skipped_is_found_by_inspect(tmp_path, detail):
+    kept = {}
+
+    def skip_the_second(phase, step, rank, name, array):
+        if phase == "reduce" and step == 1:
+            array = np.where(np.arange(array.size).reshape(array.shape) == 0, np.inf, array).astype(array.dtype)
+        if phase == "update":
+            array = kept.setdefault((rank, name), array) if step < 2 else array
+        return array
+
+    found = inspect(run(tmp_path / "run", made(detail=detail), tamper=skip_the_second)).not_finite
+    assert [(each.step, each.skipped) for each in found] == [(1, True)]

@@ -109,7 +109,7 @@ def _norm_of_one(case: Case) -> Iterator[Fit]:
     for name in manifest.params:
         for run in case.wrong.runs(REDUCE, case.step, name):
             if run.rank < squares.size:
-                if run.sketch:
+                if run.sketch is not None:
                     return
                 squares[run.rank] += norm(case.wrong.elements(case.step, run)) ** 2
     if squares.size < 2:
