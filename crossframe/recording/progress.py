@@ -19,7 +19,7 @@ class Progress:
     def steps_done(self) -> int:
         """The number of steps that are whole on every rank; 0 where a rank has not begun."""
         for rank, path in enumerate(self._paths):
-            inode = path.stat().st_ino if path.is_file() else 0
+            inode = _inode(path)
             if inode != self._inodes[rank]:  # begun, or begun anew over an earlier recording
                 self._inodes[rank], self._offsets[rank], self._counts[rank] = inode, 0, 0
             if inode:
@@ -30,3 +30,11 @@ class Progress:
                 self._offsets[rank] += len(whole) + bool(whole)
                 self._counts[rank] += sum(line.startswith(_MARK) for line in whole.split(b"\n"))
         return min(self._counts)
+
+
+def _inode(path: Path) -> int:
+    """0 where no file can be: a thread that shows progress is not who says so."""
+    try:
+        return path.stat().st_ino if path.is_file() else 0
+    except OSError:
+        return 0

@@ -192,6 +192,10 @@ def test_progress_reads_another_file_in_the_same_place_from_its_beginning(tmp_pa
     assert progress.steps_done() == progress.steps_done() == 4
 
 
+def test_no_progress_is_shown_where_no_file_can_be(tmp_path):
+    assert Progress(tmp_path / ("a" * 300), 1).steps_done() == 0
+
+
 @pytest.mark.parametrize("text", ["5", "5:5", "7:5", "a:b", "-1:4", ""])
 def test_a_window_that_is_none_is_refused(text):
     with pytest.raises(UsageError, match=f"as in 500:510, got '{text}'"):

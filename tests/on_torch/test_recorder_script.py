@@ -193,7 +193,7 @@ def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
     for said, twins, message in (
         ("another", 4, "expected a recording made by"),
         (command, 2, "has 2 perturbed runs already"),
-        (command, 3, "twin 3 of .* was not recorded"),  # the first that is missing
+        (command, 3, "perturbed run 3 of .* was not recorded"),  # the first that is missing
     ):
         made = synthetic.manifest(settings={"command": said})
         for folder in (tmp_path / "out", *(tmp_path / "out" / twin_folder(i) for i in (1, 2))):

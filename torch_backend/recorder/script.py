@@ -49,6 +49,7 @@ class ScriptRecorder:
         self._optimizers: list[Optimizer] = []
         self._stepped: set[int] = set()
         self._num_strange_steps = self._num_steps = 0
+        self._knew_jax = "jax" in sys.modules  # not by the script
         self._until_found = ExitStack()
 
     @contextmanager
@@ -79,7 +80,7 @@ class ScriptRecorder:
                 "an optimizer stepped, but no module that the script calls by itself has all of its parameters; put what is "
                 f"trained together into one module, or {_USE_RECORDER}"
             )
-        if "jax" in sys.modules:
+        if "jax" in sys.modules and not self._knew_jax:
             return (
                 "nothing was trained with torch: no optimizer of torch stepped, and JAX was imported; record from inside the "
                 "script, with jax_backend.Recorder"
