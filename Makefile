@@ -8,12 +8,13 @@ WORLD_SIZE ?= 2
 FAULTS ?= 200
 WORKERS ?= 2
 
-.PHONY: parity test jax-defaults check spec mutate format clean
+.PHONY: parity test exhaustive jax-defaults check spec mutate format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make parity   train a GPT in torch and in JAX, sharded, and say whether they agree (WORLD_SIZE=$(WORLD_SIZE))"
 	@echo "make test     the whole test suite, in $(WORKERS) processes"
+	@echo "make exhaustive   the same with every combination and the tests that take long: hours"
 	@echo "make jax-defaults   tests/on_jax without jax_enable_x64 and with XLA's default flags, in $(WORKERS) processes"
 	@echo "make check    formatting, lint, types and import rules"
 	@echo "make spec     every rule of sharding against torch, the reference and closed forms, all cases"
@@ -36,6 +37,9 @@ parity: $(INSTALLED)
 # Ranks and commands are hundreds of processes: without bytecode on disk each would compile the project again.
 test: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+exhaustive: $(INSTALLED)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --exhaustive
 
 jax-defaults: $(INSTALLED)
 	CROSSFRAME_TESTS_OF_JAX_DEFAULTS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax

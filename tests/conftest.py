@@ -23,8 +23,10 @@ JAX_DEFAULTS = "CROSSFRAME_TESTS_OF_JAX_DEFAULTS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--exhaustive`: every combination, where a test otherwise takes those that differ."""
-    parser.addoption("--exhaustive", action="store_true", help="every combination, where tests take a part of them")
+    """`--exhaustive`: tests marked `exhaustive` too, and every combination where a test otherwise takes those that differ."""
+    parser.addoption(
+        "--exhaustive", action="store_true", help="also tests that take long, and every combination of each"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # In several processes files go by their names. xdist would begin with those of many tests, and end with the few long ones,
     # one after the other in one process while the others have nothing to do.
     config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `exhaustive` to `--exhaustive`, unless the command line names single tests."""
+    if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
+        return
+    long = [item for item in items if item.get_closest_marker("exhaustive")]
+    items[:] = [item for item in items if item not in long]
+    config.hook.pytest_deselected(items=long)
 
 
 def pytest_collection_finish() -> None:

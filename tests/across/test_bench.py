@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -46,7 +45,6 @@ from experiments.bench.timing import WARM_UP, alternate
 from experiments.bench.wrap import LIMIT as WRAP_LIMIT
 from experiments.bench.wrap import wrap_figures
 from experiments.cli import app
-from tests.conftest import EXHAUSTIVE
 
 
 def run(*arguments):
@@ -56,6 +54,7 @@ def run(*arguments):
     return result.exit_code, result.output
 
 
+@pytest.mark.exhaustive
 def test_all_is_measured_and_written(tmp_path):
     # Without GPUs, which the quick form would use at their real backend: what they measure is tested by parts.
     path, readable = tmp_path / "torch.json", tmp_path / "torch.md"
@@ -489,7 +488,7 @@ def test_memory_of_state_is_that_of_the_fullest_rank():
         assert found(figures, f"{operation}: torch FSDP1") == (5.0, None)
 
 
-@pytest.mark.skipif(not os.environ.get(EXHAUSTIVE), reason="two minutes: pytest --exhaustive")
+@pytest.mark.exhaustive
 def test_state_is_measured_and_written(tmp_path):
     path, readable = tmp_path / "state.json", tmp_path / "state.md"
     result = CliRunner().invoke(app, ["bench", "state", "--quick", "--json", str(path), "--output", str(readable)])

@@ -1,7 +1,6 @@
 """`crossframe bench jax`: what is compared with what, and that it runs from end to end."""
 
 import json
-import os
 
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +8,6 @@ from typer.testing import CliRunner
 from experiments.bench import jax_step
 from experiments.bench.jax_step import BY_HAND, OURS, OURS_SCANNED, QUICK, REPLICATED, SCANNED_BY_HAND
 from experiments.cli import app
-from tests.conftest import EXHAUSTIVE
 
 SECONDS = {REPLICATED: 2.0, BY_HAND: 4.0, SCANNED_BY_HAND: 8.0, **dict.fromkeys((*OURS, *OURS_SCANNED), 1.0)}
 
@@ -36,7 +34,7 @@ def test_compilation_and_memory_are_held_to_fsdp_by_hand():
         assert found(held, f"2 devices: {name} to {BY_HAND}") == (0.25, 1.0)
 
 
-@pytest.mark.skipif(not os.environ.get(EXHAUSTIVE), reason="a minute: pytest --exhaustive")
+@pytest.mark.exhaustive
 def test_a_step_in_jax_is_measured_and_written(tmp_path):
     path, readable = tmp_path / "jax.json", tmp_path / "jax.md"
     result = CliRunner().invoke(app, ["bench", "jax", "--quick", "--json", str(path), "--output", str(readable)])

@@ -17,7 +17,6 @@ from crossframe.errors import UsageError
 from experiments.cli import app
 from experiments.parity.settings import RunSettings
 from tests.across.recorded import record_with_torch
-from tests.conftest import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,14 +117,9 @@ def test_other_settings_are_incomparable(ranks, recording, tmp_path):
     assert "not recordings of the same run" in said and "seed" in said
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        # The dtype that `record` does not take by default. test_parity trains in both, and the next test asks for the default.
-        pytest.param(["float32"], id="float32"),
-        *([pytest.param([], id="default dtypes")] if os.environ.get(EXHAUSTIVE) else []),
-    ],
-)
+# `make parity` does the same with its own model.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtypes", [pytest.param(["float32"], id="float32"), pytest.param([], id="default dtypes")])
 def test_parity_from_end_to_end_in_own_processes(tmp_path, dtypes):
     """Does what `make parity` does, with a small model, in a folder whose packages have the names of the project's."""
     for name in ("crossframe", "experiments", "torch_backend"):
@@ -281,18 +275,25 @@ while True:
 """
 
 
-# Each signal and each kind of command once: test_processes sends every signal to a smaller family of processes, and `parity`
-# starts `record`. One rank is enough, as no other rank's end can then end it.
-SIGNALS = [("parity", signal.SIGINT), ("script", signal.SIGKILL)]
-MORE_SIGNALS = [("parity", signal.SIGTERM), ("model", signal.SIGINT), ("script", signal.SIGINT)]
+# test_processes sends every signal to a smaller family of processes. One rank is enough: no other rank's end can then end it.
+SIGNALS = [("script", signal.SIGKILL)]
+MORE_SIGNALS = [
+    ("parity", signal.SIGINT),
+    ("parity", signal.SIGTERM),
+    ("model", signal.SIGINT),
+    ("script", signal.SIGINT),
+]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
 @pytest.mark.parametrize(
     ("what", "number"),
     [
-        pytest.param(what, number, id=f"{what}-{number.name}")
-        for what, number in SIGNALS + (MORE_SIGNALS if os.environ.get(EXHAUSTIVE) else [])
+        *(pytest.param(what, number, id=f"{what}-{number.name}") for what, number in SIGNALS),
+        *(
+            pytest.param(what, number, id=f"{what}-{number.name}", marks=pytest.mark.exhaustive)
+            for what, number in MORE_SIGNALS
+        ),
     ],
 )
 def test_a_signal_to_the_command_alone_ends_its_ranks(tmp_path, spawned, what, number):

@@ -182,8 +182,14 @@ def in_torch(folder, case, params, detail):
     return Recording.open(folder)
 
 
-@pytest.mark.parametrize("detail", ["full", "sketch"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "detail"),
+    [  # full and sketch by turns; both with --exhaustive
+        pytest.param(name, detail, marks=[pytest.mark.exhaustive] * ((i + j) % 2))
+        for i, name in enumerate(CASES)
+        for j, detail in enumerate(("full", "sketch"))
+    ],
+)
 def test_any_order_of_dims_is_rounding_apart(tmp_path, name, detail):
     case = CASES[name]()
     b, params = in_jax(tmp_path / "jax", case, detail)

@@ -96,6 +96,7 @@ def test_a_hybrid_mesh_with_batch_norm_momentum_clipping_and_microbatches_agrees
         assert difference(plan, b.collectives(0, rank), ordered=False, kinds=COLLECTIVES) == []
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_and_top_k_routing_lie_within_what_twins_of_torch_reach(ranks, tmp_path):
     """Parameters stored in float32, computed with in bfloat16: no bound known beforehand says anything of it."""
     settings = RunSettings("moe", "bfloat16", steps=2)
@@ -163,7 +164,7 @@ def test_the_grids_command_refuses_what_it_has_not():
     assert result.exit_code == 2 and "ranks: expected among 1, 2, 3, 4, 2x2, got 5" in " ".join(result.output.split())
 
 
-@pytest.mark.skipif(not os.environ.get(EXHAUSTIVE), reason="starts processes of its own, 10 s; see tests/conftest.py")
+@pytest.mark.exhaustive
 def test_the_grids_command_prints_a_line_a_cell_and_writes_it(tmp_path):
     output = tmp_path / "new" / "grid.md"
     arguments = [

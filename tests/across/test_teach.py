@@ -40,7 +40,11 @@ def written(folder: Path, *parts: str) -> Path:
     return lesson
 
 
-@pytest.mark.parametrize("name", LESSONS)
+# The longest starts both frameworks.
+SHORT_AND_LONG = [pytest.param(n, marks=[pytest.mark.exhaustive] * (n == "two_frameworks.md")) for n in LESSONS]
+
+
+@pytest.mark.parametrize("name", SHORT_AND_LONG)
 def test_a_lesson_and_its_pictures_are_what_its_code_gives(name):
     # In another hash seed, time zone and terminal than those that it was written in: nothing hangs on them.
     result = teach(FOLDER / name, seed=str(1 + LESSONS.index(name)))

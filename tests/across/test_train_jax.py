@@ -31,7 +31,6 @@ from experiments.train import loop
 from experiments.train.settings import TrainSettings
 from experiments.train_jax import train
 from jax_backend.nnx import split, with_params
-from tests.conftest import EXHAUSTIVE
 from tests.on_jax.recorded_loops import record
 from tests.on_jax.small import small_map
 
@@ -55,19 +54,8 @@ def whole(tmp_path_factory):
     return settings
 
 
-@pytest.fixture(scope="module")
-def processes(whole, tmp_path_factory):
-    """What two processes found, each; see tests.across.two_processes."""
-    folder = tmp_path_factory.mktemp("processes")
-    # What a run leaves that is killed while it writes its second checkpoint, and a third one that rotted on its disk.
-    shutil.copytree(whole.output, folder / "run")
-    checkpoints = folder / "run" / "checkpoints"
-    rotten = checkpoints / "step-00000004" / "rank00001.safetensors"
-    rotten.write_bytes(rotten.read_bytes()[:-1] + bytes([rotten.read_bytes()[-1] ^ 1]))
-    (checkpoints / "writing-step-00000003-0123456789abcdef").mkdir()
-    with (folder / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')
-    (folder / "settings.json").write_text(json.dumps(asdict(whole), default=str))
+def in_two_processes(folder, *checks):
+    """What each of two processes found, and what it printed; see tests.across.two_processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -75,7 +63,7 @@ def processes(whole, tmp_path_factory):
     environment = {"XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ | {"JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.across.two_processes", str(rank), port, str(folder)],
+            [sys.executable, "-m", "tests.across.two_processes", str(rank), port, str(folder), *checks],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -89,7 +77,12 @@ def processes(whole, tmp_path_factory):
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)
-    return folder, [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)], said
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)], said
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    return in_two_processes(tmp_path_factory.mktemp("processes"), "checkpoints", "summons", "orbax")[0]
 
 
 def lines(folder):
@@ -116,8 +109,19 @@ def near(got, expected, first):
         assert abs(norm - other_norm) <= bounds.parameter * other_norm, step
 
 
-def test_two_processes_go_on_where_one_was_killed_stop_when_asked_and_end_as_if_nothing_had_been(whole, processes):
-    folder, found, said = processes
+@pytest.mark.exhaustive
+def test_two_processes_go_on_where_one_was_killed_and_stop_when_asked(whole, tmp_path):
+    # What a run leaves that is killed while it writes its second checkpoint, and a third one that rotted on its disk.
+    folder = tmp_path
+    shutil.copytree(whole.output, folder / "run")
+    checkpoints = folder / "run" / "checkpoints"
+    rotten = checkpoints / "step-00000004" / "rank00001.safetensors"
+    rotten.write_bytes(rotten.read_bytes()[:-1] + bytes([rotten.read_bytes()[-1] ^ 1]))
+    (checkpoints / "writing-step-00000003-0123456789abcdef").mkdir()
+    with (folder / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    (folder / "settings.json").write_text(json.dumps(asdict(whole), default=str))
+    found, said = in_two_processes(folder, "training")
     # The second process was asked to stop in the third step; the first one, which was not, stopped behind it too.
     names = ["damaged-step-00000004", "step-00000002", "step-00000003"]
     assert [each["training"] for each in found] == [[True, names, True, True]] * 2
@@ -133,7 +137,7 @@ def test_two_processes_go_on_where_one_was_killed_stop_when_asked_and_end_as_if_
 
 
 def test_R36_R37_checkpoints_of_two_processes_load_on_another_mesh_and_what_is_damaged_is_told_to_both(processes):
-    found = [each["checkpoints"] for each in processes[1]]
+    found = [each["checkpoints"] for each in processes]
     assert [same for same, _ in found] == [[True, True]] * 2
     lost, there = zip(*(errors for _, errors in found), strict=True)
     words = "rank00002.safetensors is missing; with it is lost what rank 2 held of"
@@ -144,12 +148,15 @@ def test_R36_R37_checkpoints_of_two_processes_load_on_another_mesh_and_what_is_d
 
 
 def test_R18_R20_full_parameters_are_shown_to_and_edited_by_two_processes(processes):
-    for each in processes[1]:
+    for each in processes:
         assert each["summons"] == [True] * 10
 
 
-def test_two_processes_record_into_one_directory_what_one_process_records(processes, tmp_path):
-    folder, found, _ = processes
+@pytest.mark.exhaustive
+def test_two_processes_record_into_one_directory_what_one_process_records(tmp_path):
+    folder = tmp_path / "two"
+    folder.mkdir()
+    found, _ = in_two_processes(folder, "recordings")
     refused = [each["recordings"] for each in found]
     assert refused[0].startswith("RecordingError") and "not empty" in refused[0]
     assert refused[1].startswith("AgreementError: process 0 failed in the beginning of a recording")
@@ -165,7 +172,7 @@ def test_two_processes_record_into_one_directory_what_one_process_records(proces
 
 
 def test_orbax_saves_and_restores_in_two_processes(processes):
-    assert [each["orbax"] for each in processes[1]] == [[True]] * 2
+    assert [each["orbax"] for each in processes] == [[True]] * 2
 
 
 ELSEWHERE = [
@@ -176,7 +183,8 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize(("num_devices", "how"), ELSEWHERE if os.environ.get(EXHAUSTIVE) else ELSEWHERE[:1])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("num_devices", "how"), ELSEWHERE)
 def test_R36_R37_a_run_goes_on_on_other_devices_with_the_losses_that_it_would_have_had(
     whole, tmp_path, num_devices, how
 ):

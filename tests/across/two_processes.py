@@ -1,4 +1,4 @@
-"""What two processes of JAX do together, on CPUs over gloo: `python -m tests.across.two_processes RANK PORT FOLDER`.
+"""What two processes of JAX do together, on CPUs over gloo: `python -m tests.across.two_processes RANK PORT FOLDER CHECK...`.
 
 Each has two devices. Each check is run by both, and what it returns is written to a file, or the error that it met.
 """
@@ -159,26 +159,26 @@ def recordings(folder: Path, rank: int) -> Any:
     return said(again)
 
 
-CHECKS = (checkpoints, summons, orbax, recordings, training)
+CHECKS = {check.__name__: check for check in (checkpoints, summons, orbax, recordings, training)}
 
 
-def main(rank: int, port: str, folder: Path) -> None:
-    """Run all checks."""
+def main(rank: int, port: str, folder: Path, checks: list[str]) -> None:
+    """Run these checks."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
     found = {}
-    for check in CHECKS:
+    for name in checks:
         try:
-            found[check.__name__] = check(folder, rank)
+            found[name] = CHECKS[name](folder, rank)
         except Exception as error:
-            found[check.__name__] = f"{type(error).__name__}: {error}"
+            found[name] = f"{type(error).__name__}: {error}"
             raise
         finally:
             (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

@@ -71,6 +71,7 @@ def test_R12_every_history_of_three_operations(setup, operations):
     assert 0 < found.num_refused < found.num_tried and found.num_worlds > 300
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("setup", LONG, ids=name)
 def test_R12_every_history_of_four_operations(setup):
     found = explored(setup, 4, GRANTED)

@@ -43,7 +43,7 @@ def test_zeros_and_what_is_not_finite_stay():
     np.testing.assert_array_equal(other_rounding(lambda x: x / 1.0, 1)(x), x)
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "jit"])
+@pytest.mark.parametrize("mode", ["shard_map", pytest.param("jit", marks=pytest.mark.exhaustive)])
 def test_a_step_differs_by_rounding_alone_in_loss_and_gradients(mode):
     mesh = jax_backend.make_mesh(MeshSpec(shard=2), jax.devices("cpu")[:2])
     generator = np.random.default_rng(0)

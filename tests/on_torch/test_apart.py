@@ -138,11 +138,14 @@ class Alone:
                 this.evaluate()
 
 
+LONG = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("world_size", "interface", "others", "told"),
     [
         pytest.param(2, "fsdp2", _next_step, "issued different collectives: as number", id="next step"),
-        pytest.param(4, "flat", _next_step, "issued different collectives: as number", id="next step of 4"),
+        pytest.param(4, "flat", _next_step, "issued different collectives: as number", id="next step of 4", marks=LONG),
         pytest.param(
             3,
             "orig",
@@ -156,6 +159,7 @@ class Alone:
             _barrier,
             "rank 1 is in torch.distributed.barrier between ranks 0, 1, 2, 3, to which",
             id="hybrid",
+            marks=LONG,
         ),
         pytest.param(
             2,
@@ -167,7 +171,7 @@ class Alone:
         pytest.param(
             2, "fsdp2", _another_root, "is in an agreement (first use of the root) between", id="another root"
         ),
-        pytest.param(3, "fsdp2", _nothing, "a rank has probably ended", id="end of the program"),
+        pytest.param(3, "fsdp2", _nothing, "a rank has probably ended", id="end of the program", marks=LONG),
     ],
 )
 def test_a_rank_that_evaluates_alone_is_found(world_size, interface, others, told):
@@ -217,6 +221,6 @@ def _late(this: Rank) -> str:
     return "all is well"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=LONG)])
 def test_a_late_rank_is_waited_for(world_size):
     assert run_apart(_late, world_size) == [("ended", "all is well")] * world_size

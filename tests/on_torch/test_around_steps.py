@@ -183,6 +183,7 @@ def _compiled(rank, world_size):
     return [how for how, history in histories.items() if not _same(history, histories["never"])]
 
 
+@pytest.mark.exhaustive
 def test_compiled_units_models_and_insides_of_units_train_as_uncompiled_ones(ranks):
     assert ranks.run(2, _compiled) == [[], []]
 

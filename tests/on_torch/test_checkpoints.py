@@ -341,8 +341,8 @@ def faces_on(world_size: int) -> list[str]:
 
 
 def test_R36_R37_a_checkpoint_goes_from_any_sharding_to_any_other_at_any_world_size(ranks, tmp_path):
-    """Also between torch's own and ours. The short form: each saves once and loads once, those with replicas at 4 ranks
-    and the others at fewer in turn."""
+    """Also between torch's own and ours. The short form: one half saves and the other loads, those with replicas at 4
+    ranks and the others at fewer in turn."""
     checkpoints, cases = chosen(str(tmp_path))
     for world_size in WORLD_SIZES:
         _assert_same(ranks, world_size, _save, [saved for saved in checkpoints if saved.world_size == world_size])
@@ -360,11 +360,11 @@ def chosen(folder: str) -> tuple[list[Saved], list[tuple[Saved, str, int]]]:
         cases = [(saved, face, size) for saved in checkpoints for size in WORLD_SIZES for face in faces_on(size)]
         return checkpoints, cases
     checkpoints = []
-    for i, face in enumerate(FACES):
+    for i, face in enumerate(FACES[::2]):
         size = 4 if face.endswith(HYBRID) else (2, 3)[i % 2]
         checkpoints.append(Saved(face, size, i, folder))
     cases = []
-    for i, (face, saved) in enumerate(zip(FACES, rng.sample(checkpoints, len(checkpoints)), strict=True)):
+    for i, (face, saved) in enumerate(zip(FACES[1::2], rng.sample(checkpoints, len(checkpoints)), strict=False)):
         size = 4 if face.endswith(HYBRID) else (1, 2, 3)[i % 3]
         cases.append((saved, face, size))
     return checkpoints, cases

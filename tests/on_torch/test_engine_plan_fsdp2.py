@@ -1,7 +1,6 @@
 """FSDP2 under its choices: the engine's trace, frees included, is the core's plan, an observer that the engine knows nothing of
 sees the same, and torch's fully_shard never sends less (R08, R11, R13, R14, R15, R28, R34). FSDP1 is in test_engine_plan.py."""
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,6 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Sync
 from crossframe.trace import collectives, difference
-from tests.conftest import EXHAUSTIVE
 from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.test_engine_plan import _by_group, _bytes
 from tests.on_torch.test_plan import LOW, WORLD_SIZE, Collectives
@@ -214,7 +212,7 @@ def test_R08_R13_R14_R15_R28_R34_fully_shards_trace_is_the_plan(ranks, what):
     assert ranks.run(WORLD_SIZE, _compare, CASES[what]) == [[]] * WORLD_SIZE
 
 
-@pytest.mark.skipif(not os.environ.get(EXHAUSTIVE), reason="minutes: pytest --exhaustive")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", range(32))
 def test_R08_R13_R14_R15_R28_R34_every_trace_is_the_plan(ranks, part):
     assert ranks.run(WORLD_SIZE, _compare, ALL[part::32], seconds=600) == [[]] * WORLD_SIZE

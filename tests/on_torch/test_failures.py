@@ -393,13 +393,15 @@ def test_a_difference_between_many_ranks_is_told_in_one_line():
 @pytest.mark.parametrize(
     "trial",
     [
-        Trial("flat", 2, 1, "construction", "raise", timeout=2.0),
+        pytest.param(Trial("flat", 2, 1, "construction", "raise", timeout=2.0), marks=pytest.mark.exhaustive),
         Trial("fsdp2", 3, 0, "before the first forward", "exit", store="rank 0"),
         Trial("orig", 3, 1, "forward", "kill"),
         Trial("fsdp2", 3, 2, "between", "exit", nth=2),
         Trial("flat", 3, 0, "backward", "raise"),
         Trial("orig", 3, 2, "reduction", "kill", nth=6),
-        Trial("flat", 4, 1, "gather in backward", "exit", nth=2, delay=0.002),
+        pytest.param(
+            Trial("flat", 4, 1, "gather in backward", "exit", nth=2, delay=0.002), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=lambda trial: f"{trial.where}-{trial.how}",
 )

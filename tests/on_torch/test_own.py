@@ -94,6 +94,7 @@ def test_the_table_counts_by_who_was_compared_and_lists_what_parts():
     assert "- mlp, float64, adamw: torch FSDP1 on 2 against our FSDP1 on 2: **bug**: at step 0 they part" in text
 
 
+@pytest.mark.exhaustive
 def test_of_each_special_case_that_parts_it_is_known_why(ranks, tmp_path: Path):
     """Those that are torch's own faults: what FSDP1 does not reduce, and DDP's assertion; and ours beside them."""
     names = ("a unit not used in the last microbatch, NO_SHARD", "a hybrid mesh of shards of one rank")

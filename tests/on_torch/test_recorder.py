@@ -101,7 +101,7 @@ def is_mean(local, reduced):
     return distance(np.mean(local, axis=0), reduced) <= sum_error(local, 2.0**-53)
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", FEW if LONG else ["ddp", "ours fsdp2 ragged"])
 def test_gradients_that_are_summed_and_not_averaged_are_a_bug_in_the_reduction(ranks, tmp_path, alone, kind):
     directory = where(tmp_path, kind)
     ranks.run(2, partial(train, microbatches=2, faulty=True, steps=1), kind, directory)
@@ -134,7 +134,9 @@ def test_a_group_of_one_rank_records_as_one_device_does(ranks, tmp_path, alone):
         assert compare(recording, alone).verdict in FINE, kind
 
 
-@pytest.mark.parametrize("kind", ["ours fsdp1", "ours fsdp2", "torch fsdp1 flat", "torch fsdp2"])
+@pytest.mark.parametrize(
+    "kind", ["ours fsdp1", "ours fsdp2", "torch fsdp1 flat", "torch fsdp2"] if LONG else ["ours fsdp1", "torch fsdp2"]
+)
 def test_replicas_of_shards_are_recorded_as_such(ranks, tmp_path, alone, kind):
     directory = where(tmp_path, kind)
     ranks.run(4, partial(train, hybrid=True, microbatches=2), kind, directory)
@@ -144,7 +146,7 @@ def test_replicas_of_shards_are_recorded_as_such(ranks, tmp_path, alone, kind):
     assert np.array_equal(recording.full(UPDATE, 0, "scale", replica=0), recording.full(UPDATE, 0, "scale", replica=1))
 
 
-@pytest.mark.parametrize("kind", FEW if LONG else ["ddp", "ours fsdp2 ragged", "torch fsdp1"])
+@pytest.mark.parametrize("kind", FEW if LONG else ["ours fsdp2 ragged"])
 def test_twins_of_any_kind_part_by_rounding_and_judge_the_run(ranks, tmp_path, kind):
     directory = where(tmp_path, kind)
     for twin in range(3):
@@ -167,7 +169,7 @@ def test_twins_of_any_kind_part_by_rounding_and_judge_the_run(ranks, tmp_path, k
     ("kind", "reentrant"),
     list(product(["ddp", "ours fsdp1", "torch fsdp1", "torch fsdp2"], [True, False]))
     if LONG
-    else [("ddp", True), ("ours fsdp1", False), ("torch fsdp1", True), ("torch fsdp2", False)],
+    else [("ours fsdp1", False), ("torch fsdp1", True)],
 )
 def test_what_checkpointing_computes_again_is_recorded_once(ranks, tmp_path, alone, kind, reentrant):
     directory = where(tmp_path, kind)

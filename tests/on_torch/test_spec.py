@@ -83,10 +83,10 @@ def numbers(printed, rule):
 
 @pytest.fixture(scope="module")
 def whole():
-    """The quick form of everything, of samples above sixty a tenth, of worlds three; all of them with pytest --exhaustive."""
+    """The quick form of everything, of samples above thirty a tenth, of worlds three; all of them with pytest --exhaustive."""
     with pytest.MonkeyPatch.context() as patch:
         if EXHAUSTIVE not in os.environ:
-            patch.setattr(Scope, "take", smaller(lambda num_quick: min(num_quick, max(60, num_quick // 10))))
+            patch.setattr(Scope, "take", smaller(lambda num_quick: min(num_quick, max(30, num_quick // 10))))
             few_worlds = lifecycle.worlds()[::97]
             patch.setattr(lifecycle, "worlds", lambda: few_worlds)
         return spec()
@@ -383,6 +383,7 @@ def test_every_check_is_there_and_names_rules_that_exist():
 # --- the full form ---
 
 
+@pytest.mark.exhaustive
 def test_the_full_form_runs_in_processes_of_its_own():
     two = [check for check in CHECKS if check.target in ("closed_form:divide_products", "refusals:zero_dim")]
     seen = []

@@ -28,7 +28,6 @@ from experiments.train.journal import Journal
 from experiments.train.settings import TrainSettings
 from experiments.train.sharded import build
 from experiments.train.together import together
-from tests.conftest import EXHAUSTIVE
 from tests.on_torch.campaign import Trials, content, finals, metrics
 from torch_backend.observe import record_trace
 
@@ -117,10 +116,11 @@ def test_R08_R15_R33_strategy_precision_and_microbatches_are_what_was_asked_for(
         assert reduced == [set(), {"float32"}]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "kind"),
     # All kinds: python -m tests.on_torch.campaign
-    [(1, "one rank killed in a save"), *([(4, "other world")] if os.environ.get(EXHAUSTIVE) else [])],
+    [(1, "one rank killed in a save"), (4, "other world")],
 )
 def test_R36_R37_what_harms_a_run_is_survived_or_named(trials, number, kind):
     outcome = trials.run(number, kind)
