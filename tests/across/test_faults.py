@@ -183,6 +183,7 @@ def test_faults_are_found_and_named(ranks, references, tmp_path, name):
     assert said.sketched == said.verdict, said
 
 
+@pytest.mark.exhaustive
 def test_right_runs_agree_also_with_sums_in_another_order(ranks, tmp_path):
     chosen = [run for run in runs_of("mlp", "float32", 0) if run.framework == TORCH and run.settings.world_size <= 2]
     assert [run.settings.rounding for run in chosen] == [0, 0, 0, 1001, 1002]

@@ -71,7 +71,7 @@ def test_every_fault_of_the_core_compiles_and_changes_its_source():
     sources = {path: path.read_bytes() for path in sorted((ROOT / "crossframe").rglob("*.py"))}
     every = [(mutant, source) for path, source in sources.items() for mutant in mutants_of(str(path), source)]
     assert len(every) > 1000
-    for mutant, source in random.Random(1).sample(every, 100):
+    for mutant, source in random.Random(1).sample(every, 40):
         compile(mutant.apply(source), mutant.path, "exec")
         assert mutant.diff(source), mutant
 

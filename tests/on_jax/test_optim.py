@@ -123,7 +123,14 @@ BY_LEAF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["lamb", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("lamb", marks=pytest.mark.exhaustive),
+        "adafactor",
+        pytest.param("muon", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_R07_what_goes_by_leaves_sees_parameters_in_their_true_shapes_under_per_param(name):
     tx, mesh, params = BY_LEAF[name](), mesh_of_size(3), small_params()
     sharded = shard(params, mesh, units=UNITS, param_map=small_map(), layout="per_param")

@@ -30,7 +30,14 @@ def one_device(tmp_path_factory):
     return record(tmp_path_factory.mktemp("recorded") / "one", param_map=small_map())
 
 
-@pytest.mark.parametrize(("layout", "replicate"), [("flat", 1), ("per_param", 2), ("ragged", 1)])
+@pytest.mark.parametrize(
+    ("layout", "replicate"),
+    [
+        pytest.param("flat", 1, marks=pytest.mark.exhaustive),
+        ("per_param", 2),
+        pytest.param("ragged", 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_every_layout_is_rounding_away_from_one_device(tmp_path, one_device, layout, replicate):
     sharded = sharded_small(2, replicate, **LAYOUTS[layout])
     with Recorder(tmp_path / "r", sharded, **TOLD) as recorder:

@@ -24,7 +24,7 @@ LAYOUTS = (
 
 
 # JAX compiles something for each new shape.
-@settings(QUICK, max_examples=60 if os.environ.get(EXHAUSTIVE) else 20)
+@settings(QUICK, max_examples=60 if os.environ.get(EXHAUSTIVE) else 8)
 @given(ALL_LAYOUTS)
 def test_R05_views_in_jax_are_those_in_numpy_and_padding_is_in_none(layout):
     line = np.arange(layout.gathered_numel, dtype=np.int32)

@@ -227,6 +227,7 @@ def _trained_by_trainer(rank, world_size, version, kind, ours, wrapped):
     return finals[0], differing(finals[-1], finals[0]), units
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("accelerate") is None or find_spec("transformers") is None, reason="not installed")
 def test_R36_R37_transformers_trainer_trains_saves_and_resumes(ranks):
     """As with torch's own FSDP2, and under FSDP1 too; a model that is sharded already is left as it is.

@@ -56,7 +56,7 @@ def alone(ranks, tmp_path_factory):
     return Recording.open(directory)
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("kind", FEW)
 def test_every_kind_of_sharding_records_the_run_of_one_device(ranks, tmp_path, alone, kind):
     directory = where(tmp_path, kind)
     ranks.run(2, partial(train, microbatches=2), kind, directory)

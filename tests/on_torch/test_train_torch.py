@@ -79,7 +79,11 @@ def expected():
         (1, {"face": "fsdp2"}),
         (2, {"face": "fsdp2", "layout": "flat", "micro_batch_size": 2}),
         (3, {"face": "fsdp2", "layout": "ragged", "strategy": "shard_grad_op"}),
-        (4, {"face": "fsdp2", "strategy": "hybrid_shard", "shard": 2, "micro_batch_size": 1}),
+        pytest.param(
+            4,
+            {"face": "fsdp2", "strategy": "hybrid_shard", "shard": 2, "micro_batch_size": 1},
+            marks=pytest.mark.exhaustive,
+        ),
         (2, {"face": "fsdp2", "strategy": "no_shard"}),
         (2, {"face": "fsdp1", "micro_batch_size": 3}),
         (4, {"face": "fsdp1", "strategy": "hybrid_shard", "shard": 2}),
