@@ -307,16 +307,23 @@ def compare(
 @app.command()
 def explain(
     a: Annotated[Path, typer.Argument(help="A recording.", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
+    b: Annotated[Path | None, typer.Argument(help="Another. Default: examine the first alone")] = None,
+    step: Annotated[int, typer.Option(help="Of one recording: the step whose operators are examined.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder in which the traces are kept. Default: none")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that each of both runs may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that each run may take.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the finding as JSON.")] = False,
 ) -> None:
-    """Run both sides again up to their first difference, and name the operator and the source line where they part."""
-    from experiments.explain import explain as explain_pair
+    """Run both sides again up to their first difference, and name the operator and the source line where they part.
 
+    Of one recording: run it again, repeat each operator in float64 on its own inputs, and name those that err by more than
+    rounding. Compiled modules are compared with what they were compiled from.
+    """
+    from experiments.explain import explain as explain_pair
+    from experiments.explain import explain_one
+
+    options: dict[str, Any] = {"folder": output, "timeout": timeout, "as_json": as_json, "console": console}
     with exit_on_error():
-        raise typer.Exit(explain_pair((a, b), folder=output, timeout=timeout, as_json=as_json, console=console))
+        raise typer.Exit(explain_one(a, step, **options) if b is None else explain_pair((a, b), **options))
 
 
 @app.command()

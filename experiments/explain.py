@@ -1,4 +1,8 @@
-"""`crossframe explain A B`: both runs made again up to the first difference, and the operators at which they part."""
+"""`crossframe explain A B`: both runs made again up to the first difference, and the operators at which they part.
+
+`crossframe explain RUN`: one run made again, and the operators that err by more than rounding. Of a pair of which one run is
+compiled and the other is not, the compiled one is examined so first.
+"""
 
 import json
 import os
@@ -17,16 +21,19 @@ from crossframe.operators import Finding, Operator, Request, Trace, find
 from crossframe.operators.match import Neighbour
 from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.target import Target, target_of
+from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.lines import BACKWARD, FORWARD
+from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROGRAM, SOURCE
 from crossframe.verdict import compare
 from crossframe.verdict.comparable import labels
 from experiments.record_script import script_command
 
 TIMEOUT = 600.0
-_LAST_LINES = 12
+_LAST_LINES, _MOST_SHOWN = 12, 8
 FOUND, NOTHING_DIFFERS, NOT_FOUND = 1, 0, 3
 
 
@@ -34,6 +41,8 @@ def explain(
     directories: tuple[Path, Path], *, folder: Path | None, timeout: float, as_json: bool, console: Console
 ) -> int:
     """Print the first operator of each side that computes something else; returns the exit status.
+
+    Where one run is compiled and the other is not, that is the first operator that was compiled wrong, if there is one.
 
     Args:
         directories: of the recordings.
@@ -46,6 +55,16 @@ def explain(
     """
     a, b = (Recording.open(directory) for directory in directories)
     verdict = compare(a, b)
+    compiled = [each for each in (a, b) if _is_compiled(each)]
+    first = next((each for each in verdict.judged if each.beyond), None)
+    if len(compiled) == 1:
+        step = first.step if first is not None else 0
+        trace = judged(compiled[0], step, folder=folder, timeout=timeout, console=None if as_json else console)
+        wrong = any(op.name.startswith(COMPILED) for op in trace.outside())
+        if wrong or first is None:
+            return answer(trace, compiled[0], step, as_json, console)
+        if not as_json:
+            _print_graphs(trace, console)
     target = target_of(a, b, verdict)
     if target is None:
         console.print("nothing to explain: no recorded value differs beyond its bound", style="green")
@@ -58,6 +77,43 @@ def explain(
     else:
         _print(found, target, labels(a, b), console)
     return FOUND if found.a is not None or found.b is not None else NOT_FOUND
+
+
+def explain_one(
+    directory: Path, step: int, *, folder: Path | None, timeout: float, as_json: bool, console: Console
+) -> int:
+    """Print the first operator of a run that errs by more than rounding; returns the exit status.
+
+    Args:
+        directory: of the recording.
+        step: whose forward and backward are traced.
+        folder: where the trace is kept; None: nowhere.
+        timeout: seconds that the run may take.
+
+    Raises:
+        UsageError: a recording without a command or without that step; a run that fails or takes too long.
+        RecordingError: a recording that cannot be read.
+    """
+    recording = Recording.open(directory)
+    if not 0 <= step < recording.num_steps:
+        raise UsageError(f"explain: --step: expected one of the {recording.num_steps} steps of {directory}, got {step}")
+    trace = judged(recording, step, folder=folder, timeout=timeout, console=None if as_json else console)
+    return answer(trace, recording, step, as_json, console)
+
+
+def judged(recording: Recording, step: int, *, folder: Path | None, timeout: float, console: Console | None) -> Trace:
+    """Make a run again, with forward and backward of a step traced, and each operator repeated in float64.
+
+    Args:
+        folder, timeout, console: as of `explained`.
+
+    Raises:
+        UsageError: as of `explain`.
+    """
+    with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
+        directory = ((folder or Path(temporary)) / "run").resolve()
+        request = Request(str(directory), step, 0, BACKWARD, "", compiled=_is_compiled(recording))
+        return _traced(recording, request, timeout, console)
 
 
 def explained(
@@ -201,11 +257,69 @@ def _print(found: Finding, target: Target, names: tuple[str, str], console: Cons
         for each in near:
             say(f"    {_mark(each, op)} {_in_words(each.operator, short=True)}")
         if op.judged is not None:
-            inside = "inside" if op.judged.inside else "OUTSIDE"
-            said = f"off by {op.judged.error:.1e}, {inside} its bound of {op.judged.bound:.1e}"
-            say(f"    recomputed in float64 from the same inputs: {said}")
+            say(f"    recomputed in float64 from the same inputs: {_judgement(op)}")
     if found.factor is not None:
         say(f"\nthe output in {names[1]} is {found.factor:.6g} times that in {names[0]}")
+
+
+def _is_compiled(recording: Recording) -> bool:
+    program = recording.manifest.settings.get(PROGRAM)
+    return recording.manifest.framework == "torch" and bool(dict(program or {}).get(IS_COMPILED))
+
+
+def answer(trace: Trace, recording: Recording, step: int, as_json: bool, console: Console) -> int:
+    """Print which operators of a run err by more than rounding; returns the exit status.
+
+    Args:
+        trace: of forward and backward of a step of the recorded run.
+    """
+    outside = trace.outside()
+    if as_json:
+        print(json.dumps(judged_to_json(trace, step), indent=1))
+    else:
+        _print_judged(trace, recording, step, console)
+    return FOUND if outside else NOTHING_DIFFERS
+
+
+def _print_judged(trace: Trace, recording: Recording, step: int, console: Console) -> None:
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+
+    _print_graphs(trace, console)
+    outside, number = trace.outside(), len(trace.judged())
+    counted = f"{number} of {len(trace.operators)} operators of step {step} of {recording.directory.name}"
+    if not outside:
+        say(f"{counted} were repeated in float64 on their own inputs: all are inside their bounds", "green")
+        return
+    wrong = [op for op in outside if op.name != WHOLE_GRAPH]
+    say(f"{counted} were repeated in float64 on their own inputs: {len(wrong)} OUTSIDE their bounds")
+    if not wrong:
+        say("no operator is, where the compiled graph also returns their values: it depends on what is fused", "yellow")
+    for op in wrong[:1]:
+        say("")
+        say(f"first: {_in_words(op)}", "bold red")
+        say(f"    {_judgement(op)}")
+    if wrong[1:]:
+        say("\nalso:")
+    for op in wrong[1 : 1 + _MOST_SHOWN]:
+        say(f"    {_in_words(op, short=True)}: {_judgement(op)}")
+
+
+def _print_graphs(trace: Trace, console: Console) -> None:
+    """What compiled graphs return as a whole."""
+    for op in trace.operators:
+        if op.name == WHOLE_GRAPH:
+            what = "outputs" if op.phase == FORWARD else "gradients"
+            said = _judgement(op) if op.judged is not None else "not judged"
+            text = f"compiled module {op.module or '(root)'!r} ({op.arguments}), {what}: {said}"
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _judgement(op: Operator) -> str:
+    if op.judged is None:
+        return "not repeated"
+    inside = "inside" if op.judged.inside else "OUTSIDE"
+    return f"off by {op.judged.error:.1e}, {inside} its bound of {op.judged.bound:.1e}"
 
 
 def _mark(neighbour: Neighbour, op: Operator) -> str:
@@ -224,21 +338,6 @@ def _in_words(op: Operator, *, short: bool = False) -> str:
 def to_json(found: Finding, target: Target) -> dict[str, Any]:
     """A finding as a JSON object."""
 
-    def of(op: Operator | None) -> dict[str, Any] | None:
-        if op is None:
-            return None
-        line = op.line
-        return {
-            "operator": op.name,
-            "arguments": op.arguments,
-            "phase": op.phase,
-            "module": op.module,
-            "file": line.file if line else None,
-            "line": line.number if line else None,
-            "code": line.code if line else None,
-            "inside_its_bound": op.judged.inside if op.judged else None,
-        }
-
     return {
         "step": target.step,
         "phase": target.phase,
@@ -250,6 +349,36 @@ def to_json(found: Finding, target: Target) -> dict[str, Any]:
         "factor": found.factor,
         "matched": list(found.num_matched),
         "operators": list(found.num_operators),
-        "a": of(found.a),
-        "b": of(found.b),
+        "a": _op_to_json(found.a),
+        "b": _op_to_json(found.b),
+    }
+
+
+def judged_to_json(trace: Trace, step: int) -> dict[str, Any]:
+    """The operators of one run that err by more than rounding, as a JSON object."""
+    graphs = [op for op in trace.operators if op.name == WHOLE_GRAPH]
+    return {
+        "step": step,
+        "operators": len(trace.operators),
+        "judged": len(trace.judged()),
+        "compiled_graphs": [_op_to_json(op) for op in graphs],
+        "outside": [_op_to_json(op) for op in trace.outside() if op.name != WHOLE_GRAPH],
+    }
+
+
+def _op_to_json(op: Operator | None) -> dict[str, Any] | None:
+    if op is None:
+        return None
+    line = op.line
+    return {
+        "operator": op.name,
+        "arguments": op.arguments,
+        "phase": op.phase,
+        "module": op.module,
+        "file": line.file if line else None,
+        "line": line.number if line else None,
+        "code": line.code if line else None,
+        "inside_its_bound": op.judged.inside if op.judged else None,
+        "error": op.judged.error if op.judged else None,
+        "bound": op.judged.bound if op.judged else None,
     }

@@ -11,6 +11,11 @@ from crossframe.files import parse_json
 from crossframe.operators.signature import Signature
 from crossframe.shown import shown_path
 
+COMPILED = "compiled."
+"""What names of operators inside of compiled graphs begin with."""
+WHOLE_GRAPH = f"{COMPILED}graph"
+"""The name of an operator that stands for a compiled graph as a whole."""
+
 
 @dataclass(frozen=True)
 class SourceLine:
@@ -107,6 +112,15 @@ class Trace:
 
     operators: Sequence[Operator]
     results: Sequence[Signature]
+
+    def judged(self) -> list[Operator]:
+        """The operators that were repeated in float64."""
+        return [op for op in self.operators if op.judged is not None]
+
+    def outside(self) -> list[Operator]:
+        """Those of them that rounding does not explain, in order; compiled graphs as a whole last."""
+        found = [op for op in self.judged() if op.judged is not None and not op.judged.inside]
+        return sorted(found, key=lambda op: op.name == WHOLE_GRAPH)
 
     def write(self, path: Path) -> None:
         """Write one JSON object a line: operators, then the results."""

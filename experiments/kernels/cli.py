@@ -17,12 +17,14 @@ def kernels(
     fault: Annotated[list[str] | None, typer.Option(help="Only this fault. May be repeated. Default: all")] = None,
     pair: Annotated[
         list[str] | None,
-        typer.Option(help="torch, jax, ddp-fsdp, ddp-fsdp-2, torch-jax or fused-jax. May be repeated. Default: all"),
+        typer.Option(
+            help="torch, jax, ddp-fsdp, ddp-fsdp-2, torch-jax, fused-jax or compiled. May be repeated. Default: all"
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Markdown file for the table, and beside it JSON.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder in which programs and recordings stay.")] = None,
 ) -> None:
-    """Put wrong kernels into small programs one by one, and say which operator and line `explain` names."""
+    """Put wrong kernels into small programs, or wrong backends into torch.compile, and say which line `explain` names."""
     from experiments.kernels.run import run_kernels
 
     with exit_on_error():

@@ -14,19 +14,21 @@ from pathlib import Path
 from rich.console import Console
 
 from crossframe.errors import CrossframeError, UsageError
-from crossframe.operators import Finding, Trace, find
+from crossframe.operators import Finding, Operator, Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.target import Target, target_of
 from crossframe.processes import run
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.lines import BACKWARD
 from crossframe.verdict import compare
 from experiments.explain import explained, request_of
-from experiments.kernels.faults import FAULTS, JAX, TORCH, KernelFault, path_of
+from experiments.kernels.backends import BACKEND_FAULTS, BackendFault
+from experiments.kernels.faults import FAULTS, JAX, TORCH, KernelFault, path_of, text_of
 from experiments.record_script import script_command
 from torch_backend.recorder.script import run as record_script
 
-FUSED = "torch_fused"
+FUSED, COMPILED = "torch_fused", "torch_compiled"
 TIMEOUT = 500.0
 
 
@@ -97,12 +99,23 @@ def run_kernels(
     Raises:
         UsageError: an unknown fault or pair; a program without a fault that cannot be recorded.
     """
-    for given, known in ((names, [fault.name for fault in FAULTS]), (pairs, [pair.name for pair in PAIRS])):
+    all_names = [fault.name for fault in (*FAULTS, *BACKEND_FAULTS)]
+    for given, known in ((names, all_names), (pairs, [*(pair.name for pair in PAIRS), "compiled"])):
         if unknown := set(given) - set(known):
             raise UsageError(f"kernels: expected among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     answers = []
     with tempfile.TemporaryDirectory(prefix="crossframe-kernels-") as temporary:
         folder = (keep or Path(temporary)).resolve()
+
+        def add(answer: Answer) -> None:
+            answers.append(answer)
+            console.print(_line(answer), highlight=False, soft_wrap=True)
+            if output is not None:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(table(answers))
+                objects = [asdict(each) for each in answers]
+                output.with_suffix(".json").write_text(json.dumps(objects, indent=1) + "\n")
+
         for pair in PAIRS:
             if pairs and pair.name not in pairs:
                 continue
@@ -110,14 +123,10 @@ def run_kernels(
             for fault in FAULTS:
                 if names and fault.name not in names:
                     continue
-                answers.append(_answer(fault, pair, right, folder / pair.name / fault.name))
-                console.print(_line(answers[-1]), highlight=False, soft_wrap=True)
-                if output is not None:
-                    output.parent.mkdir(parents=True, exist_ok=True)
-                    output.write_text(table(answers))
-                    output.with_suffix(".json").write_text(
-                        json.dumps([asdict(each) for each in answers], indent=1) + "\n"
-                    )
+                add(_answer(fault, pair, right, folder / pair.name / fault.name))
+        if not pairs or "compiled" in pairs:
+            for fault in (each for each in BACKEND_FAULTS if not names or each.name in names):
+                add(_compiled_answer(fault, folder / "compiled" / fault.name))
     console.print(summary(answers), highlight=False)
     return 0 if all(answer.found for answer in answers) else 1
 
@@ -200,10 +209,34 @@ def _answer(fault: KernelFault, pair: Pair, right: Recording, folder: Path) -> A
     located = op is not None and op.line is not None and (op.line.file, op.line.number) == (str(script), number)
     said = f"no operator; first different: {target.name}"
     if op is not None:
-        said = f"{op.name}, {op.line.number}: {op.line.code}" if op.line is not None else f"{op.name}, no line"
+        said = _said(op)
     elif found.a is not None:
         said = f"only of the right side: {found.a.name}, {found.a.line.number if found.a.line else 'no line'}"
     return Answer(fault.name, pair.name, found.a is not None or op is not None, located, said, expected, seconds)
+
+
+def _compiled_answer(fault: BackendFault, folder: Path) -> Answer:
+    """Compile a program with a wrong backend, and judge what that computes in the second step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    began, lines = time.monotonic(), text_of(TORCH).splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if line.strip() == fault.expected)
+    request = Request(str(folder), 1, 0, BACKWARD, "", compiled=True)
+    os.environ.update(environment := request.to_environment())
+    try:
+        arguments = ["float32", fault.name, "eager"]
+        record_script(str(path_of(COMPILED)), arguments, str(folder / "recording"), overwrite=True)
+    finally:
+        for name in environment:
+            del os.environ[name]
+    outside, seconds = Trace.read(folder / TRACE_NAME).outside(), time.monotonic() - began
+    op = outside[0] if outside else None
+    located = op is not None and op.line is not None and (op.line.file, op.line.number) == (str(path_of(TORCH)), number)
+    said = "all operators are inside their bounds" if op is None else _said(op)
+    return Answer(fault.name, "compiled", op is not None, located, said, f"{number}: {fault.expected}", seconds)
+
+
+def _said(op: Operator) -> str:
+    return f"{op.name}, {op.line.number}: {op.line.code}" if op.line is not None else f"{op.name}, no line"
 
 
 def _line(answer: Answer) -> str:
@@ -214,12 +247,12 @@ def _line(answer: Answer) -> str:
 def summary(answers: Sequence[Answer]) -> str:
     """By pair, how many were found and located, and what explain took."""
     said = []
-    for pair in PAIRS:
-        own = [answer for answer in answers if answer.pair == pair.name]
+    for pair in dict.fromkeys(answer.pair for answer in answers):
+        own = [answer for answer in answers if answer.pair == pair]
         if own:
             seconds = sorted(answer.seconds for answer in own)[len(own) // 2]
             found, located = sum(answer.found for answer in own), sum(answer.located for answer in own)
-            said.append(f"{pair.name}: {found} of {len(own)} found, {located} at the line, median {seconds:.1f} s")
+            said.append(f"{pair}: {found} of {len(own)} found, {located} at the line, median {seconds:.1f} s")
     return "\n".join(said)
 
 

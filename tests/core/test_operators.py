@@ -1,10 +1,15 @@
 """Where two traces of operators part, on traces made by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from rich.console import Console
 
-from crossframe.operators import Operator, Trace, find, signature_of
+from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of
 from crossframe.recording.lines import FORWARD
+from experiments.explain import answer
+from tests.core.synthetic import record
 
 X = np.arange(1.0, 7.0).reshape(2, 3)
 
@@ -43,3 +48,14 @@ def test_another_way_to_compute_the_same_is_not_named():
     eager = trace(("exp", (X,), e), ("add", (e,), y), ("mul", (y,), 3 * y), ("mul", (3 * y, e), 3 * y * e))
     first = find(fused, eager, 1e-6)
     assert first.b is not None and first.b.index == 2
+
+
+@pytest.mark.parametrize("error", [1e-7, 1e-3])
+def test_operators_of_one_run_are_held_against_bounds(tmp_path, capsys, error):
+    line = SourceLine("s.py", 3, "f", "y = exp(x)")
+    exp = Operator(0, "exp", "", FORWARD, "", line, (), (signature_of(X),), Judged(error, 1e-5))
+    run = Trace([exp, replace(exp, index=1, name="random", judged=None)], ())
+    status = answer(run, record(tmp_path / "r"), 0, as_json=False, console=Console(width=200))
+    said = capsys.readouterr().out
+    assert ("s.py:3: y = exp(x)" in said, "1 of 2 operators of step 0 of r" in said) == (error > 1e-5, True)
+    assert status == (error > 1e-5)

@@ -212,3 +212,86 @@ def test_explain_makes_both_runs_again(tmp_path, capsys, monkeypatch):
     assert status == 1
     assert f"b.py:{line_of('math.sqrt(4)')}: scores = scores / math.sqrt(8)" in said
     assert "the output in b is 0.707107 times that in a" in said
+
+
+COMPILED = """
+import sys, torch
+from torch import nn
+from torch.nn import functional as F
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        h = F.gelu(self.up(x))
+        return x + torch.tanh(self.down(h))
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(y := x.tanh())
+        return y
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.01 * grad * (1 - ctx.saved_tensors[0] ** 2)
+def backend(graph, inputs):
+    for node in graph.graph.nodes:
+        if FAULT == "operator" and node.target is F.gelu:
+            node.kwargs = {"approximate": "tanh"}
+        if FAULT == "pattern" and any(user.target is torch.rsqrt for user in node.users):
+            node.args = (node.args[0], 1e-4)
+        if FAULT == "backward" and node.target is torch.tanh:
+            node.target = lambda x: Tanh.apply(x)
+    graph.recompile()
+    return graph.forward
+FAULT = sys.argv[1]
+torch.manual_seed(0)
+model = nn.Sequential(torch.compile(Block(), backend=backend), Block())
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+if __name__ == "__main__":
+    for _ in range(2):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def compiled_trace(path, fault, monkeypatch):
+    path.write_text(COMPILED)
+    monkeypatch.setattr("sys.argv", [str(path), fault])
+    made = runpy.run_path(str(path))
+    with OperatorTrace(made["model"], Request("", 0, 0, BACKWARD, "", compiled=True)) as trace:
+        trace.begin_step(active=True)
+        made["model"](torch.randn(4, 8)).square().mean().backward()
+    return trace.trace()
+
+
+@pytest.mark.parametrize(
+    ("fault", "line", "phase"),
+    [
+        pytest.param("operator", "h = F.gelu(self.up(x))", FORWARD, id="operator"),
+        pytest.param("pattern", "x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)", FORWARD, id="pattern"),
+        pytest.param("backward", "return x + torch.tanh(self.down(h))", BACKWARD, id="backward"),
+    ],
+)
+def test_an_operator_compiled_wrong_is_found_at_its_line(tmp_path, monkeypatch, fault, line, phase):
+    first = compiled_trace(tmp_path / "s.py", fault, monkeypatch).outside()[0]
+    assert first.line is not None and first.line.code == line
+    assert (first.phase, first.module) == (phase, "0")
+
+
+def test_operators_compiled_right_are_inside_their_bounds(tmp_path, monkeypatch):
+    trace = compiled_trace(tmp_path / "s.py", "none", monkeypatch)
+    assert not trace.outside()
+    names = {op.name for op in trace.judged()}
+    assert {"compiled.graph", "compiled.gelu", "compiled.linear", "aten.gelu"} <= names
+
+
+def test_compiled_modules_are_judged_in_the_step_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "s.py").write_text(COMPILED)
+    request = Request(str(tmp_path), 1, 0, BACKWARD, "", compiled=True)
+    for name, value in request.to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert script.run(str(tmp_path / "s.py"), ["operator"], str(tmp_path / "run")) == 0
+    first = Trace.read(tmp_path / TRACE_NAME).outside()[0]
+    assert (first.name, first.module) == ("compiled.gelu", "0")

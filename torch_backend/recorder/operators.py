@@ -1,8 +1,7 @@
 """The operators of a part of a step, traced in a re-run. `crossframe.operators` says what a trace holds."""
 
 import inspect
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -10,22 +9,21 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
-from crossframe.dtypes import FLOATING, unit_roundoff
-from crossframe.operators import Judged, Operator, Request, Signature, SourceLine, Trace, signature_of
+from crossframe.operators import Operator, Request, Signature, SourceLine, Trace, signature_of
 from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.source import Frame, UserCode
 from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.shown import shown
-from crossframe.verdict.bounds import bounds_for
 from torch_backend.dtypes import dtype_name
 from torch_backend.piece_tensor import PieceTensor
+from torch_backend.recorder.compiled import CompiledGraphs, CompiledOperator
+from torch_backend.recorder.judging import exact_of
 from torch_backend.recorder.tree import named_places
-from torch_backend.recorder.watch import in_backward, quietly
+from torch_backend.recorder.watch import Hook, in_backward, quietly
 
 aten = torch.ops.aten
 
@@ -38,8 +36,6 @@ _SAME_VALUES = _packets("""
     detach alias lift_fresh is_pinned _local_scalar_dense record_stream empty empty_like empty_strided new_empty new_empty_strided
 """)
 """Operators that only pass values on, or give none."""
-_SUMS = _packets("mm bmm addmm baddbmm mv dot sum mean convolution cumsum")
-"""Operators that add up products: |error| <= terms * u * (the same of absolute values), to first order in u."""
 _MOST_OPERATORS = 20_000
 _USER_CODE = UserCode("torch")
 
@@ -57,7 +53,11 @@ class OperatorTrace(TorchDispatchMode):
     def __init__(self, model: nn.Module, request: Request) -> None:
         super().__init__()
         self._request = request
-        self._names = {place.module: place.name for place in named_places(model)}
+        places = list(named_places(model))
+        self._names = {place.module: place.name for place in places}
+        # A hook inside of a compiled module would cut the graph in two.
+        self._watched = [place.module for place in places if not place.compiled]
+        self._graphs = CompiledGraphs(_USER_CODE, self._judges_graphs, self._add_compiled)
         self._inside: list[str] = []
         self._in_optimizer = False
         self._began_backward = False
@@ -77,9 +77,12 @@ class OperatorTrace(TorchDispatchMode):
         self.active, self._began_backward = active, False
 
     def __enter__(self) -> Self:
+        if self._request.compiled:
+            self._stack.enter_context(self._graphs)
+        for module in self._watched:
+            self._stack.callback(module.register_forward_pre_hook(Hook(self._enters)).remove)
+            self._stack.callback(module.register_forward_hook(Hook(self._leaves), always_call=True).remove)
         for handle in (
-            register_module_forward_pre_hook(self._enters),
-            register_module_forward_hook(self._leaves, always_call=True),
             register_optimizer_step_pre_hook(lambda *_: self._set_in_optimizer(True)),
             register_optimizer_step_post_hook(lambda *_: self._set_in_optimizer(False)),
         ):
@@ -148,9 +151,25 @@ class OperatorTrace(TorchDispatchMode):
 
     # Operators
 
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Whether torch compiles functions in this mode, too: what they compute is then judged by itself."""
+        return self._request.compiled
+
+    def _judges_graphs(self) -> bool:
+        return self.active and not in_backward() and self._is_asked_for(FORWARD, self._here)
+
+    def _add_compiled(self, found: CompiledOperator) -> None:
+        """An operator inside of a compiled module; its place is told from where the module was called."""
+        module = ".".join(part for part in (self._here, found.module) if part)
+        inputs, outputs = (tuple(map(self._signature, each)) for each in (found.inputs, found.outputs))
+        index = len(self._operators)
+        self._operators.append(
+            Operator(index, found.name, found.arguments, found.phase, module, found.line, inputs, outputs, found.judged)
+        )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or len(self._operators) >= _MOST_OPERATORS:
+        if not self.active or len(self._operators) >= _MOST_OPERATORS or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         phase = self._phase()
         module, line = self._place(phase)
@@ -159,7 +178,7 @@ class OperatorTrace(TorchDispatchMode):
         with quietly():
             rows = _rows(func, args, kwargs)
             inputs = [[self._signature(each) for each in row] for row in rows]
-            exact = _exact(func, args, kwargs) if len(rows) == 1 else None
+            exact = exact_of(func, args, kwargs) if len(rows) == 1 and _is_repeatable(func) else None
         result = func(*args, **kwargs)
         with quietly():
             if func.namespace == "c10d":
@@ -209,6 +228,13 @@ def _next_node_number() -> int:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Tensor) for each in value)
+
+
+def _is_repeatable(func: Any) -> bool:
+    """Whether an operator computes something, the same each time, from tensors of its own."""
+    return not (
+        torch.Tag.nondeterministic_seeded in func.tags or func.namespace == "c10d" or "_foreach" in func.__name__
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -273,66 +299,3 @@ def _frames() -> Iterator[Frame]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
-
-
-class _Exact:
-    """An operator repeated in float64 on the inputs that it had."""
-
-    def __init__(self, exact: Tensor, absolute: Tensor | None, terms: int) -> None:
-        self._exact, self._absolute, self._terms = exact, absolute, terms
-
-    def judge(self, result: Any) -> Judged | None:
-        """Hold the operator's first output against it."""
-        output = next((each for each in tree_leaves(result) if isinstance(each, Tensor)), None)
-        if output is None or dtype_name(output.dtype) not in FLOATING or output.shape != self._exact.shape:
-            return None
-        dtype, kept = dtype_name(output.dtype), torch.isfinite(self._exact)
-        exact = self._exact[kept]
-        size = float(exact.norm())
-        if not size:
-            return None
-        if not torch.equal(torch.isfinite(output), kept):
-            return Judged(math.inf, bounds_for(dtype).parameter)
-        error = float((_local(output)[kept].double() - exact).norm()) / size
-        bound = bounds_for(dtype).parameter
-        if self._absolute is not None:
-            bound = (self._terms + 1) * unit_roundoff(dtype) * float(self._absolute[kept].norm()) / size
-        return Judged(error, bound)
-
-
-def _exact(func: Any, args: tuple, kwargs: dict) -> _Exact | None:
-    """The operator in float64, before it may change its inputs; None where it cannot be repeated."""
-    if torch.Tag.nondeterministic_seeded in func.tags or "c10d" in func.namespace or "_foreach" in func.__name__:
-        return None
-    leaves = tree_leaves((args, kwargs))
-    tensors = [each for each in leaves if isinstance(each, Tensor)]
-    if not tensors or any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
-        return None
-    if not any(each.is_floating_point() for each in tensors):
-        return None
-
-    def wide(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-    try:
-        own_args, own_kwargs = tree_map(wide, (args, kwargs))
-        exact = next(each for each in tree_leaves(func(*own_args, **own_kwargs)) if isinstance(each, Tensor))
-        if not exact.is_floating_point():
-            return None
-        if func.overloadpacket not in _SUMS:
-            return _Exact(exact, None, 1)
-        flat, spec = tree_flatten(tree_map(wide, (args, kwargs)))
-        positive = [each.abs() if isinstance(each, Tensor) and each.is_floating_point() else each for each in flat]
-        own_args, own_kwargs = tree_unflatten(positive, spec)
-        absolute = next(each for each in tree_leaves(func(*own_args, **own_kwargs)) if isinstance(each, Tensor))
-        return _Exact(exact, absolute, max(_terms(tensors, exact), 1))
-    except Exception:  # an operator may refuse float64 in any way of its own
-        return None
-
-
-def _terms(tensors: Sequence[Tensor], exact: Tensor) -> int:
-    """How many terms an element of the result adds up: of a product of matrices the inner size, of a sum what it sums over."""
-    inner = [each.shape[-1] for each in tensors if each.dim() > 1]
-    return max([*inner, max(each.numel() for each in tensors) // max(exact.numel(), 1)], default=1)

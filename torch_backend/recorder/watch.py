@@ -64,7 +64,7 @@ def quietly() -> Iterator[None]:
         yield
 
 
-class _Hook:
+class Hook:
     """A hook of a module that belongs to this model alone: in a copy of the model, and in a file, it does nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
@@ -75,8 +75,8 @@ class _Hook:
         if self._function is not None:
             self._function(*args)
 
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
+    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
+        return Hook, ()
 
 
 def in_backward() -> bool:
@@ -108,9 +108,9 @@ class Watch:
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
         self._root = [place.module for place in named_places(model) if not place.name and not place.compiled][-1]
         self._own = [
-            model.register_forward_pre_hook(_Hook(self._model_begins), prepend=True, with_kwargs=True),
+            model.register_forward_pre_hook(Hook(self._model_begins), prepend=True, with_kwargs=True),
             *self._around(self._root, ""),
-            model.register_forward_hook(_Hook(self._model_ends), always_call=True),
+            model.register_forward_hook(Hook(self._model_ends), always_call=True),
         ]
 
     def close(self) -> None:
@@ -192,8 +192,8 @@ class Watch:
                     self._tell(name, OUTPUT, output)
 
         return [
-            module.register_forward_pre_hook(_Hook(before), with_kwargs=True),
-            module.register_forward_hook(_Hook(after)),
+            module.register_forward_pre_hook(Hook(before), with_kwargs=True),
+            module.register_forward_hook(Hook(after)),
         ]
 
     def _tell(self, name: str, use: str, value: Any) -> None:
