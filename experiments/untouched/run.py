@@ -1,106 +1,143 @@
-"""`crossframe untouched`: records the untouched cases, compares them with `crossframe compare`, and writes expected and found."""
+"""`crossframe untouched`: records the untouched cases, compares them with `crossframe compare`, and writes expected and found.
 
+Cases run one after another, faults first and then clean pairs of all axes in turn. Results are written after each case, so that
+those of a run that was stopped hold for the cases that it came to, and the same command goes on with the others.
+"""
+
+import fcntl
+import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import zip_longest
+from multiprocessing import connection
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from rich.console import Console
 
 from crossframe.errors import UsageError
-from crossframe.processes import module_command
-from experiments.untouched.cases import HERE, UNNAMED, CleanPair, Fault, Run, check, clean_pairs, faults, runs
+from experiments.untouched import forked
+from experiments.untouched.cases import DTYPES, HERE, UNNAMED, CleanPair, Fault, Run, check, clean_pairs, faults, runs
 
 RESULTS = HERE / "results" / "untouched.json"
 DIFFERENT = "different computation"
 DENSE = 6
-TIMEOUT = 900
+TIMEOUT = 600
+_CODE = HERE.parents[1]
 
 
-def crossframe(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Run the command as users do; returns its exit status and output."""
-    return _run(module_command("experiments.entry:main", list(arguments)), environment)
+@dataclass(frozen=True)
+class Case:
+    """A fault in one dtype, or a clean pair.
+
+    Attributes:
+        a, b: the runs; `a` has the perturbed runs.
+    """
+
+    of: Fault | CleanPair
+    a: Run
+    b: Run
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What results are found by."""
+        return self.of.name, self.a.dtype
+
+    @property
+    def recordings(self) -> tuple[tuple[Run, int], tuple[Run, int]]:
+        """(run, copy) of both: a run that is compared with itself is recorded twice."""
+        return (self.a, 0), (self.b, int(self.a == self.b))
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
-    known = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    # A session of its own, so that ranks end with the command.
-    with subprocess.Popen(
-        list(command),
-        env=known,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            text, _ = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            return 124, f"it took longer than {TIMEOUT} seconds"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, text
+def cases_of(only: Sequence[str] = ()) -> list[Case]:
+    """All cases, or those of faults, pairs and axes of these names, in the order in which they run."""
+    found = [Case(fault, *fault.runs(dtype)) for fault in faults() for dtype in fault.dtypes]
+    axes: dict[str, list[Case]] = {}
+    for pair in clean_pairs():
+        axes.setdefault(_axis(pair), []).append(Case(pair, pair.a, pair.b))
+    found += [case for row in zip_longest(*axes.values()) for case in row if case is not None]
+    return [case for case in found if not only or {case.of.name, _axis(case.of)} & set(only)]
+
+
+def _axis(case: Fault | CleanPair) -> str:
+    return case.name.partition("/")[0]
 
 
 class Recordings:
-    """Recordings by run, each made once; the first case that needs perturbed runs of it makes those too."""
+    """Recordings in a folder that processes share, each made once, with the perturbed runs that any case needs of it."""
 
     def __init__(self, folder: Path, perturbed: dict[Run, int]) -> None:
         self._folder, self._perturbed = folder, perturbed
-        self._locks: dict[tuple[Run, int], Lock] = {}
-        self._made: dict[tuple[Run, int], tuple[Path, str]] = {}
-        self._lock = Lock()
 
     def of(self, run: Run, copy: int = 0) -> tuple[Path, str]:
         """(folder, why it failed or "")."""
-        key = (run, copy)
-        with self._lock:
-            lock = self._locks.setdefault(key, Lock())
-        with lock:
-            if key not in self._made:
-                with self._lock:
-                    path = self._folder / f"run-{len(self._made)}-{abs(hash(key))}"
-                self._made[key] = path, _record(run, path, 0 if copy else self._perturbed.get(run, 0))
-            return self._made[key]
+        path = self._path(run, copy)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            why = path.with_suffix(".json")
+            if not why.exists():
+                said = record(run, path, 0 if copy else self._perturbed.get(run, 0), path.with_suffix(".log"))
+                _write(why, json.dumps(said))
+            return path, json.loads(why.read_text())
+
+    def remove(self, run: Run, copy: int) -> None:
+        """No case needs it any more."""
+        shutil.rmtree(self._path(run, copy), ignore_errors=True)
+
+    def _path(self, run: Run, copy: int) -> Path:
+        return self._folder / hashlib.sha256(repr((run, copy)).encode()).hexdigest()[:16]
 
 
-def _record(run: Run, path: Path, perturbed: int) -> str:
+def record(run: Run, path: Path, perturbed: int, log: Path) -> str:
+    """Record a run and so many perturbed runs; returns why that failed, or ""."""
     if run.is_jax:
-        command = [sys.executable, str(run.path), *run.options, "--record", str(path), "--dense", str(DENSE)]
-        command += [] if run.script == "nnx_transformer" else ["--devices", str(run.world)]
+        options = [*run.options, "--record", str(path), "--dense", str(DENSE), *_devices(run)]
         for number in range(perturbed + 1):
-            status, text = _run(command, {"CROSSFRAME_TWIN": str(number)})
+            environment = {"CROSSFRAME_TWIN": str(number)}
+            status, text = forked.call([(forked.new_process, str(run.path), options, environment)], log, TIMEOUT)
             if status:
-                return text[-2000:]
+                return text
         return ""
     options = ["--output", str(path), "--every", "1", "--dense", str(DENSE), "--twins", str(perturbed)]
     options += ["--nproc-per-node", str(run.world)] if run.world > 1 else []
-    status, text = crossframe("record", str(run.path), *options, "--", *run.options)
-    return text[-2000:] if status else ""
+    given = ["record", str(run.path), *options, "--", *run.options]
+    status, text = forked.call([(forked.command, given, log, TIMEOUT)], log, TIMEOUT * (perturbed + 1))
+    return text or f"exit status {status}" if status else ""
 
 
-def _compare(recordings: Recordings, a: Run, b: Run, report: Path) -> dict[str, Any]:
+def _devices(run: Run) -> list[str]:
+    return [] if run.script == "nnx_transformer" else ["--devices", str(run.world)]
+
+
+def _compare(recordings: Recordings, case: Case, report: Path) -> dict[str, Any]:
     """What `crossframe compare` says, with its exit status; the verdict is "failed" where there is none."""
-    first, second = recordings.of(a), recordings.of(b, copy=int(a == b))
+    first, second = (recordings.of(*each) for each in case.recordings)
     if first[1] or second[1]:
         return {"verdict": "failed", "reason": first[1] or second[1], "exit_status": None}
-    status, text = crossframe("compare", str(first[0]), str(second[0]), "--output", str(report))
+    log = report.with_suffix(".log")
+    given = ["compare", str(first[0]), str(second[0]), "--output", str(report)]
+    status, text = forked.call([(forked.command, given, log, TIMEOUT)], log, TIMEOUT)
     found = report / "report.json"
     if not found.is_file():
-        return {"verdict": "failed", "reason": text[-2000:], "exit_status": status}
+        return {"verdict": "failed", "reason": text, "exit_status": status}
     return json.loads(found.read_text())["pairs"][0] | {"exit_status": status}
+
+
+def _run_case(recordings: Recordings, case: Case, report: Path) -> dict[str, Any]:
+    said = _compare(recordings, case, report)
+    shutil.rmtree(report, ignore_errors=True)
+    return _judged(case, said)
+
+
+def _judged(case: Case, said: dict[str, Any]) -> dict[str, Any]:
+    return judge_fault(case.of, case.a.dtype, said) if isinstance(case.of, Fault) else judge_pair(case.of, said)
 
 
 def place_of(said: dict[str, Any]) -> str:
@@ -166,66 +203,133 @@ def judge_pair(pair: CleanPair, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_untouched(only: Sequence[str], *, jobs: int, output: Path | None, checks: bool, console: Console) -> int:
-    """Run the cases; returns the exit status, 0 unless something could not be run.
+    """Run the cases that have no result yet; returns the exit status, 0 unless something could not be run.
 
     Args:
         only: names of faults, or of clean pairs or their axes. Empty: all.
+        output: JSON of results. Cases that it has are not run again, but for those that could not be run.
         checks: only load and expand the cases, and run each script's variants once without recording.
 
     Raises:
-        UsageError: cases that are not whole; a name that is none.
+        UsageError: cases that are not whole; a name that is none; results of other cases or of other code.
     """
     check()
-    wanted = [fault for fault in faults() if not only or fault.name in only]
-    pairs = [pair for pair in clean_pairs() if not only or {pair.name, pair.name.partition("/")[0]} & set(only)]
-    if not wanted and not pairs:
+    target = output or RESULTS
+    known = {} if checks else _known(target)
+    cases = cases_of(only)
+    if not cases:
         raise UsageError(f"untouched: no case is called {', '.join(only)}")
-    if checks:
-        return _smoke(runs(), jobs, console)
-    perturbed: dict[Run, int] = {}
-    for run, number in [
-        *((fault.runs(dtype)[0], fault.perturbed) for fault in wanted for dtype in fault.dtypes),
-        *((pair.a, pair.perturbed) for pair in pairs),
-    ]:
-        perturbed[run] = max(number, perturbed.get(run, 0))
+    forked.import_frameworks()
     folder = Path(tempfile.mkdtemp(prefix="untouched-"))
-    recordings = Recordings(folder, perturbed)
-
-    def one_fault(case: tuple[int, Fault, str]) -> dict[str, Any]:
-        number, fault, dtype = case
-        result = judge_fault(fault, dtype, _compare(recordings, *fault.runs(dtype), folder / f"fault-{number}"))
-        console.print(f"{fault.name} {dtype}: {result['said']['verdict']}")
-        return result
-
-    def one_pair(case: tuple[int, CleanPair]) -> dict[str, Any]:
-        number, pair = case
-        result = judge_pair(pair, _compare(recordings, pair.a, pair.b, folder / f"pair-{number}"))
-        console.print(f"{pair.name}: {result['said']['verdict']}")
-        return result
-
-    cases = [(fault, dtype) for fault in wanted for dtype in fault.dtypes]
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))  # perturbed runs are one program
     try:
-        with ThreadPoolExecutor(jobs) as pool:
-            of_faults = list(pool.map(one_fault, [(i, *case) for i, case in enumerate(cases)]))
-            of_pairs = list(pool.map(one_pair, list(enumerate(pairs))))
+        if checks:
+            return _smoke(folder, jobs, console)
+        left = [case for case in cases if case.key not in known]
+        _run_cases(left, known, target, folder, jobs, console)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    target = output or RESULTS
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({"faults": of_faults, "clean": of_pairs}, indent=1) + "\n")
-    target.with_suffix(".md").write_text(_table(of_faults, of_pairs))
-    console.print(_table(of_faults, of_pairs))
-    return int(any(each["said"]["verdict"] == "failed" for each in [*of_faults, *of_pairs]))
+    found = [known[case.key] for case in cases]
+    console.print(_table(found), markup=False)
+    return int(any(each["said"]["verdict"] == "failed" for each in found))
 
 
-def _table(of_faults: list[dict[str, Any]], of_pairs: list[dict[str, Any]]) -> str:
+def _known(target: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Results that a file has, by `Case.key`."""
+    if not target.is_file():
+        return {}
+    results = json.loads(target.read_text())
+    if results["sources"] != sources_digest():
+        raise UsageError(
+            f"{target}: expected results of these cases and this code, got those of others; choose another file with --output"
+        )
+    found = [*results["faults"], *results["clean"]]
+    return {(each["case"], each["dtype"]): each for each in found if each["said"]["verdict"] != "failed"}
+
+
+def sources_digest() -> str:
+    """A digest of the cases and of the code that records and compares: results of different digests are not of one run."""
+    found = hashlib.sha256()
+    for name in ("crossframe", "torch_backend", "jax_backend", "experiments"):
+        for path in sorted((_CODE / name).rglob("*")):
+            if path.suffix in (".py", ".toml"):
+                found.update(f"{path.relative_to(_CODE)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+    return found.hexdigest()[:16]
+
+
+def _run_cases(
+    cases: Sequence[Case],
+    known: dict[tuple[str, str], dict[str, Any]],
+    target: Path,
+    folder: Path,
+    jobs: int,
+    console: Console,
+) -> None:
+    """Run cases, `jobs` side by side; adds their results to `known`, and writes all of `known` after each."""
+    perturbed: dict[Run, int] = {}
+    for case in cases:
+        perturbed[case.a] = max(case.of.perturbed, perturbed.get(case.a, 0))
+    recordings = Recordings(folder, perturbed)
+    needed = Counter(each for case in cases for each in case.recordings)
+    sources = sources_digest()
+    order = [case.key for case in cases_of()]
+    for case, result in _side_by_side(partial(_run_case, recordings), cases, jobs, folder):
+        known[case.key] = result or _judged(case, {"verdict": "failed", "reason": "", "exit_status": None})
+        for each in case.recordings:
+            needed[each] -= 1
+            if not needed[each]:
+                recordings.remove(*each)
+        results = [known[key] for key in order if key in known]
+        kinds = {
+            "faults": [each for each in results if "named" in each],
+            "clean": [each for each in results if "named" not in each],
+        }
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write(target, json.dumps({"sources": sources, **kinds}, indent=1) + "\n")
+        _write(target.with_suffix(".md"), _table(results))
+        console.print(
+            f"{len(known)} of {len(order)}: {' '.join(case.key)}: {known[case.key]['said']['verdict']}", markup=False
+        )
+
+
+def _side_by_side(
+    work: Callable[[Any, Path], Any], items: Sequence[Any], jobs: int, folder: Path
+) -> Iterator[tuple[Any, Any]]:
+    """Yield each item and `work(item, path)`, done in a fork, where the path is the item's own; None where the fork failed."""
+    waiting, running = list(enumerate(items)), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            number, item = waiting.pop(0)
+            path = folder / f"item-{number}"
+            process = forked.start(_to_json, path.with_suffix(".json"), work, item, path)
+            running[process.sentinel] = process, item, path.with_suffix(".json")
+        for ended in connection.wait(list(running)):
+            process, item, target = running.pop(ended)  # type: ignore[index]
+            process.join()
+            yield item, json.loads(target.read_text()) if target.is_file() else None
+
+
+def _to_json(target: Path, work: Callable[..., Any], *args: Any) -> None:
+    _write(target, json.dumps(work(*args)))
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file at once, so that whoever stops this leaves a whole one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _table(results: Sequence[dict[str, Any]]) -> str:
     """A summary by dtype, and every case with what was expected and what was found."""
+    of_faults = [each for each in results if "named" in each]
+    of_pairs = [each for each in results if "named" not in each]
     lines = [
         f"| dtype | faults | found | of these as {DIFFERENT} | located | named | clean pairs | right | {DIFFERENT} |"
         " false alarms |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for dtype in ("float64", "float32", "bfloat16"):
+    for dtype in DTYPES:
         some = [each for each in of_faults if each["dtype"] == dtype]
         clean = [each for each in of_pairs if each["dtype"] == dtype]
         named = [each for each in some if each["named"] is not None]
@@ -253,27 +357,15 @@ def _table(of_faults: list[dict[str, Any]], of_pairs: list[dict[str, Any]]) -> s
     return "\n".join(lines) + "\n"
 
 
-def _smoke(wanted: Sequence[Run], jobs: int, console: Console) -> int:
-    """Run each script and variant once in float32, without recording."""
-
+def _smoke(folder: Path, jobs: int, console: Console) -> int:
+    """Run each script and variant once, without recording."""
     failed: list[str] = []
-
-    def one(run: Run) -> None:
-        command = [sys.executable, str(run.path), *run.options]
-        if run.is_jax and run.script != "nnx_transformer":
-            command += ["--devices", str(run.world)]
-        elif run.world > 1:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.world)]
-            command = [sys.executable, *torchrun, str(run.path), *run.options]
-        status, text = _run(command, {})
-        name = f"{run.script} {run.arguments} on {run.world}"
-        console.print(f"{name}: {'ended' if not status else text[-500:]}", markup=False)
-        if status:
-            failed.append(name)
-
-    first = {(run.script, run.arguments, run.world): run for run in wanted if run.dtype == "float32"}
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, first.values()))
+    first = list({(run.script, run.arguments, run.world): run for run in reversed(runs())}.values())
+    for run, result in _side_by_side(_unrecorded, first, jobs, folder):
+        status, text = result or (1, "")
+        name = f"{run.script} {run.arguments} {run.dtype} on {run.world}"
+        console.print(f"{name}: {text if status else 'ended'}", markup=False)
+        failed += [name] if status else []
     console.print(
         f"{len(first) - len(failed)} of {len(first)} ended",
         *(f"failed: {name}" for name in failed),
@@ -281,3 +373,12 @@ def _smoke(wanted: Sequence[Run], jobs: int, console: Console) -> int:
         markup=False,
     )
     return int(bool(failed))
+
+
+def _unrecorded(run: Run, path: Path) -> tuple[int, str]:
+    function = forked.new_process if run.is_jax else forked.script
+    options = [*run.options, *_devices(run)] if run.is_jax else run.options
+    environments = [{}] if run.is_jax else forked.ranks(run.world)
+    return forked.call(
+        [(function, str(run.path), options, each) for each in environments], path.with_suffix(".log"), TIMEOUT
+    )

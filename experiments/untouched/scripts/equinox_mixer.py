@@ -42,7 +42,7 @@ FAULTS = {
     "donated_stale": "from step 2 on the step is given the parameters of one step before",
     "half_gelu": "GELU of block 0 computes in float16",
 }
-PATCHES, WIDTH, CLASSES, BLOCKS = 9, 24, 5, 3
+PATCHES, WIDTH, CLASSES, BLOCKS = 9, 24, 5, 2
 
 
 class Norm(eqx.Module):

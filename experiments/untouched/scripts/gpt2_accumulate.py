@@ -221,6 +221,7 @@ def main() -> None:
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step} loss {sum(losses):.12f}", flush=True)
+    del model  # DDP's destructor must not be the last owner of gloo's threads: it joins them while it holds the GIL
     if is_distributed:
         dist.destroy_process_group()
 

@@ -98,7 +98,7 @@ class Classifier(nnx.Module):
     def __init__(self, on: set[str], dtype: Any, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCABULARY, WIDTH, param_dtype=dtype, rngs=rngs)
         self.place = nnx.Embed(LENGTH, WIDTH, param_dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(on, i, dtype, rngs) for i in range(3)])
+        self.blocks = nnx.List([Block(on, i, dtype, rngs) for i in range(2)])
         epsilon = 1e-3 if "norm_epsilon" in on else 1e-6
         norm = OwnNorm if "unrolled_norm" in on else nnx.LayerNorm
         self.norm = norm(WIDTH, epsilon=epsilon, param_dtype=dtype, rngs=rngs)
