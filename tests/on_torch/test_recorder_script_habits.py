@@ -163,3 +163,26 @@ def test_habits_without_effect_are_equal(tmp_path):
     for habit in ("evaluation", "averaged weights in evaluation", "generators", "evaluation without no_grad", "scaler"):
         found = compare(plain, with_habits(tmp_path / habit.replace(" ", "_"), frozenset({habit})))
         assert found.verdict is Verdict.EQUAL, (habit, found.reason)
+
+
+def test_training_that_goes_on_in_eval_mode_is_recorded(tmp_path):
+    def run(name: str, *, stays_in_eval: bool) -> Recording:
+        torch.manual_seed(0)
+        model = Net().double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Recorder(tmp_path / name, model=model, optimizer=optimizer, name="net", dense=3) as recorder:
+            for step in range(3):
+                model.train(not (stays_in_eval and step))
+                for tokens in batches(step, 0, 1, 2):
+                    logits = model(tokens[:, :-1])
+                    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step()
+                model.eval()
+                model(batches(step + 50, 0, 1)[0])
+        return Recording.open(tmp_path / name)
+
+    usual, changed = run("usual", stays_in_eval=False), run("changed", stays_in_eval=True)
+    assert changed.activations(2) == usual.activations(2)
+    assert compare(usual, changed).verdict is Verdict.EQUAL  # no module of the model asks for the mode

@@ -250,6 +250,7 @@ class Recorder(Sink, Listener):
 
     def backward(self, loss: Tensor) -> None:
         with quietly():
+            self._watch.backward_begins()
             self._losses.append(loss.clone())
             if self._trace is not None:
                 self._trace.result(loss)

@@ -103,6 +103,10 @@ class Watch:
         self._hooked: dict[int, Tensor] = {}
         self._told: set[str] = set()
         self._seen: set[tuple[int, str, str]] = set()
+        # What the sink is told of a forward in the other mode if backward follows; None: the last one was in the usual mode.
+        self._withheld: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+        self._before: tuple[set[str], set[tuple[int, str, str]]] = set(), set()
+        self._awaits_backward = False
         self.is_dense = False
         self.microbatches = 0
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
@@ -130,6 +134,7 @@ class Watch:
         self._drop()
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
         self._engine, self._grads, self._told, self._seen = _Engine(), {}, set(), set()
+        self._withheld, self._awaits_backward = None, False
         if collects or is_dense:
             observers.append(self._engine)
         if is_dense:
@@ -202,7 +207,7 @@ class Watch:
         # Of a module that is called several times in a forward the first call is recorded.
         if found is not None and _is_plain(found) and at not in self._seen:
             self._seen.add(at)
-            self._sink.activation(self.microbatches - 1, name, use, found.detach(), operator_of(found))
+            self._say(self._sink.activation, self.microbatches - 1, name, use, found.detach(), operator_of(found))
 
     def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         """(unit, name, value) of every parameter that can be read in full once this module begins, at all its places."""
@@ -217,7 +222,7 @@ class Watch:
         for unit, name, value in self._entered(module):
             if self.microbatches == 1 and name not in self._told:
                 self._told.add(name)
-                self._sink.unsharded(unit, name, value.detach())
+                self._say(self._sink.unsharded, unit, name, value.detach())
 
     def _listen(self, module: nn.Module) -> None:
         """Let the gradients of parameters be taken where no engine tells them."""
@@ -242,12 +247,37 @@ class Watch:
         if self._view is None:
             self._sink.begins()
             self._trains_in = model.training
-        if model.training != self._trains_in:  # an evaluation, which forgot no_grad
+        self._withdraw()
+        # In the other mode: an evaluation, which forgot no_grad, unless backward follows.
+        is_other = model.training != self._trains_in
+        if is_other and self._awaits_backward:
             return
-        self._inside = True
+        if is_other:
+            self._withheld, self._before = [], (set(self._told), set(self._seen))
+        self._inside, self._awaits_backward = True, not is_other
         self.microbatches += 1
         with quietly():
-            self._sink.batch([tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)])
+            self._say(self._sink.batch, [tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)])
+
+    def backward_begins(self) -> None:
+        """The last forward was one of training, whatever its mode."""
+        self._awaits_backward = False
+        withheld, self._withheld = self._withheld, None
+        for function, args in withheld or ():
+            function(*args)
+
+    def _withdraw(self) -> None:
+        """The last forward was an evaluation, if nothing went back through it."""
+        if self._withheld is not None:
+            self._withheld = None
+            self.microbatches -= 1
+            self._told, self._seen = self._before
+
+    def _say(self, function: Callable[..., None], *args: Any) -> None:
+        if self._withheld is None:
+            function(*args)
+        else:  # the script may change tensors in place before that
+            self._withheld.append((function, tuple(_cloned(each) for each in args)))
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
@@ -287,6 +317,12 @@ def operator_of(value: Tensor) -> str:
             return "" if name.endswith("AccumulateGrad") else name[:100]
         node = following[0]
     return ""
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_cloned(each) for each in value]
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_plain(tensor: Tensor) -> bool:
