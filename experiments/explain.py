@@ -112,7 +112,7 @@ def judged(recording: Recording, step: int, *, folder: Path | None, timeout: flo
     """
     with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
         directory = ((folder or Path(temporary)) / "run").resolve()
-        request = Request(str(directory), step, 0, BACKWARD, "", compiled=_is_compiled(recording))
+        request = Request(str(directory), step, 0, BACKWARD, "", judged=True, compiled=_is_compiled(recording))
         return _traced(recording, request, timeout, console)
 
 
@@ -147,7 +147,7 @@ def request_of(target: Target, pair: tuple[Recording, Recording], recording: Rec
     # Programs of JAX need not say which module an operator belongs to.
     unit = target.unit if all(each.manifest.framework == "torch" for each in pair) else ""
     rank = min(target.rank, recording.manifest.world_size - 1)
-    return Request(str(directory), target.step, rank, target.phase, unit, target.tolerance is None)
+    return Request(str(directory), target.step, rank, target.phase, unit, target.tolerance is None, judged=True)
 
 
 def _traced(recording: Recording, request: Request, timeout: float, console: Console | None) -> Trace:

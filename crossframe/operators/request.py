@@ -21,6 +21,7 @@ class Request:
         phase: of the quantity that differs (`crossframe.recording.lines`).
         unit: inside of which forward and backward are traced; "": everywhere.
         in_bits: whether values will be compared in bits alone.
+        judged: whether each operator is repeated in float64 and held against its bound.
         compiled: whether what torch.compile made is run, and judged. If not, it runs uncompiled, operator by operator.
     """
 
@@ -30,6 +31,7 @@ class Request:
     phase: str
     unit: str
     in_bits: bool = True
+    judged: bool = False
     compiled: bool = False
 
     def to_environment(self) -> dict[str, str]:

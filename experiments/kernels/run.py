@@ -220,7 +220,7 @@ def _compiled_answer(fault: BackendFault, folder: Path) -> Answer:
     folder.mkdir(parents=True, exist_ok=True)
     began, lines = time.monotonic(), text_of(TORCH).splitlines()
     number = next(i for i, line in enumerate(lines, 1) if line.strip() == fault.expected)
-    request = Request(str(folder), 1, 0, BACKWARD, "", compiled=True)
+    request = Request(str(folder), 1, 0, BACKWARD, "", judged=True, compiled=True)
     os.environ.update(environment := request.to_environment())
     try:
         arguments = ["float32", fault.name, "eager"]

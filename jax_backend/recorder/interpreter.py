@@ -154,13 +154,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Equation:
-    """An equation as it was evaluated; `arguments` are its parameters and constants in words."""
+    """An equation as it was evaluated.
+
+    Attributes:
+        arguments: its parameters and constants in words.
+        primitive, params: of which one array for each input gives one for each output; None where that is no single primitive,
+            or a collective.
+    """
 
     name: str
     arguments: str
     place: Place
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    primitive: Any = None
+    params: dict[str, Any] | None = None
 
 
 def frames_of(traceback: Any) -> Iterator[Frame]:
@@ -262,7 +270,8 @@ class Interpreter:
             result = primitive.bind(*arrays, **bound)
             return list(result) if primitive.multiple_results else [result]
 
-        if place.ranks is not None and _named_axes(params) & set(place.ranks.axes):
+        is_collective = place.ranks is not None and bool(_named_axes(params) & set(place.ranks.axes))
+        if place.ranks is not None and is_collective:
             by_rank = _collective(run, operands, place.ranks, self._here)
         else:
             by_rank = _on_each(run, operands, place.num_ranks)
@@ -273,7 +282,8 @@ class Interpreter:
                 return [replace(each, constant=operands[0].constant) for each in found]
             if all(np.ndim(each.by_rank[0]) == 0 for each in found):
                 return [replace(each, constant=each.by_rank[0]) for each in found]
-        self._show(Equation(primitive.name, _arguments(params, operands), place, tuple(operands), tuple(found)))
+        own = (None, None) if is_collective else (primitive, bound)
+        self._show(Equation(primitive.name, _arguments(params, operands), place, tuple(operands), tuple(found), *own))
         return found
 
     def _piece_of(self, name: str, arguments: str, whole: Value, piece: Value, place: Place) -> Value:

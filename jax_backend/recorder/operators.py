@@ -20,6 +20,7 @@ from crossframe.operators.request import TRACE_NAME
 from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from jax_backend.activations import module_in
 from jax_backend.recorder.interpreter import Equation, Interpreter, Place, Value
+from jax_backend.recorder.judging import judge
 
 _MOST_OPERATORS = 20_000
 _OPTIMIZER = "optimizer"
@@ -101,6 +102,10 @@ class OperatorTrace:
         at = place.ranks.index(self._request.rank) if place.ranks is not None else 0
         inputs = [self._of(each, at) for each in equation.inputs if each.constant is None]
         outputs = [self._of(each, at) for each in equation.outputs]
+        judged = None
+        if self._request.judged and equation.primitive is not None:
+            of_rank = [[_array(each, at) for each in values] for values in (equation.inputs, equation.outputs)]
+            judged = judge(equation.primitive, equation.params or {}, *of_rank)
         index = len(self._operators)
         self._operators.append(
             Operator(
@@ -112,6 +117,7 @@ class OperatorTrace:
                 place.line,
                 tuple(inputs),
                 tuple(outputs),
+                judged,
             )
         )
 
@@ -134,7 +140,7 @@ class OperatorTrace:
         return _OPTIMIZER if any(each.late for each in equation.inputs) else FORWARD
 
     def _of(self, value: Value, at: int) -> Signature:
-        return self._signature(value.by_rank[at if len(value.by_rank) > 1 else 0])
+        return self._signature(_array(value, at))
 
     def _signature(self, array: Any) -> Signature:
         """The signature of an array, computed once for each."""
@@ -147,6 +153,11 @@ class OperatorTrace:
         found = signature_of(wide, made.dtype.name, sketched=not self._request.in_bits)
         self._signatures[id(array)] = array, found
         return found
+
+
+def _array(value: Value, at: int) -> Any:
+    """What a rank has."""
+    return value.by_rank[at if len(value.by_rank) > 1 else 0]
 
 
 class _Listening(traces.EvalTrace):

@@ -3,10 +3,13 @@
 import runpy
 
 import jax
+import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 from crossframe.operators import Request, find
 from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
+from jax_backend.recorder.judging import judge
 from jax_backend.recorder.operators import OperatorTrace
 
 SCRIPT = """
@@ -142,3 +145,23 @@ def test_gradients_outside_of_jit_are_traced(tmp_path, unchanged):
     assert {line_of("scores / math.sqrt(4)"), line_of("h = x @ w"), line_of("approximate=False")} <= lines
     inside = {op.name for op in unchanged[REDUCE].operators}
     assert inside - {op.name for op in operators} <= {"jax.psum", "jax.shard_map", "jax.slice"}
+
+
+def test_equations_of_right_kernels_are_inside_their_bounds():
+    x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(4, 8)
+    trace = OperatorTrace(Request("", 0, 0, FORWARD, "", judged=True))
+    trace.begin_step(0)
+    try:
+        jax.lax.exp(jax.lax.dot(x, x.T)).sum()
+    finally:
+        trace.end()
+    assert {op.name for op in trace.trace().judged()} == {"jax.dot_general", "jax.exp", "jax.reduce_sum"}
+    assert not trace.trace().outside()
+
+
+def test_an_inexact_equation_is_outside_its_bound():
+    wrong = Primitive("wrong_sum")
+    wrong.def_impl(lambda x: (x.astype("bfloat16") if x.dtype == "float32" else x).sum(-1).astype(x.dtype))
+    x = jax.numpy.arange(1.0, 9.0, dtype="float32") / 7
+    judged = judge(wrong, {}, [x], [wrong.bind(x)])
+    assert judged is not None and not judged.inside and judged.error > 1e-3

@@ -75,7 +75,7 @@ def line_of(text):
 def traced(path, phase=FORWARD, *, text=SCRIPT, in_bits=True):
     path.write_text(text)
     made = runpy.run_path(str(path))
-    with OperatorTrace(made["model"], Request("", 0, 0, phase, "", in_bits=in_bits)) as trace:
+    with OperatorTrace(made["model"], Request("", 0, 0, phase, "", in_bits=in_bits, judged=phase == FORWARD)) as trace:
         trace.begin_step(active=True)
         loss = made["loss_of"]()
         trace.result(loss)
@@ -171,7 +171,7 @@ def test_an_inexact_operator_is_outside_its_bound():
     def wrong_sum(x: torch.Tensor) -> torch.Tensor:
         return x.half().sum(-1).float() if x.dtype == torch.float32 else x.sum(-1)
 
-    with OperatorTrace(model := Wrong(), Request("", 0, 0, FORWARD, "")) as trace:
+    with OperatorTrace(model := Wrong(), Request("", 0, 0, FORWARD, "", judged=True)) as trace:
         trace.begin_step(active=True)
         model(100 * torch.rand(4, 4096, generator=torch.Generator().manual_seed(0)))
     (judged,) = (op.judged for op in trace.trace().operators if "wrong_sum" in op.name)
@@ -236,7 +236,8 @@ class Tanh(torch.autograd.Function):
         return 1.01 * grad * (1 - ctx.saved_tensors[0] ** 2)
 def backend(graph, inputs):
     for node in graph.graph.nodes:
-        if FAULT == "operator" and node.target is F.gelu:
+        values_are_returned = len(graph.graph.find_nodes(op="placeholder")) > 5
+        if (FAULT == "operator" or (FAULT == "values" and values_are_returned)) and node.target is F.gelu:
             node.kwargs = {"approximate": "tanh"}
         if FAULT == "pattern" and any(user.target is torch.rsqrt for user in node.users):
             node.args = (node.args[0], 1e-4)
@@ -260,7 +261,7 @@ def compiled_trace(path, fault, monkeypatch):
     path.write_text(COMPILED)
     monkeypatch.setattr("sys.argv", [str(path), fault])
     made = runpy.run_path(str(path))
-    with OperatorTrace(made["model"], Request("", 0, 0, BACKWARD, "", compiled=True)) as trace:
+    with OperatorTrace(made["model"], Request("", 0, 0, BACKWARD, "", judged=True, compiled=True)) as trace:
         trace.begin_step(active=True)
         made["model"](torch.randn(4, 8)).square().mean().backward()
     return trace.trace()
@@ -280,16 +281,17 @@ def test_an_operator_compiled_wrong_is_found_at_its_line(tmp_path, monkeypatch, 
     assert (first.phase, first.module) == (phase, "0")
 
 
-def test_operators_compiled_right_are_inside_their_bounds(tmp_path, monkeypatch):
-    trace = compiled_trace(tmp_path / "s.py", "none", monkeypatch)
+@pytest.mark.parametrize("fault", ["none", "values"])
+def test_operators_compiled_right_are_inside_their_bounds(tmp_path, monkeypatch, fault):
+    trace = compiled_trace(tmp_path / "s.py", fault, monkeypatch)
     assert not trace.outside()
     names = {op.name for op in trace.judged()}
-    assert {"compiled.graph", "compiled.gelu", "compiled.linear", "aten.gelu"} <= names
+    assert {"compiled.graph", "compiled.tanh", "compiled.linear", "aten.gelu"} <= names
 
 
 def test_compiled_modules_are_judged_in_the_step_asked_for(tmp_path, monkeypatch):
     (tmp_path / "s.py").write_text(COMPILED)
-    request = Request(str(tmp_path), 1, 0, BACKWARD, "", compiled=True)
+    request = Request(str(tmp_path), 1, 0, BACKWARD, "", judged=True, compiled=True)
     for name, value in request.to_environment().items():
         monkeypatch.setenv(name, value)
     assert script.run(str(tmp_path / "s.py"), ["operator"], str(tmp_path / "run")) == 0

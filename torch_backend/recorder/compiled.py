@@ -9,7 +9,8 @@ the inputs that it has, forward and backward, with random gradients of its outpu
   operator is then judged alone, on the values that the compiled code computed for its inputs, and its backward on the gradient
   that it was given there. So errors do not add up, and no value needs a partner.
 
-What is fused, or recognised as a pattern, may change by that. If the graph is outside of its bound and no operator is, the graph
+What is fused, or recognised as a pattern, may change by that. So an operator that is outside counts only if it is so again where
+it is compiled by itself, or the graph up to it as it stands. If the graph is outside of its bound and no operator is, the graph
 is cut: compiled up to one of its operators, it returns what the rest would read. The first operator at which such a graph is
 outside, found by bisection, is named.
 """
@@ -19,7 +20,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -143,13 +144,17 @@ class _Graph:
             probed = _Probed(self._module, given)
             zeros = probed.zeros()
             inputs, trained = [*given, *zeros], [False] * len(given) + [True] * len(zeros)
-            compiled = self._backend(probed.module, _fresh(inputs, trained))
+            compiled = self._compile(probed.module, inputs, trained)
             found, grads = _run(compiled, inputs, trained, cotangents)
+            for operator, node, args in probed.operators(found, grads, cotangents, user_code):
+                outside = operator.judged is not None and not operator.judged.inside
+                confirmed = (
+                    not outside or self._is_outside_alone(node, args) or self._is_outside_up_to(node, given, trains)
+                )
+                operators.append(operator if confirmed else replace(operator, judged=None))
         except Exception as error:
             reason = f"its operators could not be told apart: {type(error).__name__}: {error}".splitlines()[0]
             yield CompiledOperator(WHOLE_GRAPH, reason, FORWARD, self._name(), None, (), (), None)
-        else:
-            operators += probed.operators(found, grads, cotangents, user_code)
         if any(map(_is_outside, whole)) and all(each.judged is None or each.judged.inside for each in operators):
             operators += self._first_cut(given, trains, user_code)
         yield from operators
@@ -178,12 +183,7 @@ class _Graph:
         first, last, found = 0, len(calls) - 1, None
         while first <= last:
             middle = (first + last) // 2
-            cut = _cut(self._module, calls[middle].name)
-            try:
-                compiled = self._backend(copy.deepcopy(cut), _fresh(given, trains))
-                worst = next(filter(_is_outside, _Graph(cut, self._backend, compiled)._whole(given, trains)), None)
-            except Exception:  # a backend may refuse a graph, as one without results; a longer one then decides
-                worst = None
+            worst = self._is_outside_up_to(calls[middle], given, trains)
             if worst is None:
                 first = middle + 1
             else:
@@ -192,6 +192,39 @@ class _Graph:
             return []
         node, (phase, worst, results) = found
         return [_operator(node, phase, (), results, worst, user_code)]
+
+    def _is_outside_up_to(
+        self, node: fx.Node, given: Sequence[Any], trains: Sequence[bool]
+    ) -> tuple[str, Judged | None, Sequence[Tensor]] | None:
+        """Which phase of the graph is outside, compiled up to an operator."""
+        return self._is_outside_of(_cut(self._module, node.name), given, trains)
+
+    def _is_outside_alone(self, node: fx.Node, args: Any) -> tuple[str, Judged | None, Sequence[Tensor]] | None:
+        """Which phase of an operator is outside, compiled by itself.
+
+        Args:
+            args: positional ones and by keyword.
+        """
+        nodes, values = _leaves(node)[0], _leaves_of(*args)[0]
+        given = [value for leaf, value in zip(nodes, values, strict=False) if isinstance(leaf, fx.Node)]
+        if len(nodes) != len(values):
+            return None
+        trains = [_has_grad(leaf) for leaf in nodes if isinstance(leaf, fx.Node)]
+        return self._is_outside_of(_alone(self._module, node), given, trains)
+
+    def _is_outside_of(
+        self, module: fx.GraphModule, given: Sequence[Any], trains: Sequence[bool]
+    ) -> tuple[str, Judged | None, Sequence[Tensor]] | None:
+        try:
+            compiled = self._compile(copy.deepcopy(module), given, trains)
+            return next(filter(_is_outside, _Graph(module, self._backend, compiled)._whole(given, trains)), None)
+        except Exception:  # a backend may refuse a graph, as one without results
+            return None
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], trains: Sequence[bool]) -> Callable:
+        """What the backend makes of another graph, with its backward."""
+        with torch.enable_grad():
+            return self._backend(module, _fresh(inputs, trains))
 
     def _name(self) -> str:
         """The module that holds all operators."""
@@ -249,8 +282,8 @@ class _Probed:
 
     def operators(
         self, found: Any, grads: Sequence[Tensor], cotangents: Sequence[Tensor | None], user_code: UserCode
-    ) -> Iterator[CompiledOperator]:
-        """The operators, judged.
+    ) -> Iterator[tuple[CompiledOperator, fx.Node, tuple]]:
+        """The operators, judged, with their nodes and what these were given.
 
         Args:
             found: what the graph returned.
@@ -285,7 +318,8 @@ class _Probed:
                 exact = exact_of(function, own_args, own_kwargs, several=True)
                 value = env[node.name]
                 judged = exact.judge(value) if exact is not None else None
-                yield _operator(node, FORWARD, (own_args, own_kwargs), [value], judged, user_code)
+                judged_here = _operator(node, FORWARD, (own_args, own_kwargs), [value], judged, user_code)
+                yield judged_here, node, (own_args, own_kwargs)
         contributions = self._contributions(grads, cotangents, [each for each in ends if isinstance(each, fx.Node)])
         for node, function, own_args, own_kwargs in reversed(evaluated):
             parts = contributions.get(node.name)
@@ -296,7 +330,8 @@ class _Probed:
                 backward = _vjp(function, node, list(own))
                 exact = exact_of(backward, (own_args, own_kwargs, parts), {}, several=True)
                 judged = exact.judge(list(own.values())) if exact is not None else None
-                yield _operator(node, BACKWARD, (parts, own_args), list(own.values()), judged, user_code)
+                judged_here = _operator(node, BACKWARD, (parts, own_args), list(own.values()), judged, user_code)
+                yield judged_here, node, (own_args, own_kwargs)
 
     def _contributions(
         self, grads: Sequence[Tensor], cotangents: Sequence[Tensor | None], ends: Sequence[fx.Node]
@@ -349,6 +384,21 @@ def _cut(module: fx.GraphModule, last: str) -> fx.GraphModule:
     for node in reversed(nodes[stop:-1]):
         copied.graph.erase_node(node)
     return fx.GraphModule(copied, copied.graph)
+
+
+def _alone(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    """A graph of one operator, with an input for each value that it reads."""
+    graph = fx.Graph()
+    leaves, put = _leaves(node)
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, fx.Node):
+            leaves[number] = graph.placeholder(f"input_{number}")
+            leaves[number].meta = dict(leaf.meta)
+    args, kwargs = put(leaves)
+    made = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+    made.meta = dict(node.meta)
+    graph.output((made,))
+    return fx.GraphModule(module, graph)
 
 
 def _is_outside(judged: tuple[str, Judged | None, Sequence[Tensor]]) -> bool:

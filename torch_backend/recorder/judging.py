@@ -1,25 +1,9 @@
 """A function of tensors repeated in float64 on the inputs that it had, and how far rounding may drive its results from that.
 
-[Note: the bound of an operator] Arithmetic is right to one rounding, elementary functions to some units in the last place, and
-kernels are stable: what they compute is the exact result of inputs that are off by a few roundings, rounded (mixed stability,
-N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 1.5). So the function is evaluated in float64 on
-inputs x (1 + k u s), with s = +1 or -1 at random for each element, u the unit roundoff, and k
-
-    4         for arithmetic of elements, whose inputs take part in at most a few roundings
-    64        for other functions of elements: vectorised exponentials are off by up to 20 units in the last place, which is 40 u
-    64 + 6 sqrt(n)   for kernels that add up n numbers besides other things, such as norms and softmax: the probabilistic bound
-              of N. Higham and T. Mary, A new approach to probabilistic rounding error analysis, 2019, with lambda = 6
-    4 + n     for sums of n products: each takes part in at most n additions
-
-To first order such an evaluation is off by k u J (x s), whose mean square over s is the sum of (k u J_ij x_j)^2. Four draws
-estimate it; four times their root mean square is the bound on the norm of the error, together with 4 roundings of the result. The
-estimate is below a quarter of its mean with a chance of 0.7 % where it depends on one number alone, and the error of a right
-kernel is far below k u: it would have to reach the bound by that.
-
-A function of several operators, such as a compiled graph, is perturbed at each of them. Kernels of bfloat16 and float16 compute
-in float32, so u is that of float32 inside of an operator, and between several that of the dtype.
+`crossframe.operators.roundings` derives the bound.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,24 +15,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.operators import Judged
+from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, TF32
 from torch_backend.dtypes import dtype_name
 
 aten = torch.ops.aten
-_DRAWS = 4
-_SIGNIFICANT = 4.0
-_RESULT_ROUNDINGS = 4
-_ARITHMETIC, _ELEMENTARY, _LAMBDA = 4, 64, 6
-_TF32 = 2.0**-11
+_NUM_SIGNS = 1 << 19
 
 
 def _packets(names: str) -> frozenset[Any]:
     return frozenset(getattr(aten, name) for name in names.split())
 
 
-_SUMS = _packets("mm bmm addmm baddbmm mv dot sum mean convolution cumsum")
+_SUMS = _packets("""
+    mm bmm addmm baddbmm mv dot sum mean convolution cumsum linalg_vector_norm norm var std var_mean std_mean logsumexp
+""")
 _IS_ARITHMETIC = _packets("add sub rsub mul div add_ sub_ mul_ div_ sqrt reciprocal neg square addcmul addcdiv lerp")
-_ACCUMULATES = _packets("index_put index_put_ index_add scatter_add embedding_dense_backward cumsum scatter_reduce")
-"""Kernels that add up in the dtype of their result."""
 
 
 class Exact:
@@ -85,7 +66,7 @@ def _judged(computed: Tensor, exact: Tensor | None, reach: float) -> Judged | No
     if not size:
         return None
     info = torch.finfo(computed.dtype)
-    reach += _RESULT_ROUNDINGS * unit_roundoff(dtype) * size
+    reach += RESULT * unit_roundoff(dtype) * size
     reach += math.sqrt(wanted.numel()) * info.smallest_normal * info.eps
     if not torch.equal(torch.isfinite(computed), kept) and float(wanted.abs().max()) < info.max:
         return Judged(math.inf, reach / size)
@@ -110,14 +91,14 @@ def exact_of(function: Callable, args: tuple, kwargs: dict[str, Any], *, several
             if several and not _same(exact, _wide_results(function, args, kwargs)):
                 return None
             squares = [0.0] * len(exact)
-            for seed in range(_DRAWS):
+            for seed in range(DRAWS):
                 with _Perturbed(seed, dtypes, several):
                     drawn = _wide_results(function, args, kwargs)
                 moved = [_distance(*each) for each in zip(drawn, exact, strict=True)]
                 squares = [total + each**2 for total, each in zip(squares, moved, strict=True)]
     except Exception:  # an operator may refuse float64 in any way of its own
         return None
-    return Exact(exact, [_SIGNIFICANT * math.sqrt(each / _DRAWS) for each in squares])
+    return Exact(exact, [SIGNIFICANT * math.sqrt(each / DRAWS) for each in squares])
 
 
 def widened(value: Any) -> Any:
@@ -159,7 +140,7 @@ class _Perturbed(TorchDispatchMode):
 
     def __init__(self, seed: int, dtypes: set[str], several: bool) -> None:
         super().__init__()
-        self._seed, self._generators = seed, {}
+        self._generator = torch.Generator().manual_seed(seed)
         roundoffs = [unit_roundoff(each) for each in dtypes]
         self._stored = max(roundoffs)
         self._inner = min(self._stored, unit_roundoff("float32"))
@@ -171,49 +152,58 @@ class _Perturbed(TorchDispatchMode):
             return func(*args, **kwargs)
         written = {each.name for each in func._schema.arguments if each.alias_info is not None}
         names = [each.name for each in func._schema.arguments]
-        size = self._size(func, args, _tensors((args, kwargs)))
+        of_inputs, of_results = self._sizes(func, args, _tensors((args, kwargs)))
 
         def moved(name: str, value: Any) -> Any:
-            return value if name in written else tree_map(lambda each: self._moved(each, size), value)
+            return value if name in written else tree_map(lambda each: self._moved(each, of_inputs), value)
 
         own_args = [moved(name, value) for name, value in zip(names, args, strict=False)]
-        return func(*own_args, **{name: moved(name, value) for name, value in kwargs.items()})
+        result = func(*own_args, **{name: moved(name, value) for name, value in kwargs.items()})
+        if not of_results or written:
+            return result
+        return tree_map(lambda each: self._moved(each, of_results), result)
 
-    def _size(self, func: Any, args: tuple, tensors: Sequence[Tensor]) -> float:
-        """How far off, relative to itself, an element that an operator reads is."""
+    def _sizes(self, func: Any, args: tuple, tensors: Sequence[Tensor]) -> tuple[float, float]:
+        """How far off, relative to themselves, elements are that an operator reads, and those of its results."""
         packet, u = func.overloadpacket, self._inner
-        if packet in _SUMS and any(each.is_cuda for each in tensors) and torch.backends.cuda.matmul.allow_tf32:
-            u = max(u, _TF32)
-        if packet in _ACCUMULATES:
-            u = self._stored
         if packet in _IS_ARITHMETIC:
-            roundings = _ARITHMETIC
-        elif torch.Tag.pointwise in func.tags:
-            roundings = _ELEMENTARY
-        elif packet in _SUMS:
-            roundings = _ARITHMETIC + _terms(packet, args, tensors)
-        else:
-            roundings = _ELEMENTARY + _LAMBDA * math.sqrt(_terms(packet, args, tensors))
-        return roundings * u + self._between
+            return ARITHMETIC * u + self._between, 0.0
+        if torch.Tag.pointwise in func.tags:
+            return OTHERS * u + self._between, 0.0
+        terms = _terms(packet, args, tensors)
+        if packet in _SUMS:
+            if any(each.is_cuda for each in tensors) and torch.backends.cuda.matmul.allow_tf32:
+                u = max(u, TF32)
+            return (ARITHMETIC + terms) * u + self._between, 0.0
+        return OTHERS * u + self._between, math.sqrt(terms) * self._stored
 
     def _moved(self, value: Any, size: float) -> Any:
-        if not isinstance(value, Tensor) or value.dtype != torch.float64:
+        if not isinstance(value, Tensor) or value.dtype != torch.float64 or not value.numel():
             return value
-        if value.device not in self._generators:
-            self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
-        signs = torch.randint(0, 2, value.shape, generator=self._generators[value.device], device=value.device)
-        return value * (1 + size * (2 * signs - 1))
+        return value * (1 + size * self._drawn(value))
+
+    def _drawn(self, value: Tensor) -> Tensor:
+        """Signs for the elements of a tensor, out of many that are drawn once: from anywhere in them, and repeated if need be."""
+        start = int(torch.randint(0, _NUM_SIGNS, (), generator=self._generator))
+        signs = _signs(value.device)[start : start + min(value.numel(), _NUM_SIGNS)]
+        return signs.repeat(-(-value.numel() // len(signs)))[: value.numel()].view(value.shape)
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    drawn = torch.randint(0, 2, (2 * _NUM_SIGNS,), generator=torch.Generator().manual_seed(0))
+    return (2 * drawn - 1).to(device, torch.float64)
 
 
 def _terms(packet: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> int:
     """At least how many terms an element of the result adds up."""
     if packet is aten.convolution:
         return tensors[1].numel() // tensors[1].shape[0]
-    if packet in (aten.sum, aten.mean):
-        dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) and args[1] else range(tensors[0].dim())
-        return math.prod(tensors[0].shape[dim] for dim in dims)
-    if packet in _SUMS:
+    if packet in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.dot, aten.cumsum):
         return tensors[-2 if len(tensors) > 1 else 0].shape[-1]
+    if packet in _SUMS:
+        dims = next((each for each in args[1:] if isinstance(each, list | tuple) and each), range(tensors[0].dim()))
+        return math.prod(tensors[0].shape[dim] for dim in dims)
     sizes = [each.numel() for each in tensors if each.is_floating_point() and each.numel()]
     inner = [each.shape[-1] for each in tensors if each.dim() > 1]
     return max([*inner, max(sizes, default=1) // min(sizes, default=1)], default=1)

@@ -1,0 +1,177 @@
+"""An equation of a jaxpr repeated in float64 on the inputs that it had, and how far rounding may drive its results from that.
+
+`crossframe.operators.roundings` derives the bound.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from crossframe.dtypes import FLOATING, unit_roundoff
+from crossframe.operators import Judged
+from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, TF32
+
+_IS_ARITHMETIC = frozenset(
+    ["add", "add_any", "sub", "mul", "div", "neg", "sqrt", "square", "max", "min", "abs", "select_n"]
+)
+_SUMS = frozenset(["dot_general", "reduce_sum", "cumsum", "conv_general_dilated", "reduce_window_sum", "scatter-add"])
+_PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+_MOVES = frozenset(
+    [
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "transpose",
+        "slice",
+        "concatenate",
+        "rev",
+        "gather",
+        "iota",
+        "pad",
+        "split",
+    ]
+)
+"""What computes nothing: it has one right result, and no rounding."""
+
+
+def judge(primitive: Any, params: dict[str, Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Judged | None:
+    """Hold the outputs of an equation against float64; None if it computes nothing or cannot be repeated.
+
+    Args:
+        params: with which the primitive was bound.
+        inputs, outputs: arrays of one rank.
+    """
+    if primitive.name in _MOVES or not any(_is_floating(each) for each in inputs):
+        return None
+    if not any(_is_floating(each) for each in outputs) or any(_holds_functions(each) for each in params.values()):
+        return None
+    arrays = [np.asarray(each) for each in inputs]
+    wide_params = {name: _widened(value) for name, value in params.items()}
+    try:
+        with jax.enable_x64(True):
+            exact = _results(primitive, wide_params, arrays)
+            reaches = _reaches(primitive, wide_params, arrays, params, exact)
+    except Exception:  # an operator may refuse float64 in any way of its own
+        return None
+    judged = [
+        _judged(np.asarray(own), wide, reach)
+        for own, wide, reach in zip(outputs, exact, reaches, strict=True)
+        if _is_floating(own)
+    ]
+    judged = [each for each in judged if each is not None]
+    return max(judged, key=lambda each: each.error / each.bound, default=None)
+
+
+def _is_floating(array: Any) -> bool:
+    return np.dtype(array.dtype).name in FLOATING if not _is_key(array) else False
+
+
+def _is_key(array: Any) -> bool:
+    return jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _holds_functions(value: Any) -> bool:
+    each = value if isinstance(value, tuple | list) else (value,)
+    return any((callable(one) and not isinstance(one, type | np.dtype)) or hasattr(one, "jaxpr") for one in each)
+
+
+def _widened(value: Any) -> Any:
+    """A parameter of the equation in float64."""
+    if isinstance(value, type | np.dtype) and np.dtype(value).name in FLOATING:
+        return np.dtype(np.float64)
+    return value
+
+
+def _results(
+    primitive: Any, params: dict[str, Any], arrays: Sequence[np.ndarray], signs: Any = None
+) -> list[np.ndarray]:
+    """The results in float64.
+
+    Args:
+        signs: moves an array; None: none is moved.
+    """
+    wide = [each.astype(np.float64) if each.dtype.name in FLOATING else each for each in arrays]
+    moved = [signs(each) if signs is not None and each.dtype == np.float64 else each for each in wide]
+    result = primitive.bind(*map(jax.numpy.asarray, moved), **params)
+    return [np.asarray(each) for each in (result if primitive.multiple_results else [result])]
+
+
+def _reaches(
+    primitive: Any,
+    wide_params: dict[str, Any],
+    arrays: Sequence[np.ndarray],
+    params: dict[str, Any],
+    exact: Sequence[np.ndarray],
+) -> list[float]:
+    """By result how far rounding may drive it, as a norm."""
+    stored = max(unit_roundoff(each.dtype.name) for each in arrays if each.dtype.name in FLOATING)
+    inner = min(stored, unit_roundoff("float32"))
+    terms = _terms(primitive.name, params, arrays, exact[0])
+    if primitive.name in _PRODUCTS:
+        inner = max(inner, _roundoff_of_products(params.get("precision")))
+    size = (ARITHMETIC if primitive.name in _IS_ARITHMETIC else OTHERS) * inner
+    of_results = 0.0
+    if primitive.name in _SUMS:
+        # Sums that are no products may be added up in the dtype of the result.
+        size = (ARITHMETIC + terms) * inner
+        of_results = 0.0 if primitive.name in _PRODUCTS else math.sqrt(terms) * stored
+    squares = [0.0] * len(exact)
+    for seed in range(DRAWS):
+        rng = np.random.default_rng(seed)
+        drawn = _results(
+            primitive, wide_params, arrays, lambda x, rng=rng: x * (1 + size * rng.choice((-1.0, 1.0), x.shape))
+        )
+        for i, (one, other) in enumerate(zip(drawn, exact, strict=True)):
+            if other.dtype == np.float64:
+                kept = np.isfinite(one) & np.isfinite(other)
+                squares[i] += float(np.sum(np.square(one[kept] - other[kept])))
+    sizes = [_norm(each[np.isfinite(each)]) if each.dtype == np.float64 else 0.0 for each in exact]
+    return [
+        SIGNIFICANT * (math.sqrt(square / DRAWS) + of_results * size)
+        for square, size in zip(squares, sizes, strict=True)
+    ]
+
+
+def _judged(computed: np.ndarray, exact: np.ndarray, reach: float) -> Judged | None:
+    if exact.shape != computed.shape or exact.dtype.name not in FLOATING:
+        return None
+    dtype, kept = computed.dtype.name, np.isfinite(exact)
+    wanted = exact[kept].astype(np.float64)
+    size = _norm(wanted)
+    if not size:
+        return None
+    info = jax.numpy.finfo(computed.dtype)
+    reach += RESULT * unit_roundoff(dtype) * size + math.sqrt(wanted.size) * float(info.smallest_normal) * float(
+        info.eps
+    )
+    wide = computed.astype(np.float64)
+    if not np.array_equal(np.isfinite(wide), kept) and float(np.abs(wanted).max()) < float(info.max):
+        return Judged(math.inf, reach / size)
+    return Judged(_norm(wide[kept] - wanted) / size, reach / size)
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.sqrt(np.sum(np.square(array))))
+
+
+def _terms(name: str, params: dict[str, Any], arrays: Sequence[np.ndarray], result: np.ndarray) -> int:
+    """At least how many terms an element of the result adds up."""
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return math.prod(arrays[0].shape[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        return arrays[1].size
+    if name in ("reduce_sum", "reduce_window_sum"):
+        return max(arrays[0].size // max(result.size, 1), 1)
+    return max(max(each.shape, default=1) for each in arrays)
+
+
+def _roundoff_of_products(precision: Any) -> float:
+    """The unit roundoff to which an accelerator cuts inputs of products of float32."""
+    said = precision[0] if isinstance(precision, tuple) else precision
+    if said not in (None, jax.lax.Precision.DEFAULT):
+        return 0.0
+    return {"gpu": TF32, "cuda": TF32, "tpu": unit_roundoff("bfloat16")}.get(jax.default_backend(), 0.0)
