@@ -121,6 +121,7 @@ def _fail(rank):
     raise ValueError(f"rank {rank} is out of order")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_fails_is_named():
     from crossframe.errors import UsageError
 

@@ -247,6 +247,7 @@ def test_a_signal_during_imports_is_no_traceback(tmp_path, number):
     assert process.returncode == 128 + number and "Traceback" not in said, said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
 def test_a_rank_that_is_killed_ends_the_run_with_its_name(tmp_path, spawned):
     process = spawned("record", "torch", "gpt-tiny", "--steps", "5000")

@@ -68,6 +68,7 @@ def test_float64_training_agrees_and_does_what_was_planned(recorded, world_size,
         assert difference(plan, b.collectives(0, rank), ordered=False, kinds=COLLECTIVES) == []
 
 
+@pytest.mark.exhaustive
 def test_a_hybrid_mesh_with_batch_norm_momentum_clipping_and_microbatches_agrees(recorded):
     """What the GPT's cells have not, in one: each rank's own statistics go through two microbatches of a step."""
     settings = RunSettings(
@@ -190,6 +191,7 @@ def test_the_grids_command_prints_a_line_a_cell_and_writes_it(tmp_path):
     assert written[5].startswith("| mlp | 2 | shard_grad_op | sgd | 0.5 | 2 | ")
 
 
+@pytest.mark.exhaustive
 def test_float32_training_differs_by_rounding(recorded):
     settings = RunSettings("gpt-tiny", "float32", 2, SHORT)
     result = compare(recorded("torch", settings), recorded("jax", settings))

@@ -142,6 +142,7 @@ def test_code_that_raises_is_reported_with_its_line(tmp_path):
     assert teach(lesson).returncode == 2 and teach(tmp_path / "none.md").returncode == 2
 
 
+@pytest.mark.exhaustive
 def test_a_torch_rank_that_raises_ends_the_lesson_and_is_named(tmp_path):
     code = "code:from experiments.teach.ranks import on_ranks\non_ranks(2, lambda rank: 1 // rank)"
     result = teach(written(tmp_path, code))

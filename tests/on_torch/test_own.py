@@ -43,6 +43,7 @@ def contestants(both: Both) -> set[str]:
     return {both.a.contestant, both.b.contestant}
 
 
+@pytest.mark.exhaustive
 def test_all_of_torchs_own_train_as_one_device_does_and_as_one_another(recorded):
     every = list(pairs(RUNS))
     assert len(every) == 4 + 6
@@ -54,6 +55,7 @@ def test_all_of_torchs_own_train_as_one_device_does_and_as_one_another(recorded)
     assert any(pair.difference for pair in found), "two ranks and one device round differently"
 
 
+@pytest.mark.exhaustive
 def test_a_DDP_that_sums_instead_of_averaging_is_found_out(ranks, recorded, tmp_path: Path):
     faulty = replace(USUAL, contestant=DDP, setting=ADAMW, fault=True)
     clean = replace(faulty, contestant=BARE, world_size=1, fault=False)

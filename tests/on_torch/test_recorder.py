@@ -125,6 +125,7 @@ def test_the_norm_is_recorded_and_gradients_are_those_before_clipping(ranks, tmp
     assert np.abs(recording.full(STATE, 0, "scale", use="exp_avg")).max() < 1e-3 * 0.11
 
 
+@pytest.mark.exhaustive
 def test_a_group_of_one_rank_records_as_one_device_does(ranks, tmp_path, alone):
     for kind in PARALLEL:
         directory = where(tmp_path, kind)
