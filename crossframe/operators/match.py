@@ -1,6 +1,8 @@
 """The first operators at which two traces part, found by values.
 
-A value of one side has a partner if the other side has the same value anywhere. Names and numbers of operators are not
+A value of one side has a partner if the other side has the same value anywhere: as an input or output of an operator, as a value
+that a fused operator would have in between, or as one of the parts into which such a value can be cut; or if all of its own parts
+have partners. Names and numbers of operators are not
 compared: eager and fused attention compute the same output by other values in between. So values without a partner are followed
 back from a result that has none, through operators whose outputs have none, to the operators whose inputs all have partners.
 Values without a partner that lead to equal results are another way of computing the same, and are not visited.
@@ -73,7 +75,7 @@ def find(a: Trace, b: Trace, tolerance: float | None) -> Finding:
 
 
 def _values(trace: Trace) -> Sequence[Signature]:
-    return [value for op in trace.operators for value in (*op.inputs, *op.outputs)]
+    return [value for op in trace.operators for value in (*op.inputs, *op.outputs, *op.interior)]
 
 
 def _partner(other: Trace, tolerance: float | None) -> Partner:
@@ -83,15 +85,17 @@ def _partner(other: Trace, tolerance: float | None) -> Partner:
         exact = {_exact(value) for value in values}
         return lambda value: _exact(value) in exact
     by_size: dict[int, dict[str, Signature]] = {}
-    for value in values:
-        by_size.setdefault(value.numel, {})[value.multiset] = value
+    parts = [part for value in values for cut in value.parts for part in cut]
+    for each in (*values, *parts):
+        by_size.setdefault(each.numel, {})[each.multiset] = each
     known: dict[tuple[int, str], bool] = {}
 
     def has_partner(value: Signature) -> bool:
         key = value.numel, value.multiset
         if key not in known:
             alike = by_size.get(value.numel, {})
-            known[key] = value.multiset in alike or any(value.is_close(each, tolerance) for each in alike.values())
+            whole = value.multiset in alike or any(value.is_close(each, tolerance) for each in alike.values())
+            known[key] = whole or any(all(map(has_partner, cut)) for cut in value.parts)
         return known[key]
 
     return has_partner

@@ -34,6 +34,8 @@ from crossframe.recording.sketch import sketches_of
 FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
 HUGE = 1e8
 """Elements of this size are taken for a mask's."""
+PARTS = (2, 3)
+"""Into how many parts values are cut."""
 RELATED = 0.5
 """The relative distance below which two tensors of one shape hold the same elements in the same order, changed or not."""
 _SLOPES = np.array([1.0, *FREQUENCIES, *FREQUENCIES])
@@ -52,6 +54,7 @@ class Signature:
         features: see above.
         bits, multiset: hashes in hex.
         sums: of the sketch, float32 in base64; "" where only bits are compared.
+        parts: of the halves and of the thirds along the last dim, in order; () where only bits are compared, or there are none.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +65,7 @@ class Signature:
     bits: str
     multiset: str
     sums: str = ""
+    parts: tuple[tuple["Signature", ...], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -95,25 +99,28 @@ class Signature:
     def to_json(self) -> list:
         """The signature as JSON."""
         numbers = [self.num_left_out, self.norm, list(self.features), self.bits, self.multiset, self.sums]
-        return [list(self.shape), self.dtype, *numbers]
+        return [list(self.shape), self.dtype, *numbers, [[part.to_json() for part in cut] for cut in self.parts]]
 
     @classmethod
     def from_json(cls, fields: list) -> "Signature":
         """What `to_json` made."""
-        shape, dtype, num_left_out, norm, features, *texts = fields
-        return cls(tuple(shape), dtype, num_left_out, norm, tuple(features), *texts)
+        shape, dtype, num_left_out, norm, features, *texts, parts = fields
+        cuts = tuple(tuple(map(cls.from_json, cut)) for cut in parts)
+        bits, multiset, sums = texts
+        return cls(tuple(shape), dtype, num_left_out, norm, tuple(features), bits, multiset, sums, cuts)
 
 
 def _decoded(sums: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(sums), np.float32)
 
 
-def signature_of(array: np.ndarray, dtype: str = "", *, sketched: bool = True) -> Signature:
+def signature_of(array: np.ndarray, dtype: str = "", *, sketched: bool = True, cut: bool = True) -> Signature:
     """The signature of an array of numbers or booleans.
 
     Args:
         dtype: of the tensor, where the array has another one.
         sketched: whether it may be compared in other ways than in bits.
+        cut: whether its parts may be compared then, too.
 
     >>> x = np.arange(6.0).reshape(2, 3)
     >>> signature_of(x).bits == signature_of(x.reshape(6)).bits, signature_of(x).bits == signature_of(x.T).bits
@@ -143,7 +150,16 @@ def signature_of(array: np.ndarray, dtype: str = "", *, sketched: bool = True) -
         hashlib.blake2b(wide.tobytes(), digest_size=8).hexdigest(),
         f"{_multiset(wide):016x}",
         base64.b64encode(sums).decode(),
+        _parts(array, dtype) if sketched and cut else (),
     )
+
+
+def _parts(array: np.ndarray, dtype: str) -> tuple[tuple[Signature, ...], ...]:
+    """The parts of a matrix, or of what has more dims: one side may pack into one what another has as several, such as query, key
+    and value."""
+    width = array.shape[-1] if array.ndim > 1 else 0
+    cuts = [np.split(array, number, -1) for number in PARTS if width > number and width % number == 0]
+    return tuple(tuple(signature_of(part, dtype, cut=False) for part in cut) for cut in cuts)
 
 
 def _multiset(wide: np.ndarray) -> int:

@@ -60,6 +60,7 @@ class Operator:
         module: canonical name of the innermost module in which it ran; of a backward operator that of its forward operator.
         line: of the user's code; of a backward operator the line of its forward operator.
         judged: None where it cannot be repeated, or has no floating output.
+        interior: values that a fused operator would have in between, were it written out.
     """
 
     index: int
@@ -71,6 +72,7 @@ class Operator:
     inputs: tuple[Signature, ...]
     outputs: tuple[Signature, ...]
     judged: Judged | None = None
+    interior: tuple[Signature, ...] = ()
 
     def to_json(self) -> dict:
         """The operator as a JSON object."""
@@ -83,6 +85,7 @@ class Operator:
             "inputs": [each.to_json() for each in self.inputs],
             "outputs": [each.to_json() for each in self.outputs],
             "judged": [repr(self.judged.error), repr(self.judged.bound)] if self.judged else None,
+            "interior": [each.to_json() for each in self.interior],
         }
 
     @classmethod
@@ -98,6 +101,7 @@ class Operator:
             tuple(map(Signature.from_json, fields["inputs"])),
             tuple(map(Signature.from_json, fields["outputs"])),
             Judged(*map(float, fields["judged"])) if fields["judged"] else None,
+            tuple(map(Signature.from_json, fields["interior"])),
         )
 
 

@@ -59,3 +59,28 @@ def test_operators_of_one_run_are_held_against_bounds(tmp_path, capsys, error):
     said = capsys.readouterr().out
     assert ("s.py:3: y = exp(x)" in said, "1 of 2 operators of step 0 of r" in said) == (error > 1e-5, True)
     assert status == (error > 1e-5)
+
+
+def test_values_inside_of_a_fused_operator_are_partners():
+    mean, centred = X.mean(-1, keepdims=True), X - X.mean(-1, keepdims=True)
+    wrong = np.square(centred).sum(-1) / 2
+    fused = trace(("norm", (X,), np.square(centred).mean(-1)))
+    shown = replace(fused.operators[0], interior=tuple(map(signature_of, (mean, centred, np.square(centred)))))
+    eager = trace(
+        ("mean", (X,), mean),
+        ("sub", (X, mean), centred),
+        ("square", (centred,), np.square(centred)),
+        ("div", (np.square(centred),), wrong),
+    )
+    assert [find(a, eager, 1e-6).b.name for a in (fused, Trace([shown], fused.results))] == ["mean", "div"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_parts_of_a_packed_value_are_partners(number):
+    packed = np.random.default_rng(0).normal(size=(4, 6 * number))
+    parts = np.split(packed, number, -1)
+    a = trace(("mm", (X,), packed), *(("neg", (part,), -part) for part in parts))
+    b = trace(*(("mm", (X,), part) for part in parts), ("exp", (parts[-1],), np.exp(parts[-1])))
+    first = find(a, b, 1e-6)
+    assert first.b is not None and first.b.name == "exp" and first.num_matched[1] == number
+    assert find(b, a, 1e-6).num_matched[1] == 1

@@ -10,7 +10,7 @@ the inputs that it has, forward and backward, with random gradients of its outpu
   that it was given there. So errors do not add up, and no value needs a partner.
 
 What is fused, or recognised as a pattern, may change by that. So an operator that is outside counts only if it is so again where
-it is compiled by itself, or the graph up to it as it stands. If the graph is outside of its bound and no operator is, the graph
+it is compiled by itself. If the graph is outside of its bound and no operator is, the graph
 is cut: compiled up to one of its operators, it returns what the rest would read. The first operator at which such a graph is
 outside, found by bisection, is named.
 """
@@ -148,9 +148,7 @@ class _Graph:
             found, grads = _run(compiled, inputs, trained, cotangents)
             for operator, node, args in probed.operators(found, grads, cotangents, user_code):
                 outside = operator.judged is not None and not operator.judged.inside
-                confirmed = (
-                    not outside or self._is_outside_alone(node, args) or self._is_outside_up_to(node, given, trains)
-                )
+                confirmed = not outside or self._is_outside_alone(node, args) is not None
                 operators.append(operator if confirmed else replace(operator, judged=None))
         except Exception as error:
             reason = f"its operators could not be told apart: {type(error).__name__}: {error}".splitlines()[0]
@@ -183,7 +181,7 @@ class _Graph:
         first, last, found = 0, len(calls) - 1, None
         while first <= last:
             middle = (first + last) // 2
-            worst = self._is_outside_up_to(calls[middle], given, trains)
+            worst = self._is_outside_of(_cut(self._module, calls[middle].name), given, trains)
             if worst is None:
                 first = middle + 1
             else:
@@ -192,12 +190,6 @@ class _Graph:
             return []
         node, (phase, worst, results) = found
         return [_operator(node, phase, (), results, worst, user_code)]
-
-    def _is_outside_up_to(
-        self, node: fx.Node, given: Sequence[Any], trains: Sequence[bool]
-    ) -> tuple[str, Judged | None, Sequence[Tensor]] | None:
-        """Which phase of the graph is outside, compiled up to an operator."""
-        return self._is_outside_of(_cut(self._module, node.name), given, trains)
 
     def _is_outside_alone(self, node: fx.Node, args: Any) -> tuple[str, Judged | None, Sequence[Tensor]] | None:
         """Which phase of an operator is outside, compiled by itself.

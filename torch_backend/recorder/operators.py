@@ -21,6 +21,7 @@ from crossframe.shown import shown
 from torch_backend.dtypes import dtype_name
 from torch_backend.piece_tensor import PieceTensor
 from torch_backend.recorder.compiled import CompiledGraphs, CompiledOperator
+from torch_backend.recorder.interior import interior_of
 from torch_backend.recorder.judging import exact_of
 from torch_backend.recorder.tree import named_places
 from torch_backend.recorder.watch import Hook, in_backward, quietly
@@ -180,6 +181,8 @@ class OperatorTrace(TorchDispatchMode):
             inputs = [[self._signature(each) for each in row] for row in rows]
             repeats = self._request.judged and len(rows) == 1 and _is_repeatable(func)
             exact = exact_of(func, args, kwargs) if repeats else None
+            is_fused = not self._request.in_bits and len(rows) == 1
+            interior = [self._signature(each) for each in (interior_of(func, args, kwargs) if is_fused else ())]
         result = func(*args, **kwargs)
         with quietly():
             if func.namespace == "c10d":
@@ -191,7 +194,7 @@ class OperatorTrace(TorchDispatchMode):
             for own, made in zip(inputs, _made(func, args, kwargs, result, len(rows)), strict=True):
                 index, outputs = len(self._operators), tuple(map(self._signature, made))
                 self._operators.append(
-                    Operator(index, name, arguments, phase, module, line, tuple(own), outputs, judged)
+                    Operator(index, name, arguments, phase, module, line, tuple(own), outputs, judged, tuple(interior))
                 )
         return result
 
