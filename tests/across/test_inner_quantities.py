@@ -11,7 +11,9 @@ from tests.across.recorded import record_with_jax, record_with_torch
 PHASES = {"parameters", "unsharded", "forward", "backward", "reduce", "norm", "state", "update"}
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("conv", "sgd"), ("llama-tiny", "adamw")])
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [("conv", "sgd"), pytest.param("llama-tiny", "adamw", marks=pytest.mark.exhaustive)]
+)
 def test_both_frameworks_record_the_same_quantities_in_the_same_order(ranks, tmp_path, model, optimizer):
     """Images with their channels at one end or the other; heads as dims of their own, or joined."""
     settings = RunSettings(

@@ -15,7 +15,7 @@ from jax_backend import make_mesh, shards_of, unshard
 from tests.conftest import EXHAUSTIVE
 
 # float32 is aligned, float64 of these sizes has nothing to align.
-CASES = [(1, "float64"), (3, "float32")]
+CASES = [(3, "float32")]
 if os.environ.get(EXHAUSTIVE):
     CASES = list(product((1, 2, 3, 4), ("float64", "float32")))
 

@@ -183,6 +183,7 @@ def test_layers_of_a_stacked_unit_are_recorded_one_by_one(tmp_path, one_device):
                     )
 
 
+@pytest.mark.exhaustive
 def test_twins_of_shards_are_moved_in_canonical_order_and_round_otherwise(tmp_path):
     runs = []
     for twin in (0, 1):

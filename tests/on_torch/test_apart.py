@@ -152,6 +152,7 @@ LONG = pytest.mark.exhaustive
             _barrier,
             "is in torch.distributed.barrier between ranks 0, 1, 2, to which rank 0 did not come",
             id="barrier",
+            marks=LONG,
         ),
         pytest.param(
             4,

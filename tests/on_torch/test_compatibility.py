@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -176,6 +177,7 @@ def _compiled(rank, world_size):
     return wrong
 
 
+@pytest.mark.exhaustive
 def test_compiled_blocks_and_models_train_as_plain_ones(ranks):
     assert ranks.run(2, _compiled) == [[], []]
 

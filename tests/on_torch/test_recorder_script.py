@@ -104,6 +104,7 @@ def record(folder: Path, **options):
     return record_script(folder / "script.py", (), console=Console(file=StringIO()), **(given | options))
 
 
+@pytest.mark.exhaustive
 def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twins(run, tmp_path):
     for twin in range(3):
         assert run(PLAIN, twin=twin, windows=[(2, 3)]) == 0

@@ -149,7 +149,7 @@ def with_habits(directory: Path, habits: frozenset[str]) -> Recording:
     return Recording.open(directory)
 
 
-@settings(QUICK, max_examples=8)
+@settings(QUICK, max_examples=5)
 @given(st.frozensets(st.sampled_from(HABITS), max_size=5))
 def test_a_script_run_twice_is_equal_whatever_its_habits(habits):
     with tempfile.TemporaryDirectory() as folder:
