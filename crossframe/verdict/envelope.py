@@ -41,7 +41,7 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UPDATE
+from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.direction import OF_OWN_INPUT, Directions, Tally, directions_of
 from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.metrics import distance, inner_distance, ratio, trimmed_distance
@@ -66,6 +66,7 @@ MEASURES: dict[str, Measure] = {
     STATE: distance,
     UPDATE: trimmed_distance,
     LATE_UPDATE: inner_distance,
+    UNSHARDED: inner_distance,  # of parameters that a loop edits between steps: what earlier updates made of them, and the edit
 }
 """By kind of quantity, how distances are measured. Each kind has a factor of its own."""
 SHARE = FALSE_ALARMS / (len(MEASURES) + 1)
@@ -79,7 +80,7 @@ def margin(num_twins: int) -> float:
     """How much further than the most eccentric of so many perturbed runs another recording may lie.
 
     >>> [round(margin(k), 1) for k in (2, 3, 4, 8)]
-    [54.8, 13.1, 6.5, 2.4]
+    [57.7, 13.6, 6.7, 2.4]
     """
     return ((num_twins + 1) * SHARE) ** (-1 / num_twins)
 
@@ -167,7 +168,7 @@ def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: boo
     )
 
 
-_COMPUTED = (FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
+_COMPUTED = (UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
 _KNOWN: "WeakKeyDictionary[Recording, dict[bool, Spread]]" = WeakKeyDictionary()
 
 
