@@ -28,6 +28,7 @@ class Divergence:
         event: what made it: "all_gather", "input", "output", "loss", "backward", "reduce_scatter", "all_reduce", "grad_norm",
             "state" or "optimizer".
         ranks: every rank whose values are off, in order; empty where that is not known.
+        module: of an activation, whose input or output it is; None for the model's own, and for all else.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Divergence:
     stop: int | None
     event: str
     ranks: tuple[int, ...] = ()
+    module: str | None = None
 
     def to_json(self) -> dict:
         """The place as a JSON object."""
@@ -106,7 +108,8 @@ def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
     off, size = _off(judgement)
     if not q.parameter:
         inside = np.flatnonzero(off)
-        return Divergence(q.step, q.phase, q.rank, q.unit, None, int(inside[0]), int(inside[-1]) + 1, q.event)
+        start, stop = int(inside[0]), int(inside[-1]) + 1
+        return Divergence(q.step, q.phase, q.rank, q.unit, None, start, stop, q.event, module=q.module or None)
     worst = int(np.flatnonzero(off)[np.argmax(size[off])])
     rank, held = q.rank, np.arange(off.size)
     if rank is None:
@@ -148,7 +151,8 @@ def locate_sketch(judgement: Judgement, pair: Pair) -> Divergence:
     """The same of sketches: the rank whose own differs, and what it holds."""
     q = judgement.quantity
     rank, start, stop = _held(q, pair)
-    return Divergence(q.step, q.phase, rank, q.unit, q.parameter or None, start, stop, q.event)
+    module = q.module or None
+    return Divergence(q.step, q.phase, rank, q.unit, q.parameter or None, start, stop, q.event, module=module)
 
 
 def _held(q: Quantity, pair: Pair) -> tuple[int | None, int, int]:

@@ -67,6 +67,7 @@ def test_an_output_that_differs_is_found_before_the_loss_that_it_causes(tmp_path
     found = versus(tmp_path, one)
     assert found.verdict is Verdict.BUG
     assert place(found) == (0, "forward", "output", "block", None, 1, (9, 11))
+    assert found.to_json()["first_divergence"]["module"] == "block"
     assert "the output of unit 'block' (microbatch 0, elements 9:11, rank 1)" in found.reason
 
 

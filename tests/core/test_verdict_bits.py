@@ -48,6 +48,7 @@ def pair(tmp_path):
 
 def test_other_bits_in_one_program_are_no_rounding(pair):
     found = compare(*pair(nudged("output", "block")))
+    assert found.first_divergence and found.first_divergence.module == "block"
     assert found.verdict is Verdict.DIFFERENT and found.verdict.exit_status == 5
     assert "of a size that rounding also has" in found.reason and "--repeat" in found.reason
     assert (where := found.first_divergence) is not None
