@@ -92,7 +92,9 @@ def test_edits_between_steps_are_held_against_perturbed_runs(tmp_path):
         def change(phase, step, rank, name, array):
             if (phase, step) != ("unsharded", 1):
                 return array
-            noise = 0.0 if seed is None else NOISE * np.random.default_rng([seed, *name.encode()]).normal(size=array.shape)
+            noise = (
+                0.0 if seed is None else NOISE * np.random.default_rng([seed, *name.encode()]).normal(size=array.shape)
+            )
             return (array * factor * (1 + noise)).astype(array.dtype)
 
         return change
