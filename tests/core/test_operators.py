@@ -7,7 +7,11 @@ import pytest
 from rich.console import Console
 
 from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of
-from crossframe.recording.lines import FORWARD
+from crossframe.operators.target import JUMP, target_of
+from crossframe.recording.lines import FORWARD, UPDATE
+from crossframe.verdict import compare
+from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.result import Judged as Compared
 from experiments.explain import answer
 from tests.core.synthetic import record
 
@@ -84,3 +88,21 @@ def test_parts_of_a_packed_value_are_partners(number):
     first = find(a, b, 1e-6)
     assert first.b is not None and first.b.name == "exp" and first.num_matched[1] == number
     assert find(b, a, 1e-6).num_matched[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("differences", "phase", "name", "tolerance"),
+    [
+        pytest.param((1e-7, 2e-6, 1e-3), FORWARD, "b", JUMP * 2e-6, id="jump"),
+        pytest.param((0.0, 1e-3, 2e-3), FORWARD, "a", JUMP * 2**-24, id="from equal values"),
+        pytest.param((1e-7, 2e-6, 9e-6), UPDATE, "weight", bounds_for("float32").parameter, id="no jump"),
+    ],
+)
+def test_explain_looks_where_a_difference_jumps(tmp_path, differences, phase, name, tolerance):
+    a, b = record(tmp_path / "a"), record(tmp_path / "b")
+    names = zip(("x", "a", "b"), differences, strict=True)
+    forward = [Compared(0, FORWARD, "activation", "", each, d, None, beyond=False, equal=not d) for each, d in names]
+    last = Compared(0, UPDATE, "tensor", "", "weight", 0.5, 90.0, beyond=True, equal=False)
+    target = target_of(a, b, replace(compare(a, b), judged=(*forward, last), dtype="float32"))
+    assert target is not None and (target.phase, target.name) == (phase, name)
+    assert target.tolerance == pytest.approx(tolerance)
