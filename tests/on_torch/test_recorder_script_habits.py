@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from tests.core.random_layouts import QUICK
-from tests.on_torch.recorded_loops import Net, batches
+from tests.on_torch.recorded_loops import WORDS, Net, batches
 from torch_backend.recorder import Recorder
 
 CLIP = 0.05
@@ -186,3 +186,45 @@ def test_training_that_goes_on_in_eval_mode_is_recorded(tmp_path):
     usual, changed = run("usual", stays_in_eval=False), run("changed", stays_in_eval=True)
     assert changed.activations(2) == usual.activations(2)
     assert compare(usual, changed).verdict is Verdict.EQUAL  # no module of the model asks for the mode
+
+
+class Recurrent(nn.Module):
+    """A recurrent net that is given the state that it returned."""
+
+    def __init__(self, *, reordered: bool) -> None:
+        super().__init__()
+        self.embed, self.gates, self.head = nn.Embedding(WORDS, 8), nn.Linear(16, 8), nn.Linear(8, WORDS)
+        self.reordered = reordered
+
+    def forward(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        found = []
+        for x in self.embed(tokens).unbind(1):
+            both = torch.cat([x, state], -1)
+            if self.reordered:  # sums in another order
+                state = torch.tanh((both.flip(-1) @ self.gates.weight.flip(-1).T) + self.gates.bias)
+            else:
+                state = torch.tanh(self.gates(both))
+            found.append(state)
+        return self.head(torch.stack(found, 1)), state
+
+
+def test_a_state_that_goes_from_step_to_step_is_no_batch(tmp_path):
+    def run(name: str, *, reordered: bool) -> Recording:
+        torch.manual_seed(0)
+        model = Recurrent(reordered=reordered).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Recorder(tmp_path / name, model=model, optimizer=optimizer, name="net", dense=3) as recorder:
+            tokens = batches(0, 0, 1)[0]
+            states = [torch.zeros(len(tokens), 8, dtype=torch.float64)] * 2  # one for each microbatch
+            for step in range(3):
+                for i, tokens in enumerate(batches(step, 0, 1, 2)):
+                    half = states[i][: len(tokens)]
+                    logits, states[i] = model(tokens[:, :-1], half.detach())
+                    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step()
+        return Recording.open(tmp_path / name)
+
+    a, b = run("a", reordered=False), run("b", reordered=True)
+    assert compare(a, b).verdict is Verdict.ROUNDING, compare(a, b).reason

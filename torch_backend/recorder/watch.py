@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from crossframe.dtypes import FLOATING
@@ -107,6 +108,9 @@ class Watch:
         self._withheld: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
         self._before: tuple[set[str], set[tuple[int, str, str]]] = set(), set()
         self._awaits_backward = False
+        # What the model gave and the script still has; and what the model was given last.
+        self._given: list[StorageWeakRef] = []
+        self._came: set[int] = set()
         self.is_dense = False
         self.microbatches = 0
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
@@ -257,7 +261,12 @@ class Watch:
         self._inside, self._awaits_backward = True, not is_other
         self.microbatches += 1
         with quietly():
-            self._say(self._sink.batch, [tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)])
+            inputs = [tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
+            self._came = {_storage_of(each) for each in inputs}
+            # The state of a recurrent model, which it gave before, is no sample.
+            self._given = [storage for storage in self._given if not storage.expired()]
+            carried = {storage.cdata for storage in self._given}
+            self._say(self._sink.batch, [each for each in inputs if _storage_of(each) not in carried] or inputs)
 
     def backward_begins(self) -> None:
         """The last forward was one of training, whatever its mode."""
@@ -282,6 +291,8 @@ class Watch:
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
             self._inside = False
+            outputs = (each for each in tensors_in(output) if _is_plain(each) and _storage_of(each) not in self._came)
+            self._given += [StorageWeakRef(each.untyped_storage()) for each in outputs]
 
 
 # Nodes of autograd's graph that move or cast values, and compute none.
@@ -323,6 +334,10 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, list):
         return [_cloned(each) for each in value]
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _is_plain(tensor: Tensor) -> bool:
