@@ -10,9 +10,8 @@ the inputs that it has, forward and backward, with random gradients of its outpu
   that it was given there. So errors do not add up, and no value needs a partner.
 
 What is fused, or recognised as a pattern, may change by that. So an operator that is outside counts only if it is so again where
-it is compiled by itself. If the graph is outside of its bound and no operator is, the graph
-is cut: compiled up to one of its operators, it returns what the rest would read. The first operator at which such a graph is
-outside, found by bisection, is named.
+it is compiled by itself. If the graph is outside of its bound and no operator is, the graph is cut: compiled up to one of its
+operators, it returns what the rest would read. The first operator at which such a graph is outside, found by bisection, is named.
 """
 
 import copy
