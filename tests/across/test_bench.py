@@ -270,6 +270,7 @@ def counted():
     return on_ranks(2, FAKE, _count_by_hand)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAYOUTS_OF)
 def test_copies_of_two_layers_are_those_of_a_count_by_hand(counted, name):
     ours, layout = name.startswith("our"), LAYOUTS_OF[name]

@@ -191,6 +191,7 @@ def test_parity_deletes_no_report_that_it_did_not_write(tmp_path):
     assert status == 2 and "is a file" in said
 
 
+@pytest.mark.exhaustive
 def test_a_parity_run_that_fails_leaves_no_report_of_an_earlier_one(tmp_path):
     (tmp_path / "torch-float64").mkdir()
     (tmp_path / "torch-float64" / "notes.txt").write_text("in the way of the recording")
@@ -286,6 +287,7 @@ MORE_SIGNALS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
 @pytest.mark.parametrize(
     ("what", "number"),

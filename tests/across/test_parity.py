@@ -198,6 +198,7 @@ def test_float32_training_differs_by_rounding(recorded):
     assert result.verdict is Verdict.ROUNDING, result.to_json()
 
 
+@pytest.mark.exhaustive
 def test_a_changed_function_is_told_from_rounding_by_bits(recorded):
     """A GELU by erf instead of by tanh differs by less than float32's bound."""
     settings = RunSettings("gpt-tiny", "float32", 2, SHORT)

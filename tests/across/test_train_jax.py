@@ -259,6 +259,7 @@ def plainly(settings):
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_plain_training_and_bfloat16_computes_near_it(whole, tmp_path):
     expected = plainly(whole)
     assert len(expected) == 4 and expected[0][2] > 2 * whole.clip  # or nothing was clipped

@@ -82,6 +82,7 @@ def test_a_fault_knows_its_function_and_its_line():
     assert ("constant", 1, MODULE) in places and ("return None", 6, 4) in places and ("comparison", 7, 4) in places
 
 
+@pytest.mark.exhaustive
 def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tmp_path):
     for folder in (*COPIED[:-1], "tests/core"):
         (tmp_path / folder).mkdir(parents=True)

@@ -56,7 +56,7 @@ def padding_is_zero(sharded):
 
 
 @pytest.mark.parametrize(("layout", "spec"), [
-    ("flat", MeshSpec(3)), ("ragged", MeshSpec(shard=2, replicate=2)), ("per_param", MeshSpec(3)),
+    pytest.param("flat", MeshSpec(3), marks=pytest.mark.exhaustive), ("ragged", MeshSpec(shard=2, replicate=2)), ("per_param", MeshSpec(3)),
 ])  # fmt: skip
 def test_R05_R30_optax_trains_shards_as_it_trains_parameters(layout, spec):
     tx: Any = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))

@@ -149,6 +149,7 @@ def test_a_fault_inside_is_found_where_it_begins(tmp_path):
     assert (first.step, first.phase, first.event, first.unit) == (0, "forward", "output", "blocks.1"), verdict.reason
 
 
+@pytest.mark.exhaustive
 def test_layers_of_a_stacked_unit_are_recorded_one_by_one(tmp_path, one_device):
     params = small_params()
     stacked = {**params, "blocks": jax.tree.map(lambda *layers: np.stack(layers), *params["blocks"])}

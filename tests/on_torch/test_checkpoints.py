@@ -340,6 +340,7 @@ def faces_on(world_size: int) -> list[str]:
     return [face for face in FACES if world_size == 4 or not face.endswith(HYBRID)]
 
 
+@pytest.mark.exhaustive
 def test_R36_R37_a_checkpoint_goes_from_any_sharding_to_any_other_at_any_world_size(ranks, tmp_path):
     """Also between torch's own and ours. The short form: one half saves and the other loads, those with replicas at 4
     ranks and the others at fewer in turn."""

@@ -82,7 +82,6 @@ CASES = {
         Case(nested=True, reshard=2, frozen="start"),
         Case(reshard=True, frozen="part", sync=Sync.LAST),
         Case(across=True, reshard=2),
-        Case(nested=True, mixed=True, frozen="middle", reshard=2),
         Case(nested=True, mixed=True, frozen="start", reshard=False),
         Case((1, 4), low=True, reshard=2),
     ],

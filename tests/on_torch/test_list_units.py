@@ -289,6 +289,7 @@ def _sharded_by_transformers(rank, world_size, folder):
     _check_equal(_values(other), plain)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("transformers") is None, reason="not installed")
 def test_lists_of_transformers_are_saved(ranks, tmp_path):
     ranks.run(2, _sharded_by_transformers, str(tmp_path), seconds=180)

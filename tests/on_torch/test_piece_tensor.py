@@ -142,7 +142,7 @@ def _trains(rank: int, world_size: int, exact: bool, sizes: tuple[int, ...], opt
 # An optimizer sees pieces alone, whatever the mesh is: all of them step on one mesh, and one on each of the others.
 @pytest.mark.parametrize(
     ("sizes", "exact", "optimizers"),
-    [((2,), False, list(OPTIMIZERS)), ((3,), True, ["momentum"]), ((2, 2), True, ["adamw, lists"])],
+    [((2,), False, ["momentum", "adamw, lists"]), ((3,), True, ["momentum"]), ((2, 2), True, ["adamw, lists"])],
 )
 def test_R09_three_layouts_train_to_the_same_bits(ranks, sizes, exact, optimizers):
     ranks.run(math.prod(sizes), _trains, exact, sizes, list(OPTIMIZERS) if EXHAUSTIVE in os.environ else optimizers)

@@ -35,7 +35,10 @@ def plain(tmp_path_factory) -> Recording:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"autocast": True}, id="autocast"), pytest.param({"dtype": torch.bfloat16}, id="parameters")],
+    [
+        pytest.param({"autocast": True}, id="autocast", marks=pytest.mark.exhaustive),
+        pytest.param({"dtype": torch.bfloat16}, id="parameters"),
+    ],
 )
 def test_bfloat16_is_told_from_a_bug(plain, tmp_path, options):
     low = train(tmp_path / "low", perturbed=4, **options)

@@ -188,6 +188,7 @@ def test_wrong_use_of_the_command_is_refused(tmp_path):
         record(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit(1)")
     command = f"crossframe record {tmp_path}/script.py --every 2 --dense 1"

@@ -382,6 +382,7 @@ def _state_is_taken(rank: int, world_size: int, path: str) -> None:
         optimizer.load_state_dict(state)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_R37_optimizer_state_goes_from_layout_to_layout(ranks, tmp_path):
     ranks.run(2, _state_is_taken, str(tmp_path))
