@@ -55,9 +55,14 @@ def padding_is_zero(sharded):
         jax.tree.map(np.testing.assert_array_equal, arrays, zero_padding(sharded.tree.by_name[name], arrays))
 
 
-@pytest.mark.parametrize(("layout", "spec"), [
-    pytest.param("flat", MeshSpec(3), marks=pytest.mark.exhaustive), ("ragged", MeshSpec(shard=2, replicate=2)), ("per_param", MeshSpec(3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    [
+        pytest.param("flat", MeshSpec(3), marks=pytest.mark.exhaustive),
+        ("ragged", MeshSpec(shard=2, replicate=2)),
+        ("per_param", MeshSpec(3)),
+    ],
+)
 def test_R05_R30_optax_trains_shards_as_it_trains_parameters(layout, spec):
     tx: Any = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))
     mesh, params = make_mesh(spec), small_params()

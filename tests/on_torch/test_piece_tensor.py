@@ -139,7 +139,7 @@ def _trains(rank: int, world_size: int, exact: bool, sizes: tuple[int, ...], opt
                     assert same_bits(of_a[name], of_b[name]), (optimizer, kind, name)
 
 
-# An optimizer sees pieces alone, whatever the mesh is: all of them step on one mesh, and one on each of the others.
+# An optimizer sees pieces alone, whatever the mesh is: two step on one mesh, one on each of the others (--exhaustive: all).
 @pytest.mark.parametrize(
     ("sizes", "exact", "optimizers"),
     [((2,), False, ["momentum", "adamw, lists"]), ((3,), True, ["momentum"]), ((2, 2), True, ["adamw, lists"])],
