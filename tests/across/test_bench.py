@@ -304,6 +304,7 @@ def test_copies_of_two_layers_are_those_of_a_count_by_hand(counted, name):
     assert back in ([full * 4, 0], [full * 2, full * 4])
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_accumulate_are_sums_beside_all_else(counted):
     for precision, by_name in counted.items():
         for name, (once, again) in by_name.items():

@@ -182,6 +182,7 @@ def references(ranks, tmp_path_factory):
     return References(Here(ranks), tmp_path_factory.mktemp("clean"), "float64")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SHORT)
 def test_faults_are_found_and_named(ranks, references, tmp_path, name):
     said = judge_fault(FAULTS[name], "float64", Here(ranks), references, tmp_path / "faulty")

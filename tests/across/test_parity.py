@@ -213,6 +213,7 @@ def test_a_changed_function_is_told_from_rounding_by_bits(recorded):
 SUMMED = [("torch", "float32"), *([("jax", "float64")] if os.environ.get(EXHAUSTIVE) else [])]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("fault_in", "dtype"), SUMMED)
 def test_R26_summed_gradients_are_found_in_the_first_reduction(recorded, fault_in, dtype):
     settings = RunSettings("gpt-tiny", dtype, 2, SHORT)

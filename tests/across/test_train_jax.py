@@ -202,6 +202,7 @@ def train_in_torch(rank, world_size, settings):
     return train_torch.train(settings, torch.device("cpu"))
 
 
+@pytest.mark.exhaustive
 def test_R36_R37_torch_goes_on_where_jax_stopped_and_jax_where_torch_did(ranks, whole, tmp_path):
     common = {**WHAT, "precision": "float64", "device": "cpu"}
     at_2 = whole.output / "checkpoints" / "step-00000002"

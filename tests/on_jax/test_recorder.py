@@ -49,6 +49,7 @@ def test_a_hand_written_loop_is_rounding_away_from_one_device_on_any_mesh(tmp_pa
     assert found.recorded_steps() == (0, 2, 4) and found.activations(0) == []
 
 
+@pytest.mark.exhaustive
 def test_a_fault_in_fsdp_by_hand_is_a_bug_and_where_it_begins_is_said(tmp_path, one_device):
     def fault(grads):
         grads["blocks"][1]["kernel"] = grads["blocks"][1]["kernel"] * 2

@@ -361,6 +361,7 @@ def _computes(rank: int, world_size: int, kind: str) -> int:
     return num_done
 
 
+@pytest.mark.exhaustive
 def test_R09_what_is_pointwise_is_computed_piece_by_piece(ranks):
     assert min(ranks.run(2, _computes, "flat")) > 250
 
