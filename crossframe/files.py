@@ -85,13 +85,17 @@ def _check_regular(path: Path | str, status: os.stat_result) -> None:
 
 
 @contextmanager
-def folder_lock(path: Path) -> Iterator[bool]:
+def folder_lock(path: Path, *, shared: bool = False) -> Iterator[bool]:
     """Hold the lock of a folder, which ends with the process; whether it is held: not where another process has it. A disk that
-    has no locks is as if it were held."""
+    has no locks is as if it were held.
+
+    Args:
+        shared: wait for it, and hold it together with others that share it.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = True
         except BlockingIOError:
             held = False

@@ -31,8 +31,9 @@ def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bo
     of them begins and the others raise at once. The rest holds without locks too, as on some network disks. The manifest appears
     under its name whole, and only where there is none (a hard link); before that, a job that overwrites takes the old one away (a
     rename, which succeeds for one job). So one job goes on and the others raise. Files of the old recording are deleted after
-    that: each folder is first moved aside, and put back if the manifest is another job's by then. A writer whose recording was
-    overwritten by another job learns it from the manifest's token, at the latest when it finishes.
+    that: each folder is first moved aside, and put back if the manifest is another job's by then. A writer makes its folder under
+    the same lock, shared, so that none appears in another job's recording. A writer whose recording was overwritten by another
+    job learns it from the manifest's token, at the latest when it finishes.
 
     Args:
         overwrite: replace a recording that is there. Only what a recording consists of is deleted.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.errors import RecordingError
+from crossframe.files import folder_lock
 from crossframe.mesh import check_rank
 from crossframe.recording import lines
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
@@ -57,7 +58,9 @@ class RecordingWriter:
         self._manifest_stat: tuple[int, ...] | None = None
         self._check_ours()
         self.folder = self._root / lines.rank_folder(rank)
-        with self._writes():
+        # A job that overwrites deletes folders under this lock: without it, one could appear in that job's recording.
+        with self._writes(), folder_lock(self._root, shared=True):
+            self._check_ours()
             try:
                 self.folder.mkdir()
             except FileExistsError:
