@@ -70,8 +70,10 @@ CANNOT = {
 }
 
 
-# JAX compiles programs for each question, which takes seconds: by default each backend in JAX gets one question. Tests of the JAX
-# backend ask both modes for the rest.
+# What runs by default. One engine runs all layouts of FSDP2: each question is asked of one of them, by turns. JAX compiles
+# programs for each question, which takes seconds: each backend in JAX gets one question, and tests of the JAX backend ask both
+# modes for the rest.
+IN_TORCH = {question: f"torch {('per_param', 'flat', 'ragged')[i % 3]}" for i, question in enumerate(QUESTIONS)}
 IN_JAX = {
     "R13 R14 nothing is freed": "jax jit ragged",
     "R10 R15 R28 replicas, accumulation": "jax shard_map flat",
@@ -82,7 +84,9 @@ PAIRS = [
     (backend, question)
     for backend in BACKENDS
     for question in QUESTIONS
-    if os.environ.get(EXHAUSTIVE) or not backend.startswith("jax") or IN_JAX.get(question) == backend
+    if os.environ.get(EXHAUSTIVE)
+    or backend.startswith(("numpy", "torch fsdp1"))
+    or backend in (IN_TORCH[question], IN_JAX.get(question))
 ]
 
 

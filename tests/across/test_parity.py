@@ -47,11 +47,15 @@ def recorded(ranks, tmp_path_factory):
 
 
 # Three ranks divide nothing evenly. Two ranks train in float32 below, and four on the hybrid mesh.
-WORLDS = [(3, Strategy.FULL_SHARD, STEPS // 2)]
-if os.environ.get(EXHAUSTIVE):
-    WORLDS += [(3, Strategy.SHARD_GRAD_OP, STEPS), (2, Strategy.FULL_SHARD, STEPS), (4, Strategy.FULL_SHARD, STEPS)]
+WORLDS = [
+    (3, Strategy.FULL_SHARD, STEPS),
+    (3, Strategy.SHARD_GRAD_OP, STEPS),
+    (2, Strategy.FULL_SHARD, STEPS),
+    (4, Strategy.FULL_SHARD, STEPS),
+]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world_size", "strategy", "steps"), WORLDS)
 def test_float64_training_agrees_and_does_what_was_planned(recorded, world_size, strategy, steps):
     settings = RunSettings("gpt-tiny", "float64", world_size, steps, strategy=strategy.value)

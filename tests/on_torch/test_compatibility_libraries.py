@@ -299,7 +299,12 @@ def _trained_by_fabric(rank, world_size, face, kind):
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 @pytest.mark.parametrize(
     ("face", "kind"),
-    [("orig", "sharded"), ("flat", "full"), ("per_param", "full"), ("per_param", "sharded")],
+    [
+        pytest.param("orig", "sharded", marks=pytest.mark.exhaustive),
+        ("flat", "full"),
+        pytest.param("per_param", "full", marks=pytest.mark.exhaustive),
+        ("per_param", "sharded"),
+    ],
 )
 def test_R36_R37_lightnings_fabric_shards_trains_clips_saves_and_resumes(ranks, face, kind):
     for far, units in ranks.run(2, _trained_by_fabric, face, kind, seconds=SECONDS):

@@ -149,7 +149,10 @@ def _interrupted(rank, world_size, mode, resets):
     return nth - 2
 
 
-@pytest.mark.parametrize(("mode", "resets"), [(mode, mode in ("low", "hybrid")) for mode in BUILT])
+@pytest.mark.parametrize(
+    ("mode", "resets"),
+    [pytest.param(mode, mode != "group", marks=[pytest.mark.exhaustive] * (mode == "hybrid")) for mode in BUILT],
+)
 def test_R08_R17_R28_an_exception_at_any_collective_leaves_no_trace(ranks, mode, resets):
     world_size, _, num_collectives = BUILT[mode]
     assert ranks.run(world_size, _interrupted, mode, resets) == [num_collectives] * world_size

@@ -2651,6 +2651,8 @@ def half_an_extension(side):
     side.fully_shard(model)(inputs(side))
 
 
+# Blocks are compiled in a scenario of their own, in half the time.
+LONG = ("a_compiled_model",)
 # What is not the same yet, and why.
 KNOWN: dict[str, str] = {
     "hooks_of_the_user_see_parameters": "in forward an attribute of a module is a plain tensor, and no Parameter",
@@ -2667,6 +2669,8 @@ def _cases() -> Iterator[Any]:
             marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[name]))
         if not each.there:
             marks = [pytest.mark.skip(reason="this torch does not have it")]
+        if name in LONG:
+            marks.append(pytest.mark.exhaustive)
         yield pytest.param(name, id=name, marks=marks)
 
 

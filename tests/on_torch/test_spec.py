@@ -324,7 +324,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    "wrong", [pytest.param(wrong, marks=[pytest.mark.exhaustive] * bool(i % 4)) for i, wrong in enumerate(WRONG)]
+    "wrong", [pytest.param(wrong, marks=[pytest.mark.exhaustive] * bool(i % 8)) for i, wrong in enumerate(WRONG)]
 )
 def test_a_wrong_core_is_unexplained(monkeypatch, few, wrong):
     rule, where, name, broken = WRONG[wrong]

@@ -84,8 +84,8 @@ def expected():
             {"face": "fsdp2", "strategy": "hybrid_shard", "shard": 2, "micro_batch_size": 1},
             marks=pytest.mark.exhaustive,
         ),
-        (2, {"face": "fsdp2", "strategy": "no_shard"}),
-        (2, {"face": "fsdp1", "micro_batch_size": 3}),
+        pytest.param(2, {"face": "fsdp2", "strategy": "no_shard"}, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"face": "fsdp1", "micro_batch_size": 3}, marks=pytest.mark.exhaustive),
         (4, {"face": "fsdp1", "strategy": "hybrid_shard", "shard": 2}),
     ],
 )

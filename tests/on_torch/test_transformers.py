@@ -131,12 +131,12 @@ class Script:
 
 SCRIPTS = [
     Script("gpt2", "classes", "FULL_SHARD", True, 3, clip=0.5),
-    Script("gpt2", "transformer", "SHARD_GRAD_OP", False, 3, micro=2),
+    pytest.param(Script("gpt2", "transformer", "SHARD_GRAD_OP", False, 3, micro=2), marks=pytest.mark.exhaustive),
     Script("llama", "size", "FULL_SHARD", False, 6, clip=0.5),
     Script("llama", "lambda", "SHARD_GRAD_OP", True, 3, bfloat16=True),
-    Script("t5", "transformer", "FULL_SHARD", False, 4),
+    pytest.param(Script("t5", "transformer", "FULL_SHARD", False, 4), marks=pytest.mark.exhaustive),
     Script("t5", "lambda", "SHARD_GRAD_OP", True, 4, clip=0.5),
-    Script("mixtral", "classes", "FULL_SHARD", True, 3, checkpointing=True),
+    pytest.param(Script("mixtral", "classes", "FULL_SHARD", True, 3, checkpointing=True), marks=pytest.mark.exhaustive),
     Script("mixtral", "size", "NO_SHARD", False, 6, micro=2),
 ]
 

@@ -39,7 +39,7 @@ class Script:
 
 
 SCRIPTS = [
-    Script("gpt2", clip=0.5),
+    pytest.param(Script("gpt2", clip=0.5), marks=pytest.mark.exhaustive),
     Script("llama", reshard=True, bfloat16=True, prefetch=True),
     Script("mixtral", checkpointing=True, clip=0.5),
 ]
