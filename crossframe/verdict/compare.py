@@ -40,7 +40,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     Initial parameters must be equal bit for bit: unrelated values are another run (`crossframe.verdict.start`). What a rank
     gathers must be what the shards hold, unless both runs changed parameters between steps. NaN or infinity on one side alone is
     a bug in every dtype. Settings that differ make two runs incomparable only if they may cause the first difference
-    (`crossframe.verdict.comparable`).
+    (`crossframe.verdict.comparable`), or if the numbers leave the question open.
 
     If the two compute or store parameters in different dtypes, the coarser one sets the bounds, and only its own perturbed runs
     measure them: see `crossframe.verdict.precision`.
@@ -113,7 +113,11 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         # A known rule with one thing changed explains the numbers: a class of another name is not what differs.
         named = [each for each in settings if each.name == "optimizer" and not {each.a, each.b} <= set(MOMENTS)]
         settings = tuple(each for each in settings if each not in named)
-    if where is not None and (causes := [each.in_words(names) for each in settings if each.explains(where)]):
+    if where is None:
+        acting = [each for each in settings if verdict is Verdict.INCONCLUSIVE and each.acts_in is not None]
+    else:
+        acting = [each for each in settings if each.explains(where)]
+    if causes := [each.in_words(names) for each in acting]:
         # What the numbers look like is then no diagnosis of their own.
         verdict, reason, diagnosis = Verdict.INCOMPARABLE, f"{'; '.join(causes)}; of the numbers, {reason}", None
     elif first is not None and diagnosis is None and (hint := needs_full_tensors(first)):

@@ -27,9 +27,11 @@ recording rounds as they do, x is one more draw, of mean zero, and
 has at most the tail of Student's distribution with k degrees of freedom: it has just this if the run itself does not round, and
 a lighter one where the rounding of the run is in numerator and denominator, and for a length of several components.
 
-Family-wise, all N tests of a comparison (directions x quantities x windows) together are given `share` of the rate of
-`crossframe.verdict.envelope`: each is significant if its t has a chance of less than share / N (Bonferroni; whatever the tests
-have to do with one another). With few perturbed runs that asks for a large t, but t grows with the number of averaged elements.
+Family-wise, all tests of a comparison (directions x quantities x windows) together are given `share` of the rate of
+`crossframe.verdict.envelope`. Each of the D directions gets an equal part of it, so that those of a hypothesis, which few
+quantities have, keep their power beside thousands of slopes: a test of a direction with N tests is significant if its t has a
+chance of less than share / (D N) (Bonferroni with weights; whatever the tests have to do with one another). With few perturbed
+runs that asks for a large t, but t grows with the number of averaged elements.
 
 Of a sketch (`crossframe.recording.sketch`) the slope is tested: with the K sums of both, S(d) and S(a), sum(S(d) S(a)) has the
 mean sum(d a) over keys and a variance of at most (|d|^2 |a|^2 + sum(d a)^2) / K, so the slope has a standard error of
@@ -47,6 +49,7 @@ that show any, and there of the first quantity in the order of causes: later ste
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -316,12 +319,13 @@ def directions_of(
     ]
     if not measured:
         return Directions(None, {}, 0.0, 0)
-    least = student_limit(share / len(measured), num_runs)
+    counts = Counter(name for _, _, name, _, _ in measured)
+    least = {name: student_limit(share / (len(counts) * count), num_runs) for name, count in counts.items()}
     found, near = None, 0.0
     effects: dict[tuple[str, str], list[float]] = {}
     for key, stop, name, value, spread in measured:
         smallest = _LEAST_EFFECT.get(name, resolution)
-        limit = max(least * spread + (cast if name == GAIN else 0.0), smallest)
+        limit = max(least[name] * spread + (cast if name == GAIN else 0.0), smallest)
         if stop == pair.windows[-1]:
             effects.setdefault((key[0], name), []).append(limit)
         if abs(value) > smallest:

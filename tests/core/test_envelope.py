@@ -178,12 +178,17 @@ def test_runs_that_have_nothing_in_common_any_more_are_inconclusive(tmp_path):
 
         return change
 
-    a = run(tmp_path / "a")
+    made = synthetic.manifest(dtype="float32", settings={"eps": 1e-6})
+    a = run(tmp_path / "a", made=made)
     for i in range(1, 5):
         synthetic.record(a.directory / twin_folder(i), a.manifest, tamper=chaos(i))
     found = compare(a, run(tmp_path / "b", tamper=chaos(9)))
     assert found.verdict is Verdict.INCONCLUSIVE
     assert "from step 2 on" in found.reason and "--steps 2" in found.reason
+    # A setting that differs is then what is known to differ.
+    found = compare(a, run(tmp_path / "c", tamper=chaos(9), made=replace(made, settings={"eps": 1e-8})))
+    assert found.verdict is Verdict.INCOMPARABLE and found.first_divergence is None
+    assert found.reason.startswith("eps differs: 1e-06 in a, 1e-08 in c; of the numbers, everything lies as near")
 
 
 def test_the_side_that_rounds_more_says_how_far_rounding_goes(perturbed, tmp_path):
