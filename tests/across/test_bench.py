@@ -346,6 +346,7 @@ def _gather_what_two_wrote(_rank):
     return counter.totals()
 
 
+@pytest.mark.exhaustive
 def test_all_that_was_written_into_what_a_collective_takes_counts_and_nothing_later():
     [totals] = on_ranks(2, FAKE, _gather_what_two_wrote)
     # There and back again in float64 are two casts, and both are on the way.

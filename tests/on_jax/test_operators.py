@@ -139,6 +139,7 @@ def test_the_same_script_has_nothing_that_parts(tmp_path, unchanged):
     assert (first.a, first.b) == (None, None) and first.num_matched == first.num_operators
 
 
+@pytest.mark.exhaustive
 def test_gradients_outside_of_jit_are_traced(tmp_path, unchanged):
     operators = traced(tmp_path / "b.py", REDUCE, mapped=False).operators
     lines = {op.line.number for op in operators if op.phase == BACKWARD and op.line is not None}

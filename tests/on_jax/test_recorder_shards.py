@@ -134,6 +134,7 @@ def test_a_loss_function_that_tells_returns_what_it_returned_before(has_state, h
     assert with_inner(lambda params, batch: 1.0, has_aux=True)(params, 0) == 1.0
 
 
+@pytest.mark.exhaustive
 def test_a_fault_inside_is_found_where_it_begins(tmp_path):
     def faulty(params, batch):
         wrong = params["blocks"][1]["kernel"] * 1.1

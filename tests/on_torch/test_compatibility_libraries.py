@@ -301,7 +301,7 @@ def _trained_by_fabric(rank, world_size, face, kind):
     ("face", "kind"),
     [
         pytest.param("orig", "sharded", marks=pytest.mark.exhaustive),
-        ("flat", "full"),
+        pytest.param("flat", "full", marks=pytest.mark.exhaustive),
         pytest.param("per_param", "full", marks=pytest.mark.exhaustive),
         ("per_param", "sharded"),
     ],

@@ -33,7 +33,13 @@ def test_R36_R37_random_trees_are_saved_and_loaded_as_under_torch(ranks, world_s
         assert not raised, case
 
 
-@pytest.mark.parametrize("departure", DEPARTURES, ids=lambda departure: departure.name)
+@pytest.mark.parametrize(
+    "departure",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.exhaustive] * (each.shows == "TimeoutError"))
+        for each in DEPARTURES
+    ],
+)
 def test_R36_what_is_excepted_differs_as_stated(ranks, departure):
     assert departure.when(departure.smallest)
     text, raised = failure_of(ranks, departure.smallest, departure_seconds(departure.shows))
