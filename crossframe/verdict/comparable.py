@@ -15,13 +15,10 @@ _MANIFEST = {"model": None, "steps": None, "dtype": None, "seed": FORWARD, "lear
 _FREE = {
     "accumulate": FORWARD,
     "optimizer": STATE,
-    "weight_decay": STATE,
-    "momentum": STATE,
-    "betas": STATE,
-    "eps": UPDATE,
     "clip": STATE,
-    GROUPS: STATE,
 }
+# Those that a group of parameters may have of its own.
+_OF_GROUPS = {"weight_decay": STATE, "momentum": STATE, "betas": STATE, "eps": UPDATE}
 _ORDER = (FORWARD, STATE, UPDATE)
 
 
@@ -34,6 +31,8 @@ class Setting:
         a, b: what each states.
         acts_in: the first phase whose numbers it changes; None if it changes none by itself, as a class's name.
         since: the first step at which it differs.
+        parameters: for which it differs, where that is not all.
+        num_parameters: how many there are.
     """
 
     name: str
@@ -41,6 +40,8 @@ class Setting:
     b: Any
     acts_in: str | None
     since: int = 0
+    parameters: tuple[str, ...] = ()
+    num_parameters: int = 0
 
     def explains(self, where: Divergence) -> bool:
         """Whether it may be the cause of a difference that begins there."""
@@ -48,14 +49,17 @@ class Setting:
             return False
         if where.step != self.since:
             return where.step > self.since
+        if self.parameters and where.parameter not in (None, *self.parameters):
+            return False
         return self.acts_in == FORWARD or where.phase in _ORDER[_ORDER.index(self.acts_in) :]
 
     def in_words(self, names: tuple[str, str]) -> str:
         """Both values, with the names of the recordings."""
         when = f" from step {self.since} on" if self.since else ""
-        said = (
-            f"{self.name.replace('_', ' ')} differs{when}: {shown(self.a)} in {names[0]}, {shown(self.b)} in {names[1]}"
-        )
+        some = ""
+        if self.parameters:
+            some = f" of {len(self.parameters)} of {self.num_parameters} parameters, {self.parameters[0]!r} the first,"
+        said = f"{self.name.replace('_', ' ')}{some} differs{when}: {shown(self.a)} in {names[0]}, {shown(self.b)} in {names[1]}"
         same = "; if both are one model, record both with the same Recorder(..., name=...)"
         return f"{said}{same if self.name == 'model' else ''}"
 
@@ -68,10 +72,30 @@ def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
     stated = [(name, phase, *(getattr(r.manifest, name) for r in (a, b))) for name, phase in _MANIFEST.items()]
     stated += [(name, phase, *(r.manifest.settings.get(name) for r in (a, b))) for name, phase in _FREE.items()]
     found = [Setting(name, x, y, phase) for name, phase, x, y in stated if None not in (x, y) and x != y]
+    found += [setting for name, phase in _OF_GROUPS.items() if (setting := _of_parameters(a, b, name, phase))]
     scheduled = _rates(a, b)
     if scheduled is not None:
         found = [*scheduled, *(setting for setting in found if setting.name != "learning_rate")]
     return tuple(found)
+
+
+def _of_parameters(a: Recording, b: Recording, option: str, phase: str) -> Setting | None:
+    """An option of the optimizer that differs for some parameter, whatever groups those are in."""
+    first, second = (_by_parameter(recording, option) for recording in (a, b))
+    both = [name for name, value in first.items() if value is not None and second.get(name) is not None]
+    apart = [name for name in both if first[name] != second[name]]
+    if not apart:
+        return None
+    some = tuple(apart) if len(apart) < len(both) else ()
+    return Setting(option, first[apart[0]], second[apart[0]], phase, parameters=some, num_parameters=len(both))
+
+
+def _by_parameter(recording: Recording, option: str) -> dict[str, Any]:
+    manifest = recording.manifest
+    found = dict.fromkeys(manifest.params, manifest.settings.get(option))
+    for group in manifest.settings.get(GROUPS, ()):
+        found |= {name: group[option] for name in group["params"] if name in found and group.get(option) is not None}
+    return found
 
 
 def _rates(a: Recording, b: Recording) -> list[Setting] | None:

@@ -338,6 +338,27 @@ def test_a_setting_without_effect_on_numbers_is_only_listed(tmp_path, name, fiel
     assert [each.partition(" differs")[0] for each in found.settings] == [name]
 
 
+def _grouped(decays):
+    """A recording's manifest with groups of their own for some parameters."""
+    groups = [{"params": [name], "weight_decay": decay} for name, decay in decays.items()]
+    return synthetic.manifest(settings={"optimizer": "AdamW", "weight_decay": 0.1, "param_groups": groups})
+
+
+def test_an_option_of_some_parameters_explains_theirs(tmp_path):
+    a, b = _grouped({"bias": 0.0, "block.k_bias": 0.0}), _grouped({"block.k_bias": 0.0})
+    found = versus(tmp_path / "own", only("update", "bias", lambda array: 3 * array), a=a, b=b)
+    assert found.verdict is Verdict.INCOMPARABLE
+    words = "weight decay of 1 of 4 parameters, 'bias' the first, differs: 0.0 in a, 0.1 in b"
+    assert found.reason.startswith(f"{words}; of the numbers")
+    found = versus(tmp_path / "other", only("update", "embed", lambda array: 3 * array), a=a, b=b)
+    assert found.verdict is Verdict.BUG and found.settings == (words,)
+
+
+def test_groups_that_are_cut_otherwise_are_no_setting(tmp_path):
+    b = _grouped({"bias": 0.0, "block.k_bias": 0.0, "embed": 0.1})
+    assert not versus(tmp_path, a=_grouped({"block.k_bias": 0.0, "bias": 0.0}), b=b).settings
+
+
 def test_a_setting_does_not_excuse_what_precedes_it(tmp_path):
     b = synthetic.manifest(learning_rate=0.2)
     found = versus(tmp_path / "rate", only("reduce", "block.w", lambda array: 3 * array), b=b)
