@@ -178,7 +178,7 @@ def _measure_world(world: int, sizes: JaxSizes) -> dict[str, Any]:
 def _measure_depth(sizes: JaxSizes) -> dict[str, Any]:
     import dataclasses
 
-    from experiments.models.gpt import define_gpt
+    from experiments.models import define_gpt
 
     devices = _devices(2)
     seconds: dict[str, dict[str, float]] = {}
@@ -227,7 +227,7 @@ def _contestant(name: str, config: GPTConfig, batch: int, devices: Any) -> _Cont
 
     import jax_backend
     from crossframe.mesh import MeshSpec
-    from experiments.models.gpt import define_gpt
+    from experiments.models import define_gpt
     from experiments.parity.record_jax import nnx_params
     from jax_backend.nnx import split
 

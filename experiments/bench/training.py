@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from experiments.bench.contestants import Dtypes, build
-from experiments.models.definition import ModelDefinition
-from experiments.models.gpt import GPTConfig, define_gpt
+from experiments.models import ModelDefinition, define_gpt
+from experiments.models.gpt import GPTConfig
 
 LEARNING_RATE = 1e-4
 

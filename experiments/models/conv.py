@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from crossframe.names import conv, linear, norm
-from experiments.models.definition import ModelDefinition, Row, define, rows
+from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, Row, define, rows
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,9 @@ def _table(config: ConvConfig) -> Iterator[Row]:
     yield from rows(linear("head", "head"), (classes, channels), (classes,))
 
 
-def _make_torch(config: ConvConfig):
-    from experiments.models.conv_torch import Block
-    from experiments.models.conv_torch import ConvNet as TorchConvNet
-
-    return TorchConvNet(config), {Block}
-
-
-def _make_flax(config: ConvConfig, dtype: str):
-    from experiments.models.conv_flax import ConvNet as FlaxConvNet
-
-    return FlaxConvNet(config, dtype)
-
-
-def define_conv(name: str, config: ConvConfig) -> ModelDefinition:
-    """A convolutional net of these sizes, in both frameworks."""
+def describe(name: str, config: ConvConfig, make_torch: MakeTorch, make_flax: MakeFlax) -> ModelDefinition:
+    """A convolutional net of these sizes, which both functions build."""
     units = tuple(f"blocks.{i}" for i in range(config.num_blocks))
-    make_torch, make_flax = lambda: _make_torch(config), lambda dtype: _make_flax(config, dtype)
     return define(
         name,
         config,
@@ -59,6 +45,3 @@ def define_conv(name: str, config: ConvConfig) -> ModelDefinition:
         terms=config.image**2,
         per_rank_statistics=tuple(f"{unit}.norm" for unit in units),
     )
-
-
-CONV = define_conv("conv", ConvConfig())

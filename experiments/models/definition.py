@@ -16,6 +16,11 @@ from crossframe.shown import shown
 from crossframe.units import enclosing_unit
 from experiments.data import Batch, digits_batch, text_batch
 
+MakeTorch = Callable[[], tuple[Any, set[type]]]
+"""Returns the torch module, and the classes of the modules that are units."""
+MakeFlax = Callable[[str], Any]
+"""dtype to the flax module."""
+
 
 @dataclass(frozen=True)
 class ModelShapes:
@@ -141,8 +146,8 @@ class ModelDefinition:
     param_map: ParamMap
     units: tuple[str, ...]
     initial: Callable[[str, tuple[int, ...], np.random.Generator], np.ndarray]
-    make_torch: Callable[[], tuple[Any, set[type]]]
-    make_flax: Callable[[str], Any]
+    make_torch: MakeTorch
+    make_flax: MakeFlax
     context: int | None = None
     terms: int = 1
     per_rank_statistics: tuple[str, ...] = ()
@@ -192,8 +197,8 @@ def define(
     config: Any,
     table: Iterable[Row],
     units: tuple[str, ...],
-    make_torch: Callable[[], tuple[Any, set[type]]],
-    make_flax: Callable[[str], Any],
+    make_torch: MakeTorch,
+    make_flax: MakeFlax,
     context: int | None = None,
     terms: int = 1,
     per_rank_statistics: tuple[str, ...] = (),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.names import MapEntry, ParamMap
-from experiments.models.definition import ModelDefinition
+from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,8 @@ def _initial(name: str, shape: tuple[int, ...], generator: np.random.Generator) 
     return generator.normal(0.0, 0.02, shape)
 
 
-def _make_torch(config: GPTConfig):
-    from experiments.models.gpt_torch import GPT as TorchGPT
-    from experiments.models.gpt_torch import Block
-
-    return TorchGPT(config), {Block}
-
-
-def _make_flax(config: GPTConfig, dtype: str):
-    from experiments.models.gpt_flax import GPT as FlaxGPT
-
-    return FlaxGPT(config, dtype)
-
-
-def define_gpt(name: str, config: GPTConfig) -> ModelDefinition:
-    """A GPT of these sizes, in both frameworks."""
+def describe(name: str, config: GPTConfig, make_torch: MakeTorch, make_flax: MakeFlax) -> ModelDefinition:
+    """A GPT of these sizes, which both functions build."""
     shapes = _shapes(config)
     return ModelDefinition(
         name=name,
@@ -92,13 +79,8 @@ def define_gpt(name: str, config: GPTConfig) -> ModelDefinition:
         param_map=ParamMap(tuple(_entry(parameter) for parameter in shapes)),
         units=tuple(f"blocks.{i}" for i in range(config.num_blocks)),
         initial=_initial,
-        make_torch=lambda: _make_torch(config),
-        make_flax=lambda dtype: _make_flax(config, dtype),
+        make_torch=make_torch,
+        make_flax=make_flax,
         context=config.context,
         terms=config.context,
     )
-
-
-GPT = define_gpt("gpt", GPTConfig())
-GPT_TINY = define_gpt("gpt-tiny", GPTConfig(context=8, width=10, num_heads=2, num_blocks=2))
-GPT_TIED = define_gpt("gpt-tied", GPTConfig(context=8, width=10, num_heads=2, num_blocks=2, tied=True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.names import MapEntry, embedding, from_heads, linear, norm, to_heads
-from experiments.models.definition import ModelDefinition, define
+from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, define
 
 
 @dataclass(frozen=True)
@@ -103,26 +103,7 @@ def _entry(name: str, config: LlamaConfig) -> MapEntry:
     return linear(module, module, bias=False)[0]
 
 
-def _make_torch(config: LlamaConfig):
-    from experiments.models.llama_torch import Block, Llama
-
-    return Llama(config), {Block}
-
-
-def _make_flax(config: LlamaConfig, dtype: str):
-    from experiments.models.llama_flax import Llama
-
-    return Llama(config, dtype)
-
-
-def define_llama(name: str, config: LlamaConfig) -> ModelDefinition:
-    """A Llama of these sizes, in both frameworks."""
+def describe(name: str, config: LlamaConfig, make_torch: MakeTorch, make_flax: MakeFlax) -> ModelDefinition:
+    """A Llama of these sizes, which both functions build."""
     table = ((_entry(parameter, config), shape) for parameter, shape in config.shapes.items())
-    make_torch, make_flax = lambda: _make_torch(config), lambda dtype: _make_flax(config, dtype)
     return define(name, config, table, config.units, make_torch, make_flax, config.context, config.context)
-
-
-LLAMA_TINY = define_llama(
-    "llama-tiny",
-    LlamaConfig(2, width=10, mlp_width=13, num_heads=4, num_kv_heads=2, head_width=4, vocabulary=256, context=8),
-)

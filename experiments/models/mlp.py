@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from crossframe.names import linear
-from experiments.models.definition import ModelDefinition, Row, define, rows
+from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, Row, define, rows
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,7 @@ def _table(config: MLPConfig) -> Iterator[Row]:
     yield from rows(linear("head", "head"), (classes, width), (classes,))
 
 
-def _make_torch(config: MLPConfig):
-    from experiments.models.mlp_torch import MLP as TorchMLP
-    from experiments.models.mlp_torch import Layer
-
-    return TorchMLP(config), {Layer}
-
-
-def _make_flax(config: MLPConfig):
-    from experiments.models.mlp_flax import MLP as FlaxMLP
-
-    return FlaxMLP(config)
-
-
-def define_mlp(name: str, config: MLPConfig) -> ModelDefinition:
-    """An MLP of these sizes, in both frameworks."""
+def describe(name: str, config: MLPConfig, make_torch: MakeTorch, make_flax: MakeFlax) -> ModelDefinition:
+    """An MLP of these sizes, which both functions build."""
     units = tuple(f"layers.{i}" for i in range(config.num_layers))
-    return define(name, config, _table(config), units, lambda: _make_torch(config), lambda _: _make_flax(config))
-
-
-MLP = define_mlp("mlp", MLPConfig())
+    return define(name, config, _table(config), units, make_torch, make_flax)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from crossframe.names import linear
-from experiments.models.definition import ModelDefinition, Row, define, rows
+from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, Row, define, rows
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,7 @@ def _table(config: MoEConfig) -> Iterator[Row]:
     yield from rows(linear("head", "head"), (classes, width), (classes,))
 
 
-def _make_torch(config: MoEConfig):
-    from experiments.models.moe_torch import Block
-    from experiments.models.moe_torch import MoE as TorchMoE
-
-    return TorchMoE(config), {Block}
-
-
-def _make_flax(config: MoEConfig):
-    from experiments.models.moe_flax import MoE as FlaxMoE
-
-    return FlaxMoE(config)
-
-
-def define_moe(name: str, config: MoEConfig) -> ModelDefinition:
-    """A mixture of experts of these sizes, in both frameworks."""
+def describe(name: str, config: MoEConfig, make_torch: MakeTorch, make_flax: MakeFlax) -> ModelDefinition:
+    """A mixture of experts of these sizes, which both functions build."""
     units = tuple(f"blocks.{i}" for i in range(config.num_blocks))
-    return define(name, config, _table(config), units, lambda: _make_torch(config), lambda _: _make_flax(config))
-
-
-MOE = define_moe("moe", MoEConfig())
+    return define(name, config, _table(config), units, make_torch, make_flax)

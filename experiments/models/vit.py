@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from crossframe.names import MapEntry, attention, conv, linear, norm
-from experiments.models.definition import ModelDefinition, Row, define, rows
+from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, Row, define, rows
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,7 @@ def _table(config: ViTConfig) -> Iterator[Row]:
     yield from rows(linear("head", "head"), (config.num_classes, width), (config.num_classes,))
 
 
-def _make_torch(config: ViTConfig):
-    from experiments.models.vit_torch import Block
-    from experiments.models.vit_torch import ViT as TorchViT
-
-    return TorchViT(config), {Block}
-
-
-def _make_flax(config: ViTConfig):
-    from experiments.models.vit_flax import ViT as FlaxViT
-
-    return FlaxViT(config)
-
-
-def define_vit(name: str, config: ViTConfig) -> ModelDefinition:
-    """A ViT of these sizes, in both frameworks."""
+def describe(name: str, config: ViTConfig, make_torch: MakeTorch, make_flax: MakeFlax) -> ModelDefinition:
+    """A ViT of these sizes, which both functions build."""
     units = tuple(f"blocks.{i}" for i in range(config.num_blocks))
-    make_torch, make_flax = lambda: _make_torch(config), lambda _: _make_flax(config)
     return define(name, config, _table(config), units, make_torch, make_flax, terms=config.num_patches)
-
-
-VIT = define_vit("vit", ViTConfig())
