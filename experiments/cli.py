@@ -431,13 +431,21 @@ def plan(
 @app.command()
 def spec(
     quick: Annotated[bool, typer.Option("--quick", help="A seeded sample: seconds, not minutes.")] = False,
-    rule: Annotated[list[str] | None, typer.Option(help="Only this rule, for instance R04. May be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Compare this rule only, e.g. R04. May be repeated.")] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(help="Print this rule, e.g. R08, and exit. May be repeated.")
+    ] = None,
 ) -> None:
-    """Hold every rule of sharding against what torch builds, the reference and closed forms, case by case."""
-    from experiments.spec.command import run_spec
-
+    """Compare every rule of sharding with what torch builds, the reference and closed forms, case by case."""
     with exit_on_error():
-        raise typer.Exit(run_spec(quick=quick, rules=tuple(rule or ()), console=console))
+        if rule:
+            from experiments.spec.rules import print_rules
+
+            print_rules(rule, console)
+            return
+        from experiments.spec.command import run_spec
+
+        raise typer.Exit(run_spec(quick=quick, rules=tuple(only or ()), console=console))
 
 
 def _answer(pairs: list[tuple[Recording, Recording]], output: Path | None, repeats: tuple[Recording, ...] = ()) -> None:

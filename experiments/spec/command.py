@@ -5,9 +5,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from crossframe.errors import UsageError
 from experiments.spec.checks import CHECKS
-from experiments.spec.rules import TITLES
+from experiments.spec.rules import TITLES, known_rules
 from experiments.spec.run import run_checks, runnable
 from experiments.spec.table import print_table
 
@@ -16,7 +15,7 @@ def run_spec(*, quick: bool, rules: tuple[str, ...], console: Console) -> int:
     """Compare the rules with what torch builds, with the reference and with closed forms, and print a table.
 
     Args:
-        quick: a sample of the cases, in seconds, in the place of all of them, in minutes.
+        quick: compare a sample of the cases, in seconds, instead of all of them, in minutes.
         rules: numbers of rules such as "R04", in any case; none means all.
 
     Returns:
@@ -25,9 +24,7 @@ def run_spec(*, quick: bool, rules: tuple[str, ...], console: Console) -> int:
     Raises:
         UsageError: a rule that does not exist.
     """
-    if unknown := [rule for rule in rules if rule.upper() not in TITLES]:
-        raise UsageError(f"rule: expected numbers from R01 to {max(TITLES)}, got {', '.join(map(repr, unknown))}")
-    named = {rule.upper() for rule in rules}
+    named = set(known_rules(rules))
     asked = [rule for rule in TITLES if not named or rule in named]
     checks = runnable([check for check in CHECKS if set(check.rules) & set(asked)])
     started = time.monotonic()

@@ -1,42 +1,48 @@
-"""The rules by number, each with what it is about."""
+"""The rules by number, read from `docs/rules.md`: what each is about, and its section."""
 
-TITLES = {
-    "R01": "order of a unit's parameters",
-    "R02": "alignment padding",
-    "R03": "divisibility padding",
-    "R04": "flat shards",
-    "R05": "padding values",
-    "R06": "which piece of which parameter",
-    "R07": "per-parameter shards",
-    "R08": "resharding to a smaller group",
-    "R09": "ragged shards",
-    "R10": "mesh",
-    "R11": "uniformity of a unit",
-    "R12": "states and legal moves",
-    "R13": "the root between forward and backward",
-    "R14": "strategies",
-    "R15": "no_sync",
-    "R16": "prefetch",
-    "R17": "after an exception",
-    "R18": "unshard refused",
-    "R19": "what is seen unsharded",
-    "R20": "writeback",
-    "R21": "memory after unshard",
-    "R22": "gradients while unsharded",
-    "R23": "unshard options refused",
-    "R24": "order of exit",
-    "R25": "replaced data",
-    "R26": "average of gradients",
-    "R27": "custom divide factor",
-    "R28": "order of a hybrid reduction",
-    "R29": "unused parameters",
-    "R30": "clipping",
-    "R31": "shared parameters",
-    "R32": "order of a sum",
-    "R33": "dtypes of a step",
-    "R34": "dtypes that change nothing",
-    "R35": "casts of inputs",
-    "R36": "model state",
-    "R37": "optimizer state",
-    "R38": "deferred initialisation",
-}
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from crossframe.errors import UsageError
+
+_IN_CHECKOUT = Path(__file__).parents[2] / "docs" / "rules.md"
+_IN_WHEEL = Path(__file__).with_name("rules.md")
+DOCUMENT = _IN_WHEEL if _IN_WHEEL.is_file() else _IN_CHECKOUT
+
+
+def _read_sections() -> dict[str, str]:
+    sections = re.split(r"^## ", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {section[:3]: f"## {section.rstrip()}\n" for section in sections}
+
+
+SECTIONS = _read_sections()
+"""The section of each rule, as Markdown."""
+
+TITLES = {rule: section.partition("\n")[0].partition(": ")[2] for rule, section in SECTIONS.items()}
+"""What each rule is about."""
+
+
+def known_rules(rules: Sequence[str]) -> tuple[str, ...]:
+    """The numbers of rules as the document has them, given in any case.
+
+    Raises:
+        UsageError: a rule that does not exist.
+    """
+    if unknown := [rule for rule in rules if rule.upper() not in TITLES]:
+        raise UsageError(
+            f"rule: expected numbers from {min(TITLES)} to {max(TITLES)}, got {', '.join(map(repr, unknown))}"
+        )
+    return tuple(rule.upper() for rule in rules)
+
+
+def print_rules(rules: Sequence[str], console: Console) -> None:
+    """Print the sections of these rules as Markdown, each once, in the order given.
+
+    Raises:
+        UsageError: a rule that does not exist. Nothing is printed then.
+    """
+    sections = [SECTIONS[rule] for rule in dict.fromkeys(known_rules(rules))]
+    console.print("\n".join(sections), end="", markup=False, highlight=False)
