@@ -1,4 +1,4 @@
-"""Layouts: offsets, padding and pieces are computed in this folder and nowhere else."""
+"""Layouts: where the elements of each parameter lie. Offsets, padding and pieces are computed in this folder and nowhere else."""
 
 from typing import Any
 
@@ -35,11 +35,11 @@ __all__ = [
 
 
 def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
-    """The layout that `to_json` described, over these parameters.
+    """Build the layout that `to_json` described, over these parameters.
 
     Raises:
-        LayoutError: no mapping, an unknown kind, or a field that is missing; or where the parameters lie, as it is stated, is not
-            where the rules of this version put them. And what the layout itself refuses.
+        LayoutError: `fields` is not a mapping, has an unknown kind or lacks a field; it states other offsets than this version
+            computes; or the layout itself rejects the arguments.
     """
     if not isinstance(fields, dict):
         raise LayoutError(f"expected the fields of a layout as a mapping, got {shown(fields)}")
@@ -50,7 +50,7 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
         return fields[name]
 
     def optional(name: str) -> Any:
-        """A list that recordings made before it existed are without."""
+        """A list that older recordings lack."""
         value = fields.get(name)
         return tuple(value) if isinstance(value, list) else value
 
@@ -70,7 +70,7 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
             made = RaggedLayout(params, field("world_size"), optional("blocks"), padded_for=fields.get("padded_for"))
         case _:
             raise LayoutError(f"unknown layout kind {shown(kind)}: expected one of {', '.join(LAYOUT_KINDS)}")
-    # Files of formats without places were written by the rules of this version.
+    # Files of formats without places were written by the layout rules of this version.
     stated, here = fields.get("places", {}), made.places()
     for name in here:
         if "places" in fields and not _same(stated.get(name) if isinstance(stated, dict) else None, here[name]):

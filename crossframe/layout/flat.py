@@ -1,4 +1,4 @@
-"""The flat layout (R02-R06): a unit's parameters in one line, cut into equal shards."""
+"""The flat layout (R02-R06): the parameters of a unit in one flat parameter that is cut into equal shards."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,17 +14,17 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class FlatLayout(LineLayout):
-    """One flat parameter and how it is sharded.
+    """A flat parameter and its shards.
 
     Attributes:
         params: the parameters in order (R01), one dtype for all of them (R11).
-        world_size: the number of shards.
-        keep_original: whether the original parameters stay visible (`use_orig_params=True`). Then parameters are
-            aligned (R02) and the flat parameter is padded to a multiple of the world size (R03).
-        compute_dtype: the dtype in which the gathered parameters are used; it sets the alignment (R02). Default: stored.
+        world_size: number of shards.
+        keep_original: whether the original parameters stay visible (`use_orig_params=True`). If so, parameters are aligned
+            (R02) and the flat parameter is padded to a multiple of the world size (R03).
+        compute_dtype: dtype of the gathered parameters, which determines the alignment (R02). Default: the stored dtype.
 
     Raises:
-        LayoutError: no parameters, mixed dtypes, or mixed requires_grad where the original parameters are not kept.
+        LayoutError: no parameters, mixed dtypes, or mixed requires_grad without original parameters.
 
     >>> from crossframe.params import ParamSpec
     >>> layout = FlatLayout((ParamSpec("a", (5,)), ParamSpec("b", (2,))), world_size=2, keep_original=True)
@@ -57,7 +57,7 @@ class FlatLayout(LineLayout):
 
     @property
     def alignment_numel(self) -> int:
-        """Every parameter starts at a multiple of this many elements (R02)."""
+        """The number of elements whose multiples parameters start at (R02)."""
         return max(1, ALIGNMENT_BYTES // itemsize(self.compute_dtype or self.dtype)) if self.keep_original else 1
 
     @property
@@ -81,18 +81,18 @@ class FlatLayout(LineLayout):
 
     @property
     def gathered_numel(self) -> int:
-        """Elements of the buffer that an all-gather fills: one chunk for each of the ranks that the line is padded for (R04)."""
+        """Elements of the buffer that an all-gather fills: one chunk for each of `line_ranks` ranks (R04)."""
         return -(-self.flat_numel // self.line_ranks) * self.line_ranks
 
     @cached_property
     def _end(self) -> int:
-        """Where the last parameter stops."""
+        """End of the last parameter."""
         return self.offsets[-1] + self.params[-1].numel
 
     def padding(self, rank: int) -> tuple[Padding, ...]:
         """The runs of this rank's shard that belong to no parameter (R02, R03, R04)."""
         first, _ = self.shard_range(rank)
-        # A gap lies between parameters, behind the last of them, behind the flat parameter itself, or in several of these.
+        # A gap may lie between parameters, after the last parameter, after the flat parameter, or span several of these zones.
         zones = (("alignment", 0, self._end), ("divisibility", self._end, self.flat_numel))
         zones = (*zones, ("shard", self.flat_numel, self.flat_numel + self.gathered_numel))
         runs = [

@@ -1,4 +1,4 @@
-"""Parameters in one line that is cut into equal shards: the common part of the flat layout and the ragged layout."""
+"""The common part of the flat and the ragged layout: parameters in one line that is cut into equal shards."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -16,13 +16,13 @@ from crossframe.shown import shown
 
 @dataclass(frozen=True)
 class LineLayout(ABC):
-    """Parameters in order along one line, of which rank k holds elements `k * padded_shard_numel` and on.
+    """Parameters in order along one line. Rank k holds the `padded_shard_numel` elements from `k * padded_shard_numel` on.
 
-    A kind of line says where each parameter starts, how long the line is, and what its paddings are called.
+    Subclasses define where each parameter starts, how long the line is, and the kinds of its padding.
 
     Attributes:
-        padded_for: the number of ranks that the line is padded for, a multiple of `world_size`. None means `world_size`;
-            otherwise the line of those ranks is cut into fewer, larger shards, as between forward and backward under R08.
+        padded_for: number of ranks that the line is padded for, a multiple of `world_size`; None means `world_size`. A larger
+            number cuts the line of that many ranks into fewer, larger shards, as a reshard group does (R08).
     """
 
     params: tuple[ParamSpec, ...]
@@ -53,7 +53,7 @@ class LineLayout(ABC):
     @property
     @abstractmethod
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts in the line, in elements; at or after the end of the one before it."""
+        """Where each parameter starts in the line, in elements: at or after the end of the previous one."""
 
     @property
     @abstractmethod
@@ -81,12 +81,16 @@ class LineLayout(ABC):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Not defined here: parameters of a line are contiguous."""
+        """Undefined, since the parameters of a line are contiguous.
+
+        Raises:
+            LayoutError: always.
+        """
         raise LayoutError(f"a {self.kind} layout is contiguous: use its offsets")
 
     @cached_property
     def spaces(self) -> tuple[int, ...]:
-        """Padding in the gathered buffer, in elements: ahead of each parameter, and behind the last."""
+        """Padding in the gathered buffer, in elements: before each parameter, and after the last one."""
         found, end = [], 0
         for param, start in zip(self.params, self.offsets, strict=True):
             found.append(start - end)
@@ -95,11 +99,11 @@ class LineLayout(ABC):
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of the buffer that holds the unsharded parameters: the gathered one itself."""
+        """Elements of the unsharded buffer, which is the gathered buffer."""
         return self.gathered_numel
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Which elements of the line the rank holds; empty past the last chunk (R04)."""
+        """The range of the line that the rank holds; empty past the last chunk (R04)."""
         check_rank(rank, self.world_size)
         start = min(rank * self.padded_shard_numel, self.flat_numel)
         return start, min(start + self.padded_shard_numel, self.flat_numel)
@@ -118,7 +122,7 @@ class LineLayout(ABC):
         return tuple(found)
 
     def places(self) -> dict[str, Any]:
-        """What a file states of where parameters lie, so that it is not read by other rules than it was written by."""
+        """Where parameters lie, as files state it, so that a reader with other layout rules detects the difference."""
         return {"offsets": list(self.offsets), "padded_shard_numel": self.padded_shard_numel}
 
     def gaps(self, rank: int) -> Iterator[tuple[int, int]]:
@@ -145,17 +149,17 @@ class LineLayout(ABC):
             start = until
 
     def _padded_for(self) -> dict[str, int]:
-        """The field of `to_json` that is there only if the line is padded for other ranks."""
+        """The field of `to_json` that is present only if `padded_for` is not None."""
         return {} if self.padded_for is None else {"padded_for": self.padded_for}
 
     def over(self, world_size: int) -> Self:
-        """The same parameters with the same options over another number of ranks, padded for these."""
+        """The same parameters and options over another number of ranks, and padded for it."""
         return replace(self, world_size=world_size, padded_for=None)
 
     def cut_over(self, num_ranks: int) -> Self:
-        """The same line, padding included, cut over fewer ranks: shards that lie side by side become one.
+        """The same line, padding included, cut over fewer ranks, so that neighboring shards become one.
 
         Raises:
-            LayoutError: a number that does not divide the ranks that the line is padded for.
+            LayoutError: `num_ranks` does not divide `line_ranks`.
         """
         return replace(self, world_size=num_ranks, padded_for=self.line_ranks)

@@ -1,4 +1,4 @@
-"""From any sharding of a model to any other: the list of copies that gets there."""
+"""Copy plans: the transfers that turn any sharding of a model into any other."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from crossframe.mesh import check_rank
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
 
-# How many parameters of each kind an error lists.
+# Maximum number of parameters of each kind that an error lists.
 LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`numel` elements of a parameter, from one rank's shard to another's. Both starts are offsets in the shards' buffers.
+    """A copy of `numel` elements of a parameter from one rank's shard to another's.
 
-    `name` is the parameter's name in the target; buckets are indices into `Sharding.units`.
+    Both starts are offsets in the buffers of the shards. `name` is the parameter's name in the target; buckets are indices into
+    `Sharding.units`.
     """
 
     name: str
@@ -31,21 +32,22 @@ class Transfer:
 
 
 def overlay(source: Sharding, target: Sharding, rank: int | None = None) -> Iterator[Transfer]:
-    """The copies that make the target's shards from the source's, in the order of the target's ranks, buckets and offsets.
+    """The transfers that make the target's shards from the source's, in the order of the target's ranks, buckets and offsets.
 
-    Every element of every target shard that belongs to a parameter is written once; padding never is. Where two runs meet
-    in both shards they are one transfer. Of a source's replicas, target rank r reads replica
-    `r // source.mesh.shard % source.mesh.replicate`, so that between equal meshes a rank reads itself where it can.
+    Every element of a parameter in a target shard is written once, and padding never. Runs that are adjacent in both shards
+    are one transfer. Target rank r reads replica `r // source.mesh.shard % source.mesh.replicate` of the source, so that
+    between equal meshes a rank reads from itself where possible.
 
-    Parameters are matched by name or alias. One that is tied in the source may be apart in the target: both read it.
+    Parameters are matched by name or alias. A parameter that is tied in the source may be two parameters in the target; both
+    read it.
 
     Args:
-        rank: only what this rank of the target receives; None for all of them.
+        rank: yield only the transfers to this rank of the target; None yields all.
 
     Raises:
-        LayoutError: a parameter that one side has and the other has not, one that has another shape or dtype there, or one
-            that is tied in the target only. All of them are listed.
-        MeshError: no such rank.
+        LayoutError: parameters that only one side has, whose shapes or dtypes differ, or that are tied in the target only. All
+            of them are listed.
+        MeshError: `rank` is not a rank of the target.
 
     >>> from crossframe.layout import FlatLayout
     >>> from crossframe.mesh import MeshSpec
@@ -65,7 +67,7 @@ def overlay(source: Sharding, target: Sharding, rank: int | None = None) -> Iter
 
 
 def _received(source: Sharding, target: Sharding, matched: dict[str, tuple[int, int]], rank: int) -> Iterator[Transfer]:
-    """What one rank of the target receives: the runs of its pieces, each cut where the source's pieces end."""
+    """The transfers to one rank of the target: the runs of its pieces, cut at the ends of the source's pieces."""
     first = rank // source.mesh.shard % source.mesh.replicate * source.mesh.shard
     for target_bucket, piece in target.pieces(rank):
         source_bucket, i = matched[piece.name]
@@ -79,9 +81,9 @@ def _received(source: Sharding, target: Sharding, matched: dict[str, tuple[int, 
 
 
 def _joined(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
-    """Transfers of one parameter of which each goes on where the last one ended, on both sides, as one.
+    """Join transfers of one parameter that are adjacent in both shards.
 
-    On the side of the target they always do: they fill one piece from its start to its stop.
+    In the target they always are adjacent, since they fill one piece from its start to its stop.
     """
     last = None
     for each in transfers:
@@ -105,7 +107,7 @@ def _joined(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
 
 
 def _matched(source: Sharding, target: Sharding) -> dict[str, tuple[int, int]]:
-    """For each parameter of the target: the bucket of the source that has it, and its place there."""
+    """By name of each parameter of the target: its bucket in the source, and its index there."""
     matched, used = {}, set()
     missing, different, tied = [], [], []
     for param in target.params:

@@ -1,4 +1,4 @@
-"""The per-parameter layout (R07): each parameter is chunked on one of its dims, and a rank's chunks lie side by side."""
+"""The per-parameter layout (R07): each parameter is chunked on one of its dims, and the chunks of a rank are adjacent."""
 
 import math
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from crossframe.mesh import check_rank, check_world_size
 from crossframe.params import ParamSpec, check_params
 from crossframe.shown import shown
 
-# What allocators align to: a parameter in a shared buffer is as aligned as one in memory of its own.
+# The alignment of allocators: a parameter in a shared buffer is aligned like one in memory of its own.
 UNSHARDED_ALIGNMENT_BYTES = 64
 
 
 class _Cut(NamedTuple):
-    """A parameter as rows of `stride` elements, of which each rank's chunk takes the next `run_numel` of every row."""
+    """A parameter as `num_runs` rows of `stride` elements. Each rank's chunk is the next `run_numel` elements of every row."""
 
     num_runs: int
     run_numel: int
@@ -27,20 +27,20 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class PerParamLayout:
-    """Parameters of one dtype, each cut into chunks of ceil(size / world_size) along one dim, as `torch.chunk` cuts.
+    """Parameters of one dtype, each cut into chunks of ceil(size / world_size) along one dim, as by `torch.chunk`.
 
     Attributes:
         params: the parameters in order (R01), one dtype for all of them.
         world_size: the number of ranks.
-        dims: on which dim each parameter is cut; None for dim 0 of every one. Negative dims count from the end, as in torch.
-            They are stored as what they mean: as dims >= 0, and as None where all are 0.
+        dims: the dim on which each parameter is cut; None means dim 0 for all of them. Negative dims count from the end, as in
+            torch. They are stored as non-negative dims, or as None if all are 0.
 
-    A dim above 0 has to be a multiple of the world size, so that all chunks are equal (R07). A rank's shard is its chunk in
-    row-major order.
+    The size of a dim above 0 must be a multiple of the world size, so that all chunks are equal (R07). A rank's shard is its
+    chunk in row-major order.
 
     Raises:
-        LayoutError: no parameters, mixed dtypes, a parameter without dims (there is nothing to chunk), a dim that it has
-            not, or a dim above 0 whose size is no multiple of the world size.
+        LayoutError: no parameters, mixed dtypes, a parameter without dims, a dim that does not exist, or a dim above 0 whose
+            size is not a multiple of the world size.
 
     >>> layout = PerParamLayout((ParamSpec("w", (5, 3)),), world_size=4)
     >>> [layout.shard_shape(0, rank) for rank in range(4)]
@@ -100,7 +100,7 @@ class PerParamLayout:
         return self.dims or (0,) * len(self.params)
 
     def chunk_rows(self, i: int) -> int:
-        """Size of the first chunk of parameter `i` along the dim on which it is cut: rows, where that is dim 0."""
+        """Size of the first chunk of parameter `i` along its shard dim: the number of rows if that is dim 0."""
         return -(-self.params[i].shape[self.shard_dims[i]] // self.world_size)
 
     def shard_shape(self, i: int, rank: int) -> tuple[int, ...]:
@@ -111,18 +111,21 @@ class PerParamLayout:
 
     @cached_property
     def filled(self) -> tuple[int, ...]:
-        """The indices of the parameters that have elements, and so a column."""
+        """Indices of the parameters that have elements, and therefore a column of non-zero width."""
         return tuple(i for i, param in enumerate(self.params) if param.numel)
 
     @cached_property
     def on_dim_0(self) -> bool:
-        """Whether every parameter is cut on its first dim."""
+        """Whether every parameter is cut on dim 0."""
         return not any(self.shard_dims)
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Where each parameter lies in the gathered buffer. On dim 0 only trailing ranks are short, so all padding of a
-        parameter comes after its last element, and its column read row by row begins with the whole parameter."""
+        """The column of each parameter in the gathered buffer.
+
+        On dim 0 only trailing ranks have short chunks. All padding of a parameter therefore follows its last element, and its
+        column, read row by row, begins with the whole parameter.
+        """
         return self._columns
 
     @cached_property
@@ -145,8 +148,11 @@ class PerParamLayout:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts in the unsharded buffer that it is copied out to, in elements. Each has room for its
-        whole column, so that the copy is one strided read, and starts at a multiple of UNSHARDED_ALIGNMENT_BYTES."""
+        """Where each parameter starts in the unsharded buffer that it is copied to, in elements.
+
+        Each has room for its whole column, so that the copy is one strided read, and starts at a multiple of
+        UNSHARDED_ALIGNMENT_BYTES.
+        """
         return self._unsharded_bounds[:-1]
 
     @property
@@ -192,7 +198,7 @@ class PerParamLayout:
         return tuple(found)
 
     def padding(self, rank: int) -> tuple[Padding, ...]:
-        """The zeros that fill a short chunk up to the size of the first (R07)."""
+        """The zeros that pad a short chunk to the size of the first chunk (R07)."""
         runs = []
         for i, column in enumerate(self.columns):
             numel = math.prod(self.shard_shape(i, rank))
@@ -220,8 +226,8 @@ class PerParamLayout:
         return replace(self, world_size=world_size)
 
     def places(self) -> dict[str, Any]:
-        """What a file states of where parameters lie, so that it is not read by other rules than it was written by: the size of
-        each parameter's chunk along its dim, and where it starts in a rank's buffer."""
+        """Where parameters lie, as files state it, so that a reader with other layout rules detects the difference: the size of
+        each parameter's first chunk along its dim, and where it starts in a rank's buffer."""
         return {
             "chunks": [self.chunk_rows(i) for i in range(len(self.params))],
             "starts": [column.start for column in self.columns],

@@ -1,4 +1,4 @@
-"""The one question that every layout answers: which piece of which parameter lies where."""
+"""The interface of layouts: which piece of which parameter lies where."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from crossframe.shown import shown
 
 
 class Run(NamedTuple):
-    """`numel` consecutive elements, from `param_start` of the parameter and from `shard_start` of the shard on."""
+    """`numel` consecutive elements that start at `param_start` in the parameter and at `shard_start` in the shard."""
 
     shard_start: int
     param_start: int
@@ -19,12 +19,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of one parameter. Ranges are half-open, in elements, the parameter taken as one row-major line (R06).
+    """The part of a parameter that one rank holds. Ranges are half-open and in elements of the flattened parameter (R06).
 
-    A piece is `num_runs` runs of `run_numel` consecutive elements each. In the parameter each begins `stride` elements
-    behind the last, and `param_start:param_stop` spans from the first one's start to the last one's stop; in the rank's
-    shard they lie side by side in `shard_start:shard_stop`. Only a parameter sharded on another dim than its first (R07)
-    has more than one run; a single run has stride 0.
+    A piece consists of `num_runs` runs of `run_numel` consecutive elements. In the parameter they start `stride` elements
+    apart, and `param_start:param_stop` spans all of them; in the rank's shard they are adjacent in
+    `shard_start:shard_stop`. Only a parameter that is sharded on a dim above 0 (R07) has several runs; a single run has
+    stride 0.
 
     >>> piece = Piece("w", 1, 0, 6, 2, 12, num_runs=3, stride=4)  # the right half of a (3, 4) matrix
     >>> piece.run_numel, [run.param_start for run in piece.runs()]
@@ -59,11 +59,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Column:
-    """Where a parameter lies in the gathered buffer seen as (world_size, padded_shard_numel): in the columns
-    `start:start + width`.
+    """The place of a parameter in the gathered buffer, viewed as (world_size, padded_shard_numel): columns `start:start + width`.
 
-    Sharded on dim 0, these read row by row begin with its `numel` elements, and padding follows. Sharded on `dim` > 0
-    there is no padding: each row is one chunk of the parameter, and the chunks side by side along `dim` are the parameter.
+    If the parameter is sharded on dim 0, these columns, read row by row, begin with its `numel` elements, and padding follows.
+    If it is sharded on `dim` > 0 there is no padding: each row is one chunk, and the chunks concatenated along `dim` are the
+    parameter.
     """
 
     start: int
@@ -73,14 +73,15 @@ class Column:
 
 
 class Layout(Protocol):
-    """What engines and the reference ask of any layout of one bucket.
+    """The interface of the layout of one bucket.
 
-    `contiguous` says that each parameter is one unbroken run of the gathered buffer, which then is the unsharded buffer
-    too. Otherwise parameter i is `columns[i]` of it, and is copied out. In the unsharded buffer it starts at `offsets[i]`.
+    If `contiguous`, each parameter is one run of the gathered buffer, which is then the unsharded buffer too. Otherwise
+    parameter i is `columns[i]` of the gathered buffer and is copied out of it. In the unsharded buffer it starts at
+    `offsets[i]`.
 
-    `find(i, start, stop)` yields what holds elements `start:stop` of parameter i, clipped to them, as pieces of one run,
-    in the order of the elements; its time grows with what it yields, not with the world. `over(world_size)` is the same
-    parameters and options over another number of ranks.
+    `find(i, start, stop)` yields the pieces that hold elements `start:stop` of parameter i, clipped to that range, each of one
+    run, in the order of the elements. Its time grows with the number of pieces, not with the world size. `over(world_size)`
+    has the same parameters and options over another number of ranks.
     """
 
     @property
@@ -116,8 +117,8 @@ class Layout(Protocol):
 class Padding:
     """A run of a rank's shard that belongs to no parameter.
 
-    `kind` is "alignment" (between parameters, R02), "divisibility" (the tail of a flat parameter, R03), "shard" (the end
-    of one rank's buffer, R03, R04, R07) or "block" (what keeps blocks whole, R09). `fill` is the value stored there (R05).
+    `kind` is "alignment" (between parameters, R02), "divisibility" (the tail of a flat parameter, R03), "shard" (the end of a
+    rank's buffer or chunk, R03, R04, R07) or "block" (between blocks, R09). `fill` is the value stored in it (R05).
     """
 
     kind: str
@@ -126,19 +127,19 @@ class Padding:
 
     @property
     def fill(self) -> int:
-        """42 inside torch's flat parameter, 0 at the end of a shard (R05) and wherever torch has no such padding."""
+        """42 inside torch's flat parameter; 0 at the end of a shard (R05) and in padding that torch does not have."""
         return 42 if self.kind in ("alignment", "divisibility") else 0
 
 
 def views(layout: Layout, gathered: Any) -> dict[str, Any]:
-    """The parameters in a gathered buffer, or in a buffer of gradients laid out like one.
+    """The parameters in a gathered buffer, or the gradients in a buffer of the same layout.
 
     Args:
         gathered: numpy or JAX array of shape (gathered_numel,).
 
     Returns:
-        Arrays by name, in the parameters' shapes; padding is in none of them. Where the layout is contiguous and the
-        framework has views, they alias `gathered`.
+        Arrays by name, in the parameters' shapes and without padding. They alias `gathered` if the layout is contiguous and the
+        framework has views.
     """
     found = {}
     for i, spec in enumerate(layout.params):
@@ -152,7 +153,7 @@ def views(layout: Layout, gathered: Any) -> dict[str, Any]:
             chunk = list(spec.shape)
             chunk[column.dim] //= layout.world_size
             chunks = chunks.reshape(layout.world_size, *chunk)
-            # The axis of ranks goes in front of the dim that it cut; reshape then joins the two.
+            # Move the axis of ranks to just before the dim that it cut, so that reshape joins the two.
             order = (*range(1, column.dim + 1), 0, *range(column.dim + 1, len(chunk) + 1))
             found[spec.name] = chunks.transpose(order).reshape(spec.shape)
         else:
@@ -161,7 +162,7 @@ def views(layout: Layout, gathered: Any) -> dict[str, Any]:
 
 
 def check_elements(params: tuple[ParamSpec, ...], i: int, start: int, stop: int) -> None:
-    """Raise LayoutError unless there is a parameter `i` with elements `start:stop`."""
+    """Raise LayoutError unless parameter `i` exists and has elements `start:stop`."""
     if type(i) is not int or not 0 <= i < len(params):
         raise LayoutError(f"expected the index of one of {len(params)} parameters, got {shown(i)}")
     numel = params[i].numel
@@ -172,7 +173,12 @@ def check_elements(params: tuple[ParamSpec, ...], i: int, start: int, stop: int)
 
 
 def check_one_dtype(params: tuple[ParamSpec, ...], what: str, instead: str) -> None:
-    """Raise LayoutError unless there is a parameter and all have one dtype (R11). `what` is an adjective, `instead` advice."""
+    """Raise LayoutError unless there is a parameter and all have one dtype (R11).
+
+    Args:
+        what: an adjective for the layout, for the message.
+        instead: what to do instead, for the message.
+    """
     if not params:
         raise LayoutError(f"a {what} layout needs at least one parameter, got none")
     first = params[0]

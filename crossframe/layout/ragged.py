@@ -1,4 +1,4 @@
-"""The ragged layout (R09): a line of parameters in which no boundary between shards splits a block. Beyond torch."""
+"""The ragged layout (R09): a line of parameters in which no boundary between shards splits a block. torch has none."""
 
 import math
 from dataclasses import dataclass
@@ -9,27 +9,27 @@ from crossframe.layout.line import LineLayout
 from crossframe.layout.pieces import Padding
 from crossframe.shown import shown
 
-# How far the search for a shard size goes: among the multiples of so many numbers, so many next to each other from the least
-# on, and so many more in leaps to where the parameters would have fitted.
+# Limits of the search for a shard size: the number of moduli, and for each modulus the number of consecutive multiples that are
+# tried, and of further ones, each of which jumps to the size that the last attempt needed.
 MODULI, STEPS, LEAPS = 24, 16, 16
 
 
 @dataclass(frozen=True)
 class RaggedLayout(LineLayout):
-    """Parameters in one line, padded in front of them so that every boundary between shards falls between two blocks.
+    """Parameters in one line, padded so that every boundary between shards falls between two blocks.
 
     Attributes:
         params: the parameters in order (R01), one dtype for all of them (R11).
-        world_size: the number of shards.
-        blocks: how many elements of each parameter must stay together; each divides its parameter's numel. None: a row of
-            each, the numel of `shape[1:]`. Blocks that say the same as None are stored as None.
+        world_size: number of shards.
+        blocks: for each parameter the number of consecutive elements that stay on one rank, a divisor of its numel. None: one
+            row, the numel of `shape[1:]`. Blocks equal to these are stored as None.
 
-    Each parameter is one unbroken run of the gathered buffer, so an all-gather needs no copy out. Padding is in front of
-    parameters, the first one too, and at the tail; never inside one. All shards have one size,
-    the smallest that a bounded search finds; `padding_bound` says how bad it can get, `wasteful` how bad it is.
+    Each parameter is one run of the gathered buffer, so an all-gather needs no copy. Padding lies before parameters (also
+    before the first) and at the tail, never inside a parameter. All shards have the same size, the smallest that a bounded
+    search finds; `padding_bound` limits the padding, and `wasteful` tells whether there is too much of it.
 
     Raises:
-        LayoutError: no parameters, mixed dtypes, or a block that is no int of at least 1 or does not divide its parameter.
+        LayoutError: no parameters, mixed dtypes, or a block that is not an int of at least 1 or does not divide its parameter.
 
     >>> from crossframe.params import ParamSpec
     >>> layout = RaggedLayout((ParamSpec("w", (5, 3)), ParamSpec("b", (5,))), world_size=2)
@@ -62,12 +62,12 @@ class RaggedLayout(LineLayout):
 
     @property
     def _rows(self) -> tuple[int, ...]:
-        """One row of each parameter; 1 where a row is empty."""
+        """The numel of a row of each parameter; 1 if rows are empty."""
         return tuple(max(1, math.prod(param.shape[1:])) for param in self.params)
 
     @cached_property
     def block_numels(self) -> tuple[int, ...]:
-        """How many elements of each parameter stay together."""
+        """The block size of each parameter, in elements."""
         return self._rows if self.blocks is None else self.blocks
 
     @property
@@ -82,12 +82,12 @@ class RaggedLayout(LineLayout):
 
     @property
     def flat_numel(self) -> int:
-        """Elements of the gathered buffer, padding included: every shard is full."""
+        """Elements of the line, padding included: the gathered buffer, since all shards have the same size."""
         return self.gathered_numel
 
     @property
     def gathered_numel(self) -> int:
-        """Elements of the buffer that an all-gather fills: a shard for each of the ranks that the line is padded for."""
+        """Elements of the buffer that an all-gather fills: one shard for each of `line_ranks` ranks."""
         return self._placed[0] * self.line_ranks
 
     @property
@@ -97,25 +97,24 @@ class RaggedLayout(LineLayout):
 
     @property
     def padding_bound(self) -> int:
-        """What padding_numel never exceeds, known before any search: world_size * min(S_blocks, S_whole) - numel, where
+        """An upper bound of `padding_numel` that needs no search: world_size * min(S_blocks, S_whole) - numel, where
 
             S_blocks = ceil((numel + sum of (block - 1) over all non-empty parameters but the first) / world_size),
                        rounded up to a multiple of L, the least common multiple of the blocks of all non-empty parameters;
             S_whole = max(largest parameter, ceil(2 * numel / world_size)).
 
-        Each of them is a shard size for which a placement exists. If S is a multiple of L, all boundaries k * S are multiples
-        of every block, and a parameter that starts at a multiple of its block is never split inside one; to get there costs
-        at most block - 1 elements of padding, and the first parameter starts at 0. If no parameter is larger than S, no
-        parameter need be split: put each into the shard where the last one ended, or else into the next one. Any two
-        neighbouring shards then hold more than S together, so fewer than 2 * numel / S + 1 of them are used, which is no more
-        than there are.
+        A placement exists for both shard sizes. If S is a multiple of L, all boundaries k * S are multiples of every block, so
+        no block of a parameter that starts at a multiple of its block is split; such a start costs at most block - 1 elements
+        of padding, and the first parameter starts at 0. If no parameter is larger than S, no parameter needs to be split: put
+        each into the shard in which the previous one ended if it fits, and into the next shard otherwise. Two neighboring
+        shards then hold more than S elements together, so fewer than 2 * numel / S + 1 shards are used, and there are that
+        many.
         """
         return self.line_ranks * self._sure_shard_numel - self.numel
 
     @property
     def wasteful(self) -> bool:
-        """Whether there is more padding than there are parameters, so that more than half of what an all-gather moves is
-        padding. Then use a PerParamLayout instead, or smaller blocks."""
+        """Whether more than half of the gathered buffer is padding. If so, use a PerParamLayout or smaller blocks."""
         return self.padding_numel > self.numel
 
     @cached_property
@@ -134,7 +133,7 @@ class RaggedLayout(LineLayout):
 
     @cached_property
     def _placed(self) -> tuple[int, tuple[int, ...]]:
-        """The shard size and where each parameter starts."""
+        """The shard size, and where each parameter starts."""
         numel = self._shard_numel()
         placed = place(self._line, numel)
         assert placed is not None and placed[1] <= self.line_ranks * numel
@@ -159,16 +158,16 @@ class RaggedLayout(LineLayout):
                 if placed and needed <= numel:
                     best = numel
                     break
-                # Sizes that would do may lie below `needed`: with another size parameters lie otherwise. So steps come first.
+                # Sizes below `needed` may work too, since another size places parameters elsewhere. So try steps before leaps.
                 numel = max(numel + modulus, needed + -needed % modulus if attempt >= STEPS else 0)
         return best
 
     def _moduli(self, limit: int) -> list[int]:
-        """Of what the shard size is sought as a multiple, as blocks that divide it can be cut anywhere.
+        """The numbers whose multiples are tried as shard sizes.
 
-        A parameter that crosses two boundaries needs a block that divides what lies between them. So: the least common
-        multiple of the blocks of those that cross two whatever the size below `limit`; the same with the other parameters'
-        blocks added, the larger parameters first; the same with one other block alone.
+        A parameter that crosses two boundaries needs a block that divides the shard size. So these are the least common
+        multiple of the blocks of all parameters that cross two boundaries at every size below `limit`; the same with the blocks
+        of the other parameters added one by one, larger parameters first; and the same with one other block each.
         """
         by_size = sorted(self._line, reverse=True)
         sure = math.lcm(1, *(block for numel, block in by_size if numel > 2 * limit))
@@ -198,11 +197,13 @@ class RaggedLayout(LineLayout):
 
 
 def place(line: tuple[tuple[int, int], ...], shard_numel: int) -> tuple[tuple[int, ...], int] | None:
-    """Where parameters given as (numel, block) start in shards of this size, each as early as it can, and where the last one
-    stops; None if one of them fits nowhere.
+    """Place parameters, given as (numel, block), in shards of this size, each as early as possible.
 
-    As early as possible is best: which starts are possible does not depend on the parameters in front, so that an earlier
-    stop of one is never to the disadvantage of the next.
+    Returns:
+        The start of each, and the end of the last one; None if one of them fits nowhere.
+
+    Placing each as early as possible is optimal: the valid starts of a parameter do not depend on the previous ones, so an
+    earlier end of one is never a disadvantage for the next.
     """
     starts, end = [], 0
     for numel, block in line:
@@ -219,11 +220,11 @@ def _earliest(after: int, numel: int, block: int, shard_numel: int) -> int | Non
     boundary = (after // shard_numel + 1) * shard_numel
     if after + numel <= boundary:
         return after
-    # It crosses this boundary, or starts at it; the next one too only if the block divides what lies between the two.
+    # It crosses this boundary or starts at it. It may cross the next one too only if the block divides the shard size.
     start = after + (boundary - after) % block
     if shard_numel % block == 0 or start + numel <= boundary + shard_numel:
         return start
-    # Starting inside the next shard, as far behind its beginning as to leave whole blocks up to its end; farther on it would
-    # be the same again.
+    # Start in the next shard, at the first offset that leaves whole blocks up to the end of that shard. In later shards the same
+    # offsets are valid, so they need no look.
     start = boundary + shard_numel % block
     return start if start + numel <= boundary + 2 * shard_numel else None

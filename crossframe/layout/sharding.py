@@ -1,4 +1,4 @@
-"""A whole model on a mesh (R10), and a unit on the smaller group that holds it between forward and backward (R08)."""
+"""A whole model on a mesh (R10), and the layout of a unit in a reshard group between forward and backward (R08)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from crossframe.shown import shown
 
 LAYOUTS = (FlatLayout, PerParamLayout, RaggedLayout)
 LAYOUT_KINDS = tuple(layout.kind for layout in LAYOUTS)
-"""How arguments, options and recordings name the layouts."""
+"""The names of the layouts in arguments, options and recordings."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Sharding:
     """Which rank of a mesh holds which element of a model.
 
     Attributes:
-        units: (unit name, layout) in order, one for each bucket: a unit of several buckets stands here several times. The
-            place in this tuple is the bucket's index.
-        mesh: the ranks (R10). Each of `mesh.replicate` replicas holds all of the model, cut over `mesh.shard` ranks.
+        units: (unit name, layout) of each bucket, in order; a unit of several buckets occurs several times. The position in this
+            tuple is the index of the bucket.
+        mesh: the ranks (R10). Each of `mesh.replicate` replicas holds the whole model, cut over `mesh.shard` ranks.
 
     Raises:
-        LayoutError: units that are no such tuple, a layout over another number of ranks than `mesh.shard`.
-        MeshError: a mesh that is none.
+        LayoutError: `units` is not such a tuple, or a layout is over another number of ranks than `mesh.shard`.
+        MeshError: `mesh` is not a MeshSpec.
         ParamError: a name or an alias that belongs to two parameters.
 
     >>> layout = FlatLayout((ParamSpec("w", (3,)),), world_size=2, keep_original=False)
@@ -68,7 +68,7 @@ class Sharding:
 
     @cached_property
     def _index(self) -> dict[str, tuple[int, int]]:
-        """By name and by alias: the bucket, and the parameter's place in it."""
+        """By name and by alias: the bucket, and the index of the parameter in it."""
         return {
             name: (bucket, i)
             for bucket, (_, layout) in enumerate(self.units)
@@ -77,11 +77,11 @@ class Sharding:
         }
 
     def find(self, name: str) -> tuple[int, int] | None:
-        """The bucket of the parameter of this name or alias, and its place in that bucket's `params`; None if there is none."""
+        """The bucket of the parameter of this name or alias, and its index in that bucket's `params`; None if there is none."""
         return self._index.get(name)
 
     def pieces(self, rank: int) -> Iterator[tuple[int, Piece]]:
-        """What a rank of the mesh holds: (bucket index, piece), in order; `Piece.rank` is that rank of the mesh."""
+        """The (bucket index, piece) pairs that a rank of the mesh holds, in order; `Piece.rank` is that rank."""
         replica, shard_rank = self.mesh.coordinate(rank)
         return self._pieces(replica * self.mesh.shard, shard_rank)
 
@@ -91,11 +91,11 @@ class Sharding:
                 yield bucket, replace(piece, rank=first + shard_rank) if first else piece
 
     def where(self, name: str, element: int) -> tuple[tuple[int, str, int], ...]:
-        """Every place that holds an element: (rank, unit, offset in the shard of the parameter's bucket), one a replica.
+        """The places of an element, one for each replica: (rank, unit, offset in the shard of the parameter's bucket).
 
         Args:
             name: the parameter's name or one of its aliases.
-            element: its place in the parameter, taken as one row-major line.
+            element: index in the flattened parameter.
 
         Raises:
             LayoutError: no such parameter, or no such element.
@@ -113,14 +113,14 @@ class Sharding:
 
 
 def post_forward(layout: Layout, group_size: int) -> Layout:
-    """The layout that a unit has between forward and backward under `reshard_after_forward=group_size` (R08).
+    """The layout of a unit in a reshard group, between forward and backward under `reshard_after_forward=group_size` (R08).
 
-    Per parameter, each rank holds its chunk over `group_size` ranks, as `torch.chunk` of the parameter itself cuts it; torch
-    cuts its padded buffer instead, and shows wrong rows where dim 0 is uneven. A line is cut into `group_size` equal parts
-    as it is, padding included, so that it is gathered again in place: the offsets of parameters stay what they are.
+    Per parameter, each rank holds its chunk over `group_size` ranks, as `torch.chunk` cuts the parameter itself; torch cuts its
+    padded buffer instead, and shows wrong rows if dim 0 is uneven. A line is cut into `group_size` equal parts as it is, padding
+    included, so that it is gathered in place and the offsets of parameters do not change.
 
     Raises:
-        MeshError: a group size that does not divide the layout's world size, 1, or the whole world size.
+        MeshError: the group size does not divide the layout's world size, or is 1 or the whole world size.
 
     >>> layout = PerParamLayout((ParamSpec("w", (5, 3)),), world_size=4)
     >>> [post_forward(layout, 2).shard_shape(0, rank) for rank in range(2)]
@@ -136,11 +136,12 @@ def post_forward(layout: Layout, group_size: int) -> Layout:
 
 
 def reduced_layout(layout: Layout, trained: Sequence[bool] | None = None) -> Layout:
-    """What travels when the gradients of a bucket are reduced: per parameter, those of the trained ones alone; a line as a
-    whole, whose frozen parameters count as zeros.
+    """The layout of the buffer in which the gradients of a bucket are reduced.
+
+    Per parameter, it holds the trained parameters only; a line is reduced as a whole, with zeros for frozen parameters.
 
     Args:
-        trained: of each parameter whether it is; None: those that require a gradient. At least one.
+        trained: whether each parameter is trained, at least one of them; None: whether it requires a gradient.
 
     >>> frozen = ParamSpec("a", (8,), requires_grad=False)
     >>> layout = PerParamLayout((frozen, ParamSpec("b", (4,))), world_size=2)
@@ -158,9 +159,9 @@ def reduced_layout(layout: Layout, trained: Sequence[bool] | None = None) -> Lay
 
 
 def post_forward_group(mesh: MeshSpec, rank: int, group_size: int) -> range:
-    """The ranks that together hold a unit between forward and backward, this one among them: consecutive ones (R08).
+    """The reshard group of a rank: the consecutive ranks that hold a unit between forward and backward (R08).
 
-    The place of a rank in this range is its rank in the layout that `post_forward` gives.
+    The position of a rank in this range is its rank in the layout that `post_forward` returns.
 
     >>> post_forward_group(MeshSpec(shard=4, replicate=2), rank=6, group_size=2)
     range(6, 8)
@@ -169,7 +170,7 @@ def post_forward_group(mesh: MeshSpec, rank: int, group_size: int) -> range:
         raise MeshError(f"expected a MeshSpec, got {shown(mesh)}")
     check_rank(rank, mesh.world_size)
     _check_group_size(group_size, mesh.shard)
-    first = rank - rank % group_size  # the group size divides the shard group, so no group reaches into another replica
+    first = rank - rank % group_size  # the group size divides the shard group, so no group spans two replicas
     return range(first, first + group_size)
 
 
