@@ -1,4 +1,4 @@
-"""State dicts: of models (R36) and of optimizers (R37), as names, shapes and pieces."""
+"""State dicts of models (R36) and of optimizers (R37), as names, shapes and pieces."""
 
 from crossframe.state.model import (
     IncompatibleKeys,

@@ -1,10 +1,11 @@
-"""The state dict of a sharded model (R36): which keys, of which shape, and who gives and who has which elements.
+"""The state dict of a sharded model (R36): its keys and shapes, and which rank sends and which rank holds which elements.
 
-FULL: every parameter in full, under the name that it has in the unwrapped model, so that either loads the other's. SHARDED:
-the same keys and shapes, each rank with a part. LOCAL: torch's own, one key a unit for the rank's shard of the flat parameter.
+FULL: every parameter in full, under its name in the unwrapped model, so that each loads the state dict of the other. SHARDED:
+the same keys and shapes; each rank holds a part. LOCAL, as in torch: one key for each unit, the rank's shard of its flat
+parameter.
 
-A tied parameter stands under each of its names, as in the unwrapped model. Buffers are replicated: every rank that has keys
-has them in full, which needs no rule here.
+A tied parameter has an entry under each of its names, as in the unwrapped model. Buffers are replicated: every rank that has
+entries has them in full.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from crossframe.state.names import local_key
 
 
 class StateKind(Enum):
-    """What a state dict of a model holds."""
+    """The kinds of state dicts of a model."""
 
     FULL = "full"
     SHARDED = "sharded"
@@ -30,10 +31,10 @@ class StateKind(Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one entry of a state dict, buffers included: any dtype that has a name.
+    """Shape and dtype of one entry of a state dict, also of a buffer: any dtype that has a name.
 
     Raises:
-        StateDictError: a shape that is no tuple of sizes, or a dtype that is no string.
+        StateDictError: the shape is not a tuple of sizes, or the dtype is not a string.
     """
 
     shape: tuple[int, ...]
@@ -48,18 +49,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One key of a state dict, as one rank sees it.
+    """One entry of a state dict on one rank.
 
     Attributes:
-        key: its name.
+        key: the name of the entry.
         tensor: its global shape and dtype.
-        bucket: whose shard it comes from, as an index into `Sharding.units`.
-        gives: the pieces of the rank's shard that are in it.
-        has: the pieces of it that the rank's state dict has, with offsets in the array that it has there; nothing where that
-            array is empty, None where the rank's dict is without the key.
+        bucket: the bucket that it is part of, as an index into `Sharding.units`.
+        gives: the pieces of the rank's shard that are part of the entry.
+        has: the pieces of the entry in the rank's state dict, with offsets in the rank's array; empty if that array is empty,
+            None if the rank's state dict lacks the key.
 
-    What a rank has and does not give, it receives: FULL gathers over the shard group, SHARDED moves elements of flat shards to
-    chunks of whole rows and sends nothing where the layout holds chunks already, LOCAL sends nothing.
+    A rank receives what it has and does not give: FULL gathers over the shard group, SHARDED moves elements of flat shards to
+    chunks of whole rows and sends nothing if the layout consists of such chunks, and LOCAL sends nothing.
     """
 
     key: str
@@ -72,15 +73,15 @@ class StateEntry:
 def state_entries(
     sharding: Sharding, kind: StateKind, rank: int, *, rank0_only: bool = False
 ) -> tuple[StateEntry, ...]:
-    """The state dict of one rank, in the order of units and parameters, the aliases of each behind it.
+    """The entries of one rank's state dict, in the order of units and parameters; aliases follow their parameter.
 
     Args:
-        rank0_only: only rank 0 of its group (`MeshSpec.group_rank`) has keys; the others give their pieces. FULL alone.
+        rank0_only: only rank 0 of each group (`MeshSpec.group_rank`) has keys, and the others give their pieces. For FULL only.
 
     Raises:
-        MeshError: no such rank.
-        StateDictError: a kind that is none, or rank0_only with another kind than FULL.
-        UnsupportedError: LOCAL of a layout that has no flat parameter.
+        MeshError: `rank` is not a rank of the mesh.
+        StateDictError: `kind` is not a StateKind, or rank0_only is given with another kind than FULL.
+        UnsupportedError: LOCAL with a layout that has no flat parameter.
         LayoutError: SHARDED with a parameter without dims.
 
     >>> from crossframe.mesh import MeshSpec
@@ -130,7 +131,7 @@ def state_entries(
 
 
 def expected_tensors(sharding: Sharding, kind: StateKind) -> dict[str, TensorSpec]:
-    """Every key of a model's state dict with its global shape and dtype, for `check_load`."""
+    """The global shape and dtype of every entry of a model's state dict, by key, for `check_load`."""
     return {entry.key: entry.tensor for entry in state_entries(sharding, kind, 0)}
 
 
@@ -139,7 +140,7 @@ def _entry(
 ) -> StateEntry:
     if kind is StateKind.FULL:
         has = (Piece(key, rank, 0, spec.numel, 0, spec.numel),) if spec.numel else ()
-    else:  # whole rows, which any reader can place; a layout by parameter holds such chunks already, on whichever dim
+    else:  # whole rows, which any reader can place; a per-parameter layout has such chunks already, on any dim
         chunks = own if isinstance(layout, PerParamLayout) else PerParamLayout((spec,), layout.world_size).pieces(rank)
         has = tuple(replace(piece, name=key, shard_start=0, shard_stop=piece.numel) for piece in chunks)
     return StateEntry(key, TensorSpec(spec.shape, spec.dtype), bucket, own, has)
@@ -165,7 +166,7 @@ def _on_rank(entry: StateEntry, rank: int, *, absent: bool) -> StateEntry:
 
 @dataclass(frozen=True)
 class IncompatibleKeys:
-    """What a state dict lacks and what it has too much, sorted: what torch's `load_state_dict(strict=False)` returns."""
+    """Missing and unexpected keys of a state dict, sorted, as torch's `load_state_dict(strict=False)` returns them."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -174,15 +175,18 @@ class IncompatibleKeys:
 def check_load(
     expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec], *, strict: bool = True, cast: bool = False
 ) -> IncompatibleKeys:
-    """Whether a state dict fits a model. Asked before anything is written: what is refused has changed nothing.
+    """Check that a state dict fits a model. Called before anything is written, so that an error leaves the model unchanged.
 
     Args:
-        expected, found: keys without wrapper prefixes.
-        strict: refuse missing and unexpected keys too, not only tensors that do not fit.
-        cast: accept other dtypes, as torch does, which converts them as it copies.
+        expected, found: entries by key, without wrapper prefixes.
+        strict: reject missing and unexpected keys too, not only tensors that do not fit.
+        cast: accept other dtypes, as torch does, which converts them when it copies.
+
+    Returns:
+        The missing and unexpected keys.
 
     Raises:
-        StateDictError: lists all that is wrong, sorted.
+        StateDictError: the state dict does not fit. The message lists everything that is wrong, sorted.
 
     >>> w = TensorSpec((2, 3), "float32")
     >>> check_load({"w": w, "b": w}, {"w": w, "c": w}, strict=False)
@@ -219,11 +223,11 @@ def check_load(
 
 
 def check_local_load(saved_world_size: int, world_size: int) -> None:
-    """A LOCAL state dict is a rank's own shard: it loads on as many ranks as wrote it, and on no others (R36).
+    """Check the world size of a LOCAL state dict: it holds shards, so it loads only on the number of ranks that wrote it (R36).
 
     Raises:
-        StateDictError: with both numbers.
-        MeshError: what is no world size.
+        StateDictError: the numbers differ.
+        MeshError: one of them is not a valid world size.
     """
     check_world_size(saved_world_size)
     check_world_size(world_size)

@@ -1,11 +1,11 @@
-"""The keys of state dicts: names as the unwrapped model has them (R36), and torch's key for a flat parameter."""
+"""The keys of state dicts: names of the unwrapped model (R36), and torch's key of a flat parameter."""
 
 from collections.abc import Collection
 
 from crossframe.errors import StateDictError
 from crossframe.shown import shown
 
-# What wrapping a module puts into the names below it.
+# Wrapping a module adds one of these to the names of everything inside it.
 FSDP_WRAPPED, CHECKPOINT_WRAPPED, COMPILED = "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"
 WRAPPERS = frozenset({FSDP_WRAPPED, CHECKPOINT_WRAPPED, COMPILED})
 _OUTSIDE_STATE_DICTS = WRAPPERS - {COMPILED}
@@ -13,13 +13,13 @@ FLAT_PARAM = "_flat_param"
 
 
 def canonical_name(name: str) -> str:
-    """The name of a module, parameter or buffer without the parts that wrapping put into it.
+    """The name of a module, parameter or buffer without the parts that wrapping added.
 
-    A part is what stands between dots: a module called `my_orig_mod` keeps its name. The flat parameter's own name stays,
-    since the unwrapped model has no such parameter.
+    Only whole parts between dots are removed: a module called `my_orig_mod` keeps its name. The name of a flat parameter stays
+    too, since the unwrapped model has no such parameter.
 
     Raises:
-        StateDictError: no string.
+        StateDictError: `name` is not a string.
 
     >>> canonical_name("_orig_mod.blocks.0._fsdp_wrapped_module._checkpoint_wrapped_module.weight")
     'blocks.0.weight'
@@ -32,8 +32,10 @@ def canonical_name(name: str) -> str:
 
 
 def state_key(name: str) -> str:
-    """The key of a module, parameter or buffer in torch's state dicts: its name without the parts that FSDP and activation
-    checkpointing put into it. The part of torch.compile stays, since torch's keys have it too.
+    """The key of a module, parameter or buffer in torch's state dicts.
+
+    It is the name without the parts that FSDP and activation checkpointing added. The part that torch.compile added stays, as in
+    torch's keys.
 
     >>> state_key("_fsdp_wrapped_module.blocks.0._orig_mod._checkpoint_wrapped_module.weight")
     'blocks.0._orig_mod.weight'
@@ -42,7 +44,7 @@ def state_key(name: str) -> str:
 
 
 def without_parts(name: str, parts: Collection[str]) -> str:
-    """A name without some of what stands between its dots.
+    """A name without those of its parts between dots that are in `parts`.
 
     >>> without_parts("_orig_mod.blocks.0._fsdp_wrapped_module.weight", {"_fsdp_wrapped_module"})
     '_orig_mod.blocks.0.weight'

@@ -1,11 +1,11 @@
-"""The state of an optimizer over shards, and over full parameters (R37).
+"""Optimizer state over shards and over full parameters (R37).
 
-Three forms of the same state, all of them by parameter name and then by the optimizer's own entry name:
+The same state has three forms, each by parameter name and then by the optimizer's name of the entry:
 
-- *full*: arrays in the parameters' shapes, as the optimizer of the unwrapped model has them;
-- *held*: one rank's pieces, where the original parameters are what the optimizer holds;
-- *flat*: one rank's buffers of `padded_shard_numel` elements for a whole unit, where the optimizer holds flat parameters. A
-  buffer lies as the shard lies, so what moves shards between layouts (`overlay`) moves it too.
+- *full*: arrays in the parameters' shapes, as in the optimizer of the unwrapped model;
+- *held*: one rank's pieces, if the optimizer holds the original parameters;
+- *flat*: one rank's buffers of `padded_shard_numel` elements for a whole unit, if the optimizer holds flat parameters. These
+  have the layout of the shard, so `overlay` moves them between layouts too.
 
 A parameter without state is absent from all of them. Values are numpy arrays or plain Python values.
 """
@@ -27,14 +27,14 @@ State = Mapping[str, ParamState]
 
 
 def gather_state(layout: Layout, held: Sequence[State]) -> dict[str, dict[str, Any]]:
-    """The full state of a unit from what every rank holds of it.
+    """The full state of a unit from the state that each rank holds.
 
     Args:
-        held: by rank of the shard group. Elementwise values may have any shape: the pieces of a parameter in the shard,
-            row by row. A rank that holds no element of a parameter may lack its state.
+        held: state by rank of the shard group. Elementwise values are the pieces of a parameter in the shard, row by row, in any
+            shape. A rank that holds no element of a parameter may lack its state.
 
     Raises:
-        StateDictError: see `classify` and `agreed`; a name that is no parameter; a parameter without dims.
+        StateDictError: see `classify` and `agreed`; a name of no parameter; a parameter without dims.
     """
     ranks = _by_rank(layout, held)
     found = {}
@@ -62,14 +62,14 @@ def gather_state(layout: Layout, held: Sequence[State]) -> dict[str, dict[str, A
 
 
 def shard_state(layout: Layout, full: State, rank: int) -> dict[str, dict[str, Any]]:
-    """What one rank holds of a full state: its pieces as arrays of one dim, and every scalar.
+    """The part of a full state that one rank holds: its pieces as 1-D arrays, and every scalar.
 
-    A rank without an element of a parameter gets empty arrays, and the scalars too: it must step as the others do.
+    A rank without elements of a parameter gets empty arrays and the scalars, since it must step as the others do.
 
     Raises:
-        StateDictError: an array that has neither the parameter's shape nor one element; a name that is no parameter; a
-            parameter without dims.
-        MeshError: no such rank.
+        StateDictError: an array has neither the parameter's shape nor one element; a name of no parameter; a parameter without
+            dims.
+        MeshError: `rank` is not a rank of the layout.
     """
     _check_names(layout, full)
     found, by_name = {}, _pieces_by_name(layout, rank)
@@ -90,8 +90,8 @@ def unflatten_state(layout: Layout, flat: Sequence[ParamState], unit: str = "") 
     """The full state of every parameter of a unit from the state of its flat parameter on all ranks.
 
     Args:
-        flat: by rank of the shard group; elementwise values of shape (padded_shard_numel,). Padding is dropped.
-        unit: the unit's name, for errors.
+        flat: state by rank of the shard group; elementwise values have shape (padded_shard_numel,). Padding is dropped.
+        unit: name of the unit, for errors.
 
     Raises:
         StateDictError: see `classify` and `agreed`; a parameter without dims.
@@ -121,15 +121,15 @@ def unflatten_state(layout: Layout, flat: Sequence[ParamState], unit: str = "") 
 def flatten_state(layout: Layout, full: State, rank: int, unit: str = "") -> dict[str, Any]:
     """The state of a unit's flat parameter on one rank, from the full state of its parameters. Padding is 0.
 
-    A parameter without state among others with state counts as zeros, as in torch, but only where no scalar is kept: no
-    value of `step` says "never stepped" for one parameter of a flat one and "ten times" for another.
+    A parameter without state beside others with state counts as zeros, as in torch, but only if there are no scalars: a flat
+    parameter has one `step`, which cannot mean "never" for one of its parameters and "ten times" for another.
 
     Returns:
-        Elementwise entries of shape (padded_shard_numel,), and scalars; nothing if no parameter has state.
+        Elementwise entries of shape (padded_shard_numel,), and scalars; empty if no parameter has state.
 
     Raises:
-        StateDictError: parameters of the unit that differ in the names, roles, dtypes or scalars of their state, and what
-            `shard_state` refuses.
+        StateDictError: the names, roles, dtypes or scalars of the state differ between parameters of the unit; also as in
+            `shard_state`.
     """
     check_rank(rank, layout.world_size)
     _check_names(layout, full)
@@ -153,7 +153,7 @@ def flatten_state(layout: Layout, full: State, rank: int, unit: str = "") -> dic
 
 
 def _common_role(layout: Layout, entry: str, values: Mapping[str, Any], unit: str) -> Role:
-    """The role of an entry for all parameters of a flat one, or StateDictError where they cannot be one."""
+    """The role of an entry, the same for all parameters of a flat parameter; StateDictError if they differ."""
     specs = {spec.name: spec for spec in layout.params}
     first = next(iter(values))
     roles = {name: _full_role(specs[name], entry, value) for name, value in values.items()}
@@ -177,7 +177,7 @@ def _pieces_by_name(layout: Layout, rank: int) -> dict[str, list[Piece]]:
 
 
 def _assembled(spec: ParamSpec, lines: Iterable[tuple[Piece, np.ndarray]], dtype: np.dtype) -> np.ndarray:
-    """A full array from the pieces of all ranks, each with its elements side by side."""
+    """A full array from the pieces of all ranks, each given with its elements in one line."""
     full = np.empty(spec.numel, dtype)
     for piece, line in lines:
         for shard_start, param_start, numel in piece.runs():
@@ -191,7 +191,7 @@ def _copied(value: Any) -> Any:
 
 
 def _runs(piece: Piece, full: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """The runs of a piece out of a full array in one line, each with its place in the shard."""
+    """The runs of a piece of a flattened full array, each with its start in the shard."""
     return [(start, full[first : first + numel]) for start, first, numel in piece.runs()]
 
 
@@ -213,7 +213,7 @@ def _entries(states: Iterable[ParamState]) -> list[str]:
 
 
 def _of(spec: ParamSpec, state: State) -> ParamState:
-    """The state of a parameter under its name or an alias; nothing where there is none."""
+    """The state of a parameter, under its name or an alias; empty if it has none."""
     found = next((state[name] for name in (spec.name, *spec.aliases) if name in state), {})
     if not isinstance(found, Mapping):
         raise StateDictError(f"state of {spec.name!r}: expected values by entry name, got {shown(found)}")

@@ -1,11 +1,11 @@
-"""Optimizer state by name and by id, and the groups of parameters with their hyperparameters (R37).
+"""Optimizer state by name and by id, and parameter groups with their hyperparameters (R37).
 
-An optimizer's state dict is `{"state": {key: ...}, "param_groups": [{"params": [key, ...], "lr": ...}, ...]}`. Keys are ids,
-which count the optimizer's parameters in order, group after group; or names, which mean the same in another process, at
-another world size and in the unwrapped model. Parameters without state are in a group and not in `state`.
+The state dict of an optimizer is `{"state": {key: ...}, "param_groups": [{"params": [key, ...], "lr": ...}, ...]}`. Keys are
+either ids, which number the optimizer's parameters in order, group after group; or names, which mean the same in another
+process, at another world size and in the unwrapped model. Parameters without state are in a group and not in `state`.
 
-Optimizers match ids by position when they load. So what is loaded is brought into the order of the optimizer that loads it,
-groups and parameters both; where its groups are other ones, it is refused.
+Optimizers match ids by position when they load. A state dict is therefore brought into the order of the optimizer that loads it,
+both groups and parameters; if the groups differ, it is rejected.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,13 +20,13 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def state_by_name(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> dict[str, Any]:
-    """A state dict by id as one by name.
+    """Convert a state dict by id to one by name.
 
     Args:
-        own: the optimizer's groups of parameters, in its order: the ids count them.
+        own: the optimizer's groups of parameters, in the order that the ids number.
 
     Raises:
-        StateDictError: no state dict, an id that no parameter has, or a parameter in no group or in two.
+        StateDictError: not a state dict; an id of no parameter; or a parameter in no group or in two.
 
     >>> by_id = {"state": {1: {"step": 3}}, "param_groups": [{"params": [0], "lr": 0.1}, {"params": [1], "lr": 0.2}]}
     >>> state_by_name(by_id, [[ParamSpec("w", (2,))], [ParamSpec("b", (2,))]])
@@ -36,11 +36,11 @@ def state_by_name(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> 
 
 
 def state_by_id(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> dict[str, Any]:
-    """A state dict by name, or by alias, as one by the ids of the optimizer that has these groups.
+    """Convert a state dict by name or alias to one by the ids of the optimizer that has these groups.
 
     Raises:
-        StateDictError: no state dict, a name that no parameter has, a parameter in no group or in two, or groups that are not
-            the optimizer's, in whatever order.
+        StateDictError: not a state dict; a name of no parameter; a parameter in no group or in two; or groups other than the
+            optimizer's, in any order.
 
     >>> by_name = {"state": {"b": {"step": 3}}, "param_groups": [{"params": ["w"], "lr": 0.1}, {"params": ["b"], "lr": 0.2}]}
     >>> state_by_id(by_name, [[ParamSpec("b", (2,))], [ParamSpec("w", (2,))]])
@@ -53,14 +53,14 @@ def state_by_id(state_dict: StateDict, own: Sequence[Sequence[ParamSpec]]) -> di
 
 
 def ungrouped_units(groups: Groups, units: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Groups of flat parameters as groups of the parameters inside them.
+    """Convert groups of flat parameters to groups of the parameters inside them.
 
     Args:
-        groups: `params` are indices of units.
+        groups: parameter groups whose `params` are indices of units.
         units: the names of the parameters of each unit, in order.
 
     Raises:
-        StateDictError: no groups, an index that no unit has, or a unit in no group or in two.
+        StateDictError: not a list of groups; an index of no unit; or a unit in no group or in two.
 
     >>> ungrouped_units([{"params": [1, 0], "lr": 0.1}], [["a", "b"], ["c"]])
     [{'params': ['c', 'a', 'b'], 'lr': 0.1}]
@@ -70,14 +70,15 @@ def ungrouped_units(groups: Groups, units: Sequence[Sequence[str]]) -> list[dict
 
 
 def grouped_units(groups: Groups, units: Sequence[Sequence[str]], own: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Groups of parameters as groups of the flat parameters that hold them: the inverse of `ungrouped_units`.
+    """Convert groups of parameters to groups of the flat parameters that hold them: the inverse of `ungrouped_units`.
 
     Args:
         own: the groups of the optimizer that loads them, as indices of units.
 
     Raises:
-        StateDictError: a unit whose parameters are in two groups: one flat parameter has one learning rate. Also no groups,
-            a name that no unit has, a parameter in no group or in two, or groups that are not the optimizer's.
+        StateDictError: the parameters of a unit are in two groups, since a flat parameter has one learning rate. Also if `groups`
+            is not a list of groups, a name is of no unit, a parameter is in no group or in two, or the groups are not the
+            optimizer's.
     """
     owner = {name: i for i, names in enumerate(units) for name in names}
     found, group_of = [], {}
@@ -105,7 +106,7 @@ def _in_order(groups: Groups, own: Sequence[Sequence[int]]) -> list[dict[str, An
 
 
 def _rekeyed(state_dict: StateDict, keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """The state dict with every key replaced. Several old keys may mean one new key (aliases)."""
+    """The state dict with every key replaced. Several old keys, such as aliases, may have one new key."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise StateDictError(f"expected an optimizer's 'state' and 'param_groups', got {shown(state_dict)}")
     state, groups = state_dict["state"], state_dict["param_groups"]

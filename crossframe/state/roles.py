@@ -1,8 +1,8 @@
-"""What one value of an optimizer's state belongs to (R37), told from shapes alone: ranks need not send values to agree.
+"""The role of each entry of an optimizer's state (R37). It follows from shapes, so that ranks agree without sending values.
 
-*Elementwise* state (`exp_avg`) has one value an element: it is sharded like the parameter. *Scalar* state (`step`) is one value
-for the whole parameter: every rank that holds an element has the same, and every rank needs it. Anything else (factored
-moments) says nothing of a shard, and is refused by name.
+*Elementwise* state, such as `exp_avg`, has one value for each element and is sharded like the parameter. *Scalar* state, such as
+`step`, is one value for the whole parameter: it is the same on every rank that holds an element, and every rank needs it.
+Anything else, such as factored moments, cannot be sharded and is rejected by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from crossframe.shown import shown
 
 
 class Role(Enum):
-    """What a value of an optimizer's state belongs to: each element, or the whole parameter."""
+    """The role of a value of an optimizer's state: one for each element, or one for the whole parameter."""
 
     ELEMENTWISE = "elementwise"
     SCALAR = "scalar"
@@ -26,7 +26,8 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank can tell of a value without sending it: its shape, None for a plain Python value, and its dtype or type."""
+    """The description of a value that a rank can send instead of the value: its shape, None for a plain Python value, and its
+    dtype or type."""
 
     shape: tuple[int, ...] | None
     dtype: str
@@ -51,15 +52,15 @@ def seen(value: Any) -> Seen:
 def classify(owner: str, entry: str, by_rank: Sequence[Seen | None], held: Sequence[int]) -> Role:
     """The role of one entry of the state of `owner`, a parameter or a flat unit.
 
-    What has dims and as many elements as each rank holds is elementwise; what else has one element, a plain value among
-    them, is a scalar. (One element held by each, and shape (1,): elementwise.)
+    A value that has dims, and on each rank as many elements as the rank holds, is elementwise. Any other value of one element,
+    or a plain value, is a scalar. If each rank holds one element, a value of shape (1,) is elementwise.
 
     Args:
-        by_rank: what each rank has; None where the entry is absent.
-        held: how many elements of `owner` each rank holds.
+        by_rank: the entry on each rank; None if it is absent.
+        held: the number of elements of `owner` that each rank holds.
 
     Raises:
-        StateDictError: a rank that holds elements and lacks the entry, ranks that differ in dtype, or neither role.
+        StateDictError: a rank holds elements and lacks the entry, ranks differ in dtype, or the entry has neither role.
     """
     present = {rank: what for rank, what in enumerate(by_rank) if what is not None}
     where = f"state {entry!r} of {owner!r}"
@@ -86,10 +87,10 @@ def classify(owner: str, entry: str, by_rank: Sequence[Seen | None], held: Seque
 
 
 def agreed(owner: str, entry: str, values: Mapping[int, Any], held: Sequence[int]) -> Any:
-    """The one value of a scalar on all ranks that hold an element; those that hold none may have stayed behind.
+    """The value of a scalar, which all ranks that hold an element share. Ranks without elements may have another.
 
     Raises:
-        StateDictError: two values, dtypes or shapes.
+        StateDictError: values, dtypes or shapes differ.
     """
     voters = {rank: value for rank, value in values.items() if held[rank]} or values
     first = next(iter(voters))
@@ -103,7 +104,7 @@ def agreed(owner: str, entry: str, values: Mapping[int, Any], held: Sequence[int
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are of one type, shape and dtype and equal; a NaN is equal to itself."""
+    """Whether two values are equal and have the same type, shape and dtype; a NaN equals itself."""
     if seen(a) != seen(b):
         return False
     if seen(a).shape is not None:
