@@ -6,9 +6,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("torch_backend needs torch: pip install 'crossframe[torch]'") from error
 
 from torch_backend.checkpoint import load_checkpoint, save_checkpoint
-from torch_backend.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from torch_backend.fully_shard import fully_shard
-from torch_backend.fully_shard_api import (
+from torch_backend.compat._fully_shard_api import (
     AllGather,
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -16,6 +14,9 @@ from torch_backend.fully_shard_api import (
     OffloadPolicy,
     ReduceScatter,
 )
+from torch_backend.engine._deferred_init import initialise_sharded
+from torch_backend.fsdp2._fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from torch_backend.fully_shard import fully_shard
 from torch_backend.fully_sharded_data_parallel import (
     BackwardPrefetch,
     CPUOffload,
@@ -24,10 +25,9 @@ from torch_backend.fully_sharded_data_parallel import (
     MixedPrecision,
     ShardingStrategy,
 )
-from torch_backend.on_meta import initialise_sharded
-from torch_backend.piece_tensor import PieceTensor
+from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.stand_in import stand_in
-from torch_backend.state_dict_types import (
+from torch_backend.state._state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,

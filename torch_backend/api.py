@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Prefetch, Strategy
-from torch_backend.dtypes import name_or_none
-from torch_backend.state_dict_types import (
+from torch_backend.compat._dtypes import name_or_none
+from torch_backend.state._state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,

@@ -17,10 +17,10 @@ from crossframe.errors import UsageError
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.state import canonical_name
-from torch_backend.checkpoint_state import OptimizerState
-from torch_backend.dtypes import to_numpy
-from torch_backend.rounds import agree, withdraw
-from torch_backend.unit_tree import named_units
+from torch_backend.compat._dtypes import to_numpy
+from torch_backend.engine._unit_tree import named_units
+from torch_backend.ranks._consensus import agree, withdraw
+from torch_backend.state._checkpoint_state import OptimizerState
 
 T = TypeVar("T")
 

@@ -14,12 +14,19 @@ from crossframe.errors import AssertedError, MeshError, UsageError, WrongTypeErr
 from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.shown import shown
-from torch_backend.build import build_unit
-from torch_backend.choices import Choices
-from torch_backend.collectives import Communicator
-from torch_backend.composable import register, replicated_params
-from torch_backend.data_mesh import DataMesh, find_mesh
-from torch_backend.fsdp_module import (
+from torch_backend.compat._composable import register, replicated_params
+from torch_backend.compat._fully_shard_api import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch_backend.compat._torch_classes import as_ours
+from torch_backend.engine._build import build_unit
+from torch_backend.engine._choices import Choices
+from torch_backend.engine._deferred_init import make_real
+from torch_backend.engine._unit import UNIT, Unit, unit_of
+from torch_backend.fsdp2._fsdp_module import (
     FSDPModule,
     UnshardHandle,
     begin_as_root,
@@ -27,21 +34,14 @@ from torch_backend.fsdp_module import (
     sharded_class,
     share_comm_ctx,
 )
-from torch_backend.fully_shard_api import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
-from torch_backend.group_shard import GroupShard
-from torch_backend.load_check import check_load
-from torch_backend.materialise import move_to_mesh
-from torch_backend.on_meta import make_real
-from torch_backend.placement import PlacementFn
-from torch_backend.redistribute import show_dtensors, take_dtensors
-from torch_backend.shard_parts import BlockFn, ShardParts
-from torch_backend.torch_classes import as_ours
-from torch_backend.unit import UNIT, Unit, unit_of
+from torch_backend.fsdp2._shard_parts import BlockFn, ShardParts
+from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.mesh._device_mesh import DataMesh, find_mesh
+from torch_backend.mesh._placement import PlacementFn
+from torch_backend.modules._materialise import move_to_mesh
+from torch_backend.ranks._collectives import Communicator
+from torch_backend.state._load_check import check_load
+from torch_backend.state._redistribute import show_dtensors, take_dtensors
 
 __all__ = [
     "CPUOffloadPolicy",

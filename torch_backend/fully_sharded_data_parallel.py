@@ -19,7 +19,16 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.state import FSDP_WRAPPED
 from crossframe.unshard import UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
-from torch_backend.arguments import (
+from torch_backend.compat._torch_classes import as_ours
+from torch_backend.engine._build import build_unit
+from torch_backend.engine._clipping import clip_grad_norm
+from torch_backend.engine._schedule import Schedule
+from torch_backend.engine._unit import UNIT, unit_of
+from torch_backend.engine._unit_tree import named_units, units_in
+from torch_backend.engine._unshard import summon_units
+from torch_backend.engine._unsupported import refuse_ddp, refuse_to_pickle
+from torch_backend.exposure import Exposure, FlatExposure, FlatParameter, OriginalExposure
+from torch_backend.fsdp1._arguments import (
     check_arguments,
     check_uniform,
     choices_of,
@@ -27,20 +36,17 @@ from torch_backend.arguments import (
     training_state,
     wrap_inside,
 )
-from torch_backend.buffers import cast_buffers
-from torch_backend.build import build_unit
-from torch_backend.collectives import UnitMesh
-from torch_backend.comm_hook import set_comm_hook
-from torch_backend.exposure import Exposure, FlatExposure, FlatParameter, OriginalExposure
-from torch_backend.grad_norm import clip_grad_norm
-from torch_backend.ignored import find_ignored
-from torch_backend.materialise import prepare, sync_states
-from torch_backend.optim_state_methods import HasOptimStateDicts
-from torch_backend.process_groups import Groups, find_groups, unit_mesh
-from torch_backend.refusals import refuse_ddp, refuse_to_pickle
-from torch_backend.schedule import Schedule
-from torch_backend.slots import OwnedParam
-from torch_backend.state_dict_types import (
+from torch_backend.fsdp1._optim_state_methods import HasOptimStateDicts
+from torch_backend.fsdp1._summon import Summonable
+from torch_backend.memory._store import ShardStore
+from torch_backend.mesh._process_groups import Groups, find_groups, unit_mesh
+from torch_backend.modules._buffers import cast_buffers
+from torch_backend.modules._ignored import find_ignored
+from torch_backend.modules._materialise import prepare, sync_states
+from torch_backend.modules._owned_params import OwnedParam
+from torch_backend.ranks._collectives import UnitMesh
+from torch_backend.ranks._comm_hook import set_comm_hook
+from torch_backend.state._state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -53,12 +59,6 @@ from torch_backend.state_dict_types import (
     StateDictSettings,
     StateDictType,
 )
-from torch_backend.store import ShardStore
-from torch_backend.summon import Summonable
-from torch_backend.torch_classes import as_ours
-from torch_backend.unit import UNIT, unit_of
-from torch_backend.unit_tree import named_units, units_in
-from torch_backend.unshard import summon_units
 from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy
 
 # All that torch's module of this name has, so that only the package changes in an import.

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_backend.piece_tensor import PieceTensor
+from torch_backend.pieces._piece_tensor import PieceTensor
 
 aten = torch.ops.aten
 

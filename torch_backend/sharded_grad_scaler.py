@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from crossframe.errors import UsageError
 from crossframe.shown import shown
-from torch_backend.collectives import Communicator
+from torch_backend.ranks._collectives import Communicator
 
 __all__ = ["ShardedGradScaler"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from crossframe.layout import Layout
-from torch_backend.bucket import Bucket
-from torch_backend.unit_tree import named_units
+from torch_backend.engine._bucket import Bucket
+from torch_backend.engine._unit_tree import named_units
 
 
 @dataclass(frozen=True)

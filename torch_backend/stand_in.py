@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_backend.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from torch_backend.fsdp2._fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from torch_backend.fully_shard import fully_shard
 from torch_backend.fully_sharded_data_parallel import FullyShardedDataParallel
 from torch_backend.sharded_grad_scaler import ShardedGradScaler

@@ -65,7 +65,7 @@ def moments_exchanged() -> Iterator[None]:
     resume_at=AT,
 )
 def state_of_another() -> Iterator[None]:
-    from torch_backend import checkpoint_state
+    from torch_backend.state import _checkpoint_state as checkpoint_state
 
     right_layout = checkpoint_state.state_layout
     query, key = (f"blocks.1.attention.{part}.weight" for part in ("query", "key"))

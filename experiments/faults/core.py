@@ -56,7 +56,7 @@ def replicas_not_counted() -> Iterator[None]:
     model="mlp",
 )
 def alignment_forgotten() -> Iterator[None]:
-    from torch_backend import gather
+    from torch_backend.memory import _gather as gather
 
     def views_of(layout: Layout, full: Any) -> list[Any]:
         found, start = [], 0
@@ -130,7 +130,7 @@ def reduced_in_bfloat16() -> Iterator[None]:
     **HYBRID,
 )
 def replicas_never_meet() -> Iterator[None]:
-    from torch_backend import grads
+    from torch_backend.memory import _grads as grads
 
     right = grads.reduction_steps
 

@@ -190,7 +190,7 @@ def rate_of_a_unit() -> Iterator[None]:
     Answer(*GATHERED, unit="blocks.0", signature=None),
 )
 def shards_exchanged() -> Iterator[None]:
-    from torch_backend.gather import GatherBuffer
+    from torch_backend.memory._gather import GatherBuffer
 
     right, units = GatherBuffer.finish, {}
     begins = GatherBuffer.start

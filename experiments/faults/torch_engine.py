@@ -12,7 +12,7 @@ LOCAL = ("backward", "backward")
 
 def _stale(unit: str, wanted: str) -> Iterator[None]:
     """In one phase a unit is gathered from what its shard held at the step before."""
-    from torch_backend.gather import GatherBuffer
+    from torch_backend.memory._gather import GatherBuffer
 
     right, kept = GatherBuffer.start, {}
 
@@ -53,7 +53,7 @@ def stale_backward() -> Iterator[None]:
     strategy="shard_grad_op",
 )
 def last_microbatch_alone() -> Iterator[None]:
-    from torch_backend.full_grads import FullGrads
+    from torch_backend.memory._full_grads import FullGrads
 
     with patched(FullGrads, "keep", lambda self, dtypes: self._forget_arrived()):
         yield
@@ -66,7 +66,7 @@ def last_microbatch_alone() -> Iterator[None]:
     accumulate=2,
 )
 def last_microbatch_lost() -> Iterator[None]:
-    from torch_backend.unit import Unit
+    from torch_backend.engine._unit import Unit
 
     right = Unit.start_reduction
 
@@ -81,7 +81,7 @@ def last_microbatch_lost() -> Iterator[None]:
 
 def before_sum(change: Any) -> Iterator[None]:
     """`change(rank, unit, full)` is done to a rank's gradients ahead of the reduce-scatter, behind what is told of them."""
-    from torch_backend.collectives import Communicator
+    from torch_backend.ranks._collectives import Communicator
 
     right = Communicator.reduce_scatter
 
@@ -125,7 +125,7 @@ def rounded_before_sum() -> Iterator[None]:
 
 def after_reduction(change: Any) -> Iterator[None]:
     """`change(rank, unit, shard)` is done to the reduced gradient of a rank."""
-    from torch_backend.grads import GradStore
+    from torch_backend.memory._grads import GradStore
 
     right_start, right_take, unit_of = GradStore.start, GradStore.take, {}
 
@@ -175,7 +175,7 @@ def stale_gradient() -> Iterator[None]:
 def slice_not_waited_for() -> Iterator[None]:
     import torch.distributed as dist
 
-    from torch_backend.gather import GatherBuffer
+    from torch_backend.memory._gather import GatherBuffer
 
     right_start, right_finish, forwards, late = GatherBuffer.start, GatherBuffer.finish, [0], set()
 
@@ -202,7 +202,7 @@ def slice_not_waited_for() -> Iterator[None]:
     source="pytorch/pytorch#174862",
 )
 def gradients_mixed() -> Iterator[None]:
-    from torch_backend.grads import GradStore
+    from torch_backend.memory._grads import GradStore
 
     right = GradStore._collect
 
@@ -224,7 +224,7 @@ def gradients_mixed() -> Iterator[None]:
     clip=0.5,
 )
 def norm_of_the_shard() -> Iterator[None]:
-    from torch_backend.collectives import Communicator
+    from torch_backend.ranks._collectives import Communicator
 
     with patched(Communicator, "sum_all", lambda self, tensor: None):
         yield

@@ -81,7 +81,7 @@ def test_collectives_are_called_in_one_file_of_each_backend():
         "jax_backend": ("lax.psum", "lax.all_gather", "lax.pmean", "lax.all_to_all"),
     }.items():
         for source in (ROOT / package).rglob("*.py"):
-            if source.name != "collectives.py":
+            if source.name.lstrip("_") != "collectives.py":
                 text = source.read_text()
                 assert not [mark for mark in marks if mark in text], source
 

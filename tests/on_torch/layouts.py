@@ -1,5 +1,7 @@
 """Models sharded by fully_shard under each of the layouts."""
 
+# pyright: reportArgumentType=false
+
 import functools
 from typing import Any
 
@@ -8,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crossframe.layout import FlatLayout, RaggedLayout
-from torch_backend.collectives import Communicator
 from torch_backend.fully_shard import fully_shard
-from torch_backend.piece_place import Place
-from torch_backend.store import ShardStore
+from torch_backend.memory._store import ShardStore
+from torch_backend.pieces._piece_place import Place
+from torch_backend.ranks._collectives import Communicator
 
 LAYOUTS = ("per_param", "flat", "ragged")
 

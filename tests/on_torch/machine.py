@@ -475,7 +475,7 @@ class Real:
         return state.exposure is Exposure.SUMMONED and state.residency is Residency.FULL
 
     def _unit(self, unit: str) -> Any:
-        from torch_backend.unit import unit_of
+        from torch_backend.engine._unit import unit_of
 
         return unit_of(self.wrappers[unit])
 

@@ -1,6 +1,8 @@
 """Ranks that go different ways without an exception: every rank ends with an error long before the group's timeout, and a rank
 that is merely slow is waited for."""
 
+# pyright: reportArgumentType=false, reportPrivateImportUsage=false
+
 import contextlib
 import os
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_backend
 from tests.on_torch.models import Net, batch, build_net, loss_of
 from tests.on_torch.ranks import start_process
-from torch_backend import failure, position, rounds
+from torch_backend.ranks import _consensus as rounds
+from torch_backend.ranks import _desync as position
+from torch_backend.ranks import _failure as failure
 
 # The group's timeout, and how long a test waits for ranks at most: nothing here depends on how fast they are.
 TIMEOUT_SECONDS, PATIENCE_SECONDS = 600, 60

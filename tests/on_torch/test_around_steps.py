@@ -1,6 +1,8 @@
 """What scripts do around a step, and hand to it: other optimizers, autocast, inner units alone, compile, checkpointed segments,
 inputs that last, inputs in containers of any kind, torch's own enums."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import collections
 import copy
 import dataclasses
@@ -18,8 +20,8 @@ import torch_backend
 from crossframe.errors import LayoutError, UsageError
 from tests.on_torch.test_against_torch import _local
 from tests.on_torch.test_awkward import MODES, Chain, Part, shard
-from torch_backend.inputs import cast_floating
-from torch_backend.unit import unit_of
+from torch_backend.engine._unit import unit_of
+from torch_backend.modules._inputs import cast_floating
 
 FSDP = torch_backend.FullyShardedDataParallel
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")

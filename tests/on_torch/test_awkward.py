@@ -1,5 +1,7 @@
 """Models and uses that are not the plain one, each of which has broken an FSDP: against plain data parallel training."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import gc
 import os
@@ -16,9 +18,9 @@ from crossframe.errors import ParamError, StateError, UsageError
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.models import build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, _local, _our_fsdp2
+from torch_backend.engine._unit import unit_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import local_pieces, sharded_units
-from torch_backend.unit import unit_of
 
 FSDP = torch_backend.FullyShardedDataParallel
 MODES = ("flat", "orig", "fsdp2")

@@ -5,6 +5,8 @@ ranks and its average is exact; what AdamW makes of it is elementwise. So one mo
 for bit, at every world size.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportReturnType=false
+
 import contextlib
 import functools
 import gc
@@ -41,7 +43,7 @@ from crossframe.errors import CrossframeError
 from experiments.bench.memory import WATCHED, peak_bytes
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.layouts import LAYOUTS, mesh_of
-from torch_backend.piece_tensor import PieceTensor
+from torch_backend.pieces._piece_tensor import PieceTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUM_STEPS = 1

@@ -3,6 +3,8 @@
 The long form of the trials in which ranks die is `python -m tests.on_torch.failing`.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 import gc
 from collections import OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,10 +20,12 @@ from crossframe.errors import AgreementError, CollectiveError, CrossframeError
 from tests.on_torch.failing import Bomb, Boom, Trial, run_trial
 from tests.on_torch.models import Block, Net, batch, loss_of
 from tests.on_torch.ranks import started_ranks
-from torch_backend import failure, position, rounds
-from torch_backend.failure import Pending, abandon, issue, rejoin
 from torch_backend.observe import Observer, observe
-from torch_backend.rounds import agree, first_difference, withdraw
+from torch_backend.ranks import _consensus as rounds
+from torch_backend.ranks import _desync as position
+from torch_backend.ranks import _failure as failure
+from torch_backend.ranks._consensus import agree, first_difference, withdraw
+from torch_backend.ranks._failure import Pending, abandon, issue, rejoin
 
 FSDP = torch_backend.FullyShardedDataParallel
 BLOCKS = torch_backend.ModuleWrapPolicy({Block})

@@ -1,6 +1,9 @@
 """fully_shard where torch's has no peer: what torch refuses, gets wrong, or cannot do on the CPU, beside closed forms and plain
 training (R08, R12, R17, R27, R28, R29)."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalOperand=false, reportPrivateImportUsage=false
+
 import inspect
 import os
 import subprocess
@@ -34,7 +37,7 @@ from tests.on_torch.test_fully_shard_scripts import (
     trained,
     values,
 )
-from torch_backend.unit import unit_of
+from torch_backend.engine._unit import unit_of
 
 ROOT = Path(__file__).parents[2]
 

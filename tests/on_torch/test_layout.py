@@ -1,5 +1,7 @@
 """The engine's shards beside the numpy reference and beside what torch builds, bit for bit (R01-R07)."""
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportOptionalOperand=false
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from crossframe.reference import ReferenceUnit
 from crossframe.state import state_key
 from tests.on_torch.models import Block, build_net
 from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2, _torch_fsdp1
-from torch_backend.unit_tree import named_units, units_in
+from torch_backend.engine._unit_tree import named_units, units_in
 
 FSDP1 = [{"strategy": "FULL_SHARD", "use_orig_params": keep} for keep in (False, True)]
 

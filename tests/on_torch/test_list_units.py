@@ -1,5 +1,7 @@
 """Units of several modules, in every place that goes through the units of a model."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+
 import os
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -22,9 +24,9 @@ from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from tests.conftest import EXHAUSTIVE
 from torch_backend import initialise_sharded, load_checkpoint, save_checkpoint, stand_in
+from torch_backend.engine._unit_tree import named_units
 from torch_backend.recorder import Recorder
 from torch_backend.shards import local_pieces
-from torch_backend.unit_tree import named_units
 
 
 class Net(nn.Module):

@@ -1,4 +1,6 @@
-"""Optimizers that look beyond single elements are found before they step on pieces (optimizer_probe.py)."""
+"""Optimizers that look beyond single elements are found before they step on pieces (pieces/_optimizer_probe.py)."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +15,8 @@ from crossframe.errors import UsageError
 from tests.on_torch.layouts import shard
 from tests.on_torch.models import build_net
 from tests.on_torch.test_piece_tensor import ELEMENTWISE, FUSED, HOW, full_tensors, like, pieces_of
-from torch_backend import optimizer_probe
-from torch_backend.optimizer_probe import check_local
+from torch_backend.pieces import _optimizer_probe as optimizer_probe
+from torch_backend.pieces._optimizer_probe import check_local
 
 
 class Each(torch.optim.Optimizer):

@@ -1,4 +1,7 @@
-"""PieceTensor: what parameters are under a flat or ragged layout (piece_tensor.py, piece_ops.py, exposure/pieces.py)."""
+"""PieceTensor: what parameters are under a flat or ragged layout (pieces/, exposure/_pieces.py)."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# pyright: reportPrivateImportUsage=false, reportReturnType=false
 
 import copy
 import io
@@ -19,10 +22,10 @@ from crossframe.params import ParamSpec
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.layouts import LAYOUTS, mesh_of, places_of, shard
 from tests.on_torch.models import build_net, loss_of
-from torch_backend.dtypes import dtype_name
+from torch_backend.compat._dtypes import dtype_name
+from torch_backend.engine._unit import unit_of
 from torch_backend.observe import record_trace
-from torch_backend.piece_tensor import PieceTensor, piece_tensor
-from torch_backend.unit import unit_of
+from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor
 
 PIECES = LAYOUTS[1:]
 # A rank holds the end of one parameter and the start of the next; one has fewer elements than there are ranks, one none.

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from crossframe.recording.sketch import sketches_of as by_the_core
-from torch_backend.dtypes import to_numpy
+from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder import sketch
 from torch_backend.recorder.sketch import sketches_by_torch, sketches_of
 

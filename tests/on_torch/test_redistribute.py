@@ -1,4 +1,7 @@
-"""From flat and ragged shards to DTensors and back, and state dicts that go this way (redistribute.py)."""
+"""From flat and ragged shards to DTensors and back, and state dicts that go this way (state/_redistribute.py)."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportPrivateImportUsage=false
 
 import copy
 import math
@@ -25,10 +28,10 @@ from crossframe.params import ParamSpec
 from crossframe.trace import ALL_TO_ALL, summary
 from tests.on_torch.layouts import LAYOUTS, mesh_of, places_of, shard
 from tests.on_torch.models import build_net, loss_of
-from torch_backend.dtypes import dtype_name
+from torch_backend.compat._dtypes import dtype_name
 from torch_backend.observe import record_trace
-from torch_backend.piece_moves import from_dtensors, to_dtensors
-from torch_backend.piece_tensor import PieceTensor
+from torch_backend.pieces._piece_moves import from_dtensors, to_dtensors
+from torch_backend.pieces._piece_tensor import PieceTensor
 
 PIECES = LAYOUTS[1:]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -27,7 +27,7 @@ import torch_backend
 from crossframe.errors import ParamError, StateError
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.models import Block, build_net, loss_of
-from torch_backend.unit import unit_of
+from torch_backend.engine._unit import unit_of
 
 FSDP = torch_backend.FullyShardedDataParallel
 WRAPPED = "_fsdp_wrapped_module."

@@ -1,5 +1,7 @@
 """Steps that are not the plain one: exceptions, accumulation, recomputation, reuse, unused parameters, ranks that disagree."""
 
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+
 import copy
 
 import pytest
@@ -12,8 +14,8 @@ from crossframe.errors import AgreementError, UsageError
 from crossframe.trace import ALL_GATHER, collectives
 from tests.on_torch.models import Block, Net, build_net, loss_of
 from tests.on_torch.test_against_torch import FACES, OPTIONS, _local, _our_fsdp1, _our_fsdp2, _torch_fsdp1
+from torch_backend.engine._unit import UNIT
 from torch_backend.observe import record_trace
-from torch_backend.unit import UNIT
 
 FSDP = torch_backend.FullyShardedDataParallel
 FULL_SHARD = {"strategy": "FULL_SHARD"}

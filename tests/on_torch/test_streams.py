@@ -147,12 +147,13 @@ class Work:
 
 def _watch(device):
     """Let the engine queue on the device's streams, and note what it does with memory. Returns what undoes it."""
-    from torch_backend import bucket, schedule
-    from torch_backend.collectives import Communicator
-    from torch_backend.gather import GatherBuffer
-    from torch_backend.grads import GradStore
-    from torch_backend.group_shard import GroupShard
-    from torch_backend.streams import DeviceStreams
+    from torch_backend.engine import _bucket as bucket
+    from torch_backend.engine import _schedule as schedule
+    from torch_backend.memory._gather import GatherBuffer
+    from torch_backend.memory._grads import GradStore
+    from torch_backend.memory._reshard_group import GroupShard
+    from torch_backend.memory._streams import DeviceStreams
+    from torch_backend.ranks._collectives import Communicator
 
     real = torch.get_device_module
     torch.get_device_module = lambda _: device

@@ -1,5 +1,7 @@
 """torch's own enums and records are accepted, with their subclasses; anything else is refused by the argument's name."""
 
+# pyright: reportArgumentType=false
+
 from dataclasses import dataclass
 
 import pytest
@@ -11,9 +13,9 @@ import torch_backend
 from crossframe.errors import LayoutError, UsageError
 from torch_backend import FullyShardedDataParallel, fully_shard
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch_backend.fully_shard_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch_backend.state_dict_types import FullStateDictConfig, OptimStateKeyType, StateDictType
-from torch_backend.torch_classes import as_ours
+from torch_backend.compat._fully_shard_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch_backend.compat._torch_classes import as_ours
+from torch_backend.state._state_dict_types import FullStateDictConfig, OptimStateKeyType, StateDictType
 
 KINDS = [CPUOffloadPolicy, OffloadPolicy, MixedPrecisionPolicy, MixedPrecision, CPUOffload, FullStateDictConfig]
 ENUMS = [ShardingStrategy, BackwardPrefetch, StateDictType, OptimStateKeyType]

@@ -1,5 +1,7 @@
 """Names of parameters in models with wrappers inside of units: those of the model without wrappers."""
 
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from crossframe.recording import Recording
 from torch_backend import fully_shard, initialise_sharded, load_checkpoint, save_checkpoint
+from torch_backend.engine._unit_tree import named_units
 from torch_backend.recorder import Recorder
-from torch_backend.unit_tree import named_units
 
 
 def _plain(device="cpu"):

@@ -1,5 +1,7 @@
 """summon_full_params and unshard: what the user sees, what persists, what is refused (R18-R25)."""
 
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from crossframe.errors import ParamError, StateError
 from tests.on_torch.models import Block, batch, build_net, loss_of
 from tests.on_torch.test_against_torch import _our_fsdp1, _our_fsdp2
 from torch_backend import ShardingStrategy, fully_shard
-from torch_backend.unit import unit_of
+from torch_backend.engine._unit import unit_of
 
 FSDP = torch_backend.FullyShardedDataParallel
 MODES = [

@@ -1,5 +1,7 @@
 """What no rank used, said through stores of all kinds (R29)."""
 
+# pyright: reportPrivateImportUsage=false
+
 from pathlib import Path
 
 import torch
@@ -7,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_backend
-from torch_backend import unused
+from torch_backend.engine import _unused_params as unused
 
 
 class Half(nn.Module):

@@ -1,6 +1,6 @@
 """The names of `torch.distributed.fsdp._fully_shard._fsdp_api`, the only home of PyTorch's `Comm` and its kinds."""
 
-from torch_backend.fully_shard_api import (
+from torch_backend.compat._fully_shard_api import (
     AllGather,
     Comm,
     CPUOffloadPolicy,

@@ -7,15 +7,15 @@ Four exposures, one a face and mode:
 - `DTensorExposure`: FSDP2. Sharded, a DTensor parameter; unsharded, the full leaf.
 - `PieceExposure`: FSDP2 over a flat or ragged layout. Sharded, a PieceTensor.
 
-While a unit computes, module attributes yield what it computes with, aliases of the full leaves (see [Note: anchors] in
-anchor.py). They are put into the instances' `__dict__`, which attribute lookup reads before `_parameters`, so that what is
-registered is another matter: the full leaves, but for a flat parameter.
+While a unit computes, its modules' attributes yield aliases of the full leaves: see [Note: anchors] in engine/_anchor.py. They
+are put into the instances' `__dict__`, which attribute lookup reads before `_parameters`. What is registered meanwhile are the
+full leaves, or the flat parameter.
 """
 
-from torch_backend.exposure.dtensor import DTensorExposure
-from torch_backend.exposure.flat import FlatExposure, FlatParameter
-from torch_backend.exposure.original import OriginalExposure
-from torch_backend.exposure.pieces import PieceExposure
-from torch_backend.exposure.protocol import Exposure
+from torch_backend.exposure._dtensor import DTensorExposure
+from torch_backend.exposure._flat import FlatExposure, FlatParameter
+from torch_backend.exposure._original import OriginalExposure
+from torch_backend.exposure._pieces import PieceExposure
+from torch_backend.exposure._protocol import Exposure
 
 __all__ = ["DTensorExposure", "Exposure", "FlatExposure", "FlatParameter", "OriginalExposure", "PieceExposure"]

@@ -18,10 +18,10 @@ from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.program import PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.recording.twins import moved
-from torch_backend.dtypes import to_numpy
+from torch_backend.compat._dtypes import to_numpy
+from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.recorder.model import ModelView
 from torch_backend.recorder.tree import class_name, innermost, named_places
-from torch_backend.rounds import agree, withdraw
 
 _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"

@@ -16,10 +16,10 @@ from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from crossframe.units import enclosing_unit
-from torch_backend.dtypes import dtype_name, name_or_none
-from torch_backend.piece_tensor import PieceTensor
+from torch_backend.compat._dtypes import dtype_name, name_or_none
+from torch_backend.engine._unit_tree import named_units
+from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.recorder import tree
-from torch_backend.unit_tree import named_units
 
 Registered = tuple[nn.Module, str]
 Range = tuple[int, int]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.operators import Judged
 from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, TF32
-from torch_backend.dtypes import dtype_name
+from torch_backend.compat._dtypes import dtype_name
 
 aten = torch.ops.aten
 _NUM_SIGNS = 1 << 19

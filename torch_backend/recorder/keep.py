@@ -9,7 +9,7 @@ from torch import Tensor
 
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
 from crossframe.recording.lines import COUNT, activation_key
-from torch_backend.dtypes import to_numpy
+from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder.model import Held, ModelView
 from torch_backend.recorder.sketch import sketches_of
 from torch_backend.recorder.watch import Watch

@@ -17,9 +17,9 @@ from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
+from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import tree
 from torch_backend.recorder.engines import Bucket, Engine, local_of, ours, torch_fsdp1, torch_fsdp2, unsharded
-from torch_backend.unit_tree import units_in
 
 Registered = tuple[nn.Module, str]
 """A module and an attribute, which yields a parameter."""

@@ -18,8 +18,8 @@ from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.source import Frame, UserCode
 from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.shown import shown
-from torch_backend.dtypes import dtype_name
-from torch_backend.piece_tensor import PieceTensor
+from torch_backend.compat._dtypes import dtype_name
+from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.recorder.compiled import CompiledGraphs, CompiledOperator
 from torch_backend.recorder.interior import interior_of
 from torch_backend.recorder.judging import exact_of

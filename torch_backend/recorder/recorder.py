@@ -16,8 +16,8 @@ from crossframe.recording import Manifest, RecordingWriter, Schedule
 from crossframe.recording.batches import digest_of, row_ids
 from crossframe.recording.lines import twin_folder
 from crossframe.recording.twins import twin_number
-from torch_backend.dtypes import to_numpy
-from torch_backend.inputs import tensors_in
+from torch_backend.compat._dtypes import to_numpy
+from torch_backend.modules._inputs import tensors_in
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder.around import Listener, overheard
 from torch_backend.recorder.begin import created, manifest_of, move

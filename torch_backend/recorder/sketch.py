@@ -12,7 +12,7 @@ from torch import Tensor
 from crossframe.recording.hashing import name_key
 from crossframe.recording.sketch import NUM_SUMS, SUM_SHIFT, Sketch
 from crossframe.recording.sketch import sketches_of as sketches_of_arrays
-from torch_backend.dtypes import dtype_name, to_numpy
+from torch_backend.compat._dtypes import dtype_name, to_numpy
 
 # As in the core, where they are numpy's.
 _GOLDEN, _ODD, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

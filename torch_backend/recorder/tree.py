@@ -9,7 +9,7 @@ from torch import nn
 
 from crossframe.errors import UsageError
 from crossframe.state import COMPILED, WRAPPERS, canonical_name
-from torch_backend.torch_classes import derives_from_torch
+from torch_backend.compat._torch_classes import derives_from_torch
 
 _DDP = "DistributedDataParallel"
 _SHARDED = "FSDPModule"

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from crossframe.dtypes import FLOATING
 from crossframe.recording.lines import INPUT, OUTPUT
 from crossframe.trace import Event
-from torch_backend.dtypes import dtype_name
-from torch_backend.inputs import tensors_in
+from torch_backend.compat._dtypes import dtype_name
+from torch_backend.modules._inputs import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder.model import ModelView
 from torch_backend.recorder.tree import named_places

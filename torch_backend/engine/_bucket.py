@@ -1,0 +1,369 @@
+"""A bucket: the uniform part of a unit (R11), and the memory of its shard, its full parameters and its gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import assert_never
+
+import torch
+from torch import Tensor, nn
+
+from crossframe.faces import Face
+from crossframe.layout import FlatLayout, Layout, reduced_layout
+from crossframe.precision import PrecisionPolicy
+from crossframe.trace import FREE, RESHARD_TO_GROUP, Event
+from crossframe.unshard import Truth, UnshardRequest, authoritative
+from crossframe.writeback import check_full
+from torch_backend.compat._dtypes import dtype_name, torch_dtype
+from torch_backend.engine._unused_params import Unused
+from torch_backend.exposure import Exposure
+from torch_backend.exposure._registration import has_grad_hooks
+from torch_backend.memory._gather import GatherBuffer, views_of
+from torch_backend.memory._grads import GradStore, ReductionChoices
+from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._store import ShardStore
+from torch_backend.memory._streams import streams_of
+from torch_backend.observe import observers
+from torch_backend.ranks._collectives import UnitMesh
+from torch_backend.ranks._comm_hook import CommHook
+
+
+class Writeback(Enum):
+    """What remains of edits of full parameters: nothing, each rank's slice of its own (R20), or the first rank's (R23)."""
+
+    NOTHING = "nothing"
+    OWN = "own"
+    FIRST = "first"
+
+
+class Bucket:
+    """One layout, and what is held under it.
+
+    Attributes:
+        layout: where everything lies.
+        mesh: the ranks that share the parameters.
+        precision: the dtype of everything, at every stage.
+        store: this rank's shard.
+        buffer: the full parameters in use.
+        grads: gradients on their way from full to sharded.
+        exposure: what the user's module shows.
+        origins: of each parameter, what tells it from others once it is sharded.
+        unused: under FSDP2, what no rank's backward reached (R29).
+        reduction_choices: what the user changed in how gradients are reduced.
+        part: what is held between forward and backward, under resharding to a smaller group (R08); None without that.
+    """
+
+    def __init__(
+        self,
+        store: ShardStore,
+        mesh: UnitMesh,
+        device: torch.device,
+        *,
+        policy: PrecisionPolicy,
+        face: Face,
+        limited: bool,
+        make_exposure: Callable[[ShardStore, list[nn.Parameter]], Exposure],
+    ) -> None:
+        """
+        Args:
+            store: this rank's shard, where it lives between steps.
+            mesh: the ranks that share the parameters.
+            device: where to compute.
+            policy: what the user asked for in precision.
+            face: whose particulars hold.
+            limited: see `limit_all_gathers` in [Note: streams].
+            make_exposure: from the shard and the unsharded parameters to what shows them.
+        """
+        self.layout, self.store = store.layout, store
+        self.mesh, self._policy, self._face, self._limited = mesh, policy, face, limited
+        self.reduction_choices = ReductionChoices()
+        self._provide(device)
+        self.exposure = make_exposure(store, self.buffer.leaves)
+        self.unused = Unused(mesh)
+        # Which parameters the reduction under way is of; and layouts of what travels, by which parameters are trained.
+        self._reduced: Sequence[int] = ()
+        self._layouts: dict[tuple[bool, ...], Layout] = {}
+        self.origins: list[object] = []
+        self.part: GroupShard | None = None
+        # What the user is shown, and from where: the bucket's own buffer unless that is in low precision.
+        self._shown: GatherBuffer | None = None
+        self._shown_grads: list[Tensor | None] | None = None
+
+    def _provide(self, device: torch.device, *, partial: Tensor | None = None) -> None:
+        """Make what depends on dtype and device, and take a partial sum over (R28). As long as the shard is on meta, so are the
+        full parameters: no memory is taken for a model that has no values yet."""
+        shard, self._streams = self.store.buffer, streams_of(device)
+        self._device = device
+        self.precision = self._policy.resolve(dtype_name(shard.dtype))
+        gathered = torch_dtype(self.precision.gathered)
+        home = shard.device if shard.is_meta else device
+        self.buffer = self.store.gather_buffer(gathered, home, self._streams, limited=self._limited)
+        grads = GradStore(self.layout, self.precision, self._face, self.mesh, self._streams, self.reduction_choices)
+        grads.partial = None if partial is None else partial.to(device, torch_dtype(self.precision.reduced))
+        self.grads = grads
+
+    @property
+    def truth(self) -> Truth:
+        """Where the values live that a user is shown in full precision."""
+        return authoritative(self.layout, moved=self.offloaded)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._device
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether its shard lives elsewhere (on the CPU)."""
+        return self.store.buffer.device != self.device
+
+    def place(self, layout: Layout) -> None:
+        """Take a layout over that differs in the parameters' names alone."""
+        self.layout = self.store.layout = self.buffer.layout = self.grads.layout = layout
+        self._layouts.clear()
+
+    # Full parameters in use
+
+    def gather(self, *, unit: str, phase: str) -> None:
+        """Issue the all-gather: of the shard, or of what a smaller group holds."""
+        part = self.part
+        if part is not None and part.buffer is not None:
+            self.exposure.show_sharded()
+            self._streams.gather_after(self._part_taken)
+            self.buffer.start(part.give(), part.communicator, unit=unit, phase=phase, layout=part.layout)
+        else:
+            self.buffer.start(self.store.buffer, self.mesh.shards, unit=unit, phase=phase)
+
+    def finish(self) -> bool:
+        """Wait for the all-gather: the full parameters are readable. Returns whether other leaves are in use since."""
+        if not self.buffer.finish():
+            return False
+        self.exposure.take_leaves(self.buffer.leaves)
+        return True
+
+    def free(self, *, unit: str, phase: str) -> None:
+        """Free the full parameters, or what a smaller group holds of them."""
+        if self.part is not None and self.part.buffer is not None:
+            self.exposure.show_sharded()
+            self.part.give()
+            return
+        self.buffer.free()
+        if not self.buffer.is_shard:
+            self._tell(FREE, unit, phase, self.layout.gathered_numel)
+
+    def free_to_part(self, *, unit: str, phase: str) -> None:
+        """Free all of the full parameters but the part that a smaller group needs to gather them again (R08)."""
+        assert self.part is not None
+        self.part.take(self.buffer.full, self.buffer.leaves)
+        self._part_taken = self._streams.moment()
+        self.exposure.show_part(self.part)
+        self.buffer.free()
+        assert self.part.buffer is not None
+        self._tell(RESHARD_TO_GROUP, unit, phase, self.layout.gathered_numel - self.part.buffer.numel())
+
+    def _tell(self, kind: str, unit: str, phase: str, numel: int) -> None:
+        if observers:
+            full = self.buffer.full
+            event = Event(kind, unit, phase, dtype_name(full.dtype), numel * full.itemsize, self.mesh.shards.ranks)
+            for observer in observers:
+                observer.event(event)
+
+    # Gradients
+
+    def allow_held(self, num: int) -> None:
+        """Let `num` buffers of collected gradients wait for their reductions on this device."""
+        self._streams.max_held = num
+
+    @property
+    def accumulated(self) -> torch.dtype:
+        """The dtype of full gradients that wait for a later backward (R15)."""
+        return torch_dtype(self.precision.accumulated(self._face))
+
+    def start_reduction(
+        self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None, all_reduce: bool = True
+    ) -> None:
+        """Issue the reduction of full gradients, in the layout's order."""
+        layout, self._reduced = self.layout, range(len(grads))
+        if self._face is Face.FSDP2:
+            # Of each parameter: whether it has a gradient, or lacks one that it could have.
+            has = [grad is not None for grad in grads]
+            lacks = (
+                []
+                if all(has)
+                else [not h and leaf.requires_grad for h, leaf in zip(has, self.buffer.leaves, strict=True)]
+            )
+            self.unused.lack(lacks)
+            if lacks and not layout.contiguous:
+                trained = tuple(h or lack for h, lack in zip(has, lacks, strict=True))
+                if not all(trained):
+                    layout = self._layout_of(trained)
+                    self._reduced = [i for i, some in enumerate(trained) if some]
+                    grads = [grads[i] for i in self._reduced]
+        self.grads.start(grads, layout, unit=unit, hook=hook, all_reduce=all_reduce)
+
+    def _layout_of(self, trained: tuple[bool, ...]) -> Layout:
+        """What travels when some parameters are frozen."""
+        if trained not in self._layouts:
+            self._layouts[trained] = reduced_layout(self.layout, trained)
+        return self._layouts[trained]
+
+    def advance_reduction(self) -> bool:
+        """Go on with the reduction that is under way; at its end give the optimizer its gradient. Returns whether it is over."""
+        if not self.grads.advance():
+            return False
+        if self.grads.arrived is not None:
+            with self._streams.reducing():
+                shard, device = self.grads.take(), self.store.buffer.device
+                if shard.device != device:
+                    # The host must not run ahead of the copy where it adds to what is there, or calls what the user hooked.
+                    waits = any(grad is not None for grad in self.exposure.grads())
+                    waits = waits or any(has_grad_hooks(param) for param in self.exposure.managed())
+                    shard = shard.to(device, non_blocking=not waits)
+                unused = self.unused.everywhere(self._streams.join_host)
+                self.exposure.add_grad(shard, self._reduced, unused)
+        return True
+
+    def reset(self) -> None:
+        """Back to the shard: nothing full, and no gradient half done (R17)."""
+        self.exposure.show_sharded()
+        if self.part is not None and self.part.buffer is not None:
+            self.part.give()
+        self.buffer.free()
+        self.grads.abandon()
+        self.unused.forget()
+
+    # Full parameters for the user (R18-R24)
+
+    def summon(self, request: UnshardRequest, *, visible: bool, aside: bool, unit: str) -> None:
+        """Gather in full precision, and show it where `visible`; a copy of it, if `aside`. The buffer must have been freed."""
+        stored, device = self.store.buffer.dtype, self.device
+        shown = self.buffer
+        if self.precision.is_mixed:
+            shown = GatherBuffer(self.layout, stored, device, self._streams, shard=self.store.buffer)
+        self._streams.shards_written()
+        shown.start(self.store.buffer, self.mesh.shards, unit=unit, phase="summon")
+        shown.finish()
+        grads = self._gather_grads(unit) if request.with_grads else None
+        if not visible:
+            shown.free()
+            return
+        self._shown, self._shown_grads = shown, grads
+        full = shown.full
+        if request.offload_to_cpu and device.type != "cpu":
+            full = full.to("cpu")
+            shown.free()
+        elif aside and shown.is_shard:
+            full = full.clone()
+        self.exposure.summon(views_of(self.layout, full), grads)
+
+    def dismiss(self, writeback: Writeback) -> None:
+        """End `summon`, in the order of R24: writeback, as asked for, then what was shown is freed."""
+        full = grads = None
+        try:
+            if self._shown is not None:
+                full, grads = self.exposure.dismiss()
+            match writeback:
+                case Writeback.NOTHING:
+                    pass
+                case Writeback.OWN:
+                    if full is not None:
+                        self.store.write(full)
+                    if self._shown_grads is not None and grads is not None:
+                        self.exposure.write_grads(grads)
+                case Writeback.FIRST:
+                    self._write_from_first(full)
+                case _:
+                    assert_never(writeback)
+        finally:
+            if self._shown is not None:
+                self._shown.free()
+            self._shown = self._shown_grads = None
+
+    def check_shown(self) -> None:
+        """Raise ParamError unless what the user has made of what is shown can be written back (R20)."""
+        if self._shown is not None:
+            for spec, value in zip(self.layout.params, self.exposure.left(), strict=True):
+                check_full(spec, tuple(value.shape))
+
+    @contextmanager
+    def gathered(self, values: Tensor, unit: str) -> Iterator[list[Tensor]]:
+        """Inside, the whole of what is laid out like the shard, in the layout's order: views of memory that is freed then.
+
+        Args:
+            values: shape (padded_shard_numel,), in any dtype.
+            unit: for the trace.
+        """
+        full = GatherBuffer(self.layout, values.dtype, self.device, self._streams, shard=values)
+        self._streams.shards_written()
+        full.start(values, self.mesh.shards, unit=unit, phase="state")
+        full.finish()
+        try:
+            yield views_of(self.layout, full.full)
+        finally:
+            full.free()
+
+    def _gather_grads(self, unit: str) -> list[Tensor | None]:
+        """Full gradients in the layout's order, None where no rank has one; what a rank lacks counts as zeros (R22)."""
+        own = self.exposure.grads()
+        if self.truth is Truth.FULL_STORAGE:
+            return own
+        has = torch.tensor([grad is not None for grad in own], dtype=torch.uint8, device=self.device)
+        shown = self.mesh.shards.gather_all(has).amax(0).tolist()
+        if not any(shown):
+            return [None] * len(own)
+        shard = torch.zeros_like(self.store.buffer, dtype=torch_dtype(self.precision.kept))
+        for part, grad in zip(self.store.split(shard), own, strict=True):
+            if grad is not None and part.numel():
+                part.copy_(grad)
+        full = GatherBuffer(self.layout, shard.dtype, self.device, self._streams, shard=shard)
+        full.start(shard, self.mesh.shards, unit=unit, phase="summon")
+        full.finish()
+        return [view if some else None for view, some in zip(views_of(self.layout, full.full), shown, strict=True)]
+
+    def _write_from_first(self, full: Sequence[Tensor] | None) -> None:
+        """Give every rank its slice of what the first rank of the mesh has as full parameters, in the layout's order.
+
+        Args:
+            full: on that first rank; None elsewhere.
+        """
+        mesh, stored = self.mesh, self.store.buffer
+        # Between ranks it travels on the device of compute, whatever the user was shown, and wherever shards live.
+        buffer = stored if stored.device == self.device else torch.empty_like(stored, device=self.device)
+        if mesh.replicas.rank == 0:
+            shards = None
+            if full is not None:
+                world = range(self.layout.world_size)
+                shards = [ShardStore(self.layout, rank, full, self.device).buffer for rank in world]
+            mesh.shards.scatter(buffer, shards)
+        mesh.replicas.broadcast([buffer])
+        if buffer is not stored:
+            stored.copy_(buffer)
+
+    def compute_in(self, policy: PrecisionPolicy) -> None:
+        """Gather and reduce by another policy from now on. The full parameters must have been freed."""
+        self._policy = policy
+        self._provide(self.device, partial=self.grads.partial)
+        self.exposure.take_leaves(self.buffer.leaves)
+
+    # Moved or converted by the user
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Go on with what `fn`, which `module.to` and its like apply to every parameter, makes of this rank's shard.
+
+        What the unsharded parameters were padded to stays (R02), since it is in the shard. They are computed with where the
+        shard is now, unless that is where it was offloaded to.
+        """
+        with torch.no_grad():
+            shard = fn(self.store.buffer)
+        device = self.device if self.offloaded or shard.is_meta else shard.device
+        dtype = dtype_name(shard.dtype)
+        params = tuple(replace(spec, dtype=dtype) for spec in self.layout.params)
+        options = {}
+        if isinstance(self.layout, FlatLayout):
+            options["compute_dtype"] = self.layout.compute_dtype or self.layout.dtype
+        self.store.buffer = shard
+        self.place(replace(self.layout, params=params, **options))  # type: ignore[type-var]
+        self.store.cut()
+        self._provide(device, partial=self.grads.partial)
+        self.exposure.follow(self.buffer.leaves, fn)

@@ -1,0 +1,134 @@
+"""From a module to a unit: what both faces do alike when they take a module's parameters over."""
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from crossframe.errors import LayoutError, UsageError
+from crossframe.faces import Face
+from crossframe.layout import Layout
+from crossframe.precision import PrecisionPolicy
+from crossframe.units import Order
+from torch_backend.engine._bucket import Bucket
+from torch_backend.engine._choices import Choices
+from torch_backend.engine._unit import Unit
+from torch_backend.exposure import Exposure
+from torch_backend.memory._store import ShardStore
+from torch_backend.modules._owned_params import OwnedParam, local_of, owned_params
+from torch_backend.ranks._collectives import UnitMesh
+
+
+class Parts(Protocol):
+    """What an interface says of the parts that its units are made of."""
+
+    def bucket_of(self, entry: OwnedParam) -> Hashable:
+        """Parameters for which this is the same make a bucket (R11)."""
+        ...
+
+    def layout(self, owned: Sequence[OwnedParam]) -> Layout:
+        """Where the parameters of a bucket lie."""
+        ...
+
+    def store(
+        self, owned: Sequence[OwnedParam], layout: Layout, full: Sequence[Tensor], device: torch.device, pinned: bool
+    ) -> ShardStore:
+        """This rank's shard of them."""
+        ...
+
+    def exposure(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
+        """What the module shows of them."""
+        ...
+
+
+def build_unit(
+    modules: Sequence[nn.Module],
+    mesh: UnitMesh,
+    choices: Choices,
+    *,
+    is_unit: Callable[[nn.Module], bool],
+    parts: Parts,
+    policy: PrecisionPolicy,
+    device: torch.device | None = None,
+    offload: bool = False,
+    pinned: bool = True,
+    limited: bool = True,
+    ignored: Collection[nn.Parameter] = (),
+) -> Unit:
+    """Shard all parameters below some modules that no inner unit owns.
+
+    Args:
+        modules: one module, or those that are gathered and reduced together.
+        mesh: the ranks.
+        choices: the user's.
+        parts: what it is made of.
+        policy: what the user asked for in precision.
+        device: where to compute; where the parameters are if None.
+        offload: let the shards live on the CPU.
+        pinned: with `offload`, in memory from which an accelerator copies without the host waiting.
+        limited: see `limit_all_gathers` in [Note: streams].
+        ignored: parameters that are left to the user.
+
+    Raises:
+        LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
+        UsageError: parameters on the meta device or on several devices.
+    """
+    face = choices.face
+    order = Order.PRE_ORDER if face is Face.FSDP1 else Order.POST_ORDER
+    ignoring = "ignored_states" if face is Face.FSDP1 else "ignored_params"
+    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    owned = owned_params(root, is_unit, order, ignored, ignoring=ignoring)
+    for entry in owned:
+        _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], face)
+    groups: dict[Hashable, list[OwnedParam]] = {}
+    for entry in owned:
+        groups.setdefault(parts.bucket_of(entry), []).append(entry)
+    buckets = []
+    for members in groups.values():
+        full = [local_of(entry.param).detach() for entry in members]
+        # Shards on meta go to the CPU, if they shall, when they become real.
+        home = torch.device("cpu") if offload and not full[0].is_meta else full[0].device
+        compute = full[0].device if device is None else device
+        pin = offload and pinned and compute.type != home.type == "cpu"
+        store = parts.store(members, parts.layout(members), full, home, pin)
+        buckets.append(
+            Bucket(
+                store,
+                mesh,
+                compute,
+                policy=policy,
+                face=face,
+                limited=limited,
+                make_exposure=lambda store, leaves, members=members: parts.exposure(members, store, leaves),
+            )
+        )
+        buckets[-1].origins = [origin_of(entry.param) for entry in members]
+    name = ", ".join(type(module).__name__ for module in modules)
+    return Unit(name, buckets, mesh, choices, num_modules=len(modules))
+
+
+def origin_of(param: nn.Parameter) -> object:
+    """What tells that two units were given one parameter, once its shards have taken its place."""
+    if not hasattr(param, "_crossframe_origin"):
+        param._crossframe_origin = object()  # type: ignore[attr-defined]
+    return param._crossframe_origin  # type: ignore[attr-defined]
+
+
+def _check(entry: OwnedParam, first: OwnedParam, rank: int, face: Face) -> None:
+    name, param = entry.spec.name, entry.param
+    if not param.shape:
+        raise LayoutError(
+            f"rank {rank}: parameter {name!r} has no dims, so there is nothing to shard; make it shape (1,)"
+        )
+    if param.device.type == "meta" and face is Face.FSDP1:
+        raise UsageError(
+            f"rank {rank}: parameter {name!r} is on the meta device and has no values; materialise the module "
+            "(to_empty, then initialise) before sharding it"
+        )
+    if param.device != first.param.device:
+        instead = ", or pass device_id" if face is Face.FSDP1 else ""
+        raise LayoutError(
+            f"rank {rank}: a unit lives on one device, but {first.spec.name!r} is on {first.param.device} and {name!r} "
+            f"on {param.device}; move the module to one device first{instead}"
+        )

@@ -1,0 +1,98 @@
+"""Clipping by the norm over all gradients of a model, each element once (R30)."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from crossframe.grad_norm import EPSILON, check_max_norm, check_norm_type, norm_dtype
+from torch_backend.compat._dtypes import dtype_name, torch_dtype
+from torch_backend.engine._unit import Unit
+from torch_backend.mesh._tensor_parallel import Whole
+from torch_backend.modules._owned_params import local_of
+from torch_backend.ranks._collectives import Communicator
+
+
+def clip_grad_norm(units: Sequence[Unit], others: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`.
+
+    Every rank takes the norm of what it holds; p-th powers are summed over the ranks that hold different parts: the shard group,
+    and under tensor parallelism the ranks that have other parts of the same DTensor. Replicas, and what is not sharded, need
+    no collective. For p = inf the largest are gathered instead: not every backend's maximum keeps a NaN.
+
+    Args:
+        units: all of them, in an order that all ranks share.
+        others: parameters that are in no unit, and equal on all ranks.
+        norm_type: the order p, above 0; inf too.
+
+    Returns:
+        The norm before, of shape (), the same on all ranks. It is computed in float32, or in float64 where there are
+        gradients of it, and returned in the largest dtype of the gradients.
+
+    Raises:
+        UsageError: another order, or a negative `max_norm`.
+    """
+    order, bound = check_norm_type(norm_type), check_max_norm(max_norm)
+    kept = [bucket.precision.kept for unit in units for bucket in unit.buckets]
+    loose = [param.grad for param in others if param.grad is not None]
+    names = kept + [dtype_name(grad.dtype) for grad in loose]
+    dtype = torch_dtype(norm_dtype(names))
+    # By the groups that have different parts of them; what every rank has needs no collective.
+    groups: dict[tuple[tuple[int, ...], ...], tuple[list[Communicator], list[Tensor]]] = {}
+    scaled: list[Tensor] = []
+
+    def gradients_over(communicators: Sequence[Communicator]) -> list[Tensor]:
+        spread = [each for each in communicators if each.size > 1]
+        return groups.setdefault(tuple(each.ranks for each in spread), (spread, []))[1]
+
+    device = torch.device("cpu")
+    for unit in units:
+        shards = unit.mesh.shards
+        gradients_over([shards])
+        for bucket in unit.buckets:
+            device, whole_grads = bucket.device, bucket.exposure.whole_grads()
+            scaled.extend(whole_grads)
+            parts = [() if whole is None else whole.groups for whole in bucket.exposure.wholes]
+            if not any(parts):
+                gradients_over([shards]).extend(whole_grads)
+                continue
+            for grad, over in zip(bucket.exposure.grads(), parts, strict=True):
+                found = gradients_over([shards, *map(Communicator, over)])
+                if grad is not None:
+                    found.append(grad)
+    scaled.extend(map(local_of, loose))
+    gradients_over([])
+    for grad in loose:
+        over = Whole(grad._spec).groups if isinstance(grad, DTensor) else ()
+        gradients_over([*map(Communicator, over)]).append(local_of(grad))
+    total = torch.zeros((), dtype=dtype, device=device)
+    for communicators, grads in groups.values():
+        part = _norm(grads, order, dtype, device)
+        if order == math.inf:
+            total = torch.maximum(total, part)
+        else:
+            part = part**order
+            for communicator in communicators:
+                communicator.sum_all(part)
+            total = total + part
+    if order == math.inf:
+        for communicator in {each.ranks: each for some, _ in groups.values() for each in some}.values():
+            total = communicator.gather_all(total).amax(0)
+    norm = total if order == math.inf else total ** (1.0 / order)
+    coefficient = torch.clamp(bound / (norm + EPSILON), max=1.0)
+    for grad in scaled:
+        grad.mul_(coefficient.to(grad.device, grad.dtype))
+    returned = [torch_dtype(name) for name in names]
+    for other in returned[1:]:
+        returned[0] = torch.promote_types(returned[0], other)
+    return norm.to(returned[0]) if returned else norm
+
+
+def _norm(grads: Sequence[Tensor], order: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The norm over one rank's gradients."""
+    norms = [torch.linalg.vector_norm(grad.detach(), order, dtype=dtype) for grad in grads if grad.numel()]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.linalg.vector_norm(torch.stack(norms), order, dtype=dtype).to(device)

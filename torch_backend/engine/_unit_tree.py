@@ -1,0 +1,130 @@
+"""The units of a module tree, each once, and what their modules and parameters are called in it.
+
+The only place that decides which units a model has and under which names. The first use of the root, state dicts of optimizers,
+checkpoints, recordings and deferred initialisation all ask here.
+
+[Note: names] A unit does not know where it is in a model: it was sharded before the modules around it, and may have several
+modules, given in any order. What it does know is where its parameters are registered. So the name of a parameter is read off the
+tree: the path of the module that registers it, and the attribute. A shared parameter is named by its first registration in the
+tree; the others are aliases (R01). Nothing depends on the order of a unit's modules, or on whether the root has run.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from crossframe.errors import UsageError
+from crossframe.faces import Face
+from crossframe.layout import Layout
+from crossframe.params import ParamSpec
+from crossframe.state import state_key
+from torch_backend.engine._bucket import Bucket
+from torch_backend.engine._unit import UNIT, Unit
+
+# The paths of every module with their places in the walk. A module that is registered several times has several.
+_Paths = Mapping[nn.Module, list[tuple[int, str]]]
+
+
+@dataclass(frozen=True, eq=False)
+class NamedBucket:
+    """A bucket in a model.
+
+    Attributes:
+        params: its parameters, in the layout's order, under their names in the model.
+    """
+
+    bucket: Bucket
+    params: tuple[ParamSpec, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """The bucket's layout, of parameters under their names in the model."""
+        return replace(self.bucket.layout, params=self.params)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, eq=False)
+class NamedUnit:
+    """A unit in a model.
+
+    Attributes:
+        modules: those of its modules that are in the model, in the order of the tree.
+        paths: of each of them its first path.
+        buckets: all of the unit's.
+    """
+
+    unit: Unit
+    modules: tuple[nn.Module, ...]
+    paths: tuple[str, ...]
+    buckets: tuple[NamedBucket, ...]
+
+    @property
+    def name(self) -> str:
+        """What the unit is called: "" for the root, "blocks.0", or "norm, head" for a unit of two modules."""
+        return ", ".join(self.paths)
+
+    def check_whole(self) -> None:
+        """Raise UsageError unless all of the unit's modules are in the model."""
+        if missing := self.unit.num_modules - len(self.modules):
+            raise UsageError(
+                f"unit {self.name!r}: {missing} of its {self.unit.num_modules} modules are not in this model; pass a model "
+                "that contains all modules that were sharded together"
+            )
+
+
+def units_in(model: nn.Module, face: Face | None = None) -> list[Unit]:
+    """The units of a model, each once, outer ones first.
+
+    Args:
+        face: the interface whose units are wanted; None: of both.
+    """
+    return list(dict.fromkeys(unit for module in model.modules() if (unit := _unit_at(module, face)) is not None))
+
+
+def named_units(
+    model: nn.Module, face: Face | None = None, *, rename: Callable[[str], str] = state_key
+) -> list[NamedUnit]:
+    """The units of a model under their names, each once, outer ones first; see [Note: names].
+
+    Args:
+        face: the interface whose units are wanted; None: of both.
+        rename: from paths of the tree to names, by which wrappers are left out.
+    """
+    paths: dict[nn.Module, list[tuple[int, str]]] = {}
+    for at, (path, module) in enumerate(model.named_modules(remove_duplicate=False)):
+        paths.setdefault(module, []).append((at, rename(path)))
+    modules: dict[Unit, list[nn.Module]] = {}
+    for module in paths:
+        if (unit := _unit_at(module, face)) is not None:
+            modules.setdefault(unit, []).append(module)
+    found = []
+    for unit, own in modules.items():
+        first = tuple(paths[module][0][1] for module in own)
+        buckets = tuple(NamedBucket(bucket, tuple(_named(unit, bucket, first, paths))) for bucket in unit.buckets)
+        found.append(NamedUnit(unit, tuple(own), first, buckets))
+    return found
+
+
+def _unit_at(module: nn.Module, face: Face | None) -> Unit | None:
+    unit: Unit | None = module.__dict__.get(UNIT)
+    return unit if unit is None or face is None or unit.choices.face is face else None
+
+
+def _named(unit: Unit, bucket: Bucket, at: tuple[str, ...], paths: _Paths) -> Iterator[ParamSpec]:
+    """A bucket's parameters under their names in a model.
+
+    Args:
+        at: the paths of the unit's modules.
+    """
+    found: list[list[tuple[int, str]]] = [[] for _ in bucket.layout.params]
+    for i, module, attribute in bucket.exposure.registered:
+        found[i] += [(place, f"{path}.{attribute}" if path else attribute) for place, path in paths.get(module, ())]
+    for spec, registrations in zip(bucket.layout.params, found, strict=True):
+        if registrations:
+            # The sort is stable: of one module's attributes the first registered stays first.
+            name, *aliases = dict.fromkeys(name for _, name in sorted(registrations, key=lambda each: each[0]))
+            yield replace(spec, name=name, aliases=tuple(aliases))
+        elif unit.schedule is not None:  # its module was taken out of the model, which once was named
+            yield spec
+        else:
+            yield replace(spec, name=f"{', '.join(at)}.{spec.name}".lstrip("."), aliases=())

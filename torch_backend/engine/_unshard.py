@@ -1,0 +1,105 @@
+"""Full parameters for the user: enter and leave, whatever the face (R18-R24)."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from crossframe.errors import CrossframeError, StateError
+from crossframe.lifecycle import Residency
+from crossframe.unshard import UnshardRequest
+from torch_backend.engine._bucket import Writeback
+from torch_backend.engine._unit import Unit
+
+
+@contextmanager
+def summon_units(units: Sequence[Unit], request: UnshardRequest) -> Iterator[None]:
+    """Show the user the full parameters of these units, and put everything back afterwards, an exception inside included.
+
+    Raises:
+        StateError: a unit that is in its forward or backward, or summoned already. Then none of the units is touched.
+    """
+    _check(units, request)
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(_summon_unit(unit, request))
+        yield
+
+
+@contextmanager
+def _summon_unit(unit: Unit, request: UnshardRequest) -> Iterator[None]:
+    after = unit.summon(request, visible=request.visible(unit.mesh.group_rank))
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        writeback = Writeback.OWN if request.writeback else Writeback.NOTHING
+        unit.dismiss(writeback, after=Residency.SHARD if failed else after)
+
+
+@contextmanager
+def summon_on_first(units: Sequence[Unit], *, offload_to_cpu: bool) -> Iterator[None]:
+    """Show the full parameters on the first rank alone, and let what it makes of them become every rank's (R23).
+
+    Raises:
+        StateError: as `summon_units`; and on every other rank if the first one's user raises inside. Nothing is written then.
+        ParamError: on the first rank, a parameter that was replaced by one of another shape.
+    """
+    request = UnshardRequest(writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu)
+    _check(units, request)
+    after: list[Residency] = []
+    try:
+        for unit in units:
+            after.append(unit.summon(request, visible=_is_first(unit), aside=True))
+    except BaseException:
+        for unit in units[: len(after)]:
+            unit.dismiss(Writeback.NOTHING, after=Residency.SHARD)
+        raise
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        _end_on_first(units, after, failed)
+
+
+def _is_first(unit: Unit) -> bool:
+    return unit.mesh.shards.rank == 0 and unit.mesh.replicas.rank == 0
+
+
+def _end_on_first(units: Sequence[Unit], after: Sequence[Residency], failed: bool) -> None:
+    """All ranks come here, also those whose user has raised; the first one says whether there is something to write."""
+    refusal: CrossframeError | None = None
+    first_failed = failed
+    for unit in units:
+        try:
+            for bucket in unit.buckets:
+                bucket.check_shown()
+        except CrossframeError as error:
+            refusal = refusal or error
+    for unit in [unit for unit in units if unit.buckets][:1]:
+        said = torch.tensor([failed or refusal is not None], dtype=torch.uint8, device=unit.device)
+        unit.mesh.replicas.broadcast([said])
+        unit.mesh.shards.broadcast([said])
+        first_failed = bool(said.item())
+    for unit, residency in zip(units, after, strict=True):
+        writeback = Writeback.NOTHING if first_failed else Writeback.FIRST
+        unit.dismiss(writeback, after=Residency.SHARD if first_failed else residency)  # alike on all ranks
+    if refusal is not None:
+        raise refusal
+    if first_failed and not failed:
+        raise StateError(
+            "the first rank raised inside the context in which it alone may edit full parameters: no rank's parameters were "
+            "changed; look at its traceback"
+        )
+
+
+def _check(units: Sequence[Unit], request: UnshardRequest) -> None:
+    for unit in units:
+        if unit.schedule is not None:
+            unit.schedule.check_summon()
+        unit.check_summon()
+    if request.warning:
+        warnings.warn(request.warning, stacklevel=6)

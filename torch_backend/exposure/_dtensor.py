@@ -1,0 +1,200 @@
+"""FSDP2."""
+
+import functools
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from crossframe.errors import ReplacedError
+from crossframe.layout import PerParamLayout
+from torch_backend.compat._composable import replaced_by_replicate
+from torch_backend.exposure._registration import (
+    ShardedParams,
+    call_grad_hooks,
+    register,
+)
+from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._store import ShardStore
+from torch_backend.mesh._placement import Placed
+from torch_backend.modules._owned_params import OwnedParam
+
+
+class DTensorExposure(ShardedParams):
+    """DTensor parameters while sharded; while unsharded the leaves themselves, or under tensor parallelism DTensors of them."""
+
+    def __init__(
+        self,
+        owned: Sequence[OwnedParam],
+        store: ShardStore,
+        leaves: list[nn.Parameter],
+        placed: Sequence[Placed],
+    ) -> None:
+        """
+        Args:
+            placed: where each parameter lies.
+        """
+        layout = store.layout
+        assert isinstance(layout, PerParamLayout)
+        self._local_shapes = _local_shapes(layout, store.rank)
+        self._widths = [column.width for column in layout.columns]
+        self._specs = [place.sharded for place in placed]
+        is_whole = any(place.whole is not None for place in placed)
+        super().__init__(owned, store, leaves, [], [place.whole for place in placed] if is_whole else [])
+        locals_ = self._own_locals()
+        self._local_strides = [local.stride() for local in locals_]
+        with torch.no_grad():
+            self.params = [
+                _parameter(local, spec, entry.spec.requires_grad)
+                for local, spec, entry in zip(locals_, self._specs, owned, strict=True)
+            ]
+        register(self._places, self.params)
+
+    def _locals(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank holds of each parameter, in its shape."""
+        return [
+            piece if piece.shape == shape else piece.view(shape)
+            for piece, shape in zip(pieces, self._local_shapes, strict=True)
+        ]
+
+    def _own_locals(self) -> list[Tensor]:
+        """What this rank holds of each parameter, where the shard lies."""
+        made = [_begun(local) for local in self._locals(self._store.pieces)]
+        self._known = [_address(local) for local in made]
+        return made
+
+    def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The aliases, under tensor parallelism as DTensors."""
+        used = super().used_params(aliases)
+        for each in used:
+            each._is_param = True  # type: ignore[attr-defined]  # what a module looks up is an nn.Parameter
+        return used
+
+    def show_part(self, part: GroupShard) -> None:
+        """Register DTensors of what the smaller group holds; under tensor parallelism the shards stay registered."""
+        mesh, layout = part.mesh, part.layout
+        if self.wholes or not isinstance(layout, PerParamLayout):
+            return
+        rank, parts = part.communicator.rank, []
+        with torch.no_grad():
+            for i, (piece, leaf) in enumerate(zip(part.pieces, self._leaves, strict=True)):
+                placements = (Replicate(), Shard(layout.shard_dims[i]))
+                local = piece.view(layout.shard_shape(i, rank))
+                meta = TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)
+                parts.append(_parameter(local, DTensorSpec(mesh, placements, meta), self.params[i].requires_grad))
+        register(self._places, parts)
+
+    def adopt(self) -> None:
+        """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
+        self._take_new_objects(self._check_dtensor)
+        for i, (param, known) in enumerate(zip(self.params, self._known, strict=True)):
+            local = param._local_tensor  # type: ignore[attr-defined]
+            if hasattr(local, "fsdp_pre_all_gather"):
+                self._store.check_extended(i)
+            # The tensor itself, or another of the same memory.
+            if local.data_ptr() != known and not self._store.holds(i, local):
+                self._store.take(i, local, self._local_shapes[i])
+                param._local_tensor = self._own_locals()[i]  # type: ignore[attr-defined]
+
+    def adopt_loaded(self) -> None:
+        """Take over what load_state_dict(assign=True) registered; ours stay, since an optimizer may hold them."""
+        self._take_back_places(self._check_dtensor)
+        self.adopt()
+
+    def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
+        # A DTensor's data is the tensor that it wraps.
+        param._local_tensor = other._local_tensor.detach()  # type: ignore[attr-defined]
+        param.grad = other.grad
+
+    def _check_dtensor(self, i: int, other: nn.Parameter) -> None:
+        name = self._store.layout.params[i].name
+        if not isinstance(other, DTensor):
+            raise ReplacedError(
+                f"parameter {name!r} was replaced by a {type(other).__name__}; expected a DTensor of placements "
+                f"{self._specs[i].placements} on the same mesh (use distribute_tensor), or copy into the parameter"
+                f"{replaced_by_replicate(next(owner for at, owner, _ in self._places if at == i))}"
+            )
+        if other._spec.placements != self._specs[i].placements:
+            raise ReplacedError(
+                f"parameter {name!r} was replaced by a DTensor of placements {other._spec.placements}, expected "
+                f"{self._specs[i].placements}; redistribute it first"
+            )
+
+    def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
+        """Each parameter's gradient is a DTensor over its part of the reduced shard."""
+        params, shapes, strides, specs = self.params, self._local_shapes, self._local_strides, self._specs
+        new, start = DTensor.__new__, shard.storage_offset()
+        for i in reduced:
+            param = params[i]
+            if i not in unused and param.requires_grad:
+                # One view, where a column, what of it is no padding, and that in its shape would be three.
+                part = shard.as_strided(shapes[i], strides[i], start)
+                grad = param.grad
+                if grad is None:
+                    param.grad = new(DTensor, part, specs[i], requires_grad=False)
+                else:
+                    grad._local_tensor.add_(part)  # type: ignore[attr-defined]
+                call_grad_hooks(param)
+            start += self._widths[i]
+
+    def grads(self) -> list[Tensor | None]:
+        """The local tensors of the DTensor gradients."""
+        return [None if p.grad is None else p.grad._local_tensor.flatten() for p in self.params]  # type: ignore[attr-defined]
+
+    def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
+        """Each parameter's local tensor becomes its piece of the new buffer."""
+        self.take_leaves(leaves)
+        dtype = self._store.buffer.dtype
+        for i, (param, local) in enumerate(zip(self.params, self._own_locals(), strict=True)):
+            meta = self._specs[i].tensor_meta
+            assert meta is not None
+            self._specs[i] = replace(self._specs[i], tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+            if param.is_meta != local.is_meta:  # one object cannot be both
+                with torch.no_grad():
+                    self.params[i] = _parameter(local, self._specs[i], param.requires_grad)
+                continue
+            grad, param.grad = param.grad, None
+            param.data = _dtensor(local, self._specs[i])
+            param._local_tensor, param._spec = local, self._specs[i]  # type: ignore[attr-defined]
+            param.grad = None if grad is None else _dtensor(fn(grad._local_tensor), self._specs[i])  # type: ignore[attr-defined]
+        register(self._places, self.params)
+
+    def whole_grads(self) -> list[Tensor]:
+        """The local tensors of the DTensor gradients."""
+        return [param.grad._local_tensor for param in self.params if param.grad is not None]  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=64)
+def _local_shapes(layout: PerParamLayout, rank: int) -> Sequence[torch.Size]:
+    """The shape of what a rank holds of each parameter."""
+    return [torch.Size(layout.shard_shape(i, rank)) for i in range(len(layout.params))]
+
+
+def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """A DTensor of what this rank holds; it is aliased, not copied."""
+    # Without __init__, which does nothing but passes through a wrapper that costs as much as the rest.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def _address(local: Tensor) -> int:
+    """Where it lies; of a tensor of several, nowhere."""
+    return local.data_ptr() if type(local) is Tensor else -1
+
+
+def _begun(view: Tensor) -> Tensor:
+    """The same memory, as a tensor that begins where its storage does: torch cannot copy or save a DTensor of any other."""
+    if type(view) is not Tensor or view.is_meta:
+        return view
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape)  # type: ignore[call-overload]
+
+
+def _parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
+    """The same as a parameter, under no_grad: what nn.Parameter makes of a DTensor is that DTensor, marked."""
+    param = _dtensor(local.detach(), spec, requires_grad)
+    param._is_param = True  # type: ignore[attr-defined]
+    return param  # type: ignore[return-value]

@@ -1,0 +1,185 @@
+"""FSDP1 without original parameters."""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from crossframe.state import FLAT_PARAM
+from torch_backend.exposure._registration import (
+    Place,
+    add_grad_to,
+    adopt_data,
+    full_params,
+    left_by_user,
+    point_at,
+    register,
+    registrations,
+    shadow,
+    sync_requires_grad,
+    unshadow,
+)
+from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._store import ShardStore
+from torch_backend.mesh._tensor_parallel import in_use, wholes_of
+from torch_backend.modules._owned_params import OwnedParam
+
+
+class FlatParameter(nn.Parameter):
+    """The shard of a unit's flattened parameters, as the one parameter that user and optimizer see."""
+
+    # lightning looks for it in optimizers.
+    _fsdp_flattened = True
+
+
+class FlatExposure:
+    """One flat parameter. While the unit is not in use, attributes yield NaN in the parameters' shapes and dtypes: code may
+    ask a parameter for these at any time, and what reads values that are not here notices."""
+
+    conceals_after_forward = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        owned: Sequence[OwnedParam],
+        store: ShardStore,
+        leaves: list[nn.Parameter],
+        mesh: DeviceMesh | None,
+    ) -> None:
+        """
+        Args:
+            mesh: the ranks, if they are known as a mesh.
+        """
+        self._module, self._store = module, store
+        self.wholes = wholes_of([entry.param for entry in owned], mesh)
+        self._places = list(registrations(owned))
+        self.flat_param = FlatParameter(store.buffer, requires_grad=owned[0].spec.requires_grad)
+        # As torch's knows them, for libraries: the names of what is in it.
+        self.flat_param._fqns = [entry.spec.name for entry in owned]  # type: ignore[attr-defined]
+        self._shown: list[nn.Parameter] = []
+        for _, owner, attribute in self._places:
+            del owner._parameters[attribute]
+        module.register_parameter(FLAT_PARAM, self.flat_param)
+        self.take_leaves(leaves)
+
+    def take_leaves(self, leaves: list[nn.Parameter]) -> None:
+        """Attributes yield NaN in their shapes."""
+        self._leaves = leaves
+        absent = [leaf.detach().new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
+        self._absent = [
+            nan if whole is None else whole.dtensor(nan)
+            for nan, whole in zip(absent, self.wholes or [None] * len(absent), strict=True)
+        ]
+        self.unuse()
+
+    @property
+    def registered(self) -> list[Place]:
+        """Where each parameter would be registered."""
+        return self._places
+
+    def show_full(self) -> None:
+        """The flat parameter stays registered."""
+
+    def show_sharded(self) -> None:
+        """Attributes yield NaN."""
+        self.unuse()
+
+    def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The aliases, under tensor parallelism as DTensors."""
+        return in_use(aliases, self.wholes)
+
+    def use(self, used: Sequence[Tensor]) -> None:
+        """Attributes yield `used`."""
+        shadow(self._places, used)
+
+    def unuse(self) -> None:
+        """Attributes yield NaN."""
+        shadow(self._places, self._absent)
+
+    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
+        """Full parameters are registered, and the flat parameter is not."""
+        assert grads is None, "refused: the gradient is the flat parameter's"
+        self._shown = full_params(full, self._leaves, self.wholes)
+        self.show_state(self._shown)
+
+    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Back to the flat parameter."""
+        try:
+            return self.left(), []
+        finally:
+            self.hide_state()
+            self._shown = []
+
+    def show_state(self, params: Sequence[nn.Parameter]) -> None:
+        """Register these, and not the flat parameter."""
+        self._module._parameters.pop(FLAT_PARAM, None)
+        unshadow(self._places)
+        register(self._places, params)
+
+    def hide_state(self) -> None:
+        """Register the flat parameter alone."""
+        for _, owner, attribute in self._places:
+            owner._parameters.pop(attribute, None)
+        self._module._parameters[FLAT_PARAM] = self.flat_param
+        self.unuse()
+
+    def left(self) -> list[Tensor]:
+        """What is registered now."""
+        return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
+
+    def write_grads(self, full: Sequence[Tensor | None]) -> None:
+        """None were shown."""
+
+    def adopt(self) -> None:
+        """The flat parameter may have been moved or assigned."""
+        adopt_data(self.flat_param, self._store.buffer, FLAT_PARAM, self._store.rank)
+
+    def deregister(self) -> None:
+        """The flat parameter is not registered."""
+        del self._module._parameters[FLAT_PARAM]
+
+    def put_back(self) -> Mapping[int, nn.Parameter]:
+        """Original parameters are not registered."""
+        return {}
+
+    def put_in(self, others: Mapping[int, nn.Parameter]) -> None:
+        """Original parameters are not registered."""
+
+    def adopt_loaded(self) -> None:
+        """As ever."""
+        self.adopt()
+
+    def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
+        """The flat parameter becomes the new buffer."""
+        point_at(self.flat_param, self._store.buffer, fn)
+        self._module._parameters[FLAT_PARAM] = self.flat_param
+        self.take_leaves(leaves)
+
+    def managed(self) -> list[nn.Parameter]:
+        """The flat parameter."""
+        return [self.flat_param]
+
+    def whole_grads(self) -> list[Tensor]:
+        """The flat parameter's gradient."""
+        grad = self.flat_param.grad
+        if grad is None:
+            return []
+        for run in self._store.layout.padding(self._store.rank):
+            grad[run.start : run.stop] = 0
+        return [grad]
+
+    def show_part(self, part: GroupShard) -> None:
+        """The flat parameter stays the shard."""
+
+    def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
+        """The gradient of the flat parameter is the whole reduced shard."""
+        add_grad_to(self.flat_param, shard)
+
+    def grads(self) -> list[Tensor | None]:
+        """Parts of the flat parameter's gradient."""
+        grad = self.flat_param.grad
+        return [None] * len(self._leaves) if grad is None else list(self._store.split(grad))
+
+    def sync_requires_grad(self) -> None:
+        """The flat parameter speaks for all."""
+        sync_requires_grad(self.flat_param, self._leaves)

@@ -1,0 +1,164 @@
+"""FSDP1 with original parameters."""
+
+from collections.abc import Callable, Sequence, Set
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from crossframe.errors import ReplacedError
+from torch_backend.exposure._registration import (
+    RegisteredParams,
+    add_grad_to,
+    adopt_data,
+    left_by_user,
+    point_at,
+    register,
+    set_grad,
+)
+from torch_backend.memory._store import ShardStore
+from torch_backend.mesh._tensor_parallel import wholes_of
+from torch_backend.modules._owned_params import OwnedParam
+
+
+class OriginalExposure(RegisteredParams):
+    """The user's own parameter objects, kept for good. Sharded, each is a 1-D view of the piece held here; where nothing is
+    sharded, it keeps its shape.
+
+    A DTensor (tensor parallelism) cannot become a piece: a plain parameter replaces it, which holds the piece of this rank's part
+    of the DTensor. Only while they are full are such parameters DTensors again.
+    """
+
+    conceals_after_forward = True
+
+    def __init__(
+        self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter], mesh: DeviceMesh | None
+    ) -> None:
+        """
+        Args:
+            mesh: the ranks, if they are known as a mesh.
+        """
+        wholes = wholes_of([entry.param for entry in owned], mesh)
+        params = [
+            nn.Parameter(piece, requires_grad=entry.spec.requires_grad)
+            if isinstance(entry.param, DTensor)
+            else entry.param
+            for entry, piece in zip(owned, store.pieces, strict=True)
+        ]
+        super().__init__(owned, store, leaves, params, wholes)
+        # What a user is shown: our own objects, or DTensors that stand for them.
+        self._shown: list[nn.Parameter] = params
+        self._hidden_grads: list[Tensor | None] = []
+        self._point_at_pieces()
+        if wholes:
+            register(self._places, self.params)
+
+    def _shaped(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Parts of the shard, one a parameter, in the shapes that the user sees."""
+        if self._store.layout.world_size > 1:
+            return list(parts)
+        return [part.view(spec.shape) for part, spec in zip(parts, self._store.layout.params, strict=True)]
+
+    def _point_at_pieces(self) -> None:
+        for param, piece in zip(self.params, self._shaped(self._store.pieces), strict=True):
+            param.data = piece
+
+    def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
+        """The user's parameters hold the full values, gradients of pieces are put away meanwhile. Under tensor parallelism
+        DTensors of the full values are registered."""
+        self._hidden_grads = [param.grad for param in self.params]
+        sharded = self._store.layout.world_size > 1
+        for i, (param, value) in enumerate(zip(self.params, full, strict=True)):
+            if sharded:
+                param.grad = None
+            param.data = value
+            if sharded and grads is not None:
+                set_grad(param, grads[i])
+        if self.wholes:
+            self._shown = [
+                param if whole is None else whole.param(param.data, requires_grad=param.requires_grad)
+                for param, whole in zip(self.params, self.wholes, strict=True)
+            ]
+            for param, shown, whole in zip(self.params, self._shown, self.wholes, strict=True):
+                if whole is not None and param.grad is not None:
+                    shown.grad = whole.dtensor(param.grad)
+            register(self._places, self._shown)
+
+    def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The user's parameters are pieces again, with their gradients, and are registered, whatever was put there."""
+        try:
+            return self.left(), self._left_grads()
+        finally:
+            self._shown = self.params
+            register(self._places, self.params)
+            if self._store.layout.world_size > 1:
+                for param in self.params:
+                    param.grad = None
+            self._point_at_pieces()
+            if self._store.layout.world_size > 1:
+                for param, grad in zip(self.params, self._hidden_grads, strict=True):
+                    set_grad(param, grad)
+            self._hidden_grads = []
+
+    def _left_grads(self) -> list[Tensor | None]:
+        for i, whole in enumerate(self.wholes):
+            if whole is not None:
+                grad = self._shown[i].grad
+                name = self._store.layout.params[i].name
+                set_grad(self.params[i], None if grad is None else whole.local(grad, f"{name}.grad"))
+        return [param.grad for param in self.params]
+
+    def left(self) -> list[Tensor]:
+        """What is registered now."""
+        return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
+
+    def write_grads(self, full: Sequence[Tensor | None]) -> None:
+        """Into the gradients of pieces that there are; one that the user took away becomes zeros."""
+        if self._store.layout.world_size == 1:  # what the user saw were the gradients themselves
+            return
+        for param, own in zip(self.params, self._store.slices(full), strict=True):
+            if param.grad is not None and own is not None:
+                param.grad.copy_(own)
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def adopt(self) -> None:
+        """Any of the parameters may have been moved or assigned, or replaced by another object."""
+        store = self._store
+        self._take_back_places(self._check_plain)
+        for param, piece, spec in zip(self.params, self._shaped(store.pieces), store.layout.params, strict=True):
+            adopt_data(param, piece, spec.name, store.rank)
+
+    def _check_plain(self, i: int, other: nn.Parameter) -> None:
+        if isinstance(other, DTensor):
+            spec = self._store.layout.params[i]
+            raise ReplacedError(
+                f"parameter {spec.name!r}, rank {self._store.rank}: was replaced by a DTensor of shape {tuple(other.shape)}; "
+                f"expected a plain tensor of shape {tuple(self.params[i].shape)}, the piece that this rank holds; assign full "
+                "values inside summon_full_params, or load a state dict"
+            )
+
+    def adopt_loaded(self) -> None:
+        """As ever."""
+        self.adopt()
+
+    def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
+        """The user's parameters become pieces of the new buffer."""
+        self.take_leaves(leaves)
+        for param, piece in zip(self.params, self._shaped(self._store.pieces), strict=True):
+            point_at(param, piece, fn)
+        register(self._places, self.params)
+
+    def whole_grads(self) -> list[Tensor]:
+        """The gradients of the user's parameters."""
+        return [param.grad for param in self.params if param.grad is not None]
+
+    def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
+        """Each piece gets its part of the reduced shard; a parameter without a piece here gets none."""
+        for param, part in zip(self.params, self._shaped(self._store.split(shard)), strict=True):
+            if part.numel() and param.requires_grad:
+                add_grad_to(param, part)
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradients of the user's parameters, 1-D."""
+        return [None if param.grad is None else param.grad.flatten() for param in self.params]

@@ -1,0 +1,126 @@
+"""Checks of what the constructor of FullyShardedDataParallel is given, and what units of one model must have in common."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from crossframe.errors import StateError, UsageError
+from crossframe.faces import Face
+from crossframe.lifecycle import Activity, Exposure, UnitState
+from crossframe.mesh import MeshSpec
+from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, TrainingState
+from torch_backend.engine._choices import Choices
+from torch_backend.modules._ignored import Ignored, IsUnit
+from torch_backend.modules._inputs import compute_in_full
+from torch_backend.wrap import units_to_wrap, wrap_modules
+
+
+def check_arguments(module: Any, *arguments: tuple[str, Any, Any]) -> None:
+    """Raise UsageError unless `module` is a module and every (name, value, kind) is of its kind."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"FullyShardedDataParallel: expected a module, got {type(module).__name__}")
+    for name, value, kind in arguments:
+        if not isinstance(value, kind):
+            expected = getattr(kind, "__name__", str(kind))
+            raise UsageError(f"FullyShardedDataParallel: expected {name} of type {expected}, got {value!r}")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warnings.warn(
+            f"a {type(module).__name__} has no forward, so wrapped by itself its parameters are never gathered; wrap the "
+            "modules in it",
+            stacklevel=3,
+        )
+
+
+def effective_strategy(asked: ShardingStrategy | None, mesh: MeshSpec) -> ShardingStrategy:
+    """The strategy that a unit really has: where a shard group is one rank, nothing is sharded (R14)."""
+    if mesh.shard > 1:
+        return asked or ShardingStrategy.FULL_SHARD
+    if asked not in (None, ShardingStrategy.NO_SHARD):
+        warnings.warn(f"{asked.name} over one rank shards nothing: the strategy becomes NO_SHARD", stacklevel=3)
+    return ShardingStrategy.NO_SHARD
+
+
+def choices_of(
+    strategy: ShardingStrategy,
+    precision: MixedPrecision,
+    backward_prefetch: BackwardPrefetch | None,
+    forward_prefetch: bool,
+    use_orig_params: bool,
+    mesh: MeshSpec,
+) -> Choices:
+    """What the arguments of a constructor mean to the engine."""
+    reshards = strategy.strategy.reshards_after_forward
+    casts = precision.cast_forward_inputs
+    return Choices(
+        Face.FSDP1,
+        reshard_after_forward=reshards,
+        keeps_full_unreduced=not reshards,
+        refuses_double_backward=True,
+        backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
+        forward_prefetch=forward_prefetch,
+        input_dtype=precision.param_dtype if casts else None,
+        root_input_dtype=precision.param_dtype if precision.cast_root_forward_inputs else None,
+        settings={
+            "strategy": strategy.name,
+            "mesh": f"{mesh.replicate} x {mesh.shard} (replicate x shard)",
+            "use_orig_params": str(use_orig_params),
+            "mixed_precision": str(precision.policy),
+            "backward_prefetch": str(backward_prefetch),
+            "forward_prefetch": str(forward_prefetch),
+        },
+    )
+
+
+def wrap_inside(
+    module: nn.Module,
+    policy: Any,
+    ignored: Ignored,
+    is_wrapped: IsUnit,
+    wrapper_cls: Callable[..., nn.Module],
+    **arguments: Any,
+) -> None:
+    """Wrap the modules below `module` that a policy makes units, each with these arguments, or what the policy says instead."""
+    mixed = arguments["mixed_precision"]
+    targets = units_to_wrap(
+        module,
+        policy,
+        ignored_modules=set(ignored.modules),
+        ignored_params=set(ignored.params),
+        root_kwargs=arguments | {"ignored_states": ignored.params},
+        is_wrapped=is_wrapped,
+        mixed_precision_ignores=() if mixed is None else tuple(mixed._module_classes_to_ignore),
+    )
+    if mixed is not None:
+        for inner in module.modules():
+            if isinstance(inner, tuple(mixed._module_classes_to_ignore)):
+                compute_in_full(inner)
+    wrap_modules(module, targets, wrapper_cls)
+
+
+def check_uniform(root: Any, name: str, wrapper: Any) -> None:
+    """Raise UsageError unless an inner unit was given what the root was, where that cannot differ.
+
+    Also StateError for a flat parameter that an optimizer shall step on in backward, as in torch.
+    """
+    for argument, a, b in (
+        ("use_orig_params", root._use_orig_params, wrapper._use_orig_params),
+        ("limit_all_gathers", root.limit_all_gathers, wrapper.limit_all_gathers),
+    ):
+        if a != b:
+            raise UsageError(
+                f"unit {name!r} was wrapped with {argument}={b}, the root with {argument}={a}; pass the same to all units of "
+                "one model"
+            )
+    if not wrapper._use_orig_params and any(hasattr(param, "_in_backward_optimizers") for param in wrapper.params):
+        raise StateError(
+            f"unit {name!r} has a flat parameter, on which an optimizer cannot step in backward; pass use_orig_params=True"
+        )
+
+
+def training_state(state: UnitState) -> TrainingState:
+    """torch's name of a state."""
+    if state.exposure == Exposure.SUMMONED:
+        return TrainingState.SUMMON_FULL_PARAMS
+    return TrainingState.FORWARD_BACKWARD if state.activity != Activity.IDLE else TrainingState.IDLE

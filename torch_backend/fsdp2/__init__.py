@@ -1,0 +1,1 @@
+"""What only the FSDP2 API has: `FSDPModule`, and how `fully_shard` builds units."""

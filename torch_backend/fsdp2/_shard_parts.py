@@ -1,0 +1,122 @@
+"""What the units of `fully_shard` are made of: layout, shard, and what the module shows, by what the user chose."""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from crossframe.errors import UnsupportedError, UsageError
+from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
+from torch_backend.compat._fully_shard_api import MixedPrecisionPolicy
+from torch_backend.compat._torch_classes import as_ours
+from torch_backend.exposure import DTensorExposure, Exposure, PieceExposure
+from torch_backend.memory._extension import ExtendedStore, is_extended
+from torch_backend.memory._store import ShardStore
+from torch_backend.mesh._device_mesh import DataMesh
+from torch_backend.mesh._placement import Placed, PlacementFn, place
+from torch_backend.modules._owned_params import OwnedParam, local_of
+from torch_backend.ranks._collectives import UnitMesh
+
+BlockFn = Callable[[nn.Parameter], int]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardParts:
+    """The parts of one unit.
+
+    Attributes:
+        data, ranks: the ranks, as a mesh and as process groups.
+        policy: as the user gave it, torch's own record too: tensor subclasses are passed that very object.
+        placement_fn, kind, block_fn: the arguments `shard_placement_fn`, `layout` and `block_fn`.
+        group_size: how many ranks keep the parameters between forward and backward (R08); None: all or one.
+
+    Raises:
+        UsageError: a layout that there is not, or `block_fn` for one without blocks.
+        UnsupportedError: a line of parameters where placements or axes say how each is cut.
+    """
+
+    data: DataMesh
+    ranks: UnitMesh
+    policy: MixedPrecisionPolicy
+    placement_fn: PlacementFn | None
+    kind: str
+    block_fn: BlockFn | None
+    group_size: int | None = None
+    _placed: dict[str, Placed] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in LAYOUT_KINDS:
+            raise UsageError(f"fully_shard: expected layout to be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}")
+        if self.block_fn is not None and self.kind != "ragged":
+            raise UsageError(
+                f"fully_shard: block_fn says what stays whole under layout='ragged', and the layout is {self.kind!r}"
+            )
+        cut_otherwise = self.placement_fn is not None or not self.data.shards or self.data.spmd is not None
+        if self.kind != "per_param" and cut_otherwise:
+            raise UnsupportedError(
+                f"fully_shard: layout={self.kind!r} cuts parameters as one line, on meshes (shard) and (replicate, shard); "
+                "with shard_placement_fn or dp_mesh_dims use layout='per_param'"
+            )
+
+    def bucket_of(self, entry: OwnedParam) -> Hashable:
+        """One bucket per dtype; a parameter that says itself what is gathered of it is a bucket by itself."""
+        if not is_extended(local_of(entry.param)):
+            return entry.param.dtype
+        if (self.group_size or 1) > 1:
+            raise UnsupportedError(
+                f"parameter {entry.spec.name!r} says by fsdp_pre_all_gather what is gathered of its shard, but not of parts that "
+                f"{self.group_size} ranks keep; pass reshard_after_forward=True or False"
+            )
+        return entry.spec.name
+
+    def layout(self, owned: Sequence[OwnedParam]) -> Layout:
+        """Where the parameters of a bucket lie."""
+        specs, size = tuple(entry.spec for entry in owned), self.ranks.shards.size
+        if self.kind == "per_param" or is_extended(local_of(owned[0].param)):
+            return _layout_of(PerParamLayout, specs, size, tuple(self._place(entry).dim for entry in owned))
+        for entry in owned:
+            if isinstance(entry.param, DTensor):
+                raise UnsupportedError(
+                    f"parameter {entry.spec.name!r} is a DTensor (tensor parallelism), of which layout={self.kind!r} would "
+                    "lose the placements; use layout='per_param'"
+                )
+        if self.kind == "flat":
+            policy = as_ours(self.policy, MixedPrecisionPolicy).policy
+            return _layout_of(FlatLayout, specs, size, compute_dtype=policy.param_dtype, keep_original=True)
+        block = self.block_fn
+        blocks = None if block is None else tuple(block(entry.param) for entry in owned)
+        return _layout_of(RaggedLayout, specs, size, blocks)
+
+    def store(
+        self, owned: Sequence[OwnedParam], layout: Layout, full: Sequence[Tensor], device: torch.device, pinned: bool
+    ) -> ShardStore:
+        """This rank's shard of a bucket."""
+        rank = self.ranks.shards.rank
+        if not is_extended(full[0]):
+            return ShardStore(layout, rank, full, device, pinned=pinned)
+        assert isinstance(layout, PerParamLayout)
+        module, _ = owned[0].registrations[0]
+        mesh: Any = self.data.shard_axis
+        return ExtendedStore(layout, rank, full[0], device, mesh=mesh, module=module, policy=self.policy)
+
+    def exposure(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
+        """What the module shows of a bucket."""
+        if store.layout.contiguous:
+            return PieceExposure(owned, store, leaves, self.data.mesh, self.ranks.shards.rank)
+        return DTensorExposure(owned, store, leaves, [self._place(entry) for entry in owned])
+
+    def _place(self, entry: OwnedParam) -> Placed:
+        name = entry.spec.name
+        if name not in self._placed:
+            self._placed[name] = place(name, entry.param, self.data, self.placement_fn)
+        return self._placed[name]
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_of(kind: Callable[..., Layout], *args: Any, **options: Any) -> Layout:
+    """Blocks that are alike share one layout, and what it has computed."""
+    return kind(*args, **options)

@@ -1,0 +1,56 @@
+"""How often a model's optimizers have stepped: what every rank knows alike of when shards may have changed.
+
+Not whether this rank's shard was written: a rank without elements never sees that. And not any optimizer's step: one that a rank
+has by itself, for a model of its own, says nothing of this one.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from crossframe.errors import UsageError
+from torch_backend.compat._torch_classes import derives_from_torch
+
+_ATTRIBUTE = "_crossframe_steps"
+_PARTITIONING = "ZeroRedundancyOptimizer"
+
+
+class StepCount:
+    """Steps of the optimizers that hold parameters of one model."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+
+def count_steps(params: Iterable[nn.Parameter], steps: StepCount) -> None:
+    """Count in `steps`, from now on, each step of an optimizer that holds any of `params`."""
+    for param in params:
+        setattr(param, _ATTRIBUTE, steps)
+
+
+def count_like(param: nn.Parameter, other: nn.Parameter) -> None:
+    """Count steps of `param`, which takes the place of `other`, as those of that."""
+    if hasattr(other, _ATTRIBUTE):
+        setattr(param, _ATTRIBUTE, getattr(other, _ATTRIBUTE))
+
+
+def _count(optimizer: Any, *_: object) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for steps in {id(steps): steps for param in params if (steps := getattr(param, _ATTRIBUTE, None))}.values():
+        steps.num += 1
+
+
+def _refuse_partitions(optimizer: Any, *_: object) -> None:
+    if not derives_from_torch(type(optimizer), _PARTITIONING):
+        return
+    if any(hasattr(param, _ATTRIBUTE) for group in optimizer.param_groups for param in group["params"]):
+        raise UsageError(
+            f"{_PARTITIONING} over sharded parameters would broadcast some from each rank, where each rank has its part of all. "
+            "Its state is sharded as the parameters are: use the optimizer inside of it by itself"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_partitions)
+register_optimizer_step_post_hook(_count)

@@ -1,0 +1,173 @@
+"""ShardStore: the shard of a bucket on this rank, in one buffer that the store owns."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crossframe.errors import ParamError, UnsupportedError
+from crossframe.layout import Layout, Padding, Piece
+from crossframe.writeback import check_full, check_replaced
+from torch_backend.compat._dtypes import dtype_name
+from torch_backend.memory._gather import GatherBuffer
+from torch_backend.memory._streams import Streams
+
+
+class ShardStore:
+    """One rank's shard: the all-gather sends this buffer as it stands, the optimizer writes into it.
+
+    Attributes:
+        rank: this rank's place among the shards.
+        buffer: shape (padded_shard_numel,), padding filled as the layout says (R05).
+        pieces: for each parameter of the layout the elements that this rank holds, 1-D, as views of the buffer; empty
+            where it holds none.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        full: Sequence[Tensor],
+        device: torch.device | None = None,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        """
+        Args:
+            full: every parameter in full, in the layout's order.
+            device: where the shard shall live; where the parameters are if None.
+            pinned: in memory from which it is copied to an accelerator without the host waiting.
+        """
+        self.layout, self.rank = layout, rank
+        self._cuts = cuts_of(layout, rank)
+        device = full[0].device if device is None else device
+        with torch.no_grad():
+            self.buffer = torch.empty(layout.padded_shard_numel, dtype=full[0].dtype, device=device, pin_memory=pinned)
+            for run in self._cuts.padding:
+                self.buffer[run.start : run.stop] = run.fill
+            self.cut()
+            self.write(full)
+
+    def cut(self) -> None:
+        """Make `pieces` anew, once `buffer` is another."""
+        self.pieces = self.split(self.buffer)
+
+    def holds(self, i: int, local: Tensor) -> bool:
+        """Whether `local` is the memory of piece i."""
+        piece = self.pieces[i]
+        return local.data_ptr() == piece.data_ptr() or not piece.numel()
+
+    def check_extended(self, i: int) -> None:
+        """The shard of parameter i says itself what is gathered of it: raise UnsupportedError, since it was not sharded so."""
+        raise UnsupportedError(
+            f"parameter {self.layout.params[i].name!r}, rank {self.rank}: its local tensor has got a method fsdp_pre_all_gather "
+            "since it was sharded; make the parameter a tensor subclass with that method before fully_shard"
+        )
+
+    def take(self, i: int, value: Tensor, shape: tuple[int, ...]) -> None:
+        """Take over what a user put in the place of piece i, which has this shape (R25).
+
+        Raises:
+            ParamError: another shape, dtype or device.
+        """
+        copy_into(self.pieces[i], value, self.layout.params[i].name, self.rank, shape)
+
+    def gather_buffer(
+        self, dtype: torch.dtype, device: torch.device, streams: Streams, *, limited: bool
+    ) -> GatherBuffer:
+        """Memory for the full parameters, in the dtype and on the device of compute."""
+        return GatherBuffer(self.layout, dtype, device, streams, shard=self.buffer, limited=limited)
+
+    def write(self, full: Sequence[Tensor]) -> None:
+        """Take over this rank's slices of full parameters, in the layout's order (R20).
+
+        Raises:
+            ParamError: a parameter of another shape.
+        """
+        # All of them first, whether a piece lies here or not: a refusal changes nothing, and every rank refuses alike.
+        for spec, value in zip(self.layout.params, full, strict=True):
+            check_full(spec, tuple(value.shape))
+        with torch.no_grad():
+            for i, place in self._cuts.copies:
+                self._copy(i, place, full[i])
+
+    def write_one(self, i: int, full: Tensor) -> None:
+        """Take over this rank's slice of one parameter."""
+        with torch.no_grad():
+            for at, place in self._cuts.copies:
+                if at == i:
+                    self._copy(i, place, full)
+
+    def _copy(self, i: int, place: Piece, full: Tensor) -> None:
+        piece, value = self.pieces[i], _elements(full, place)
+        if value.data_ptr() != piece.data_ptr():  # where nothing is sharded it may be the piece itself
+            (piece if place.num_runs == 1 else piece.view(value.shape)).copy_(value)
+
+    def slices(self, full: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of full tensors, one a parameter, what lies where this rank's pieces do, 1-D; None where there is none or no piece."""
+        found: list[Tensor | None] = [None] * len(full)
+        for i, place in self._cuts.copies:
+            value = full[i]
+            if value is not None:
+                found[i] = _elements(value, place).reshape(-1)
+        return found
+
+    def split(self, shard: Tensor) -> list[Tensor]:
+        """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""
+        parts = torch.split_with_sizes(shard, self._cuts.widths)
+        return [parts[at] for at in self._cuts.places]
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """A rank's shard in pieces and gaps, with an empty part at its end.
+
+    Attributes:
+        copies: for each piece the index of its parameter, and where it lies.
+        padding: the gaps.
+        widths, places: how wide each part is, and which of them is which parameter's piece.
+    """
+
+    copies: Sequence[tuple[int, Piece]]
+    padding: Sequence[Padding]
+    widths: list[int]
+    places: Sequence[int]
+
+
+@functools.lru_cache(maxsize=64)
+def cuts_of(layout: Layout, rank: int) -> _Cuts:
+    index = {spec.name: i for i, spec in enumerate(layout.params)}
+    copies = [(index[piece.name], piece) for piece in layout.pieces(rank)]
+    widths, end = [], 0
+    places = [-1] * len(layout.params)
+    for i, piece in sorted(copies, key=lambda copy: copy[1].shard_start):
+        if end < piece.shard_start:
+            widths.append(piece.shard_start - end)
+        places[i] = len(widths)
+        widths.append(piece.numel)
+        end = piece.shard_stop
+    return _Cuts(copies, layout.padding(rank), [*widths, layout.padded_shard_numel - end, 0], places)
+
+
+def _elements(full: Tensor, piece: Piece) -> Tensor:
+    """What a piece holds of a full parameter, as a view: 1-D, or (num_runs, run_numel)."""
+    line = full.reshape(-1)
+    if piece.num_runs == 1:
+        return line[piece.param_start : piece.param_stop]
+    return line.as_strided(
+        (piece.num_runs, piece.run_numel), (piece.stride, 1), line.storage_offset() + piece.param_start
+    )
+
+
+def copy_into(piece: Tensor, value: Tensor, name: str, rank: int, shape: tuple[int, ...]) -> None:
+    """Copy a sharded parameter's new data into the shard; ParamError for another shape, dtype or device (R25)."""
+    check_replaced(name, rank, (shape, dtype_name(piece.dtype)), (tuple(value.shape), dtype_name(value.dtype)))
+    if value.device != piece.device:
+        raise ParamError(
+            f"parameter {name!r}, rank {rank}: expected it on {piece.device}, as it was sharded, got {value.device}; "
+            "move the module before sharding it"
+        )
+    with torch.no_grad():
+        piece.view(shape).copy_(value)

@@ -1,0 +1,190 @@
+"""Parameters of tensor parallelism: units shard the local parts of DTensors, and modules compute with the DTensors."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from crossframe.errors import ReplacedError
+from torch_backend.mesh._device_mesh import joined
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """The DTensor that an unsharded parameter is this rank's part of.
+
+    Attributes:
+        spec: its mesh, placements, shape and dtype.
+        kept_partial: the axes of its mesh over which a gradient may stay a partial sum, since it is reduced over them.
+        data_mesh: the data parallel ranks: (shard,) or (replicate, shard). None if they are not known as a mesh.
+    """
+
+    spec: DTensorSpec
+    kept_partial: frozenset[int] = frozenset()
+    data_mesh: DeviceMesh | None = None
+    _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the DTensor."""
+        return tuple(self.spec.shape)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks, of more than one each, that have different parts of it."""
+        mesh = self.spec.mesh
+        return tuple(
+            mesh.get_group(axis)
+            for axis, placement in enumerate(self.spec.placements)
+            if not placement.is_replicate() and mesh.size(axis) > 1
+        )
+
+    @functools.cached_property
+    def sharded(self) -> "Whole":
+        """The same DTensor where this rank's part is sharded on dim 0 over the data parallel ranks: on the mesh of both."""
+        assert self.data_mesh is not None
+        return Whole(sharded_spec(self.spec, self.data_mesh, 0))
+
+    def is_over(self, mesh: DeviceMesh) -> bool:
+        """Whether a DTensor of the parameter may be on this mesh: that of tensor parallelism, or that of both."""
+        return mesh == self.spec.mesh or (self.data_mesh is not None and mesh == self.sharded.spec.mesh)
+
+    def part(self, value: DTensor) -> tuple[Tensor, bool]:
+        """This rank's part of a DTensor whose mesh `is_over` it, in any placements; and whether that is the part of `sharded`.
+        All ranks of the mesh call it."""
+        over_both = value.device_mesh != self.spec.mesh
+        is_sharded = over_both and value.placements == self.sharded.spec.placements
+        wanted = self.spec.placements
+        if over_both:
+            wanted = (*[Replicate()] * (value.device_mesh.ndim - len(wanted)), *wanted)
+        if not is_sharded and value.placements != wanted:
+            value = value.redistribute(placements=wanted)
+        return value.to_local(), is_sharded
+
+    def used(self, local: Tensor) -> Tensor:
+        """The DTensor of `local` that a module computes with. The gradient of `local` has the DTensor's placements."""
+        return _AsDTensor.apply(local, self)  # type: ignore[return-value]
+
+    def dtensor(self, local: Tensor, *, requires_grad: bool = False) -> DTensor:
+        """The DTensor of `local`, in the dtype of that, without history."""
+        spec = self._specs.get(local.dtype)
+        if spec is None:
+            meta = self.spec.tensor_meta
+            assert meta is not None
+            spec = replace(self.spec, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+            self._specs[local.dtype] = spec
+        # Without __init__, which does nothing but passes through a wrapper that costs as much as the rest.
+        return DTensor.__new__(DTensor, local.detach(), spec, requires_grad=requires_grad)
+
+    def param(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The same as a parameter: what nn.Parameter makes of a DTensor is that DTensor, marked."""
+        made: Any = self.dtensor(local, requires_grad=requires_grad)
+        made._is_param = True
+        return made
+
+    def registered(self, leaf: nn.Parameter) -> nn.Parameter:
+        """The DTensor parameter that a module registers while it is unsharded, of which `leaf` is the local part.
+
+        The gradient of the DTensor is moved to `leaf` as soon as it has accumulated: a user may compute with what is registered
+        outside of a forward, and reductions take the gradients of leaves.
+        """
+        trainable = leaf.is_floating_point()
+        with torch.no_grad():
+            param = self.param(leaf.data, requires_grad=trainable)
+
+        @torch.no_grad()
+        def move_grad(param: Any) -> None:
+            grad, param.grad = self.local_grad(param.grad), None
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+        if trainable:  # it may be frozen now and trained later
+            param.register_post_accumulate_grad_hook(move_grad)
+        param.requires_grad_(leaf.requires_grad)
+        return param
+
+    def local_grad(self, grad: Any) -> Tensor:
+        """The gradient of this rank's part, from the gradient of the DTensor that a module computes with."""
+        wanted = tuple(
+            came if axis in self.kept_partial else placement
+            for axis, (came, placement) in enumerate(zip(grad.placements, self.spec.placements, strict=True))
+        )
+        if wanted != grad.placements:
+            grad = grad.redistribute(placements=wanted)
+        local = grad._local_tensor
+        return local.wait() if hasattr(local, "wait") else local
+
+    def local(self, value: Tensor, name: str) -> Tensor:
+        """This rank's part of what a user left as the whole parameter.
+
+        Raises:
+            ReplacedError: a plain tensor, or a DTensor of other placements.
+        """
+        if isinstance(value, DTensor) and value._spec.placements == self.spec.placements:
+            return value._local_tensor
+        came = f"DTensor of placements {value.placements}" if isinstance(value, DTensor) else type(value).__name__
+        raise ReplacedError(
+            f"parameter {name!r} was replaced by a {came}; expected a DTensor of placements {self.spec.placements} on the mesh "
+            "of tensor parallelism (use distribute_tensor), or copy into the parameter"
+        )
+
+
+class _AsDTensor(torch.autograd.Function):
+    """From what this rank has of a parameter to the DTensor that the module computes with, and back for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, whole: Whole) -> Tensor:
+        ctx.whole = whole
+        return whole.dtensor(local.view_as(local), requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
+        return ctx.whole.local_grad(grad), None
+
+
+Wholes = Sequence[Whole | None]
+"""For each parameter of a bucket the DTensor that it is a part of, None of a plain one. Empty: all are plain."""
+
+
+def sharded_spec(whole: DTensorSpec, data_mesh: DeviceMesh, dim: int, *, shards: bool = True) -> DTensorSpec:
+    """Where a parameter of tensor parallelism lies whose local parts are sharded on a dim over the last axis of another mesh.
+
+    Args:
+        whole: of the unsharded parameter.
+        data_mesh: the other ranks, which replicate over its other axes.
+        shards: whether they shard; else they replicate over all axes.
+    """
+    split = whole.num_shards_map[dim]
+    shard: tuple[Placement, ...] = ()
+    if shards:  # tensor parallelism cuts the dim first
+        shard = (_StridedShard(dim, split_factor=split) if split > 1 else Shard(dim),)
+    replicate = tuple(Replicate() for _ in range(data_mesh.ndim - len(shard)))
+    return DTensorSpec(joined(data_mesh, whole.mesh), (*replicate, *shard, *whole.placements), whole.tensor_meta)
+
+
+def wholes_of(params: Sequence[Tensor], data_mesh: DeviceMesh | None) -> Wholes:
+    """The DTensors among the parameters of a bucket."""
+    wholes = [Whole(param._spec, data_mesh=data_mesh) if isinstance(param, DTensor) else None for param in params]
+    return wholes if any(wholes) else []
+
+
+def in_use(aliases: Sequence[Tensor], wholes: Wholes) -> Sequence[Tensor]:
+    """What modules compute with: aliases of full parameters, or the DTensors of them."""
+    if not wholes:
+        return aliases
+    return [alias if whole is None else whole.used(alias) for alias, whole in zip(aliases, wholes, strict=True)]
+
+
+def as_params(values: Sequence[Tensor], requires_grad: Sequence[bool], wholes: Wholes) -> list[nn.Parameter]:
+    """Full values as parameters to register, those of tensor parallelism as DTensors. They alias the values."""
+    return [
+        nn.Parameter(value, requires_grad=trained) if whole is None else whole.param(value, requires_grad=trained)
+        for value, trained, whole in zip(values, requires_grad, wholes or [None] * len(values), strict=True)
+    ]

@@ -1,0 +1,236 @@
+"""PieceTensor: a parameter of a flat or ragged layout, as one rank holds it.
+
+A DTensor says where elements lie by a dim of the tensor. Under a flat or ragged layout a rank holds a run of elements of the
+parameter, taken as one row-major line, and the run begins and ends anywhere (R04, R09). No placement of DTensor says that.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
+
+from crossframe.errors import ParamError, UsageError
+from crossframe.layout import Layout, Piece
+from torch_backend.compat._dtypes import dtype_name
+from torch_backend.pieces._piece_moves import to_dtensors
+from torch_backend.pieces._piece_place import Place
+
+
+class PieceTensor(Tensor):
+    """A tensor of a parameter's global shape, of which this rank holds a run of elements.
+
+    What means the same element by element works, on each rank by itself: arithmetic between tensors that are cut alike, with
+    numbers and with tensors of one element; `copy_`, `clone`, `to`, `zeros_like` and their like; the optimizers of torch.optim
+    that look at one element at a time, in all their implementations. A vector norm is a DTensor that
+    `torch.nn.utils.clip_grad_norm_` reduces once. Whatever else would give each rank a result of its own raises UsageError.
+
+    In one call with `foreach=True` (the default on accelerators) torch takes lists of PieceTensors or lists of DTensors, not of
+    both: where a model has both, give them parameter groups of their own, and clip with `foreach=False`.
+
+    Attributes:
+        local: shape (numel of the piece,); the elements here, an alias of the unit's shard. It may be empty.
+        place: where they lie.
+    """
+
+    local: Tensor
+    place: Place
+
+    @staticmethod
+    def __new__(cls, local: Tensor, place: Place) -> "PieceTensor":
+        """
+        Raises:
+            ParamError: no 1-D tensor of the piece's number of elements.
+        """
+        if not isinstance(local, Tensor) or local.shape != (place.numel,):
+            came = tuple(local.shape) if isinstance(local, Tensor) else type(local).__name__
+            raise ParamError(
+                f"parameter {place.name!r}, rank {place.store.rank}: expected the {place.numel} elements that lie here as a "
+                f"tensor of shape ({place.numel},), got {came}"
+            )
+        return piece_tensor(local, place)
+
+    def data_ptr(self) -> int:
+        """Refused: all would answer 0, and accelerate would take them for one parameter.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"parameter {self.place.name!r}: a PieceTensor has no memory of its own; that of its elements here is "
+            '.local.data_ptr(). accelerate tells parameters by their memory: shard with layout="per_param" for it'
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that it is part of."""
+        return self.place.layout
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank holds of the parameter: one piece, or none."""
+        return tuple(piece for piece in self.place.pieces if piece.rank == self.place.store.rank)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks."""
+        return self.place.mesh
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank; all ranks of the shard group must call it. An all-gather of this tensor."""
+        return self.place.gather(self.local.detach())
+
+    def to_dtensor(self) -> DTensor:
+        """The same values as a DTensor sharded on dim 0, of the same mesh; all ranks of the shard group must call it. Each
+        element moves once, to the rank that holds it there."""
+        (dtensor,) = dtensors_of([self])
+        return dtensor
+
+    @property
+    def data(self) -> "PieceTensor":  # type: ignore[override]
+        """The tensor without its history. Assigned to: of the same place, in any dtype, on any device."""
+        return piece_tensor(self.local.detach(), self.place)
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        check_like(self, other, "assigned to .data")
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.local = other.local  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return handlers[func](func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        place, dtype = self.place, dtype_name(self.dtype)
+        here = ", ".join(f"{piece.param_start}:{piece.param_stop}" for piece in self.pieces) or "none"
+        kind = "Parameter of PieceTensor" if isinstance(self, nn.Parameter) else "PieceTensor"
+        return (
+            f"{kind}({place.name!r}, shape={tuple(self.shape)}, dtype={dtype}, {place.layout.kind} layout, elements {here} on "
+            f"rank {place.store.rank} of {place.layout.world_size})"
+        )
+
+    def __deepcopy__(self, memo: dict) -> "PieceTensor":
+        local = self.local.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied: Any = piece_param(local, self.place, requires_grad=self.requires_grad)
+        else:
+            copied = piece_tensor(local, self.place).requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"parameter {self.place.name!r}: a PieceTensor cannot be pickled, since it is one rank's part of a layout that the "
+            "file would not know. Save model.state_dict(), which holds DTensors, with torch.distributed.checkpoint; of other "
+            "tensors, optimizer state among them, save to_dtensor() or full_tensor()"
+        )
+
+    def _refuse(self, what: str) -> Any:
+        raise UsageError(refusal(self, what))
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        """Refused: there is no whole tensor here."""
+        self._refuse("numpy")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        self._refuse("numpy")
+
+    def tolist(self) -> Any:
+        """Refused: there is no whole tensor here."""
+        self._refuse("tolist")
+
+    def item(self) -> Any:
+        """Refused: there is no whole tensor here."""
+        self._refuse("item")
+
+    def __bool__(self) -> bool:
+        return self._refuse("bool")
+
+    def share_memory_(self) -> Any:
+        """Refused: the unit owns the memory."""
+        self._refuse("share_memory_")
+
+
+def same_place(a: Place, b: Place) -> bool:
+    """Whether tensors at both places are cut alike, so that element by element they are on the same ranks."""
+    return a is b or a.key == b.key
+
+
+def check_like(param: PieceTensor, other: Any, what: str) -> None:
+    """Raise ParamError unless `other` is a PieceTensor that is cut as `param` is."""
+    if isinstance(other, PieceTensor):
+        if same_place(param.place, other.place):
+            return
+        came = f"{other!r}, which is cut otherwise"
+    else:
+        came = f"{type(other).__name__} of shape {tuple(other.shape)}" if isinstance(other, Tensor) else repr(other)
+    raise ParamError(
+        f"parameter {param.place.name!r}, rank {param.place.store.rank}: {what}: expected a PieceTensor of the same layout, got "
+        f"{came}; copy_ takes a full tensor of shape {tuple(param.shape)} too"
+    )
+
+
+def refusal(
+    tensor: PieceTensor, operation: str, why: str = "needs more of it than the elements that this rank holds"
+) -> str:
+    """What to say of an operation that would be wrong rank by rank."""
+    return (
+        f"{operation} on {tensor!r}: it {why}. Use full_tensor(), which gathers it on every rank, or to_dtensor(), or shard the "
+        'module with layout="per_param"'
+    )
+
+
+def piece_tensor(local: Tensor, place: Place) -> PieceTensor:
+    """A PieceTensor of elements that are known to fit their place. It aliases them."""
+    made = Tensor._make_wrapper_subclass(PieceTensor, place.shape, dtype=local.dtype, device=local.device)
+    made.local, made.place = local, place  # type: ignore[attr-defined]
+    return made  # type: ignore[return-value]
+
+
+def piece_param(local: Tensor, place: Place, *, requires_grad: bool) -> nn.Parameter:
+    """The same as a parameter: what nn.Parameter makes of a tensor of a class of its own is that tensor, marked."""
+    made: Any = piece_tensor(local, place).requires_grad_(requires_grad)
+    made._is_param = True
+    return made
+
+
+def dtensors_of(tensors: Sequence[PieceTensor]) -> list[DTensor]:
+    """PieceTensors at different places of one bucket, of one dtype, as DTensors, by one all-to-all."""
+    store, like = tensors[0].place.store, tensors[0].local
+    values = like.new_empty(store.layout.padded_shard_numel)
+    with torch.no_grad():
+        parts = store.split(values)
+        for tensor in tensors:
+            parts[tensor.place.index].copy_(tensor.local)
+    return to_dtensors([tensor.place for tensor in tensors], values)
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Computes an operation of torch on PieceTensors: a function of it, its arguments and its keyword arguments."""
+
+
+class Handlers(dict[Any, Handler]):
+    """The handler of each operation, looked up once. `torch_backend.pieces._piece_ops` sets how."""
+
+    handler_of: Callable[[Any], Handler]
+
+    def __missing__(self, func: Any) -> Handler:
+        self[func] = handler = self.handler_of(func)
+        return handler
+
+
+handlers = Handlers()
+
+# As DTensor does: optimizers and clipping then take their foreach implementations where they would for plain tensors.
+_optimizer_types.append(PieceTensor)
+_clipping_types.append(PieceTensor)  # type: ignore[arg-type]

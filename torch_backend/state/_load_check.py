@@ -1,0 +1,224 @@
+"""Whether a state dict fits a sharded model, asked before anything of it is loaded: what is refused has changed nothing (R36).
+
+torch's `load_state_dict` copies entry by entry and lists at its end what did not fit. Here the outermost sharded module, whose
+turn comes first, looks at all entries below it, and all ranks hear of what any of them found. Then they agree on what they load,
+since it will be exchanged between them.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import is_tensor_like
+
+from crossframe.errors import AgreementError, StateDictError
+from crossframe.state import FLAT_PARAM, StateKind, state_key
+from torch_backend.engine._unit import UNIT, Unit, unit_of
+from torch_backend.exposure._registration import ShardedParams
+from torch_backend.mesh._tensor_parallel import Whole
+from torch_backend.pieces._piece_moves import is_over
+from torch_backend.pieces._piece_tensor import PieceTensor
+from torch_backend.ranks._consensus import agree, spans_ranks, withdraw
+
+TITLE = "loading of a state dict"
+
+# Sharded modules below one that has been checked, with all that is below it.
+_checked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# What the calls of `load_state_dict` that are under way were given as `strict`: torch does not tell it to hooks.
+_strict: list[bool] = []
+
+
+@contextmanager
+def strictly(strict: bool) -> Iterator[None]:
+    """Around `load_state_dict` of a sharded module: whether missing and unexpected entries are wrong. Of a plain module around
+    sharded ones it is not known, and misshapen entries alone are found beforehand."""
+    _strict.append(strict)
+    try:
+        yield
+    finally:
+        _strict.pop()
+
+
+def check_load(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    """Called by every sharded module before it loads its part of a state dict; the outermost one checks all.
+
+    Args:
+        state: under names without wrappers.
+        prefix: the module's own.
+
+    Raises:
+        StateDictError: on all ranks of the module's mesh; the message lists what is wrong on the rank where it was found.
+    """
+    if module in _checked:
+        _checked.discard(module)
+        return
+    mesh = unit_of(module).mesh
+    groups = [some.group for some in (mesh.shards, mesh.replicas) if some.size > 1]
+    expected = _Expected(module, prefix)
+    shards = tuple(expected.local)
+    own = {key: state[key] for key in sorted(state) if key.startswith(prefix) and not key.startswith(shards)}
+    if wrong := list(_wrong(expected, own, strict=bool(_strict and _strict[-1]))):
+        error = StateDictError(f"the state dict does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
+        withdraw(groups, TITLE, error)
+        raise error
+    try:
+        if any(map(spans_ranks, groups)):
+            brief = repr([(key, _seen(value)) for key, value in own.items()])
+            agree(groups, TITLE, lambda: _described(own), brief=brief, advice="load the same state dict on every rank")
+    except AgreementError as error:
+        raise StateDictError(f"nothing was loaded: {error}") from error
+    _checked.update(expected.sharded)
+
+
+def _seen(value: Any) -> tuple[Any, ...]:
+    """What ranks compare of an entry."""
+    if not isinstance(value, Tensor):
+        return (type(value).__name__,)
+    return type(value).__name__, value.shape, value.dtype
+
+
+def _described(own: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    said = []
+    for key, value in own.items():
+        kind, *more = _seen(value)
+        settings = {"shape": str(list(more[0])), "dtype": str(more[1])} if more else {}
+        said.append((f"entry {key!r}", {"kind": kind, **settings}))
+    return said
+
+
+def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> Iterator[str]:
+    """What does not fit, in words.
+
+    Args:
+        own: the module's part of a state dict.
+        strict: whether missing and unexpected entries are wrong.
+    """
+    entries = expected.entries
+    if strict:
+        missing = [key for key in entries if key not in own and key not in expected.optional]
+        unexpected = [
+            key
+            for key in own
+            if key not in entries and not key.endswith("_extra_state") and not key.startswith(tuple(expected.opaque))
+        ]
+        if missing:
+            yield f"missing {', '.join(map(repr, missing))}"
+        if unexpected:
+            yield f"unexpected {', '.join(map(repr, unexpected))}"
+    for key, (shape, like) in entries.items():
+        if key not in own:
+            continue
+        value: Any = own[key]
+        if not is_tensor_like(value):  # lightning's are read from their file when they are copied
+            yield f"{key!r} is a {type(value).__name__} and no tensor"
+        elif value.shape != shape and tuple(value.shape) != shape and not (not shape and tuple(value.shape) == (1,)):
+            yield f"{key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}"
+        elif like is None:
+            continue
+        elif not isinstance(value, DTensor):
+            if isinstance(like, DTensor | Whole):
+                yield (
+                    f"{key!r} is a {type(value).__name__} and the parameter a DTensor (distribute_tensor makes one of it; of "
+                    "whole state dicts set_model_state_dict does, with StateDictOptions(full_state_dict=True))"
+                )
+        elif isinstance(like, Whole):
+            if not like.is_over(value.device_mesh):
+                yield f"{key!r} is on {value.device_mesh}, expected {like.spec.mesh}, or that and the data parallel ranks"
+        elif value.device_mesh is not like.device_mesh and not _is_over(value.device_mesh, like):
+            yield f"{key!r} is on {value.device_mesh}, expected {like.device_mesh}, or its full_tensor()"
+
+
+def _is_over(mesh: DeviceMesh, like: DTensor | PieceTensor) -> bool:
+    return mesh == like.device_mesh if isinstance(like, DTensor) else is_over(mesh, like.place)
+
+
+class _Expected:
+    """What a module loads.
+
+    Attributes:
+        entries: by key their shapes, and the DTensors or PieceTensors that they are copied into, if they are.
+        optional: which of them may lack.
+        opaque: below which prefixes modules have their own way of loading, of which nothing is known.
+        local: below which prefixes units load shards of this rank's own, which they look at themselves.
+        sharded: the sharded modules below the module.
+    """
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        self.entries: dict[str, tuple[Sequence[int], Any]] = {}
+        self.optional: set[str] = set()
+        self.opaque: set[str] = set()
+        self.local: set[str] = set()
+        self.sharded: list[nn.Module] = []
+        # The shapes of parameters of FSDP1's units, for which something of another shape is registered, or nothing.
+        self._shapes: dict[nn.Module, dict[str, tuple[tuple[int, ...], Whole | None]]] = {}
+        self._visit(module, prefix, known=True)
+        del self.sharded[0]
+
+    def _visit(self, module: nn.Module, at: str, *, known: bool) -> None:
+        """A module and all below it, by hand: `named_modules` takes as long as all the rest.
+
+        Args:
+            at: its prefix.
+            known: whether no module around it has its own way of loading.
+        """
+        if UNIT in module.__dict__:
+            self.sharded.append(module)
+            if _loads_own_shards(module):
+                self.local.add(at)
+                known = False
+            else:
+                self._take_shapes(unit_of(module))
+        if known and _has_its_own_way(module):
+            self.opaque.add(at)
+            known = False
+        if known:
+            self._take_entries(module, at)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(child, f"{at}{name}." if state_key(name) else at, known=known)
+
+    def _take_shapes(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            if not isinstance(bucket.exposure, ShardedParams):
+                wholes = bucket.exposure.wholes or [None] * len(bucket.layout.params)
+                for i, owner, attribute in bucket.exposure.registered:
+                    whole = wholes[i]
+                    shape = bucket.layout.params[i].shape if whole is None else whole.shape
+                    self._shapes.setdefault(owner, {})[attribute] = shape, whole
+
+    def _take_entries(self, module: nn.Module, at: str) -> None:
+        shapes = self._shapes.get(module, {})
+        self.entries.update({at + attribute: entry for attribute, entry in shapes.items()})
+        for attribute, param in module._parameters.items():
+            if param is not None and attribute != FLAT_PARAM:
+                like = param if isinstance(param, (DTensor, PieceTensor)) else None
+                self.entries[at + attribute] = shapes.get(attribute, (param.shape, like))
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                self.entries[at + attribute] = (buffer.shape, buffer if isinstance(buffer, DTensor) else None)
+        if isinstance(module, _NormBase):  # which takes state dicts from before it counted batches
+            self.optional.add(f"{at}num_batches_tracked")
+
+
+def _loads_own_shards(module: nn.Module) -> bool:
+    """Whether a sharded module loads local state dicts, of this rank's own shards (R36)."""
+    settings = module.__dict__.get("_state_dict_settings")
+    is_local = settings is not None and settings.state_dict_type.kind is StateKind.LOCAL
+    return is_local and unit_of(module).mesh.spec.shard > 1
+
+
+def _has_its_own_way(module: nn.Module) -> bool:
+    if isinstance(module, ActivationWrapper):
+        return False
+    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    if not module._load_state_dict_pre_hooks:
+        return own and not isinstance(module, _NormBase)
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    foreign = any(not getattr(hook, "__module__", "").startswith("torch_backend.") for hook in hooks)
+    return (own and not isinstance(module, _NormBase)) or foreign

@@ -1,0 +1,56 @@
+"""From a rank's rows of a parameter to torch's ShardedTensor, which FSDP1's state dicts hold where there is no device mesh."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
+
+from crossframe.layout import Layout, PerParamLayout
+from torch_backend.ranks._collectives import Communicator
+
+
+def sharded_tensor(
+    local: Tensor, shape: tuple[int, ...], rows: int, shards: Communicator, *, requires_grad: bool = False
+) -> ShardedTensor:
+    """A ShardedTensor that is cut on dim 0. It aliases `local`; nothing is communicated.
+
+    Args:
+        local: this rank's rows.
+        shape: of the whole.
+        rows: how many each rank has, but for the last ones, of which one may have fewer and the others have none.
+        shards: the ranks.
+        requires_grad: what it says of itself.
+    """
+    group = shards.group
+    # Of ranks without rows there are no shards; of a tensor without rows there is one.
+    starts = list(range(0, shape[0], rows)) if shape[0] else [0]
+    metadata = [
+        ShardMetadata([start, *[0] * (len(shape) - 1)], [min(rows, shape[0] - start), *shape[1:]], _place(group, k))
+        for k, start in enumerate(starts)
+    ]
+    own = [Shard(local, metadata[shards.rank])] if shards.rank < len(metadata) else []
+    properties = TensorProperties(dtype=local.dtype, requires_grad=requires_grad, pin_memory=local.is_pinned())
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        own, ShardedTensorMetadata(metadata, torch.Size(shape), properties), process_group=group
+    )
+
+
+def _place(group: dist.ProcessGroup, k: int) -> str:
+    """Where torch says that the shard of rank k of the group is: on the device of the group's collectives."""
+    kinds = [kind.type for kind in group._device_types]
+    device = "cpu" if "cpu" in kinds else kinds[0]
+    rank = dist.get_global_rank(group, k)
+    where = device if device == "cpu" else f"{device}:{rank % torch.get_device_module(device).device_count()}"
+    return f"rank:{rank}/{where}"
+
+
+def rows_of_sharded_tensor(value: ShardedTensor, layout: Layout, i: int, rank: int) -> Tensor | None:
+    """This rank's rows of parameter i, if the ShardedTensor is cut as `sharded_tensor` does; else None."""
+    shape = PerParamLayout((layout.params[i],), layout.world_size).shard_shape(0, rank)
+    shards = value.local_shards()
+    if not shards and 0 in shape:
+        return torch.empty(shape, dtype=value.dtype)
+    return shards[0].tensor if len(shards) == 1 and tuple(shards[0].tensor.shape) == shape else None

@@ -1,0 +1,379 @@
+"""State dicts of FSDP1 (R36): full, sharded and local ones, under the names of the module without wrappers.
+
+A wrapper's `state_dict` lets its module register, instead of what is sharded, what the state dict shall hold. So keys come
+in the order and under the names that the module itself gives them, whatever hooks of activation checkpointing or of a user say.
+Full values are gathered unit by unit, each into tensors that stay. For a sharded one the module registers PieceTensors, and
+once it is through they become rows of each parameter, by one all-to-all a unit, with no parameter ever full. To load, the module
+copies into PieceTensors, which are the shards.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from crossframe.errors import StateDictError, UnsupportedError, UsageError
+from crossframe.state import FLAT_PARAM, FSDP_WRAPPED, StateKind, state_key
+from torch_backend.engine._bucket import Bucket
+from torch_backend.engine._unit import Unit, unit_of
+from torch_backend.exposure import FlatExposure, FlatParameter
+from torch_backend.mesh._tensor_parallel import as_params
+from torch_backend.pieces._piece_moves import dtensor_of_rows, to_rows
+from torch_backend.pieces._piece_place import Place
+from torch_backend.pieces._piece_tensor import PieceTensor, piece_param
+from torch_backend.state._load_check import check_load, strictly
+from torch_backend.state._redistribute import paths_of, take
+from torch_backend.state._sharded_tensors import sharded_tensor
+from torch_backend.state._state_dict_types import (
+    FullStateDictConfig,
+    HasStateDictType,
+    StateDictConfig,
+    StateDictType,
+    settings_of,
+)
+
+
+class HasStateDicts(HasStateDictType):
+    """A wrapper over one unit, whose state dicts are those of the module inside (R36).
+
+    Attributes:
+        _device_mesh: the ranks, if the user gave them as a mesh.
+    """
+
+    _device_mesh: DeviceMesh | None
+
+    def _provide_state_dicts(self, device_mesh: DeviceMesh | None) -> None:
+        """The last thing in a constructor."""
+        self._device_mesh = device_mesh
+        self._state_dict_settings = settings_of(StateDictType.FULL_STATE_DICT)
+        # In low precision while the unit is used (R33).
+        self._buffer_dtypes = {name: buffer.dtype for name, buffer in self.named_buffers()}
+        self.register_state_dict_post_hook(_finish)
+        self.register_load_state_dict_pre_hook(_prepare_load)
+        self.register_load_state_dict_post_hook(_end_load)
+
+    @property
+    def _has_params(self) -> bool:
+        """torch's name of it, for libraries: whether the unit has parameters."""
+        return bool(unit_of(self).buckets)
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        """torch's name of it, for libraries: the flat parameter; with original parameters, the shard that they lie in; None of a
+        unit without parameters."""
+        if not self._has_params:
+            return None
+        bucket = unit_of(self).buckets[0]
+        if isinstance(bucket.exposure, FlatExposure):
+            return bucket.exposure.flat_param
+        return FlatParameter(
+            bucket.store.buffer, requires_grad=any(param.requires_grad for param in bucket.exposure.managed())
+        )
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint.state_dict, and nothing else, asks a module for: names that it gave to others.
+
+        Raises:
+            UsageError: always, unless `stand_in` was called: shards would be saved there as if they were whole.
+        """
+        if not isinstance(self, import_module("torch.distributed.checkpoint.state_dict").FSDP):
+            raise UsageError(
+                "torch.distributed.checkpoint.state_dict knows torch's own FullyShardedDataParallel alone: call "
+                "torch_backend.stand_in() before, or use FullyShardedDataParallel.state_dict_type and .optim_state_dict"
+            )
+        return {}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the module without wrappers, of the type that was set by `set_state_dict_type`: full tensors on every rank if
+        nothing was. All ranks call it. While parameters are summoned, it holds what the user sees.
+
+        Raises:
+            StateError: in a forward or backward.
+            UnsupportedError: a local one with a `device_mesh`, as in torch.
+        """
+        unit = unit_of(self)
+        if unit.summoned:
+            return super().state_dict(*args, **kwargs)
+        with _showing(self, unit):
+            return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of the module without wrappers, of the type that was set, or of full tensors. All ranks call it. Where something
+        does not fit, nothing is loaded.
+
+        Raises:
+            StateDictError: on all ranks; the message lists what does not fit.
+            StateError: in a forward or backward.
+        """
+        with strictly(strict):
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def kind_of(wrapper: HasStateDicts) -> StateKind:
+    """The type of a wrapper's state dicts: where nothing is sharded they are full."""
+    kind = wrapper._state_dict_settings.state_dict_type.kind
+    unit = unit_of(wrapper)
+    if kind is not StateKind.FULL and unit.mesh.spec.shard == 1:
+        return StateKind.FULL
+    if kind is StateKind.LOCAL and wrapper._device_mesh is not None:
+        raise UnsupportedError(
+            f"unit {unit.name!r}: local state dicts are of flat parameters on process groups; with a device_mesh use "
+            "SHARDED_STATE_DICT"
+        )
+    if kind is not StateKind.FULL and wrapper._device_mesh is None and unit.is_tensor_parallel:
+        raise UnsupportedError(
+            f"unit {unit.name!r}: its parameters are parts of DTensors (tensor parallelism), of which a {kind.value} state dict "
+            "needs the mesh of both; construct the wrapper with device_mesh=mesh['dp'] instead of process_group, or use "
+            "FULL_STATE_DICT"
+        )
+    return kind
+
+
+def config_of(wrapper: HasStateDicts) -> StateDictConfig:
+    """How a wrapper's state dicts are made: where nothing is sharded by the defaults, as in torch."""
+    if unit_of(wrapper).mesh.spec.shard == 1:
+        return FullStateDictConfig()
+    return wrapper._state_dict_settings.state_dict_config
+
+
+def has_entries(config: Any, unit: Unit) -> bool:
+    """Whether this rank's state dict has entries of the unit's."""
+    return not getattr(config, "rank0_only", False) or unit.mesh.group_rank == 0
+
+
+def _check_idle(unit: Unit) -> None:
+    if unit.schedule is not None:
+        unit.schedule.recover()
+    unit.check_summon()
+
+
+@contextmanager
+def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
+    """Inside, the module registers what its state dict shall hold."""
+    kind, config = kind_of(wrapper), config_of(wrapper)
+    if kind is not wrapper._state_dict_settings.state_dict_type.kind:
+        warnings.warn(f"unit {unit.name!r} is not sharded: its state dict is a full one", stacklevel=3)
+    _check_idle(unit)
+    unit.show_shards()
+    for bucket in unit.buckets:
+        bucket.exposure.adopt()
+    if kind is StateKind.LOCAL:
+        yield
+        return
+    try:
+        for bucket in unit.buckets:
+            if kind is StateKind.FULL:
+                full = _full_params(bucket, config, unit)
+            else:
+                full = _piece_params(bucket, wrapper._device_mesh)
+            bucket.exposure.show_state(full)
+        yield
+    finally:
+        for bucket in unit.buckets:
+            bucket.exposure.hide_state()
+
+
+def _full_params(bucket: Bucket, config: StateDictConfig, unit: Unit) -> list[nn.Parameter]:
+    """Full parameters in memory of their own; on a rank that has no entries, PieceTensors."""
+    kept = has_entries(config, unit)
+    with bucket.gathered(bucket.store.buffer, unit.name) as full:
+        if not kept:
+            return _piece_params(bucket, None)
+        device = torch.device("cpu") if config.offload_to_cpu else bucket.device
+        copies = [value.to(device, copy=True) for value in full]
+        return as_params(copies, [False] * len(copies), bucket.exposure.wholes)
+
+
+def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[Place]:
+    """Where the parameters of a bucket lie."""
+    ranks: Any = mesh
+    wholes = bucket.exposure.wholes or [None] * len(bucket.layout.params)
+    return [Place(bucket.store, i, ranks, bucket.mesh.shards, whole) for i, whole in enumerate(wholes)]
+
+
+def _piece_params(bucket: Bucket, mesh: DeviceMesh | None) -> list[nn.Parameter]:
+    """The shard's pieces, each as a part of its parameter. They alias the shard."""
+    return [
+        piece_param(piece, place, requires_grad=False)
+        for piece, place in zip(bucket.store.pieces, places_of(bucket, mesh), strict=True)
+    ]
+
+
+def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """The module's state dict is made: leave the wrapper out of the names, and turn pieces into what was asked for."""
+    inside = f"{prefix}{FSDP_WRAPPED}."
+    for key in [key for key in state if key.startswith(inside)]:
+        state[prefix + key.removeprefix(inside)] = state.pop(key)
+    unit = unit_of(wrapper)
+    if unit.summoned:  # copies, since what the user sees is freed when they leave
+        for bucket in unit.buckets:
+            for keys in paths_of(wrapper, bucket.exposure.registered, prefix).values():
+                state.update({key: state[key].detach().clone() for key in keys if key in state})
+        return
+    config = config_of(wrapper)
+    if not has_entries(config, unit):
+        own = [key for key, value in state.items() if any(is_piece_of(value, bucket) for bucket in unit.buckets)]
+        for key in (*own, *(key for key, _ in _buffers(wrapper, prefix))):
+            state.pop(key, None)
+        return
+    for bucket in unit.buckets:
+        if kind_of(wrapper) is StateKind.LOCAL:
+            state[prefix + FLAT_PARAM] = _own_shard(bucket, config)
+        else:
+            _replace_pieces(bucket, state, wrapper, unit.name)
+    if kind_of(wrapper) is not StateKind.LOCAL:
+        _convert_buffers(wrapper, state, prefix, config)
+
+
+def _buffers(wrapper: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """The keys and names of all buffers below but those of ignored modules."""
+    ignored = {id(buffer) for module in wrapper._ignored.modules for buffer in module.buffers()}
+    for name, buffer in wrapper.named_buffers():
+        if id(buffer) not in ignored:
+            yield prefix + state_key(name), name
+
+
+def is_piece_of(value: Any, bucket: Bucket) -> bool:
+    """Whether a value is a part of one of a bucket's parameters, or of what is laid out like them."""
+    return isinstance(value, PieceTensor) and value.place.store is bucket.store
+
+
+def _own_shard(bucket: Bucket, config: StateDictConfig) -> ShardedTensor:
+    """This rank's shard of the flat parameter, without the padding at its end. It aliases the shard."""
+    layout, store = bucket.layout, bucket.store
+    start, stop = layout.shard_range(store.rank)  # type: ignore[attr-defined]
+    shape = (layout.flat_numel,)  # type: ignore[attr-defined]
+    trained = any(param.requires_grad for param in bucket.exposure.managed())
+    own = store.buffer[: stop - start].detach().requires_grad_(trained)
+    local = sharded_tensor(own, shape, layout.padded_shard_numel, bucket.mesh.shards, requires_grad=trained)
+    return local.cpu() if config.offload_to_cpu else local
+
+
+def _replace_pieces(bucket: Bucket, state: dict[str, Any], wrapper: HasStateDicts, unit: str) -> None:
+    found = {key: value.place.index for key, value in state.items() if is_piece_of(value, bucket)}
+    if not found:
+        return
+    config: Any = wrapper._state_dict_settings.state_dict_config
+    places = places_of(bucket, wrapper._device_mesh)
+    indices = sorted(set(found.values()))
+    made = as_rows(
+        bucket, bucket.store.buffer, [places[i] for i in indices], use_dtensor=config._use_dtensor, unit=unit
+    )
+    shown = dict(zip(indices, made, strict=True))
+    if config.offload_to_cpu:
+        shown = {i: value.cpu() for i, value in shown.items()}
+    state.update({key: shown[i] for key, i in found.items()})
+
+
+def as_rows(
+    bucket: Bucket, values: Tensor, places: list[Place], *, use_dtensor: bool, unit: str
+) -> list[DTensor | ShardedTensor]:
+    """A sharded state dict's tensors, of parameters of a bucket or of what is laid out like them.
+
+    Args:
+        values: shape (padded_shard_numel,), laid out like the bucket's shard.
+        places: of the parameters that are wanted.
+        use_dtensor: give DTensors, which need a mesh. Where there is one they are DTensors in any case.
+    """
+    mesh, shards = places[0].mesh, bucket.mesh.shards
+    if use_dtensor and mesh is None:
+        raise UsageError(f"unit {unit!r}: a DTensor needs a mesh; construct the wrapper with device_mesh")
+    rows = to_rows(values.to(bucket.device), bucket.layout, shards, [place.index for place in places], unit=unit)
+    if mesh is not None:
+        return [dtensor_of_rows(row, place) for row, place in zip(rows, places, strict=True)]
+    return [
+        sharded_tensor(row, place.shape, -(-place.shape[0] // shards.size), shards)
+        for row, place in zip(rows, places, strict=True)
+    ]
+
+
+def _convert_buffers(wrapper: HasStateDicts, state: dict[str, Any], prefix: str, config: StateDictConfig) -> None:
+    """Buffers in the dtypes that they had when they were wrapped, on the CPU if asked for."""
+    lowered = wrapper.mixed_precision.buffer_dtype is not None  # type: ignore[union-attr]
+    for key, name in _buffers(wrapper, prefix):
+        buffer, dtype = state.get(key), wrapper._buffer_dtypes.get(name)
+        if not isinstance(buffer, Tensor):  # not persistent
+            continue
+        if config.offload_to_cpu:
+            buffer = buffer.cpu()
+        if lowered and dtype is not None and buffer.dtype != dtype:
+            buffer = buffer.to(dtype)
+        state[key] = buffer
+
+
+# Loading
+
+
+def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state dict is about to be loaded: let the module register the shard's pieces, and convert what will be copied into
+    them; and put the wrapper into the names."""
+    unit = unit_of(wrapper)
+    if not unit.summoned:
+        _check_idle(unit)
+        kind = kind_of(wrapper)
+        if kind is not StateKind.LOCAL:
+            check_load(wrapper, state, prefix)
+        unit.show_shards()
+        unit.free_before_edit()
+        for bucket in unit.buckets:
+            bucket.exposure.adopt()
+            if kind is StateKind.LOCAL:
+                _take_own_shard(bucket, state, prefix + FLAT_PARAM, unit.name)
+                continue
+            places = places_of(bucket, wrapper._device_mesh)
+            take(bucket, places, state, paths_of(wrapper, bucket.exposure.registered, prefix), unit.name)
+            bucket.exposure.show_state(_piece_params(bucket, wrapper._device_mesh))
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}{FSDP_WRAPPED}.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def _take_own_shard(bucket: Bucket, state: dict[str, Any], key: str, unit: str) -> None:
+    store, layout = bucket.store, bucket.layout
+    start, stop = layout.shard_range(store.rank)  # type: ignore[attr-defined]
+    numel = layout.flat_numel  # type: ignore[attr-defined]
+    value = state.get(key)
+    shards = value.local_shards() if isinstance(value, ShardedTensor) else []
+    own = shards[0].tensor.detach() if len(shards) == 1 else store.buffer[:0]
+    if not isinstance(value, ShardedTensor) or tuple(value.size()) != (numel,) or own.numel() != stop - start:
+        came = f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise StateDictError(
+            f"unit {unit!r}, rank {store.rank}: a local state dict holds under {key!r} a ShardedTensor of {numel} elements, "
+            f"{stop - start} of them this rank's; got {came}. It loads on as many ranks as saved it; to load on another number, "
+            "save a sharded or a full one"
+        )
+    if isinstance(bucket.exposure, FlatExposure):
+        state[key] = torch.cat([own.to(store.buffer), store.buffer[stop - start :]])
+    else:
+        del state[key]
+        with torch.no_grad():
+            store.buffer[: stop - start].copy_(own)
+
+
+def _end_load(wrapper: Any, incompatible: Any) -> None:
+    """A state dict has been loaded: what is sharded is registered again, and wrappers are left out of what is reported."""
+    unit = unit_of(wrapper)
+    for names in incompatible:
+        names[:] = [state_key(name) for name in names]
+    if unit.summoned:
+        return
+    for bucket in unit.buckets:
+        if kind_of(wrapper) is not StateKind.LOCAL:
+            _take_assigned(bucket)
+            bucket.exposure.hide_state()
+        bucket.exposure.adopt_loaded()
+
+
+@torch.no_grad()
+def _take_assigned(bucket: Bucket) -> None:
+    """With `assign=True` the module has registered others instead of the pieces."""
+    for i, owner, attribute in bucket.exposure.registered:
+        left = owner._parameters.get(attribute)
+        if isinstance(left, PieceTensor) and left.local.data_ptr() != bucket.store.pieces[i].data_ptr():
+            bucket.store.pieces[i].copy_(left.local)
