@@ -26,7 +26,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
 from experiments.data import text_batch
-from experiments.parity.record_jax import nnx_params
+from experiments.models.load_flax import nnx_params
 from experiments.train import loop
 from experiments.train.settings import TrainSettings
 from jax_backend import (

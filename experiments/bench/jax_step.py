@@ -228,7 +228,7 @@ def _contestant(name: str, config: GPTConfig, batch: int, devices: Any) -> _Cont
     import jax_backend
     from crossframe.mesh import MeshSpec
     from experiments.models import define_gpt
-    from experiments.parity.record_jax import nnx_params
+    from experiments.models.load_flax import nnx_params
     from jax_backend.nnx import split
 
     definition, scanned = define_gpt("measured", config), name in (*OURS_SCANNED, SCANNED_BY_HAND)

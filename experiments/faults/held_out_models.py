@@ -117,16 +117,16 @@ def tied_head_lost() -> Iterator[None]:
     model="conv",
 )
 def channels_exchanged() -> Iterator[None]:
-    from experiments.parity import record_jax
+    from experiments.models import load_flax
 
-    right = record_jax.nnx_params
+    right = load_flax.nnx_params
 
     def nnx_params(definition: Any, params: Any, values: Any) -> Any:
         square = {name for name, value in values.items() if value.ndim == 4 and value.shape[0] == value.shape[1]}
         turned = {name: value.swapaxes(0, 1) if name in square else value for name, value in values.items()}
         return right(definition, params, turned)
 
-    with patched(record_jax, "nnx_params", nnx_params):
+    with patched(load_flax, "nnx_params", nnx_params):
         yield
 
 

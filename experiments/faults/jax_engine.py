@@ -51,15 +51,15 @@ def gradient_transposed() -> Iterator[None]:
     source="huggingface/transformers#311",
 )
 def kernels_loaded_transposed() -> Iterator[None]:
-    from experiments.parity import record_jax
+    from experiments.models import load_flax
 
-    right = record_jax.nnx_params
+    right = load_flax.nnx_params
 
     def nnx_params(definition: Any, params: Any, values: Any) -> Any:
         square = {name for name, value in values.items() if value.ndim == 2 and value.shape[0] == value.shape[1]}
         return right(definition, params, {name: value.T if name in square else value for name, value in values.items()})
 
-    with patched(record_jax, "nnx_params", nnx_params):
+    with patched(load_flax, "nnx_params", nnx_params):
         yield
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
@@ -21,7 +20,7 @@ from crossframe.strategy import Strategy
 from crossframe.trace import Event
 from experiments.data import Batch
 from experiments.faults import fault_in_effect
-from experiments.models.definition import ModelDefinition
+from experiments.models import load_flax
 from experiments.parity.resume import resume_jax
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from jax_backend import (
@@ -35,7 +34,7 @@ from jax_backend import (
     trace_of,
     value_and_grad,
 )
-from jax_backend.nnx import split, state_of, watch, with_params
+from jax_backend.nnx import state_of, watch, with_params
 from jax_backend.other_rounding import other_rounding
 from jax_backend.recorder.begin import program
 from jax_backend.recorder.inner import with_inner
@@ -43,7 +42,6 @@ from jax_backend.recorder.modules import module_paths
 from jax_backend.recorder.of_shards import OfShards
 from jax_backend.recorder.operators import OperatorTrace
 from jax_backend.recorder.writers import Seen, Writers
-from jax_backend.tree import path_name
 
 
 def record_jax(settings: RunSettings, output: Path, *, twins: int = 0, overwrite: bool = False) -> None:
@@ -85,37 +83,14 @@ def record_on_devices(settings: RunSettings, output: Path, devices: list[Any], *
 
 def shard_initial(settings: RunSettings, mesh: Mesh) -> tuple[ShardedParams, Any, Any]:
     """The model's initial values, sharded; its nnx graph and the state that is no parameter."""
-    graphdef, params, state = split_model(settings.definition, settings.dtype)
+    graphdef, params, state = load_flax.split_model(settings.definition, settings.dtype)
     return _sharded(settings, params, mesh), graphdef, state
 
 
 def _sharded(settings: RunSettings, params: Any, mesh: Mesh) -> ShardedParams:
     definition = settings.definition
-    params = nnx_params(definition, params, settings.initial_params)
+    params = load_flax.nnx_params(definition, params, settings.initial_params)
     return shard(params, mesh, units=definition.units, param_map=definition.param_map, mp_policy=settings.policy)
-
-
-def split_model(definition: ModelDefinition, dtype: str) -> tuple[Any, Any, Any]:
-    """Its nnx graph, the shapes of its parameters, and its state, that in float64 too: flax makes running statistics float32,
-    whatever comes in. Nothing is drawn that nobody reads: compiling flax's random numbers costs more than a short run."""
-    graphdef, params, shapes = split(nnx.eval_shape(lambda: definition.make_flax(dtype)))
-    state = jax.jit(lambda: split(definition.make_flax(dtype))[2])() if jax.tree.leaves(shapes) else shapes
-
-    def cast(leaf: Any) -> Any:
-        return leaf.astype(jnp.promote_types(leaf.dtype, dtype)) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    return graphdef, params, jax.tree.map(cast, state)
-
-
-def nnx_params(definition: ModelDefinition, params: Any, values: dict[str, np.ndarray]) -> Any:
-    """A tree like `params` with these values, given by canonical name."""
-
-    def value(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
-        name = path_name(path)
-        entry = definition.param_map.by_path[name]
-        return entry.from_canonical(values[entry.name], name)
-
-    return jax.tree_util.tree_map_with_path(value, params)
 
 
 def optimizer_of(settings: RunSettings) -> optax.GradientTransformation:
@@ -145,7 +120,7 @@ class _Programs:
     def __init__(self, settings: RunSettings, mesh: Mesh) -> None:
         self._twin = settings.twin > 0
         definition = settings.definition
-        self.graphdef, self.params, self.state = split_model(definition, settings.dtype)
+        self.graphdef, self.params, self.state = load_flax.split_model(definition, settings.dtype)
         paths = module_paths(definition.param_map, definition.units)
         has_state = bool(jax.tree.leaves(self.state))
 

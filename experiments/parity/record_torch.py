@@ -5,11 +5,10 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 from torch.nn import functional
 
-from crossframe.errors import CrossframeError, RecordingError, UsageError
+from crossframe.errors import CrossframeError, RecordingError
 from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
 from experiments.data import Batch
 from experiments.faults import fault_in_effect
+from experiments.models import load_torch
 from experiments.parity.resume import resume_torch
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from experiments.rank_processes import rank_processes
@@ -135,7 +135,7 @@ def build_model(settings: RunSettings, device: torch.device) -> FullyShardedData
     definition = settings.definition
     module, unit_classes = definition.make_torch()
     module = module.to(getattr(torch, settings.stored_dtype))
-    load_initial(module, settings.initial_params)
+    load_torch.load_initial(module, settings.initial_params)
     names, sizes = ("replicate", "shard"), (settings.spec.replicate, settings.spec.shard)
     strategies = {each.strategy: each for each in ShardingStrategy}
     return FullyShardedDataParallel(
@@ -155,20 +155,6 @@ def _mixed_precision(settings: RunSettings) -> MixedPrecision | None:
     low, full = getattr(torch, settings.dtype), getattr(torch, settings.stored_dtype)
     # Batch norm too, so that the units are those of the other framework.
     return MixedPrecision(low, reduce_dtype=full, buffer_dtype=low, _module_classes_to_ignore=())
-
-
-def load_initial(module: nn.Module, params: Mapping[str, np.ndarray]) -> None:
-    """Give a module its parameters.
-
-    Raises:
-        UsageError: other names or another order than the module's.
-    """
-    names = [name for name, _ in module.named_parameters()]
-    if names != list(params):
-        raise UsageError(f"the model's definition and its torch module disagree: {set(names) ^ set(params) or 'order'}")
-    with torch.no_grad():
-        for name, param in module.named_parameters():
-            param.copy_(torch.from_numpy(params[name]))
 
 
 def _train(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:

@@ -13,8 +13,8 @@ from crossframe.mesh import MeshSpec
 from crossframe.names import MapEntry, ParamMap, attention
 from experiments.data import digits
 from experiments.models import MODELS
-from experiments.parity.record_jax import nnx_params, split_model
-from experiments.parity.record_torch import load_initial
+from experiments.models.load_flax import nnx_params, split_model
+from experiments.models.load_torch import load_initial
 from jax_backend import make_mesh, pieces_of, shard, unshard, value_and_grad, writeback
 from jax_backend.nnx import with_params
 from jax_backend.tree import leaves_by_path

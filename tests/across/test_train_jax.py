@@ -26,7 +26,7 @@ from crossframe.verdict import Verdict, compare
 from crossframe.verdict.bounds import bounds_for
 from experiments import train_jax
 from experiments.data import text_batch
-from experiments.parity.record_jax import nnx_params
+from experiments.models.load_flax import nnx_params
 from experiments.train import loop
 from experiments.train.settings import TrainSettings
 from experiments.train_jax import train

@@ -15,7 +15,8 @@ from crossframe.recording.lines import twin_folder
 from experiments.bench.contestants import BARE, DDP, Dtypes, build
 from experiments.bench.own.cells import Run
 from experiments.data import Batch
-from experiments.parity.record_torch import load_initial, optimizer_of
+from experiments.models.load_torch import load_initial
+from experiments.parity.record_torch import optimizer_of
 from experiments.parity.settings import RunSettings
 from torch_backend.recorder import Recorder
 
