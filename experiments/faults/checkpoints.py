@@ -14,7 +14,7 @@ AT = 3
 
 def _loads(framework: str, load: Callable[[Callable[..., Any], Path, Any, Any], Any]) -> Iterator[None]:
     """`load(right, path, params, state)` in the place of what loads."""
-    from experiments.parity import resume
+    from experiments.train import resume
 
     name = f"load_{framework}"
     right = getattr(resume, name)
@@ -41,7 +41,7 @@ def moments_lost() -> Iterator[None]:
     resume_at=AT,
 )
 def older_checkpoint() -> Iterator[None]:
-    from experiments.parity import resume
+    from experiments.train import resume
 
     with patched(resume, "newest", lambda folder: sorted(folder.iterdir())[0]):
         yield

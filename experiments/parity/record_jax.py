@@ -21,8 +21,8 @@ from crossframe.trace import Event
 from experiments.data import Batch
 from experiments.faults import fault_in_effect
 from experiments.models import load_flax
-from experiments.parity.resume import resume_jax
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
+from experiments.train.resume import resume_jax
 from jax_backend import (
     Result,
     ShardedParams,
@@ -231,7 +231,7 @@ def _train(settings: RunSettings, manifest: Manifest, output: Path, mesh: Mesh) 
     trace = OperatorTrace(request) if request is not None else None
     with Writers(output, manifest, OfShards(sharded)) as writers:
         for step in range(settings.steps):
-            sharded, opt_state = resume_jax(settings, step, output, sharded, opt_state, programs.optimizer)
+            sharded, opt_state = resume_jax(settings.resume_at, step, output, sharded, opt_state, programs.optimizer)
             batches = [settings.batch(step, rank) for rank in range(settings.world_size)]
             parts = _parts(settings, batches)
             if trace is not None:

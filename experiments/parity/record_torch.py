@@ -22,9 +22,9 @@ from crossframe.strategy import Strategy
 from experiments.data import Batch
 from experiments.faults import fault_in_effect
 from experiments.models import load_torch
-from experiments.parity.resume import resume_torch
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from experiments.rank_processes import rank_processes
+from experiments.train.resume import resume_torch
 from torch_backend import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder import Recorder
@@ -163,7 +163,7 @@ def _train(settings: RunSettings, manifest: Manifest, output: Path, rank: int, d
     # The settings have moved a perturbed run's initial values already.
     with Recorder(output, model=model, optimizer=optimizer, manifest=manifest, twin=0) as recorder:
         for step in range(settings.steps):
-            resume_torch(settings, step, output, model, optimizer)
+            resume_torch(settings.resume_at, step, output, model, optimizer)
             batch = settings.batch(step, rank)
             loss = _backward(settings, model, batch, device)
             if settings.clip is not None:

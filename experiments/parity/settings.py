@@ -63,7 +63,7 @@ class RunSettings:
         twin: 0, or which perturbed run of the run this is: the same but for its rounding (`crossframe.recording.twins`).
         dense: so many steps at the beginning are recorded in full.
         windows: (start, stop) of further steps that are.
-        resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.parity.resume`); None: it
+        resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.train.resume`); None: it
             runs through.
         rounding: 0, or one of many other orders of sums, in torch alone: not a perturbed run, since nothing else is moved.
 

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint in the middle of a run, as after a restart: a right run shows no trace of it.
+"""Resumes a run from a checkpoint in its middle, as after a restart. A correct run shows no trace of it.
 
 A checkpoint is saved at the step at which the run goes on and at the one before, as loops do that keep the last few. Then all
 that it holds is forgotten, and the newest is loaded. Buffers stay: they are in no checkpoint.
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from crossframe.checkpoint import remove
-from experiments.parity.settings import RunSettings
 
 
 def newest(folder: Path) -> Path:
@@ -17,9 +16,8 @@ def newest(folder: Path) -> Path:
     return sorted(folder.iterdir())[-1]
 
 
-def _saved(settings: RunSettings, step: int, output: Path) -> tuple[Path, Path] | None:
+def _saved(resume_at: int | None, step: int, output: Path) -> tuple[Path, Path] | None:
     """The folder of checkpoints and where that of this step goes; None where none is due."""
-    resume_at = settings.resume_at
     if resume_at is None or step not in (resume_at - 1, resume_at):
         return None
     folder = output.with_name(f"{output.name}-checkpoints")
@@ -34,10 +32,11 @@ def _remove(folder: Path, resume_at: int) -> None:
         folder.rmdir()
 
 
-def resume_torch(settings: RunSettings, step: int, output: Path, model: Any, optimizer: Any) -> None:
-    """Ahead of a step: save if it is due, and go on from there if that is. All ranks call it.
+def resume_torch(resume_at: int | None, step: int, output: Path, model: Any, optimizer: Any) -> None:
+    """Before a step, save a checkpoint and resume from it where that is due. All ranks call this.
 
     Args:
+        resume_at: the step before which the run goes on from a checkpoint; None: it runs through.
         output: where the run is recorded; checkpoints lie beside it until they have been loaded.
     """
     import torch
@@ -45,12 +44,12 @@ def resume_torch(settings: RunSettings, step: int, output: Path, model: Any, opt
 
     from torch_backend import save_checkpoint
 
-    due = _saved(settings, step, output)
+    due = _saved(resume_at, step, output)
     if due is None:
         return
     folder, path = due
     save_checkpoint(path, model, optimizer)
-    if step == settings.resume_at:
+    if step == resume_at:
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
@@ -68,20 +67,20 @@ def load_torch(path: Path, model: Any, optimizer: Any) -> None:
 
 
 def resume_jax(
-    settings: RunSettings, step: int, output: Path, sharded: Any, opt_state: Any, optimizer: Any
+    resume_at: int | None, step: int, output: Path, sharded: Any, opt_state: Any, optimizer: Any
 ) -> tuple[Any, Any]:
-    """The same in JAX: the parameters and the optimizer's state to go on with."""
+    """Like `resume_torch`, in JAX; returns the parameters and the optimizer state to continue with."""
     import jax
     from jax import numpy as jnp
 
     from jax_backend import save_checkpoint
 
-    due = _saved(settings, step, output)
+    due = _saved(resume_at, step, output)
     if due is None:
         return sharded, opt_state
     folder, path = due
     save_checkpoint(path, sharded, opt_state)
-    if step == settings.resume_at:
+    if step == resume_at:
         empty = jax.tree.map(jnp.zeros_like, sharded)
         sharded, opt_state = load_jax(newest(folder), empty, optimizer.init(empty))
         _remove(folder, step)
