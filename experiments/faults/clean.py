@@ -20,7 +20,7 @@ from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.envelope import FALSE_ALARMS
-from experiments.faults.fault import ALL_DTYPES, JAX, TORCH
+from experiments.faults.catalogue.fault import ALL_DTYPES, JAX, TORCH
 from experiments.faults.judging import loss_differs, parameters_close, place_of
 from experiments.faults.run import TWINS, Recorders
 from experiments.parity.settings import DTYPES, RunSettings, mesh_of

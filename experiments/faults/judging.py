@@ -8,7 +8,7 @@ import numpy as np
 from crossframe.recording import Recording
 from crossframe.recording.lines import UPDATE
 from crossframe.verdict import PairVerdict, Verdict
-from experiments.faults.fault import Answer, Fault
+from experiments.faults.catalogue.fault import Answer, Fault
 
 # torch.testing.assert_close's defaults, (rtol, atol); those of bfloat16 for runs that compute in it, whatever stores parameters.
 CLOSE = {"float64": (1e-7, 1e-7), "float32": (1.3e-6, 1e-5), "bfloat16": (1.6e-2, 1e-5)}

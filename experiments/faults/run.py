@@ -22,8 +22,8 @@ from rich.console import Console
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import compare
-from experiments.faults import FAULTS, Fault, check_fault
-from experiments.faults.fault import ALL_DTYPES, JAX, TORCH
+from experiments.faults.catalogue import FAULTS, Fault, check_fault
+from experiments.faults.catalogue.fault import ALL_DTYPES, JAX, TORCH
 from experiments.faults.judging import Found, failed, found
 from experiments.faults.table import table
 from experiments.parity.settings import DTYPES, RunSettings, check_size

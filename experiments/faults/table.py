@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.faults import FAULTS
+from experiments.faults.catalogue import FAULTS
 from experiments.faults.judging import Found
 
 HEAD = (

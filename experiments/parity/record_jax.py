@@ -19,7 +19,7 @@ from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
 from crossframe.trace import Event
 from experiments.data import Batch
-from experiments.faults import fault_in_effect
+from experiments.faults.catalogue import fault_in_effect
 from experiments.models import load_flax
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from experiments.train.resume import resume_jax

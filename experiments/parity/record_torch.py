@@ -20,7 +20,7 @@ from crossframe.errors import CrossframeError, RecordingError
 from crossframe.recording import Manifest, create_recording
 from crossframe.strategy import Strategy
 from experiments.data import Batch
-from experiments.faults import fault_in_effect
+from experiments.faults.catalogue import fault_in_effect
 from experiments.models import load_torch
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from experiments.rank_processes import rank_processes

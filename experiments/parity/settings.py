@@ -21,7 +21,7 @@ from crossframe.recording.twins import moved
 from crossframe.shown import shown
 from crossframe.strategy import Strategy
 from experiments.data import Batch
-from experiments.faults import check_fault
+from experiments.faults.catalogue import check_fault
 from experiments.models import ModelDefinition, model_named
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -58,7 +58,7 @@ class RunSettings:
         clip: largest norm of the gradient; None: whatever it is.
         accumulate: microbatches of a step, of which the last one reduces what all have accumulated.
         device: "cpu", "cuda", or "auto": GPUs if there are enough, otherwise the CPU.
-        fault: name of a fault to put in on purpose (`experiments.faults`), or "".
+        fault: name of a fault to put in on purpose (`experiments.faults.catalogue`), or "".
         dtype: in which it computes. In bfloat16 parameters are stored, and gradients reduced, in float32 (R33).
         twin: 0, or which perturbed run of the run this is: the same but for its rounding (`crossframe.recording.twins`).
         dense: so many steps at the beginning are recorded in full.

@@ -15,9 +15,9 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import TENSOR_USES
 from crossframe.verdict import Divergence, PairVerdict, Verdict, compare
 from crossframe.verdict.result import Judged
-from experiments.faults import FAMILIES, FAULTS, check_fault, fault_in_effect
+from experiments.faults.catalogue import FAMILIES, FAULTS, check_fault, fault_in_effect
+from experiments.faults.catalogue.fault import ALL_DTYPES, JAX, TORCH, Answer, other_batches, patched
 from experiments.faults.clean import MODELS, SEEDS, kind_of, pairs_of, runs_of
-from experiments.faults.fault import ALL_DTYPES, JAX, TORCH, Answer, other_batches, patched
 from experiments.faults.judging import Found, is_localised, loss_differs, parameters_close
 from experiments.faults.run import References, in_order, judge_fault, settings_of
 from experiments.faults.table import table
@@ -104,7 +104,7 @@ def test_a_fault_is_put_in_and_taken_out_again(name, monkeypatch):
         "held_out_models",
         "fault",
     ):
-        monkeypatch.setattr(f"experiments.faults.{family}.patched", watching)
+        monkeypatch.setattr(f"experiments.faults.catalogue.{family}.patched", watching)
     with fault_in_effect(name):
         assert open_ones, "it changes nothing"
 

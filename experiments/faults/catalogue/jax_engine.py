@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.faults.core import GATHERED
-from experiments.faults.fault import JAX, TELLABLE, Answer, Family, patched
-from experiments.faults.torch_engine import LOCAL
+from experiments.faults.catalogue.core import GATHERED
+from experiments.faults.catalogue.fault import JAX, TELLABLE, Answer, Family, patched
+from experiments.faults.catalogue.torch_engine import LOCAL
 
 JAX_ENGINE = Family("JAX engine", JAX)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.faults.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
 
 OPTIMIZERS = Family("optimizer", TORCH)
 STATE, UPDATE = ("state", "state"), ("update", "optimizer")

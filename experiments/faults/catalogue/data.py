@@ -1,20 +1,25 @@
 """Faults in the data: other samples, another order, labels of others. Runs that were not fed the same cannot be compared."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
-from experiments.faults.fault import JAX, TORCH, Answer, Family, other_batches, patched
+import numpy as np
+
+from experiments.data import Batch, labelled
+from experiments.faults.catalogue.fault import JAX, TORCH, Answer, Family, other_batches, patched
+from experiments.models import ModelDefinition
 
 DATA = Family("data", JAX, TORCH)
 
 
-def _fed(change: Callable[[Callable[..., Any], Any, int, int], Any]) -> Iterator[None]:
-    """`change(right, settings, step, rank)` in the place of what a rank is fed; `right` is what it should be."""
-    from experiments.parity.settings import RunSettings
+def _fed(change: Callable[[Callable[[int, int, int], Batch], int, int, int], Batch]) -> Iterator[None]:
+    """A rank is fed `change(right, seed, step, rank)` instead of `right(seed, step, rank)`."""
+    right = ModelDefinition.batch
 
-    right = RunSettings.batch
-    with patched(RunSettings, "batch", lambda self, step, rank: change(right, self, step, rank)):
+    def batch(self: ModelDefinition, seed: int, step: int, rank: int, *sizes: Any) -> Batch:
+        return change(lambda *of: right(self, *of, *sizes), seed, step, rank)
+
+    with patched(ModelDefinition, "batch", batch):
         yield
 
 
@@ -24,7 +29,7 @@ def _fed(change: Callable[[Callable[..., Any], Any, int, int], Any]) -> Iterator
     source="huggingface/accelerate#4071",
 )
 def other_order() -> Iterator[None]:
-    yield from _fed(lambda right, settings, step, rank: right(replace(settings, seed=settings.seed + 1), step, rank))
+    yield from _fed(lambda right, seed, step, rank: right(seed + 1, step, rank))
 
 
 @DATA.fault(
@@ -33,7 +38,7 @@ def other_order() -> Iterator[None]:
     source="openspeech-team/openspeech#149",
 )
 def same_on_all_ranks() -> Iterator[None]:
-    yield from _fed(lambda right, settings, step, rank: right(settings, step, 0))
+    yield from _fed(lambda right, seed, step, rank: right(seed, step, 0))
 
 
 @DATA.fault(
@@ -43,7 +48,7 @@ def same_on_all_ranks() -> Iterator[None]:
     within=(TORCH, JAX),
 )
 def a_step_ahead() -> Iterator[None]:
-    yield from _fed(lambda right, settings, step, rank: right(settings, step + (step >= 2), rank))
+    yield from _fed(lambda right, seed, step, rank: right(seed, step + (step >= 2), rank))
 
 
 @DATA.fault(
@@ -53,12 +58,8 @@ def a_step_ahead() -> Iterator[None]:
     model="mlp",
 )
 def labels_of_the_next() -> Iterator[None]:
-    import numpy as np
-
-    from experiments.data import labelled
-
-    def change(right: Callable[..., Any], settings: Any, step: int, rank: int) -> Any:
-        batch = right(settings, step, rank)
+    def change(right: Callable[[int, int, int], Batch], seed: int, step: int, rank: int) -> Batch:
+        batch = right(seed, step, rank)
         return labelled(batch.inputs, np.roll(batch.targets, -1, axis=0), np.array(batch.sample_ids))
 
     yield from _fed(change)

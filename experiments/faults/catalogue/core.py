@@ -8,7 +8,7 @@ from typing import Any
 from crossframe import precision, reduction
 from crossframe.layout import Layout
 from crossframe.layout.line import LineLayout
-from experiments.faults.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
 
 CORE = Family("core", TORCH, JAX)
 REDUCED = ("reduce", "reduce_scatter")

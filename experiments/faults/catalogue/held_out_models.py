@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.faults.fault import JAX, TORCH, Answer, Family, each_made, patched, with_method
-from experiments.faults.models_torch import INPUT, LOCAL, OUTPUT
+from experiments.faults.catalogue.fault import JAX, TORCH, Answer, Family, each_made, patched, with_method
+from experiments.faults.catalogue.models_torch import INPUT, LOCAL, OUTPUT
 
 HELD_OUT = Family("held out", TORCH)
 

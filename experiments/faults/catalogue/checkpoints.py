@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.faults.core import GATHERED
-from experiments.faults.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
-from experiments.faults.optimizers import STATE
+from experiments.faults.catalogue.core import GATHERED
+from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.catalogue.optimizers import STATE
 
 CHECKPOINTS = Family("checkpoint", TORCH)
 AT = 3

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.faults.fault import TELLABLE, TORCH, Answer, Family, each_made, patched, with_method
+from experiments.faults.catalogue.fault import TELLABLE, TORCH, Answer, Family, each_made, patched, with_method
 
 MODELS = Family("model", TORCH)
 INPUT, OUTPUT, LOSS = ("forward", "input"), ("forward", "output"), ("forward", "loss")

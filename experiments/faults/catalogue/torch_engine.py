@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.faults.core import GATHERED, REDUCED
-from experiments.faults.fault import TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.catalogue.core import GATHERED, REDUCED
+from experiments.faults.catalogue.fault import TELLABLE, TORCH, Answer, Family, patched
 
 TORCH_ENGINE = Family("torch engine", TORCH)
 LOCAL = ("backward", "backward")
@@ -250,16 +250,16 @@ def zero_grad_forgotten() -> Iterator[None]:
 def ranks_start_apart() -> Iterator[None]:
     import torch.distributed as dist
 
-    from experiments.parity import record_torch
+    from experiments.models import load_torch
 
-    right = record_torch.load_initial
+    right = load_torch.load_initial
 
     def load_initial(module: Any, params: Any) -> None:
         if dist.get_rank() == 1:
             params = {name: value[..., ::-1].copy() for name, value in params.items()}
         right(module, params)
 
-    with patched(record_torch, "load_initial", load_initial):
+    with patched(load_torch, "load_initial", load_initial):
         yield
 
 
@@ -270,12 +270,12 @@ def ranks_start_apart() -> Iterator[None]:
 def loaded_in_bfloat16() -> Iterator[None]:
     import ml_dtypes
 
-    from experiments.parity import record_torch
+    from experiments.models import load_torch
 
-    right = record_torch.load_initial
+    right = load_torch.load_initial
 
     def load_initial(module: Any, params: Any) -> None:
         right(module, {name: value.astype(ml_dtypes.bfloat16).astype(value.dtype) for name, value in params.items()})
 
-    with patched(record_torch, "load_initial", load_initial):
+    with patched(load_torch, "load_initial", load_initial):
         yield

@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.faults.core import GATHERED, HYBRID, REDUCED
-from experiments.faults.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
-from experiments.faults.models_torch import LOCAL, LOSS
-from experiments.faults.optimizers import SGD, STATE, UPDATE, adam, adamw, calls_of, sgd
-from experiments.faults.torch_engine import after_reduction, before_sum
+from experiments.faults.catalogue.core import GATHERED, HYBRID, REDUCED
+from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.catalogue.models_torch import LOCAL, LOSS
+from experiments.faults.catalogue.optimizers import SGD, STATE, UPDATE, adam, adamw, calls_of, sgd
+from experiments.faults.catalogue.torch_engine import after_reduction, before_sum
 
 HELD_OUT = Family("held out", TORCH)
 
@@ -164,24 +164,27 @@ def step_lost() -> Iterator[None]:
     Answer(*UPDATE, unit="blocks.1", signature="constant_factor"),
 )
 def rate_of_a_unit() -> Iterator[None]:
-    from experiments.parity import record_torch
+    import torch
 
-    right_model, right_optimizer, names = record_torch.build_model, record_torch.optimizer_of, []
+    from torch_backend import FullyShardedDataParallel
 
-    def build_model(*args: Any) -> Any:
-        model = right_model(*args)
-        names[:] = [name for name, _ in model.named_parameters()]
-        return model
+    right_model, right_optimizer, names = FullyShardedDataParallel.__init__, torch.optim.AdamW.__init__, []
 
-    def optimizer_of(settings: Any, params: Any) -> Any:
+    def model(self: Any, *args: Any, **options: Any) -> None:
+        right_model(self, *args, **options)
+        names[:] = [name for name, _ in self.named_parameters()]  # the root is the last that is made
+
+    def optimizer(self: Any, params: Any, rate: float, **options: Any) -> None:
         named = dict(zip(names, params, strict=True))
         late = [name for name in names if "blocks.1." in name]
         assert late, names
-        optimizer = right_optimizer(settings, [named[name] for name in names if name not in late])
-        optimizer.add_param_group({"params": [named[name] for name in late], "lr": 0.1 * settings.learning_rate})
-        return optimizer
+        right_optimizer(self, [named[name] for name in names if name not in late], rate, **options)
+        self.add_param_group({"params": [named[name] for name in late], "lr": 0.1 * rate})
 
-    with patched(record_torch, "build_model", build_model), patched(record_torch, "optimizer_of", optimizer_of):
+    with (
+        patched(FullyShardedDataParallel, "__init__", model),
+        patched(torch.optim.AdamW, "__init__", optimizer),
+    ):
         yield
 
 
