@@ -20,7 +20,7 @@ def main() -> None:
     _prepare_output()
     try:
         from crossframe import processes
-        from experiments import cli  # noqa: F401 - it takes long
+        from experiments.cli import app  # noqa: F401 - it takes long
     except ModuleNotFoundError as error:
         print(f"crossframe: needs {error.name}: pip install 'crossframe[experiments]'", file=sys.stderr)
         sys.exit(2)
@@ -43,19 +43,10 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line in this process; returns the exit status."""
     import typer
 
-    from experiments.cli import app
-    from experiments.console import BROKEN_PIPE, exit_on_error
+    from experiments.cli.app import app
+    from experiments.cli.console import run_command
 
-    try:
-        with exit_on_error():
-            status = typer.main.get_command(app).main(list(arguments), prog_name="crossframe", standalone_mode=False)
-    except typer.Exit as ended:
-        status = ended.exit_code
-    except SystemExit as ended:
-        status = ended.code
-    if status == BROKEN_PIPE:
-        _forget_output()
-    return status if isinstance(status, int) else 0
+    return run_command(typer.main.get_command(app), arguments)
 
 
 def _prepare_output() -> None:
@@ -71,25 +62,21 @@ def _prepare_output() -> None:
 
 
 def _flushed(status: int) -> int:
-    """Write out what was printed; returns the exit status, 2 where that fails."""
+    """Flush the output; returns the exit status, 2 if that fails."""
+    from experiments.cli.console import BROKEN_PIPE, forget_output
+
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        _forget_output()
-        return 141
+        forget_output()
+        return BROKEN_PIPE
     except (OSError, ValueError) as error:
-        _forget_output()
+        forget_output()
         with suppress(OSError, ValueError):
             print(f"crossframe: cannot write the output: {error}", file=sys.stderr, flush=True)
         return 2
     return status
-
-
-def _forget_output() -> None:
-    """Let Python's exit not fail on output that cannot be written."""
-    with suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_at_once(number: int, _: FrameType | None) -> None:

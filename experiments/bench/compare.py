@@ -28,9 +28,9 @@ from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule,
 from crossframe.recording.sketch import NUM_SUMS, WHOLE
 from crossframe.verdict import compare
 from experiments.bench.figure import Figure, Section
-from experiments.compare import equal_as_stated
 from experiments.models.definition import ModelShapes
 from experiments.models.llama import LlamaConfig
+from experiments.recordings.compare import equal_as_stated
 
 SECONDS_EQUAL = 1.0
 """How long it may take to say that two recordings are equal."""

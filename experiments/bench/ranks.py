@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crossframe.errors import UsageError
-from experiments.rank_processes import rank_processes
+from experiments.train.rank_processes import rank_processes
 
 FAKE, GLOO, NCCL = "fake", "gloo", "nccl"
 

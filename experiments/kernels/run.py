@@ -22,10 +22,10 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import BACKWARD
 from crossframe.verdict import compare
-from experiments.explain import explained, request_of
 from experiments.kernels.backends import BACKEND_FAULTS, BackendFault
 from experiments.kernels.faults import FAULTS, JAX, TORCH, KernelFault, path_of, text_of
-from experiments.record_script import script_command
+from experiments.recordings.explain import explained, request_of
+from experiments.recordings.record_script import script_command
 from torch_backend.recorder.script import run as record_script
 
 FUSED, COMPILED = "torch_fused", "torch_compiled"

@@ -23,7 +23,7 @@ from experiments.data import Batch
 from experiments.faults.catalogue import fault_in_effect
 from experiments.models import load_torch
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
-from experiments.rank_processes import rank_processes
+from experiments.train.rank_processes import rank_processes
 from experiments.train.resume import resume_torch
 from torch_backend import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from torch_backend.other_rounding import OtherRounding

@@ -25,7 +25,7 @@ _FORK = multiprocessing.get_context("fork")
 _MODELS = ("bert", "gpt2", "llama", "t5")
 _IMPORTED = (
     *("torch", "torch.distributed.tensor", "torch_backend.recorder.script", "crossframe.verdict"),
-    *("experiments.entry", "experiments.cli", "experiments.record_script", "typer._adapters"),
+    *("experiments.cli.app", "experiments.recordings.record_script", "typer._adapters"),
     *("matplotlib.figure", "matplotlib.backends.backend_svg", "matplotlib.backends.backend_agg"),
     *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),
 )
@@ -67,9 +67,9 @@ def call(targets: Sequence[tuple[Any, ...]], log: Path, timeout: float) -> tuple
     return status, f"{text}\nit took longer than {timeout:g} seconds" if status == TIMED_OUT else text
 
 
-def command(arguments: Sequence[str], log: Path, timeout: float) -> int:
+def command(crossframe: Callable[[Sequence[str]], int], arguments: Sequence[str], log: Path, timeout: float) -> int:
     """Run the command `crossframe`; returns its exit status. The processes of `crossframe record` are forks of this one."""
-    from experiments import entry, record_script
+    from experiments.recordings import record_script
 
     def run(command: Sequence[str]) -> tuple[int, str]:
         function, *given = command[4:]  # of `crossframe.processes.module_command`
@@ -78,7 +78,7 @@ def command(arguments: Sequence[str], log: Path, timeout: float) -> int:
         return call([(_main, main, given, each) for each in ranks(world_size)], log, timeout)
 
     record_script.run = run  # type: ignore[assignment]
-    return entry.run(arguments)
+    return crossframe(arguments)
 
 
 def script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -31,6 +31,7 @@ DIFFERENT = "different computation"
 DENSE = 6
 TIMEOUT = 600
 _CODE = HERE.parents[1]
+Command = Callable[[Sequence[str]], int]
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,15 @@ def _axis(case: Fault | CleanPair) -> str:
 
 
 class Recordings:
-    """Recordings in a folder that processes share, each made once, with the perturbed runs that any case needs of it."""
+    """Recordings in a folder that processes share, each made once, with the perturbed runs that any case needs of it.
 
-    def __init__(self, folder: Path, perturbed: dict[Run, int]) -> None:
-        self._folder, self._perturbed = folder, perturbed
+    Attributes:
+        folder: where they are.
+        command: runs the command `crossframe` with arguments; returns its exit status.
+    """
+
+    def __init__(self, folder: Path, perturbed: dict[Run, int], command: Command) -> None:
+        self.folder, self._perturbed, self.command = folder, perturbed, command
 
     def of(self, run: Run, copy: int = 0) -> tuple[Path, str]:
         """(folder, why it failed or "")."""
@@ -83,7 +89,8 @@ class Recordings:
             fcntl.flock(lock, fcntl.LOCK_EX)
             why = path.with_suffix(".json")
             if not why.exists():
-                said = record(run, path, 0 if copy else self._perturbed.get(run, 0), path.with_suffix(".log"))
+                perturbed = 0 if copy else self._perturbed.get(run, 0)
+                said = record(self.command, run, path, perturbed, path.with_suffix(".log"))
                 _write(why, json.dumps(said))
             return path, json.loads(why.read_text())
 
@@ -92,10 +99,10 @@ class Recordings:
         shutil.rmtree(self._path(run, copy), ignore_errors=True)
 
     def _path(self, run: Run, copy: int) -> Path:
-        return self._folder / hashlib.sha256(repr((run, copy)).encode()).hexdigest()[:16]
+        return self.folder / hashlib.sha256(repr((run, copy)).encode()).hexdigest()[:16]
 
 
-def record(run: Run, path: Path, perturbed: int, log: Path) -> str:
+def record(command: Command, run: Run, path: Path, perturbed: int, log: Path) -> str:
     """Record a run and so many perturbed runs; returns why that failed, or ""."""
     if run.is_jax:
         options = [*run.options, "--record", str(path), "--dense", str(DENSE), *_devices(run)]
@@ -108,7 +115,7 @@ def record(run: Run, path: Path, perturbed: int, log: Path) -> str:
     options = ["--output", str(path), "--every", "1", "--dense", str(DENSE), "--twins", str(perturbed)]
     options += ["--nproc-per-node", str(run.world)] if run.world > 1 else []
     given = ["record", str(run.path), *options, "--", *run.options]
-    status, text = forked.call([(forked.command, given, log, TIMEOUT)], log, TIMEOUT * (perturbed + 1))
+    status, text = forked.call([(forked.command, command, given, log, TIMEOUT)], log, TIMEOUT * (perturbed + 1))
     return text or f"exit status {status}" if status else ""
 
 
@@ -123,7 +130,7 @@ def _compare(recordings: Recordings, case: Case, report: Path) -> dict[str, Any]
         return {"verdict": "failed", "reason": first[1] or second[1], "exit_status": None}
     log = report.with_suffix(".log")
     given = ["compare", str(first[0]), str(second[0]), "--output", str(report)]
-    status, text = forked.call([(forked.command, given, log, TIMEOUT)], log, TIMEOUT)
+    status, text = forked.call([(forked.command, recordings.command, given, log, TIMEOUT)], log, TIMEOUT)
     found = report / "report.json"
     if not found.is_file():
         return {"verdict": "failed", "reason": text, "exit_status": status}
@@ -202,11 +209,14 @@ def judge_pair(pair: CleanPair, said: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_untouched(only: Sequence[str], *, jobs: int, output: Path | None, checks: bool, console: Console) -> int:
+def run_untouched(
+    only: Sequence[str], *, command: Command, jobs: int, output: Path | None, checks: bool, console: Console
+) -> int:
     """Run the cases that have no result yet; returns the exit status, 0 unless something could not be run.
 
     Args:
         only: names of faults, or of clean pairs or their axes. Empty: all.
+        command: runs the command `crossframe` with arguments; returns its exit status.
         output: JSON of results. Cases that it has are not run again, but for those that could not be run.
         checks: only load and expand the cases, and run each script's variants once without recording.
 
@@ -226,7 +236,7 @@ def run_untouched(only: Sequence[str], *, jobs: int, output: Path | None, checks
         if checks:
             return _smoke(folder, jobs, console)
         left = [case for case in cases if case.key not in known]
-        _run_cases(left, known, target, folder, jobs, console)
+        _run_cases(left, known, target, Recordings(folder, _perturbed(left), command), jobs, console)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found = [known[case.key] for case in cases]
@@ -257,23 +267,27 @@ def sources_digest() -> str:
     return found.hexdigest()[:16]
 
 
+def _perturbed(cases: Sequence[Case]) -> dict[Run, int]:
+    """How many perturbed runs the cases need of each run."""
+    found: dict[Run, int] = {}
+    for case in cases:
+        found[case.a] = max(case.of.perturbed, found.get(case.a, 0))
+    return found
+
+
 def _run_cases(
     cases: Sequence[Case],
     known: dict[tuple[str, str], dict[str, Any]],
     target: Path,
-    folder: Path,
+    recordings: Recordings,
     jobs: int,
     console: Console,
 ) -> None:
     """Run cases, `jobs` side by side; adds their results to `known`, and writes all of `known` after each."""
-    perturbed: dict[Run, int] = {}
-    for case in cases:
-        perturbed[case.a] = max(case.of.perturbed, perturbed.get(case.a, 0))
-    recordings = Recordings(folder, perturbed)
     needed = Counter(each for case in cases for each in case.recordings)
     sources = sources_digest()
     order = [case.key for case in cases_of()]
-    for case, result in _side_by_side(partial(_run_case, recordings), cases, jobs, folder):
+    for case, result in _side_by_side(partial(_run_case, recordings), cases, jobs, recordings.folder):
         known[case.key] = result or _judged(case, {"verdict": "failed", "reason": "", "exit_status": None})
         for each in case.recordings:
             needed[each] -= 1

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from crossframe.errors import UsageError
-from experiments.cli import app
+from experiments.cli.app import app
 from experiments.parity.settings import RunSettings
 from tests.across.recorded import record_with_torch
 
@@ -174,7 +174,7 @@ def test_a_fault_is_exit_status_1_and_named(ranks, recording, tmp_path):
 
 @pytest.mark.parametrize(("framework", "missing"), [("torch", "torch"), ("jax", "jax"), ("jax", "flax")])
 def test_a_missing_framework_is_one_line_with_the_install_to_run(tmp_path, framework, missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; from experiments.cli import app; app()"
+    code = f"import sys; sys.modules[{missing!r}] = None; from experiments.cli.app import app; app()"
     command = [sys.executable, "-c", code, "record", framework, "gpt-tiny", "--output", str(tmp_path / "a")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2

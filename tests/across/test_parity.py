@@ -17,7 +17,7 @@ from crossframe.recording.program import PROGRAM
 from crossframe.strategy import Sync
 from crossframe.trace import COLLECTIVES, difference
 from crossframe.verdict import Verdict, compare
-from experiments.cli import app
+from experiments.cli.app import app
 from experiments.parity.grid import cells
 from experiments.parity.settings import RunSettings
 from experiments.report.traces import trace_of

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.entry import run
-from experiments.script_imports import is_of_jax
+from experiments.recordings.script_imports import is_of_jax
 
 
 def said_of(capsys, *arguments):

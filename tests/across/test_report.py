@@ -185,7 +185,7 @@ def test_a_page_names_nothing_twice_and_its_charts_bring_no_colours(tmp_path):
 
 
 def test_the_command_line_starts_without_what_draws():
-    code = "import sys, experiments.cli; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, experiments.cli.app; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -14,7 +14,7 @@ from crossframe.layout import PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.plan import Strategy, Sync, plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
-from experiments.cli import app
+from experiments.cli.app import app
 from experiments.models.shapes import model_shapes
 from experiments.show.layout import where_text
 

@@ -12,7 +12,7 @@ from crossframe.recording.lines import FORWARD, UPDATE
 from crossframe.verdict import compare
 from crossframe.verdict.bounds import bounds_for
 from crossframe.verdict.result import Judged as Compared
-from experiments.explain import answer
+from experiments.recordings.explain import answer
 from tests.core.synthetic import record
 
 X = np.arange(1.0, 7.0).reshape(2, 3)

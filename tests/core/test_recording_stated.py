@@ -3,7 +3,7 @@
 import pytest
 
 from crossframe.recording.stated import Stated, exceeds
-from experiments.compare import equal_as_stated
+from experiments.recordings.compare import equal_as_stated
 from tests.core import synthetic
 
 

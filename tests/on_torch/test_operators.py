@@ -11,7 +11,7 @@ from crossframe.operators.request import TRACE_NAME
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import BACKWARD, FORWARD, UPDATE
 from crossframe.verdict.bounds import bounds_for
-from experiments.explain import explain
+from experiments.recordings.explain import explain
 from torch_backend.recorder import script
 from torch_backend.recorder.operators import OperatorTrace
 

@@ -15,7 +15,7 @@ from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.lines import twin_folder
 from crossframe.verdict import Verdict, compare
-from experiments.record_script import record_script
+from experiments.recordings.record_script import record_script
 from tests.core import synthetic
 from torch_backend.recorder import script
 
@@ -207,10 +207,12 @@ def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
 def test_a_scripts_own_options_stand_behind_two_dashes(monkeypatch):
     from typer.testing import CliRunner
 
-    from experiments.cli import app
+    from experiments.cli.app import app
 
     called = []
-    monkeypatch.setattr("experiments.record_script.record_script", lambda *args, **options: called.append(args))
+    monkeypatch.setattr(
+        "experiments.recordings.record_script.record_script", lambda *args, **options: called.append(args)
+    )
     assert CliRunner().invoke(app, ["record", "train.py", "--every", "3", "--", "--epochs", "3", "more"]).exit_code == 0
     assert called == [(Path("train.py"), ["--epochs", "3", "more"])]
     assert CliRunner().invoke(app, ["record", "train.py", "--steps", "3"]).exit_code == 2

@@ -30,7 +30,7 @@ from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROGRAM, SOURCE
 from crossframe.verdict import compare
 from crossframe.verdict.comparable import labels
-from experiments.record_script import script_command
+from experiments.recordings.record_script import script_command
 
 TIMEOUT = 600.0
 _LAST_LINES, _MOST_SHOWN = 12, 8

@@ -1,11 +1,12 @@
 """The command `crossframe untouched`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from experiments.console import console, exit_on_error
+from experiments.cli.console import console, exit_on_error, run_command
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -14,6 +15,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def untouched(
+    context: typer.Context,
     only: Annotated[
         list[str] | None, typer.Option(help="Only this fault, clean pair or axis. May be repeated. Default: all")
     ] = None,
@@ -27,4 +29,7 @@ def untouched(
     from experiments.untouched.run import run_untouched
 
     with exit_on_error():
-        raise typer.Exit(run_untouched(only or (), jobs=jobs, output=output, checks=check, console=console))
+        command = partial(run_command, context.find_root().command)
+        raise typer.Exit(
+            run_untouched(only or (), command=command, jobs=jobs, output=output, checks=check, console=console)
+        )

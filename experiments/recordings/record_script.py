@@ -16,7 +16,7 @@ from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.schedule import window_arguments
 from experiments.parity.settings import check_size, check_twins
-from experiments.script_imports import is_of_jax
+from experiments.recordings.script_imports import is_of_jax
 
 _MODULE = "torch_backend.recorder.script"
 MAX_PROCESSES = 1024

@@ -1,8 +1,9 @@
 """Where commands print, and how they end on invalid input."""
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
@@ -83,6 +84,30 @@ def exit_on_error() -> Iterator[None]:
         if received_signal() is None:
             complain(_message(error))
         raise typer.Exit(2) from None
+
+
+def run_command(command: Any, arguments: Sequence[str]) -> int:
+    """Run a command line in this process; returns the exit status.
+
+    Args:
+        command: of click, as `typer.main.get_command` returns it.
+    """
+    try:
+        with exit_on_error():
+            status = command.main(list(arguments), prog_name="crossframe", standalone_mode=False)
+    except typer.Exit as ended:
+        status = ended.exit_code
+    except SystemExit as ended:
+        status = ended.code
+    if status == BROKEN_PIPE:
+        forget_output()
+    return status if isinstance(status, int) else 0
+
+
+def forget_output() -> None:
+    """Discard further output, so that Python does not fail at exit because nobody reads it."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _message(error: Exception) -> str:

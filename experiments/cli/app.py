@@ -15,15 +15,15 @@ from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.schedule import window_of
 from crossframe.verdict import Verdict
-from experiments.bench.cli import bench
-from experiments.compare import equal_as_stated
-from experiments.console import TRACEBACK, console, errors, exit_on_error
-from experiments.faults.cli import add_commands
-from experiments.kernels import cli as kernels_cli
+from experiments.cli import kernels as kernels_cli
+from experiments.cli import untouched as untouched_cli
+from experiments.cli.bench import bench
+from experiments.cli.console import TRACEBACK, console, errors, exit_on_error
+from experiments.cli.faults import add_commands
+from experiments.cli.record_options import RecordCommand
 from experiments.parity.settings import RunSettings, mesh_of
-from experiments.record_options import RecordCommand
+from experiments.recordings.compare import equal_as_stated
 from experiments.report import print_report, report_of, write_report
-from experiments.untouched import cli as untouched_cli
 
 app = typer.Typer(
     add_completion=False,
@@ -186,7 +186,7 @@ def record(
     with exit_on_error():
         windows = tuple(window_of(each) for each in window or ())
         if framework.endswith(".py"):
-            from experiments.record_script import record_script
+            from experiments.recordings.record_script import record_script
 
             of_scripts = {"framework", "model", "output", "nproc_per_node", "twins", "overwrite", "top_up"}
             _refuse_other(context, of_scripts | {"every", "dense", "window"})
@@ -318,8 +318,8 @@ def explain(
     Of one recording: run it again, repeat each operator in float64 on its own inputs, and name those that err by more than
     rounding. Compiled modules are compared with what they were compiled from.
     """
-    from experiments.explain import explain as explain_pair
-    from experiments.explain import explain_one
+    from experiments.recordings.explain import explain as explain_pair
+    from experiments.recordings.explain import explain_one
 
     options: dict[str, Any] = {"folder": output, "timeout": timeout, "as_json": as_json, "console": console}
     with exit_on_error():
@@ -336,7 +336,7 @@ def inspect(
 ) -> None:
     """Examine one recording: where a NaN appears first, what grows, where ranks disagree, what the optimizer did otherwise."""
     from crossframe.inspection import inspect as inspect_recording
-    from experiments.inspect_run import print_inspection
+    from experiments.recordings.inspect_run import print_inspection
 
     with exit_on_error():
         opened = Recording.open(run, partial=True)

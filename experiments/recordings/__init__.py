@@ -1,0 +1,1 @@
+"""What the commands record, compare, explain and inspect do with recordings of any training script."""
