@@ -398,6 +398,7 @@ def test_the_profiler_sees_every_byte():
         after = torch.ones(10_000_000)
         del after
     del kept, small, uncounted
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     assert peak_bytes(profiler.profiler.kineto_results.events()) == 3_500_000
 
 

@@ -102,7 +102,9 @@ def test_joined_and_split_parameters_are_shards_of_torchs():
 
 def test_gradients_of_joined_and_split_parameters_and_of_one_shared_part():
     rng, mesh = np.random.default_rng(0), make_mesh(MeshSpec(2), jax.devices("cpu"))
-    params = {"a": {part: {"kernel": rng.normal(size=(3, 2, 2))} for part in ("query", "key", "value")}}
+    params: dict[str, dict] = {
+        "a": {part: {"kernel": rng.normal(size=(3, 2, 2))} for part in ("query", "key", "value")}
+    }
     params["a"]["out"] = {"kernel": rng.normal(size=(2, 2, 3))}
     params["b"] = {"key": params["a"]["key"]["kernel"]}
     x = rng.normal(size=(2, 3))

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from jax_backend.nnx import split, with_params
 from tests.on_jax.recorded_loops import record
 from tests.on_jax.small import small_map
 
-WHAT = {
+WHAT: dict[str, Any] = {
     "model": "gpt-tiny",
     "steps": 4,
     "batch_size": 12,
@@ -43,7 +44,7 @@ WHAT = {
     "seed": 3,
     "checkpoint_every": 2,
 }
-HOW = {"precision": "float64", "layout": "flat"}
+HOW: dict[str, Any] = {"precision": "float64", "layout": "flat"}
 
 
 @pytest.fixture(scope="module")
@@ -204,10 +205,10 @@ def train_in_torch(rank, world_size, settings):
 
 @pytest.mark.exhaustive
 def test_R36_R37_torch_goes_on_where_jax_stopped_and_jax_where_torch_did(ranks, whole, tmp_path):
-    common = {**WHAT, "precision": "float64", "device": "cpu"}
+    common: dict[str, Any] = {**WHAT, "precision": "float64", "device": "cpu"}
     at_2 = whole.output / "checkpoints" / "step-00000002"
     for i, (world_size, how) in enumerate([(3, {"face": "fsdp1", "checkpoint_every": 1}), (2, {"layout": "ragged"})]):
-        settings = TrainSettings(tmp_path / str(i), **common | how, resume=str(at_2))
+        settings = TrainSettings(tmp_path / str(i), **{**common, **how}, resume=str(at_2))
         assert all(ranks.run(world_size, train_in_torch, settings))
         near(lines(settings.output), lines(whole.output), 2)
 
@@ -266,7 +267,7 @@ def test_a_run_is_plain_training_and_bfloat16_computes_near_it(whole, tmp_path):
     assert len(expected) == 4 and expected[0][2] > 2 * whole.clip  # or nothing was clipped
     np.testing.assert_allclose(lines(whole.output), expected, rtol=1e-11)
 
-    low = TrainSettings(tmp_path, **WHAT | {"steps": 2}, precision="bfloat16", layout="flat")
+    low = TrainSettings(tmp_path, **{**WHAT, "steps": 2}, precision="bfloat16", layout="flat")
     train(low, jax.devices("cpu")[:2])
     # bfloat16 has 8 bits: logits of order 1 are off by some 2 ** -8, and must be, or nothing was computed in it.
     difference = np.abs(np.subtract(lines(low.output), expected[:2]))[:, 1]
