@@ -1,10 +1,9 @@
-"""A run on disk, in canonical names: by step, rank, phase and use, whatever framework, layout and world size it had.
+"""Recordings: a run on disk, by step, rank, phase and use, in names that do not depend on framework, layout and world size.
 
-DIRECTORY/manifest.json              which run it is (`Manifest`)
-DIRECTORY/rank00000/events.jsonl     what the rank saw, a line each (`crossframe.recording.lines`)
-DIRECTORY/rank00000/step00000.safetensors   the tensors of a recorded step
-DIRECTORY/twin00001/                 the same of a perturbed run of the run, if it has perturbed runs
-(`crossframe.recording.twins`)
+DIRECTORY/manifest.json                      describes the run (`Manifest`)
+DIRECTORY/rank00000/events.jsonl             the events of a rank, one on each line (`crossframe.recording.lines`)
+DIRECTORY/rank00000/step00000.safetensors    the tensors of a recorded step
+DIRECTORY/twin00001/                         the recording of a perturbed run, if there are any (`crossframe.recording.twins`)
 """
 
 from crossframe.recording.create import create_recording

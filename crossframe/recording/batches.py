@@ -1,7 +1,7 @@
-"""What a batch is known by, where a loop does not say it: a digest of all its values, and a number for each of its samples.
+"""Identifies a batch if the training loop does not: a digest of all its values, and a number for each of its samples.
 
-Both go by values alone: int32 or int64, float32 or float64 of the same numbers, and arrays in any order give the same, so that a
-loop in torch and one in JAX agree on what they were fed.
+Both depend on values alone. The same numbers as int32 or int64, or as float32 or float64, and the same arrays in any order, give
+the same result, so that loops in torch and JAX agree on their batches.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ _CHUNK = 1 << 16
 
 
 def digest_of(arrays: Iterable[np.ndarray]) -> str:
-    """The sha256 of a batch in hex: of the shapes and values of all its arrays.
+    """The sha256 of the shapes and values of all arrays of a batch, in hex.
 
     >>> tokens, images = np.arange(6).reshape(2, 3), np.ones((2, 4))
     >>> digest_of([tokens, images]) == digest_of([images.astype("float32"), tokens.astype("int32")])
@@ -30,11 +30,11 @@ def digest_of(arrays: Iterable[np.ndarray]) -> str:
 
 
 def row_ids(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
-    """A number below 2^63 for each sample of a batch: of its rows' values, so that a sample is known wherever it is fed.
+    """A number below 2^63 for each sample of a batch, which depends on the values of its rows only.
 
     Args:
-        arrays: those with a leading dim of samples are read: as many as the first array that has dims. Without one there are
-            no samples. Samples of equal values have equal numbers.
+        arrays: the arrays of the batch. The first array that has dims determines the number of samples, and arrays with that
+            leading dim are read; if none has dims there are no samples. Samples with equal values have equal numbers.
 
     >>> batch = np.random.default_rng(0).normal(size=(4, 3))
     >>> row_ids([batch])[2:] == row_ids([batch[2:]])
@@ -46,7 +46,7 @@ def row_ids(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
     for array in given:
         if array.ndim and array.shape[0] == len(found):
             for i, row in enumerate(array):
-                # The sum does not ask for the order of arrays.
+                # A sum does not depend on the order of the arrays.
                 found[i] += _number(row)
     return tuple(number % 2**63 for number in found)
 
@@ -58,9 +58,9 @@ def _number(row: np.ndarray) -> int:
 
 
 def _wide(values: np.ndarray) -> bytes:
-    """The bytes of values in the widest dtype of their kind, which holds them exactly. What is of no such kind goes as it is."""
+    """The bytes of values in the widest dtype of their kind, which holds them exactly. Other kinds are not converted."""
     if values.dtype.kind in "biu":
         values = values.astype(np.int64)
-    elif values.dtype.kind in "fV":  # numpy has bfloat16 and the like as void
+    elif values.dtype.kind in "fV":  # numpy treats bfloat16 and similar dtypes as void
         values = values.astype(np.float64)
     return np.ascontiguousarray(values).tobytes()

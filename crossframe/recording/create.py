@@ -1,4 +1,4 @@
-"""Beginning a recording: the directory, its manifest, and what of an earlier recording is replaced. One process does this."""
+"""Creates a recording: its directory, its manifest, and the removal of an earlier recording. One process does this."""
 
 import errno
 import json
@@ -15,32 +15,32 @@ from crossframe.recording import lines
 from crossframe.recording.manifest import MANIFEST_NAME, Manifest
 from crossframe.shown import shown, shown_path
 
-# What a recording consists of, besides its manifest.
+# Names of the files and folders of a recording, besides its manifest.
 _RANK, _TWIN = re.compile(r"rank\d{5,}"), re.compile(r"twin\d{5,}")
 _STEP = re.compile(r"step\d{5,}\.safetensors(\.part)?")
 _ENDS = ("part", "replaced", "replaced")
 _FILES = (MANIFEST_NAME, lines.EVENTS_NAME)
-# What a beginning that was interrupted leaves: the new manifest, and the one that was replaced.
+# Files that an interrupted creation leaves: the new manifest, and the one that it replaces.
 _BEGUN = re.compile(rf"{re.escape(MANIFEST_NAME)}\.([0-9a-f]{{16}}\.)?(part|replaced)")
 
 
 def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bool = False) -> Path:
-    """Begin a recording: make the directory and write `manifest.json`. One process does this, before any writer opens.
+    """Create a recording: make the directory and write `manifest.json`. One process calls this, before any writer opens.
 
-    [Note: ownership of a recording] Jobs that begin in one directory at the same time do not mix. Where the disk has locks, one
-    of them begins and the others raise at once. The rest holds without locks too, as on some network disks. The manifest appears
-    under its name whole, and only where there is none (a hard link); before that, a job that overwrites takes the old one away (a
-    rename, which succeeds for one job). So one job goes on and the others raise. Files of the old recording are deleted after
-    that: each folder is first moved aside, and put back if the manifest is another job's by then. A writer makes its folder under
-    the same lock, shared, so that none appears in another job's recording. A writer whose recording was overwritten by another
-    job learns it from the manifest's token, at the latest when it finishes.
+    [Note: ownership of a recording] Jobs that create a recording in the same directory at the same time do not mix. If the disk
+    has locks, one job continues and the others raise at once. The following also holds without locks, as on some network disks.
+    A manifest appears complete and only if there is none (by a hard link); a job that overwrites removes the old manifest first
+    (by a rename, which succeeds for one job). So one job continues and the others raise. Files of the old recording are deleted
+    afterwards: each folder is first moved aside, and moved back if the manifest has become that of another job. A writer makes
+    its folder under the same lock, shared, so that it does not appear in the recording of another job. A writer whose recording
+    was overwritten detects it by the token of the manifest, at the latest when it finishes.
 
     Args:
-        overwrite: replace a recording that is there. Only what a recording consists of is deleted.
+        overwrite: replace an existing recording. Only the files of a recording are deleted.
 
     Raises:
-        RecordingError: a directory that holds something else, or a recording where `overwrite` is false; another job that began
-            to record here at the same time; or the disk refuses.
+        RecordingError: the directory holds something else, or a recording although `overwrite` is false; another job creates a
+            recording in it at the same time; or the disk cannot be written.
     """
     path = Path(directory)
     try:
@@ -65,7 +65,7 @@ def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bo
 
 
 def _publish(path: Path, manifest: Manifest, old: list[Path]) -> None:
-    """Put the manifest where it belongs, and remove what it replaces; see [Note: ownership of a recording]."""
+    """Write the manifest and remove the recording that it replaces; see [Note: ownership of a recording]."""
     target, content = path / MANIFEST_NAME, manifest.to_bytes()
     part, replaced, aside = (path / f"{MANIFEST_NAME}.{secrets.token_hex(8)}.{end}" for end in _ENDS)
     part.write_bytes(content)
@@ -75,7 +75,7 @@ def _publish(path: Path, manifest: Manifest, old: list[Path]) -> None:
         try:
             _link(part, target)
         finally:
-            if target.exists():  # until then the old manifest shows that a recording was here
+            if target.exists():  # until then the old manifest shows that there was a recording
                 replaced.unlink(missing_ok=True)
     except (FileExistsError, FileNotFoundError):
         raise RecordingError(_taken(path)) from None
@@ -95,7 +95,7 @@ def _taken(path: Path) -> str:
 
 
 def _link(part: Path, target: Path) -> None:
-    """Let a file appear under a second name; FileExistsError if something has it."""
+    """Give a file a second name; FileExistsError if the name exists."""
     try:
         os.link(part, target)
     except OSError as error:
@@ -113,7 +113,7 @@ def _holds(file: Path, content: bytes) -> bool:
 
 
 def _delete(entry: Path) -> None:
-    """Delete a part of a recording; OSError where a folder holds something else."""
+    """Delete a file or folder of a recording; OSError if a folder holds anything else."""
     if entry.is_dir():
         foreign = list(_foreign(entry))
         for inside in entry.iterdir():
@@ -131,16 +131,16 @@ def _is_folder(entry: Path) -> bool:
 
 
 def _is_begun(entry: Path) -> bool:
-    """Whether a beginning that was interrupted left this."""
+    """Whether an interrupted creation left this file."""
     return bool(_BEGUN.fullmatch(entry.name)) and not entry.is_symlink()
 
 
 def _replaceable(path: Path, overwrite: bool) -> list[Path]:
-    """What a new recording replaces in a directory.
+    """The entries of a directory that a new recording replaces.
 
     Raises:
-        RecordingError: the directory is not empty, and holds no recording (nor what an interrupted beginning left of one), or one
-            that may not be overwritten, or other files in a recording's folders.
+        RecordingError: the directory is not empty, and holds no recording (or remains of an interrupted creation), a recording
+            although `overwrite` is false, or other files in the folders of a recording.
     """
     entries = list(path.iterdir())
     if not entries:
@@ -168,7 +168,7 @@ def _replaceable(path: Path, overwrite: bool) -> list[Path]:
 
 
 def _foreign(entry: Path) -> Iterator[Path]:
-    """What is in a folder of a recording and no part of it."""
+    """The files in a folder of a recording that are not part of the recording."""
     for inside in entry.iterdir() if entry.is_dir() else ():
         file = inside.is_file() and not inside.is_symlink()
         if _is_folder(inside):

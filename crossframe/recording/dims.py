@@ -1,8 +1,9 @@
-"""The order of dims of a recorded activation: torch's, or the program's, which may have channels last.
+"""The order of dims of a recorded activation: torch's order, or one with channels last.
 
-A convolution of torch takes (batch, channels, *positions), one of JAX (batch, *positions, channels). What lies between
-convolutions has the same order, and nothing in an array tells an image from the heads of an attention. So a recorder that does
-not know the order writes the array as it is and says so; two recordings tell it by their shapes (`crossframe.verdict.dims`).
+A convolution takes (batch, channels, *positions) in torch and (batch, *positions, channels) in JAX. Activations between
+convolutions have the same order, and an array alone does not show whether it is an image or the heads of an attention. A recorder
+that does not know the order therefore writes the array unchanged and marks it; a comparison infers the order from the shapes of
+both recordings (`crossframe.verdict.dims`).
 """
 
 from enum import StrEnum
@@ -11,14 +12,14 @@ from typing import Any
 import numpy as np
 
 LEAST_DIMS = 3
-"""Of an array that may have channels last: a batch, positions, channels."""
+"""Minimum number of dims of an array that may have channels last: batch, positions, channels."""
 
 
 class Order(StrEnum):
-    """What is known of an activation's order of dims.
+    """The known order of dims of an activation.
 
-    TORCH: torch's. UNSTATED: torch's, or the same with the channels last. CONVOLUTION: likewise, of a convolution of a framework
-    that has channels last: where both orders fit, it is that one.
+    TORCH: torch's order. UNSTATED: torch's order, or the same with channels last. CONVOLUTION: as UNSTATED, but channels last if
+    both fit, since the activation is that of a convolution in a framework with channels last.
     """
 
     TORCH = "torch"
@@ -27,7 +28,7 @@ class Order(StrEnum):
 
 
 def channels_first(array: np.ndarray) -> np.ndarray:
-    """(batch, *positions, channels) as (batch, channels, *positions).
+    """Transpose (batch, *positions, channels) to (batch, channels, *positions).
 
     >>> channels_first(np.zeros((2, 5, 6, 3))).shape
     (2, 3, 5, 6)

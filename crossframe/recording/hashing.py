@@ -1,8 +1,8 @@
-"""Hashes of elements: the same number for element i of a parameter on whichever rank, in whatever layout, it lies.
+"""Hashes of elements: element i of a parameter has the same key on every rank and in every layout.
 
-An element's key is mix(key of the name + (i + 1) * GOLDEN), all modulo 2^64, where mix is the finaliser of SplitMix64 (G. Steele,
-D. Lea, C. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014), and the key of a name is its BLAKE2b of 8 bytes,
-the least one first.
+The key of an element is mix(key of the name + (i + 1) * GOLDEN) modulo 2^64. mix is the finaliser of SplitMix64 (G. Steele, D.
+Lea, C. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014), and the key of a name is its BLAKE2b digest of 8
+bytes, in little-endian order.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ _MASK = 2**64 - 1
 
 
 def mix(keys: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser, element by element: uint64 to uint64, one to one. Works in place where it can."""
+    """The finaliser of SplitMix64, element by element: a bijection of uint64."""
     keys = keys ^ (keys >> np.uint64(30))
     keys *= np.uint64(0xBF58476D1CE4E5B9)
     keys ^= keys >> np.uint64(27)
@@ -24,13 +24,13 @@ def mix(keys: np.ndarray) -> np.ndarray:
 
 
 def name_key(name: str, salt: str = "") -> int:
-    """The key of a name. Another salt gives keys that have nothing to do with these."""
+    """The key of a name. Keys of different salts are independent."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, salt=salt.encode()[:16]).digest()
     return int.from_bytes(digest, "little")
 
 
 def element_keys(name: str, start: int, stop: int, salt: str = "") -> np.ndarray:
-    """The keys of elements `start:stop` of a parameter taken as one row-major line: uint64 of shape (stop - start,).
+    """The keys of elements `start:stop` of a flattened parameter: uint64 of shape (stop - start,).
 
     >>> bool((element_keys("w", 0, 5)[2:] == element_keys("w", 2, 5)).all())
     True

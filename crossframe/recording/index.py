@@ -1,4 +1,4 @@
-"""One rank's `events.jsonl`, read as a whole and checked against the manifest."""
+"""Reads the `events.jsonl` of a rank and checks it against the manifest."""
 
 import hashlib
 import math
@@ -21,12 +21,12 @@ from crossframe.trace import Event
 
 LARGEST_EVENTS = 1 << 30
 LONGEST_LINE = 1 << 24
-"""Bytes of a rank's lines, and of one of them: the numbers of a million samples are some 10 MB."""
+"""Maximum bytes of the file of a rank, and of one line: the ids of a million samples take about 10 MB."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank was fed at a step: sha256 of the batch in hex, and which samples of the data were in it."""
+    """The batch of a rank at a step: its sha256 in hex, and the ids of its samples in the data."""
 
     digest: str
     sample_ids: tuple[int, ...]
@@ -34,15 +34,15 @@ class Batch:
 
 @dataclass
 class StepLines:
-    """What a step consists of, in one rank's lines. Steps that consist of the same share one object.
+    """The structure of a step in the lines of one rank. Steps of equal structure share one object.
 
     Attributes:
-        tensors: the lines of tensors by (phase, parameter, slot); slot is "" except for the optimizer's state.
-        activations: their lines, in order, by (microbatch, module, use).
-        collectives: in order.
-        counted: the place of each parameter in the step's counts of optimizer steps.
-        num_sketches: how many rows of sketches the tensor file has.
-        most_bytes: an upper bound for the bytes of the tensor file.
+        tensors: the "tensor" lines by (phase, parameter, entry); the entry is that of the optimizer state, and "" otherwise.
+        activations: the "activation" lines by (microbatch, module, use), in order.
+        collectives: the collectives in order.
+        counted: the index of each parameter in the step's counts of optimizer steps.
+        num_sketches: number of rows of sketches in the tensor file.
+        most_bytes: an upper bound of the bytes of the tensor file.
     """
 
     tensors: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class StepLines:
     most_bytes: int = 1 << 12
 
     def add_bytes(self, key: str, numel: int, line: dict[str, Any]) -> None:
-        """Count a tensor, and its entry in the header, to those of the step."""
+        """Add the bytes of a tensor and of its entry in the header."""
         sketched = line.get("sketch") is not None
         size = ROW_BYTES if sketched else numel * itemsize(line["dtype"])
         both = 2 if line.get("channels_first") is not None else 1
@@ -64,15 +64,15 @@ class StepLines:
 
 @dataclass
 class RankIndex:
-    """What one rank recorded, in whole steps; tensors as the lines that say where they lie.
+    """The complete steps that one rank recorded. Tensors are represented by their lines.
 
     Attributes:
-        lines: of each step.
-        norms: of the gradient, by step.
-        counts: of the optimizer's steps, by step: one number where all parameters have it, else one for each of
-            `StepLines.counted`.
-        rates: the learning rates of its groups, by step.
-        sha256: of the tensor file, by step.
+        lines: the structure of each step.
+        norms: the gradient norm, by step.
+        counts: the counts of optimizer steps, by step: one number if it is the same for all parameters, otherwise one for each
+            of `StepLines.counted`.
+        rates: the learning rates of the parameter groups, by step.
+        sha256: the sha256 of the tensor file, by step.
     """
 
     num_steps: int = 0
@@ -86,7 +86,7 @@ class RankIndex:
     sha256: dict[int, str] = field(default_factory=dict)
 
     def count(self, step: int, name: str) -> float | None:
-        """How many steps the optimizer says it made with a parameter; None where it says nothing."""
+        """The optimizer's count of its steps for a parameter; None if it has none."""
         said, place = self.counts.get(step), self.lines[step].counted.get(name)
         if said is None or place is None:
             return None
@@ -94,10 +94,10 @@ class RankIndex:
 
 
 def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
-    """Read a rank's lines up to its last whole step; an absent file holds none.
+    """Read the lines of a rank up to its last complete step; a missing file has none.
 
-    What follows the last "step" line is of a step that never ended, and is left out; so is a last line that a killed
-    process cut in two. Any other line that cannot be read raises RecordingError.
+    Lines after the last "step" line belong to a step that never ended and are ignored, as is a last line that is incomplete
+    because the process was killed. Any other line that cannot be read raises RecordingError.
     """
     index = RankIndex()
     try:
@@ -112,7 +112,7 @@ def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
 
 
 def _read_lines(reader: BufferedReader, size: int, index: RankIndex, path: Path, manifest: Manifest, rank: int) -> None:
-    """Read the lines of a file as they were when it was opened: a run may be writing to it."""
+    """Read the lines that the file had when it was opened, since a run may be appending to it."""
     open_step: list[tuple[dict[str, Any], str]] = []
     digest, number = hashlib.sha256(), 0
     while size:
@@ -127,7 +127,7 @@ def _read_lines(reader: BufferedReader, size: int, index: RankIndex, path: Path,
                 raise RecordingError(
                     f"{shown_path(path)}: text after the end; two runs wrote here, record the run again"
                 )
-            return  # cut in two
+            return  # incomplete
         fields = lines.decode(line, rank, where, manifest.framework if manifest.states_no_order else "")
         if index.ended:
             raise RecordingError(f"{where}: a line after the end; two runs wrote here, record the run again")

@@ -1,4 +1,4 @@
-"""Settings of a manifest that a comparison understands, and what they may be. All others are for people."""
+"""The settings of a manifest that a comparison uses, and their valid values. All other settings are for readers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from crossframe.recording.program import PROGRAM
 from crossframe.shown import shown
 
 COMMAND = "command"
-"""The command line that makes the recording again. `crossframe record ...` takes --output, --overwrite and
---perturbed-runs besides."""
+"""The command line that repeats the recording. `crossframe record ...` also takes --output, --overwrite and
+--perturbed-runs."""
 PER_RANK = "per_rank_statistics"
-"""Names of modules which see the other samples of their rank, as batch norm does in training."""
+"""Names of modules whose output for a sample depends on the other samples of the rank, as that of batch norm in training."""
 GROUPS = "param_groups"
-"""A list of groups of parameters whose optimizer has other settings than the rest: {"params": [names], "lr": ..., ...}."""
+"""A list of parameter groups whose optimizer settings differ from the others: {"params": [names], "lr": ..., ...}."""
 LOSSES, MEAN = "losses", "mean"
-"""What a loop knows of its loss: where that is the mean over ranks alone, each rank has written that down."""
+"""The kind of loss that the loop recorded: MEAN if each rank recorded the mean over ranks."""
 
 MOST_MICROBATCHES = 1 << 16
 _LARGEST = 1 << 53  # an int that is exact as a float
@@ -78,8 +78,8 @@ def _is_program(value: Any) -> bool:
 
 
 def check_settings(settings: Any) -> None:
-    """Raise RecordingError unless the settings that a comparison understands are what it takes them for; None is as if a
-    setting were not there."""
+    """Raise RecordingError unless the settings that a comparison uses are valid. A setting of None is the same as an absent
+    one."""
     if not isinstance(settings, Mapping):
         raise RecordingError(f"manifest field 'settings': expected an object, got {shown(settings)}")
     for name, (expected, is_right) in _KNOWN.items():

@@ -1,34 +1,33 @@
-"""The lines of `events.jsonl`: what they hold, how they are written, and how they are checked when read back.
+"""The lines of `events.jsonl`: their fields, and functions that write and check them.
 
-A line is one JSON object. "event" says which of these it is:
+A line is one JSON object. Its "event" is one of these:
 
-- "begin": the first line. `manifest` is the sha256 of the manifest that the rank wrote by.
-- "batch": what a rank was fed. `digest` (sha256, hex) and `sample_ids`.
-- "loss": `value`, of this rank alone.
-- "activation": what a module was given or gave in forward (`use`), of `shape`; it lies in the step's safetensors file under
-  `activation_key`. `name` is the module. `order` is what is known of its order of dims (`crossframe.recording.dims`); a sketched
-  one whose order is not known has the sketch of it with channels first as well, as "channels_first".
-  `operator`, which may be absent, is the framework's name of the operator that computed it.
-  These lines stand in the order in which forward came by.
-- "tensor": elements `start:stop` of a parameter, or of what has its shape, lie in the step's safetensors file under `tensor_key`,
-  as `dtype`.
-- "norm": `value`, the norm of the gradient as the loop computed it.
-- "count": the optimizer counts its steps for this parameter; the step's `counts` say how many.
+- "begin": the first line. `manifest` is the sha256 of the manifest.
+- "batch": the batch of the rank: `digest` (sha256, hex) and `sample_ids`.
+- "loss": `value`, the loss of this rank.
+- "activation": the input or output (`use`) of a module in forward, of `shape`, which is stored in the step's safetensors file
+  under `activation_key`. `name` is the module. `order` is the known order of dims (`crossframe.recording.dims`); if it is unknown
+  and the activation is sketched, "channels_first" is the sketch with channels first. `operator`, which is optional, is the
+  framework's name of the operator that computed it. These lines are in the order of forward.
+- "tensor": elements `start:stop` of a parameter, or of a tensor of its shape, which are stored in the step's safetensors file
+  under `tensor_key`, as `dtype`.
+- "norm": `value`, the gradient norm that the loop computed.
+- "count": the optimizer counts its steps for this parameter; the count is in the `counts` of the step.
 - "collective": `collective` is a `crossframe.trace.Event`.
-- "step": everything of `step` stands before this line. `sha256` is that of its tensor file, "" if it has none. It may have
-  `rates`: the learning rate of each group of the optimizer's parameters at this step, where the recorder knows it; and `counts`:
-  one number for all "count" lines, or a list with one for each. `as` names an earlier step: the lines of kind `STRUCTURE` of this
-  step are those of that one, but for the number of the step, and are not repeated.
-- "end": the run is over, after `steps` steps. `sha256` is that of all bytes of this file before this line, `content` that of all
-  but the first line: equal contents were recorded by runs that saw the same in every bit.
+- "step": the end of `step`, after all its other lines. `sha256` is that of its tensor file, "" if it has none. Optional fields:
+  `rates`, the learning rate of each parameter group at this step; `counts`, one number for all "count" lines, or a list with one
+  for each; and `as`, an earlier step whose lines of kind `STRUCTURE` are, but for the number of the step, those of this step,
+  which are then omitted.
+- "end": the end of the run after `steps` steps. `sha256` is that of all bytes of this file before this line, and `content` that
+  of all bytes but the first line: equal contents mean that all recorded values are equal bit for bit.
 
-All but the first and the last two carry the keys step, microbatch, rank, phase, unit, name (canonical parameter or module, or "")
-and use. A tensor or an activation with a "sketch" is one of `crossframe.recording.sketch`, and the number says which row of the
-array `SKETCHES_KEY` in the step's file. One with `at` has the same bytes as another tensor, and is not stored again: it lies
-under that key, in the file of the step before where `before` is true.
+All lines but "begin", "step" and "end" have the keys step, microbatch, rank, phase, unit, name (canonical name of a parameter or
+module, or "") and use. "sketch", of a tensor or an activation, is the row of its sketch (`crossframe.recording.sketch`) in the
+array `SKETCHES_KEY` of the step's file. A tensor or an activation with `at` has the same bytes as another tensor and is not
+stored again: its elements are those under that key, in the file of the previous step if `before` is true.
 
-Up to format 4, "sketch" and "channels_first" are objects (`fingerprint`, `squares`, `num_not_finite`), and the sums lie in the
-file under `activation_key`, `channels_first_key` or `tensor_key`; "count" has its own `value`, and every step has all its lines.
+Up to format 4, "sketch" and "channels_first" are objects (`fingerprint`, `squares`, `num_not_finite`), and the sums are stored
+under `activation_key`, `channels_first_key` or `tensor_key`; "count" has its own `value`, and every step has all its lines.
 """
 
 import json
@@ -63,16 +62,16 @@ TENSOR_USES = {
     STATE: "",
     UPDATE: "parameter",
 }
-"""Phases that hold tensors, in the causal order of a step, and what a tensor of that phase is. Of the optimizer's state the use
-is the slot, by torch's name: "exp_avg", "momentum_buffer"."""
+"""The phases that have tensors, in the causal order of a step, and the use of their tensors. For optimizer state the use is the
+name of the entry in torch: "exp_avg", "momentum_buffer"."""
 WHOLE_ON_RANK = (UNSHARDED, BACKWARD)
-"""Phases of which a rank records a parameter's elements all, and not its pieces."""
+"""Phases in which a rank records all elements of a parameter, not only its pieces."""
 INPUT, OUTPUT = "input", "output"
 
 STRUCTURE = frozenset({"activation", "tensor", "count", "collective"})
-"""Lines that say what a step consists of, which many steps have alike."""
+"""The lines that describe the structure of a step, which many steps share."""
 SKETCHES_KEY = "sketches"
-"""Under which key the rows of all sketches of a step lie in its file."""
+"""The key of the rows of all sketches in the file of a step."""
 
 _PLACE = {"step": int, "microbatch": int, "rank": int, "phase": str, "unit": str, "name": str, "use": str}
 _NUMBER = (float, str)
@@ -96,39 +95,39 @@ _SLOT = re.compile(r"\w[\w.]{0,63}")
 
 
 def rank_folder(rank: int) -> str:
-    """The folder of a rank, inside the recording."""
+    """The folder of a rank in the recording."""
     return f"rank{rank:05d}"
 
 
 def twin_folder(twin: int) -> str:
-    """The folder of a perturbed run, a recording of its own, inside the recording. Perturbed runs count from 1."""
+    """The folder of a perturbed run, itself a recording, in the recording. Perturbed runs are numbered from 1."""
     return f"twin{twin:05d}"
 
 
 def step_file(step: int) -> str:
-    """The file that holds a rank's tensors of a step, inside the rank's folder."""
+    """The file of the tensors of a step in the folder of a rank."""
     return f"step{step:05d}.safetensors"
 
 
 def tensor_key(phase: str, name: str, slot: str = "") -> str:
-    """Under which key a tensor lies in the file of its step."""
+    """The key of a tensor in the file of its step."""
     return f"{phase}/{slot}/{name}" if slot else f"{phase}/{name}"
 
 
 def activation_key(use: str, microbatch: int, module: str) -> str:
-    """Under which key the input or the output of a module lies in the file of its step."""
+    """The key of the input or the output of a module in the file of its step."""
     return f"{use}/{microbatch}/{module}"
 
 
 def channels_first_key(key: str) -> str:
-    """Under which key the sketch of an activation with its channels first lies, beside that of `key`, up to format 4."""
+    """The key of the sketch with channels first of an activation whose key is `key`, up to format 4."""
     return f"channels_first/{key}"
 
 
 def place(
     step: int, rank: int, phase: str, use: str, *, unit: str = "", name: str = "", microbatch: int = 0
 ) -> dict[str, Any]:
-    """The keys that say what a line is of. All but activations are of a whole step, and have 0 as their microbatch."""
+    """The fields that identify the subject of a line. All but activations belong to a whole step and have microbatch 0."""
     return {
         "step": step,
         "microbatch": microbatch,
@@ -147,13 +146,13 @@ def check_digest(digest: str) -> None:
 
 
 def check_slot(slot: str) -> None:
-    """Raise RecordingError unless an optimizer's state may be called so."""
+    """Raise RecordingError unless this is a valid name of an entry of optimizer state."""
     if not isinstance(slot, str) or not _SLOT.fullmatch(slot):
         raise RecordingError(f"expected the name of an optimizer's state, such as 'exp_avg', got {shown(slot)}")
 
 
 def encode(event: str, fields: dict[str, Any]) -> str:
-    """One line, its line feed included. Numbers that are not finite become strings: JSON has no word for them."""
+    """One line with its line feed. Numbers that are not finite become strings, since JSON cannot represent them."""
     return (
         json.dumps({"event": event} | {name: _writable(value) for name, value in fields.items()}, allow_nan=False)
         + "\n"
@@ -167,15 +166,15 @@ def _writable(value: Any) -> Any:
 
 
 def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str, Any]:
-    """A line that `encode` wrote, checked.
+    """Decode and check a line that `encode` wrote.
 
     Args:
-        rank: the rank in whose folder it stands.
+        rank: the rank in whose folder the line is.
         where: path and line number, for messages.
-        framework: that wrote a recording of a format in which activations do not state their order of dims.
+        framework: the framework of the recording, if its format does not state the order of dims of activations; else "".
 
     Raises:
-        RecordingError: no JSON, an unknown event, a field that is missing or of another type, another rank's line.
+        RecordingError: invalid JSON, an unknown event, a missing field or one of another type, or a line of another rank.
     """
     try:
         fields = parse_json(line)
@@ -230,7 +229,7 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
 
 
 def _check_step(fields: dict[str, Any], where: str) -> None:
-    """Check what a "step" line may have."""
+    """Check the optional fields of a "step" line."""
     for name in ("rates", "counts"):
         if (numbers := fields.get(name)) is None:
             continue

@@ -1,4 +1,4 @@
-"""What a recording says of itself: which run it is of, on which mesh, and how its parameters lie on the ranks."""
+"""The manifest of a recording: the run, its mesh, and the layout of its parameters."""
 
 import hashlib
 import json
@@ -28,46 +28,46 @@ from crossframe.units import enclosing_unit
 
 FORMAT = 5
 FORMATS = (3, 4, FORMAT)
-"""Formats that are read. 3 does not state what layouts and sketches are made by, which was as in 4, nor the order of dims. In 4
-every step repeats the lines that say what it consists of (`crossframe.recording.lines`)."""
+"""The formats that can be read. Format 3 does not state the rules of layouts and sketches, which are those of format 4, nor the
+order of dims. In format 4 every step repeats the lines of its structure (`crossframe.recording.lines`)."""
 MANIFEST_NAME = "manifest.json"
 FULL, SKETCH = "full", "sketch"
 MOST_RANKS = 1 << 17
 _TOKEN = re.compile(r"([0-9a-f]{16})?")
 LARGEST = 1 << 26
-"""Bytes of a manifest. A model of 100,000 parameters has a tenth of that."""
+"""Maximum bytes of a manifest. That of a model with 100,000 parameters has a tenth of this."""
 LARGEST_INT = 1 << 63
 LONGEST_NAME = 1024
-"""Characters of a name in a manifest: of the model, a unit, a parameter, a path."""
+"""Maximum characters of a name in a manifest: that of the model, a unit, a parameter, a path."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a run. Names are canonical (torch's), whoever wrote it. What a loop did not tell is None.
+    """The description of a run. Names are canonical, which means torch's, in every framework. Unknown values are None.
 
     Attributes:
         framework: "torch", "jax" or another that records.
         model: name of the model.
-        dtype: dtype in which the run computes; it sets the bounds of a verdict.
+        dtype: dtype in which the run computes, which determines the bounds of a verdict.
         mesh: replicate x shard.
-        steps: optimizer steps of the whole run.
-        learning_rate: of the optimizer.
-        seed: from which weights and batches come.
-        terms: how many terms the sum behind one gradient element has: tokens or samples in a microbatch of one rank.
-        schedule: at which steps tensors are recorded.
-        detail: "full", or "sketch" where tensors of more than `WHOLE` elements are kept as `crossframe.recording.sketch`.
-        param_map: canonical names and the framework's own.
-        units: (name, layout) in the order of forward, the root first. A unit of several buckets stands once a bucket.
+        steps: number of optimizer steps of the whole run.
+        learning_rate: learning rate of the optimizer.
+        seed: seed of weights and batches.
+        terms: number of terms in the sum of one gradient element: tokens or samples in a microbatch of one rank.
+        schedule: the steps whose tensors are recorded.
+        detail: "full", or "sketch" if tensors of more than `WHOLE` elements are recorded as `crossframe.recording.sketch`.
+        param_map: canonical names and the framework's names.
+        units: (name, layout) in the order of forward, the root first; one for each bucket of a unit.
         strategy: value of `crossframe.plan.Strategy`.
-        versions: of the packages that ran.
-        settings: whatever else is worth knowing; JSON. "command" is the command line that records the run again, but for
-            where to (--output).
-        states_no_order: whether it is a recording of format 3, whose activations do not state their order of dims.
-        token: of the job that records, by which it knows its own recording again. Random, unless it is given. Processes of one
-            job have one token, and recordings made before there were tokens "".
+        versions: versions of the packages.
+        settings: further information as JSON. "command" is the command line that repeats the recording, without its
+            destination (--output).
+        states_no_order: whether the recording has format 3, whose activations do not state their order of dims.
+        token: identifies the job that records, so that it recognizes its own recording. Random by default; all processes of a
+            job have the same token. Older recordings have "".
 
     Raises:
-        RecordingError: a field that cannot be so; the message names it.
+        RecordingError: a field is invalid; the message names it.
     """
 
     framework: str
@@ -140,7 +140,7 @@ class Manifest:
         return {param.name: unit for unit, layout in self.units for param in layout.params}
 
     def maker(self, module: str, use: str) -> str:
-        """The unit whose code made an activation: of a module's output the unit it belongs to, of its input the one around it."""
+        """The unit whose code computed an activation: the module's own unit for an output, the enclosing one for an input."""
         return enclosing_unit(module.rpartition(".")[0] if use == INPUT else module, self.unit_names)
 
     @cached_property
@@ -178,7 +178,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, fields: Any) -> "Manifest":
-        """The manifest that `to_json` wrote; RecordingError names the field that is missing or wrong."""
+        """The manifest that `to_json` wrote; RecordingError names a field that is missing or invalid."""
         _expect(isinstance(fields, dict), "(all)", "a JSON object", fields)
         form = fields.get("format")
         _expect(type(form) is int and form in FORMATS, "format", f"{FORMAT}, the format read here", form)
@@ -220,17 +220,17 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """What is in the file."""
+        """The content of the file."""
         return (json.dumps(self.to_json(), indent=1) + "\n").encode()
 
     @property
     def sha256(self) -> str:
-        """Of the file, in hex. Every rank writes it down, so that nobody changes the one without the other."""
+        """The sha256 of the file in hex. Every rank records it, so that a changed manifest is detected."""
         return self._file_sha256 or hashlib.sha256(self.to_bytes()).hexdigest()
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """The manifest of the recording in a directory; RecordingError where there is none that can be read."""
+        """The manifest of the recording in a directory; RecordingError if it is missing or cannot be read."""
         path = directory / MANIFEST_NAME
         at = shown_path(path)
         try:
@@ -245,7 +245,7 @@ class Manifest:
             fields = parse_json(content)
             manifest = cls.from_json(fields)
             object.__setattr__(manifest, "states_no_order", fields["format"] == 3)
-            # Not of what this version would write.
+            # That of the file, not of the content that this version would write.
             object.__setattr__(manifest, "_file_sha256", hashlib.sha256(content).hexdigest())
             return manifest
         except RecordingError as error:
@@ -286,7 +286,7 @@ def _unit_from_json(unit: Any) -> tuple[str, Layout]:
 
 
 def _get(fields: Any, name: str, kind: type | tuple[type, ...]) -> Any:
-    """A field of the right type. True is not an int here, though Python says that it is."""
+    """A field of one of these exact types: unlike in Python, True is not an int."""
     value = fields.get(name) if isinstance(fields, dict) else None
     kinds: Sequence[type] = kind if isinstance(kind, tuple) else (kind,)
     _expect(type(value) in kinds, name, " or ".join(k.__name__ for k in kinds), value)
@@ -304,7 +304,7 @@ def _expect(holds: bool, name: str, expected: str, came: Any) -> None:
 
 
 class _naming:
-    """Turns what the core says of a bad value into a RecordingError that names the field."""
+    """Converts errors of the core into a RecordingError that names the field."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,8 +1,8 @@
-"""What a manifest states of the program that ran, so that a comparison can tell whether two recordings are of the same one.
+"""Describes the program that ran, in the manifest, so that a comparison can tell whether two recordings are of the same program.
 
-A deterministic program that runs twice computes the same bits. What may change bits without a change of the computation is
-stated here: the device, the processor, the number of threads, flags of the framework, whether the step was compiled. Digests of
-the source and of the environment tell a repetition of a run from a run of changed code.
+A deterministic program that runs twice computes the same bits. The description states everything that may change bits without a
+change of the computation: the device, the processor, the number of threads, flags of the framework, and whether the step is
+compiled. Digests of the source and of the environment distinguish a repeated run from a run of changed code.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = "program"
-"""The setting of a manifest that holds this."""
+"""The name of the setting in a manifest that has the description."""
 SOURCE, ENVIRONMENT = "source", "environment"
-"""Digests, in hex. They may differ between two runs of programs that compute the same bits."""
+"""Digests in hex. They may differ between programs that compute the same bits."""
 DEVICE, DETERMINISTIC, COMPILED = "device", "deterministic", "compiled"
 
 _MOST_FILES, _LARGEST = 4096, 1 << 22
-# What launchers, shells and schedulers set anew for each run.
+# Variables that launchers, shells and schedulers set to other values in each run.
 _VOLATILE = (
     "TORCHELASTIC",
     "TORCH_NCCL",
@@ -44,13 +44,13 @@ _VOLATILE_NAMES = frozenset(
 
 
 def program_of(*, device: str, deterministic: bool, compiled: bool, **more: str | int | bool) -> dict[str, Any]:
-    """What to state under `PROGRAM`, from inside the process that runs.
+    """The description of the program that runs in this process, for the setting `PROGRAM`.
 
     Args:
-        device: its type, and its name where it has one.
-        deterministic: whether an operator that is given the same bits gives the same bits.
-        compiled: whether the step is compiled as a whole, so that a change in one place may move rounding in another.
-        more: whatever else decides upon bits, such as the number of threads.
+        device: type of the device, and its name if it has one.
+        deterministic: whether every operator returns the same bits for the same input bits.
+        compiled: whether the step is compiled as a whole, so that a change in one place may change rounding in another.
+        more: anything else that affects bits, such as the number of threads.
     """
     return {
         DEVICE: device,
@@ -65,7 +65,7 @@ def program_of(*, device: str, deterministic: bool, compiled: bool, **more: str 
 
 
 def source_digest() -> str:
-    """A digest of the script, and of all modules imported so far that are neither installed nor of the standard library."""
+    """A digest of the script and of all modules imported so far that are neither installed nor in the standard library."""
     found = hashlib.sha256()
     for path in sorted(_sources())[:_MOST_FILES]:
         found.update(path.name.encode(errors="surrogateescape") + b"\0")
@@ -78,7 +78,7 @@ def source_digest() -> str:
 
 
 def environment_digest(environment: Mapping[str, str]) -> str:
-    """A digest of the environment variables, without those that every start sets anew.
+    """A digest of the environment variables, without those that differ between launches.
 
     >>> environment_digest({"A": "1", "MASTER_PORT": "1"}) == environment_digest({"A": "1", "MASTER_PORT": "2"})
     True
@@ -107,7 +107,7 @@ def _resolved(files: set[Any]) -> Iterator[Path]:
 
 
 def _processor() -> str:
-    """The model of the processor: libraries choose kernels by it."""
+    """The model of the processor, by which libraries choose kernels."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""How far a run that is being recorded has come, for progress bars."""
+"""The progress of a run that is being recorded, for progress bars."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _MARK = b'{"event": "step", '
 
 
 class Progress:
-    """Counts the "step" lines of every rank, reading only what was appended since it last looked."""
+    """Counts the "step" lines of every rank. Each call reads only what was appended since the previous one."""
 
     def __init__(self, directory: Path, world_size: int) -> None:
         self._paths = [directory / lines.rank_folder(rank) / lines.EVENTS_NAME for rank in range(world_size)]
@@ -17,15 +17,15 @@ class Progress:
         self._inodes = [0] * world_size
 
     def steps_done(self) -> int:
-        """The number of steps that are whole on every rank; 0 where a rank has not begun."""
+        """The number of steps that are complete on every rank; 0 if a rank has not begun."""
         for rank, path in enumerate(self._paths):
             inode = _inode(path)
-            if inode != self._inodes[rank]:  # begun, or begun anew over an earlier recording
+            if inode != self._inodes[rank]:  # a new file, or one that replaced an earlier recording
                 self._inodes[rank], self._offsets[rank], self._counts[rank] = inode, 0, 0
             if inode:
                 with open(path, "rb") as file:
                     file.seek(self._offsets[rank])
-                    # What follows the last line feed is half a line: it is read again next time.
+                    # After the last line feed there is an incomplete line, which the next call reads again.
                     whole = file.read().rpartition(b"\n")[0]
                 self._offsets[rank] += len(whole) + bool(whole)
                 self._counts[rank] += sum(line.startswith(_MARK) for line in whole.split(b"\n"))
@@ -33,7 +33,7 @@ class Progress:
 
 
 def _inode(path: Path) -> int:
-    """0 where no file can be: a thread that shows progress is not who says so."""
+    """The inode of a file; 0 if it cannot be read, since progress display must not raise."""
     try:
         return path.stat().st_ino if path.is_file() else 0
     except OSError:

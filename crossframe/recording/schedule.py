@@ -1,4 +1,4 @@
-"""At which steps of a run what is recorded."""
+"""The schedule of a recording: the steps whose tensors are recorded."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from crossframe.shown import shown
 
 @dataclass(frozen=True)
 class Schedule:
-    """At which steps tensors are recorded: the first `dense` steps, every `every`-th, the last where it is known, and windows.
+    """The steps whose tensors are recorded: the first `dense` steps, every `every`-th step, the last step if known, and windows.
 
     Attributes:
-        windows: further (start, stop) of steps that are dense.
+        windows: further dense steps, as (start, stop).
     """
 
     dense: int
@@ -38,7 +38,7 @@ class Schedule:
                 )
 
     def records(self, step: int, steps: int | None) -> bool:
-        """Whether tensors of this step are recorded in a run of `steps` steps; None: nobody knows how many.
+        """Whether tensors of this step are recorded in a run of `steps` steps; None: the number is unknown.
 
         >>> [step for step in range(10) if Schedule(dense=2, every=4, windows=((6, 7),)).records(step, 10)]
         [0, 1, 4, 6, 8, 9]
@@ -46,16 +46,16 @@ class Schedule:
         return self.is_dense(step) or step % self.every == 0 or (steps is not None and step == steps - 1)
 
     def is_dense(self, step: int) -> bool:
-        """Whether what is a rank's own is recorded too: activations, unsharded parameters and unreduced gradients, the largest
-        part by far."""
+        """Whether tensors that are specific to a rank are recorded too: activations, unsharded parameters and unreduced
+        gradients. These are by far the largest part of a recording."""
         return step < self.dense or any(start <= step < stop for start, stop in self.windows)
 
 
 def window_of(text: str) -> tuple[int, int]:
-    """The steps that are written "500:510".
+    """Parse a window of steps, such as "500:510".
 
     Raises:
-        UsageError: it is written otherwise.
+        UsageError: another format.
 
     >>> window_of("500:510")
     (500, 510)
@@ -70,7 +70,7 @@ def window_of(text: str) -> tuple[int, int]:
 
 
 def window_arguments(windows: Iterable[tuple[int, int]]) -> list[str]:
-    """The same on a command line.
+    """The command-line arguments of windows.
 
     >>> window_arguments([(500, 510)])
     ['--window', '500:510']

@@ -1,4 +1,4 @@
-"""Whether two recordings hold the same bits, by what they state of themselves: nothing else is read of them."""
+"""Compares two recordings bit for bit by the digests that they state, without reading anything else."""
 
 import json
 import os
@@ -12,17 +12,18 @@ from crossframe.recording.index import LARGEST_EVENTS
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import Manifest
 
-# Bytes of an "end" line: two digests and a number.
+# Maximum bytes of an "end" line: two digests and a number.
 _LONGEST_END = 1 << 10
 
 
 @dataclass(frozen=True)
 class Stated:
-    """What a finished recording states.
+    """The digests that a finished recording states.
 
     Attributes:
-        num_steps: of all ranks.
-        contents: of each rank, the sha256 of all that it saw, in hex: of its lines, which have the sha256 of every tensor file.
+        manifest: the manifest.
+        num_steps: number of steps, the same on all ranks.
+        contents: for each rank the sha256, in hex, of its lines, which include the sha256 of every tensor file.
     """
 
     manifest: Manifest
@@ -31,11 +32,13 @@ class Stated:
 
     @classmethod
     def read(cls, directory: Path) -> "Stated | None":
-        """Read the manifest and the last line of each rank; None where a rank has no end that states its content, as in a run
-        that was cut off, and up to format 4.
+        """Read the manifest and the last line of each rank.
+
+        Returns:
+            None if a rank has no end that states its content: the run was cut off, or the format is 4 or older.
 
         Raises:
-            RecordingError: no or a wrong manifest.
+            RecordingError: the manifest is missing or invalid.
         """
         manifest = Manifest.read(directory)
         contents, num_steps = [], set()
@@ -48,7 +51,7 @@ class Stated:
         return cls(manifest, num_steps.pop(), tuple(contents)) if len(num_steps) == 1 else None
 
     def equals(self, other: "Stated") -> bool:
-        """Whether both state the same run with the same content; the job that recorded it, and its command, may differ."""
+        """Whether both state the same run with the same content. The job that recorded it and its command may differ."""
         return self.contents == other.contents and _run(self.manifest) == _run(other.manifest)
 
 
@@ -68,7 +71,7 @@ def _end(path: Path, rank: int) -> dict | None:
 
 
 def _run(manifest: Manifest) -> str:
-    """A manifest without what two recordings of one run never have alike."""
+    """A manifest without the fields that always differ between two recordings of a run."""
     fields = manifest.to_json()
     del fields["token"]
     fields["settings"].pop(COMMAND, None)
@@ -76,7 +79,7 @@ def _run(manifest: Manifest) -> str:
 
 
 def exceeds(directory: Path, num_bytes: int) -> bool:
-    """Whether the files of the ranks of a recording have more bytes than this. Stops counting there."""
+    """Whether the files of the ranks of a recording have more bytes than this. Stops counting as soon as it is known."""
     total = 0
     for folder in directory.glob("rank*"):
         with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""Which rank recorded what of a parameter at one step, and the sums of all ranks' sketches."""
+"""The elements of parameters that each rank recorded at a step, and sums of the sketches of all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ from crossframe.recording.index import StepLines
 from crossframe.recording.sketch import NUM_SUMS, Sketch
 
 What = tuple[str, str, str]
-"""Phase, parameter and slot."""
+"""Phase, parameter and entry of the optimizer state."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of elements of one parameter, as one rank recorded it.
+    """A run of elements of one parameter that one rank recorded.
 
     Attributes:
-        key: under which its elements lie in the step's file; in that of the step before where `before` holds.
-        sketch: the row of its sketch; up to format 4 an object, as `crossframe.recording.lines` has it; None of elements.
+        key: the key of its elements in the step's file, or in that of the previous step if `before`.
+        sketch: the row of its sketch, or up to format 4 an object (see `crossframe.recording.lines`); None if the elements were
+            recorded.
     """
 
     rank: int
@@ -33,13 +34,13 @@ class Run:
 
 
 class StepRuns:
-    """The runs of all ranks. Steps that consist of the same share one object.
+    """The runs of all ranks. Steps of equal structure share one object.
 
     Attributes:
-        of: in rank order.
-        slots: of the optimizer's state, by parameter, sorted.
-        counted: the first rank that counts the optimizer's steps of a parameter.
-        whole: the runs of one copy of the model, where they were seen to be the whole parameter.
+        of: the runs of each quantity, in rank order.
+        slots: names of the optimizer state entries of each parameter, sorted.
+        counted: the first rank that counts the optimizer's steps, by parameter.
+        whole: the runs of one replica, by quantity and replica, once they were checked to be the whole parameter.
     """
 
     def __init__(self, ranks: Sequence[StepLines]) -> None:
@@ -62,14 +63,14 @@ class StepRuns:
         self._sums: dict[range, _Sums] = {}
 
     def sums(self, group: range) -> "_Sums":
-        """What is added up over a group of ranks."""
+        """The rows to add over a group of ranks."""
         if group not in self._sums:
             self._sums[group] = _Sums(self.of, group)
         return self._sums[group]
 
 
 class _Sums:
-    """Which rows of which ranks make up each sketched quantity."""
+    """The rows of each rank whose sum is the sketch of each quantity."""
 
     def __init__(self, of: dict[What, list[Run]], group: range) -> None:
         self.numels: list[int] = []
@@ -89,10 +90,10 @@ class _Sums:
 
 
 class SummedSketches:
-    """All sketched quantities of a step, each added up over the ranks of one copy of the model."""
+    """The sketches of all quantities of a step, each the sum over the ranks of one replica."""
 
     def __init__(self, sums: _Sums, rows: dict[int, np.ndarray]) -> None:
-        """`rows` are those of each rank's file."""
+        """`rows` are the rows in the file of each rank."""
         self._sums = sums
         count = len(sums.places)
         self._totals, self._wholes = np.zeros((count, NUM_SUMS + 1)), np.zeros((count, 2), np.uint64)
@@ -102,7 +103,7 @@ class SummedSketches:
             self._wholes[to] += np.ascontiguousarray(taken[:, NUM_SUMS + 1 :]).view(np.uint64)
 
     def sketch(self, what: What, dtype: str) -> Sketch:
-        """One of them."""
+        """The sketch of one quantity."""
         place = self._sums.places[what]
         total, (fingerprint, lost) = self._totals[place], self._wholes[place].tolist()
         return Sketch(self._sums.numels[place], dtype, fingerprint, total[:NUM_SUMS], float(total[NUM_SUMS]), lost)

@@ -1,9 +1,9 @@
-"""Perturbed runs: runs that differ from one another only as rounding makes right runs differ.
+"""Perturbed runs: runs that differ from the original run only as rounding lets correct runs differ.
 
-A perturbed run begins one unit in the last place away from the run it is a perturbed run of, each element up or down by a hash
-of its name and index, so that all ranks and replicas agree whatever the layout. What sums do in other orders is the framework's
-to change (`torch_backend.other_rounding`). How far the perturbed runs of a run part is how far rounding drives runs like it
-apart: `crossframe.verdict.envelope`.
+A perturbed run starts with parameters that are one unit in the last place away from those of the original run. A hash of its name
+and index moves each element up or down, so that all ranks and replicas agree in every layout. The framework may also change the
+order of sums (`torch_backend.other_rounding`). The spread of the perturbed runs measures how far rounding drives such runs apart:
+see `crossframe.verdict.envelope`.
 """
 
 import os
@@ -15,18 +15,18 @@ from crossframe.errors import UsageError
 from crossframe.recording.hashing import element_keys
 
 TWIN = "CROSSFRAME_TWIN"
-"""The environment variable that says which perturbed run a run is, where its loop does not."""
+"""The environment variable with the number of the perturbed run, if the loop does not pass it."""
 
 _INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def moved(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarray:
-    """Values one unit in the last place up or down, as this perturbed run begins with them. Zeros and what is not finite stay.
+    """The initial values of a perturbed run: each one unit in the last place up or down; zeros, NaN and inf do not change.
 
     Args:
         name: canonical name of the parameter.
-        values: elements `start:start + size` of it, of any shape and floating dtype.
-        twin: its number; 0 is the run itself, and moves nothing.
+        values: elements `start:start + size` of the parameter, of any shape and floating dtype.
+        twin: number of the perturbed run; 0 is the original run, which changes nothing.
 
     >>> one = np.ones(4, np.float32)
     >>> sorted({float(abs(x - 1)) for x in moved("w", one, 1)}) == [2.0**-24, 2.0**-23]
@@ -38,16 +38,16 @@ def moved(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarra
     flat = np.ascontiguousarray(values).reshape(-1)
     integers = flat.view(_INTEGERS[flat.dtype.itemsize])
     stays = (flat == 0) | ~np.isfinite(flat)
-    # The bits of a float, read as an integer, count its magnitude: one more is the next one away from zero.
+    # The bits of a float, read as an integer, order its magnitude: adding 1 gives the next value away from zero.
     changed = np.where(stays, integers, integers + np.where(up, 1, -1).astype(integers.dtype))
     return changed.view(flat.dtype).reshape(values.shape)
 
 
 def twin_number(given: int | None) -> int:
-    """Which perturbed run a run is, by argument or environment; 0: none.
+    """The number of the perturbed run, from the argument or else from the environment; 0: not a perturbed run.
 
     Raises:
-        UsageError: no number of 0 or more.
+        UsageError: not an int of at least 0.
     """
     said: Any = os.environ.get(TWIN, "0") if given is None else given
     if isinstance(said, str) and said.isdecimal():
