@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,33 @@ EDGES = {
     "flax": {"jax_backend/nnx.py", "jax_backend/linen.py"},
     "optax": {"jax_backend/optim.py", "jax_backend/checkpoint_state.py"},
 }
+# Folders and top modules of torch_backend: each imports only what stands before it.
+ORDER = (
+    "compat",
+    "observe",
+    "ranks",
+    "modules",
+    "mesh",
+    "memory",
+    "pieces",
+    "exposure",
+    "engine",
+    "state",
+    "wrap",
+    "api",
+    "fsdp1",
+    "fsdp2",
+    "other_rounding",
+    "recorder",
+    "shards",
+    "checkpoint",
+    "sharded_grad_scaler",
+    "fully_sharded_data_parallel",
+    "fully_shard",
+    "_fully_shard",
+    "stand_in",
+    "__init__",
+)
 
 
 def imported(path: Path) -> set[str]:
@@ -66,6 +95,62 @@ def test_packages_import_only_what_they_may(package):
         if is_of(name, forbidden) and not where.startswith(MAY_YET.get(forbidden, ()))
     ]
     assert wrong == []
+
+
+@cache
+def graph(package: str) -> dict[str, set[str]]:
+    """Each module of a package and the modules of that package which it imports anywhere in its source.
+
+    `from a import b` counts as an import of module a.b if there is one, otherwise of a. Imports under `if TYPE_CHECKING:`, which
+    are not run, do not count, nor does it that an import of a.b runs a/__init__.py first.
+    """
+    paths = {
+        source.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): source
+        for source in (ROOT / package).rglob("*.py")
+    }
+    edges: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names: set[str] = set()
+        nodes: list[ast.AST] = [ast.parse(path.read_text())]
+        while nodes:
+            node = nodes.pop()
+            if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+                nodes += ast.iter_child_nodes(node)
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= inner if inner <= paths.keys() else inner | {str(node.module)}
+        edges[module] = names & paths.keys() - {module}
+    return edges
+
+
+@pytest.mark.parametrize("package", ["crossframe", "torch_backend", "jax_backend"])
+def test_modules_do_not_import_in_cycles(package):
+    try:
+        TopologicalSorter(graph(package)).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_folders_of_torch_backend_import_one_way():
+    def place(module: str) -> int:
+        return ORDER.index((module + ".__init__").split(".")[1])
+
+    edges = graph("torch_backend")
+    wrong = [f"{a} imports {b}" for a, names in sorted(edges.items()) for b in sorted(names) if place(b) > place(a)]
+    assert wrong == []
+
+
+def test_no_private_module_of_torch_backend_is_unused():
+    edges = graph("torch_backend")
+    reached: set[str] = set()
+    # torch has a folder _fully_shard, from which scripts import.
+    new = {module for module in edges if "._" not in module or is_of(module, "torch_backend._fully_shard")}
+    while new:
+        reached |= new
+        new = {name for module in new for name in edges[module]} - reached
+    assert sorted(edges.keys() - reached) == []
 
 
 def test_flax_and_optax_stay_at_the_edges_of_the_jax_backend():
