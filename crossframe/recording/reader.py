@@ -1,4 +1,4 @@
-"""Reading a recording, whatever layout and world size it was made at."""
+"""Reads recordings of any layout and world size."""
 
 import copy
 import math
@@ -27,15 +27,15 @@ from crossframe.shown import shown, shown_path
 from crossframe.trace import Event
 
 _OPEN_FILES = 64
-"""Of so many step files, or of three steps where there are more ranks, it is remembered that they were verified."""
+"""Number of verified step files that are kept, or those of three steps if there are more ranks."""
 _STEPS = 4
-"""Of so many steps the runs and the summed sketches are kept."""
+"""Number of steps whose runs and summed sketches are kept."""
 
 
 class Recording:
-    """A recording on disk, opened for reading. Lines are read when it is opened, tensors when they are asked for.
+    """A recording on disk, opened for reading. Lines are read when it is opened, and tensors on demand.
 
-    File names are computed from ranks and steps and never read from the recording, and nothing in it is executed.
+    File names are computed from ranks and steps, never read from the recording, and nothing in it is executed.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, indexes: Sequence[RankIndex], num_steps: int) -> None:
@@ -54,14 +54,15 @@ class Recording:
 
     @classmethod
     def open(cls, directory: str | Path, *, partial: bool = False) -> "Recording":
-        """Open a recording. What a rank's files say of themselves, and of the manifest, must hold: all have checksums.
+        """Open a recording and verify the checksums of its manifest and lines.
 
         Args:
-            partial: also accept one that is still being written or whose run was killed. Then what all ranks have as
-                whole steps is there (`num_steps` of them), and nothing else.
+            partial: also accept a recording that is being written or whose run was killed. It then has the `num_steps` steps
+                that are complete on all ranks.
 
         Raises:
-            RecordingError: no such directory, no or a wrong manifest, a rank that is missing, no end, a damaged line.
+            RecordingError: there is no such directory, the manifest is missing or invalid, a rank or the end is missing, or a
+                line is damaged.
         """
         path = Path(directory)
         at = shown_path(path)
@@ -94,15 +95,15 @@ class Recording:
         return cls(path, manifest, indexes, num_steps)
 
     def twins(self) -> tuple["Recording", ...]:
-        """The perturbed runs that were recorded with this run, in order (`crossframe.recording.twins`)."""
+        """The perturbed runs that were recorded with this run, by number (`crossframe.recording.twins`)."""
         found = []
         while (folder := self.directory / lines.twin_folder(len(found) + 1)).is_dir():
             found.append(Recording.open(folder).with_channels_first(self._moved))
         return tuple(found)
 
     def with_channels_first(self, activations: Collection[tuple[str, str]]) -> "Recording":
-        """This recording, in which these activations, (module, use) each, have their channels moved from the last dim to dim 1.
-        So have those of its perturbed runs. The activations' order must be unknown."""
+        """A view of this recording in which these activations, given as (module, use), have channels moved from the last dim to
+        dim 1, also in its perturbed runs. Their order of dims must be unknown."""
         moved = self._moved | frozenset(activations)
         if moved == self._moved:
             return self
@@ -112,13 +113,13 @@ class Recording:
         return self._views[moved]
 
     def first(self, num_steps: int) -> "Recording":
-        """This recording up to a step.
+        """A view of the first steps of this recording.
 
         Args:
-            num_steps: how many steps, from the first on; all if there are fewer.
+            num_steps: number of steps; all if there are fewer.
 
         Raises:
-            RecordingError: not an int of at least 1.
+            RecordingError: `num_steps` is not an int of at least 1.
         """
         if type(num_steps) is not int or num_steps < 1:
             raise RecordingError(f"steps: expected an int of at least 1, got {shown(num_steps)}")
@@ -134,12 +135,12 @@ class Recording:
         return np.array(rows, np.float64).reshape(self.num_steps, self.manifest.world_size)
 
     def steps_done(self) -> int:
-        """How many steps all ranks have on disk by now. Cheap: each call reads only what was written since the last."""
+        """The number of steps that all ranks have on disk now. Each call reads only what was written since the previous one."""
         return self._progress.steps_done()
 
     @cached_property
     def _steps(self) -> tuple[int, ...]:
-        recorded: dict[int, bool] = {}  # by the identity of what many steps consist of
+        recorded: dict[int, bool] = {}  # by the identity of the structure, which steps share
         for index in self._indexes:
             for own in index.lines:
                 if id(own) not in recorded:
@@ -156,7 +157,7 @@ class Recording:
         return list(self.manifest.units)
 
     def batch(self, step: int, rank: int) -> Batch:
-        """What a rank was fed at a step."""
+        """The batch of a rank at a step."""
         self._check(step, rank)
         return self._indexes[rank].batches[step]
 
@@ -166,16 +167,16 @@ class Recording:
         return list(self._indexes[rank].lines[step].collectives)
 
     def has(self, phase: str, step: int, name: str, rank: int | None = None, use: str = "") -> bool:
-        """Whether any rank (or this one) recorded something of a parameter: an unused one has no gradient (R29).
+        """Whether any rank, or this rank, recorded a quantity of a parameter. An unused parameter has no gradient (R29).
 
         Args:
-            use: of the phase "state", the slot.
+            use: for the phase "state", the name of the optimizer state entry.
         """
         runs = self._step_runs(step).of.get((phase, name, use), ())
         return bool(runs) if rank is None else any(run.rank == rank for run in runs)
 
     def runs(self, phase: str, step: int, name: str, use: str = "") -> list[Run]:
-        """Which elements of a parameter each rank recorded, in rank order."""
+        """The elements of a parameter that each rank recorded, in rank order."""
         return list(self._step_runs(step).of.get((phase, name, use), ()))
 
     def _step_runs(self, step: int) -> StepRuns:
@@ -192,15 +193,15 @@ class Recording:
         return self._runs[step]
 
     def full(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> np.ndarray:
-        """A parameter-shaped array, put together from the pieces of all ranks of one copy of the model.
+        """An array of the parameter's shape, assembled from the pieces of all ranks of one replica.
 
         Args:
             phase: "parameters", "reduce", "state" or "update".
-            use: of "state", the slot.
-            replica: which copy, on a mesh that replicates.
+            use: for "state", the name of the optimizer state entry.
+            replica: index of the replica.
 
         Raises:
-            RecordingError: pieces that do not hold every element exactly once, or that differ in dtype; sketches.
+            RecordingError: the pieces do not have every element exactly once, differ in dtype, or are sketches.
         """
         runs = self._of_replica(phase, step, name, use, replica)
         spec = self.manifest.params[name]
@@ -220,7 +221,7 @@ class Recording:
         return any(run.sketch is not None for run in self.runs(phase, step, name, use))
 
     def sketch(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> Sketch:
-        """What the ranks of one copy of the model add up to, of what `full` would give; RecordingError as there."""
+        """The sketch of the array that `full` returns, summed over the ranks of one replica; RecordingError as for `full`."""
         runs = self._of_replica(phase, step, name, use, replica)
         if not runs:
             raise RecordingError(f"{self._where(phase, step, name, use)}: nothing was recorded")
@@ -241,7 +242,7 @@ class Recording:
         return self._summed[at]
 
     def _shard_group(self, replica: int) -> range:
-        """The ranks of one copy of the model."""
+        """The ranks of one replica."""
         ranks = self.manifest.mesh.shard_group(replica * self.manifest.mesh.shard)
         return range(ranks[0], ranks[-1] + 1)
 
@@ -252,7 +253,7 @@ class Recording:
         return self._sketch(run.rank, step, run.key, run.sketch, run.stop - run.start, run.dtype)
 
     def _sketch(self, rank: int, step: int, key: str, said: dict[str, Any] | int, numel: int, dtype: str) -> Sketch:
-        """A sketch of one rank; `said` is the row, or what the line says of it up to format 4."""
+        """A sketch of one rank; `said` is its row, or up to format 4 the object in the line."""
         if isinstance(said, int):
             return Sketch.from_row(self._rows(rank, step)[said], numel, dtype)
         return Sketch.from_json(said, numel, dtype, self._file(rank, step).read(key, "float64", NUM_SUMS))
@@ -261,7 +262,7 @@ class Recording:
         return self._file(rank, step).rows(self._indexes[rank].lines[step].num_sketches)
 
     def _of_replica(self, phase: str, step: int, name: str, use: str, replica: int) -> list[Run]:
-        """The runs of one copy of the model; together they are the parameter."""
+        """The runs of one replica, which together are the parameter."""
         self._check(step, 0)
         kind, at = self._step_runs(step), ((phase, name, use), replica)
         if at not in kind.whole:
@@ -290,11 +291,11 @@ class Recording:
         return runs
 
     def local(self, step: int, rank: int, name: str) -> np.ndarray:
-        """The gradient that one rank's own batch gave, parameter-shaped; RecordingError where it was not recorded."""
+        """The gradient of one rank's own batch, in the parameter's shape; RecordingError if it was not recorded."""
         return self._own(lines.BACKWARD, "local gradient", step, rank, name)
 
     def unsharded(self, step: int, rank: int, name: str) -> np.ndarray:
-        """A parameter as one rank's forward saw it; RecordingError where it was not recorded."""
+        """A parameter in one rank's forward; RecordingError if it was not recorded."""
         return self._own(lines.UNSHARDED, "unsharded parameter", step, rank, name)
 
     def _own(self, phase: str, what: str, step: int, rank: int, name: str) -> np.ndarray:
@@ -307,39 +308,39 @@ class Recording:
         return self.elements(step, run).reshape(self.manifest.params[name].shape)
 
     def own_run(self, phase: str, step: int, rank: int, name: str) -> Run | None:
-        """What one rank recorded of a parameter."""
+        """The elements of a parameter that one rank recorded; None if there are none."""
         self._check(step, rank)
         return next((run for run in self.runs(phase, step, name) if run.rank == rank), None)
 
     def state_slots(self, step: int, name: str) -> tuple[str, ...]:
-        """What the optimizer keeps of a parameter, by torch's names, as any rank recorded it after a step."""
+        """The names of the optimizer state entries of a parameter that any rank recorded after a step, as in torch."""
         self._check(step, 0)
         return self._step_runs(step).slots.get(name, ())
 
     def count(self, step: int, name: str) -> float | None:
-        """How many steps the optimizer says it made with a parameter, as the first rank that said recorded it."""
+        """The optimizer's count of its steps for a parameter, from the first rank that recorded it; None if there is none."""
         self._check(step, 0)
         rank = self._step_runs(step).counted.get(name)
         return None if rank is None else self._indexes[rank].count(step, name)
 
     def learning_rates(self, step: int) -> tuple[float, ...]:
-        """The learning rate of each group of the optimizer's parameters at a step; empty where nobody recorded it."""
+        """The learning rate of each parameter group at a step; empty if it was not recorded."""
         self._check(step, 0)
         return self._indexes[0].rates.get(step, ())
 
     def grad_norm(self, step: int, rank: int) -> float | None:
-        """The norm of the gradient as the loop computed it; None where it was not recorded."""
+        """The gradient norm that the loop computed; None if it was not recorded."""
         self._check(step, rank)
         return self._indexes[rank].norms.get(step)
 
     def activations(self, step: int) -> list[tuple[int, str, str]]:
-        """(microbatch, module, use) of all that every rank recorded at a step, in the order in which rank 0 met it."""
+        """(microbatch, module, use) of the activations that every rank recorded at a step, in the order of rank 0's forward."""
         self._check(step, 0)
         own = [index.lines[step].activations for index in self._indexes]
         return [at for at in own[0] if all(at in each for each in own)]
 
     def activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> np.ndarray:
-        """What a module was given or gave on a rank; RecordingError where it was not recorded, or as a sketch."""
+        """The input or output of a module on a rank; RecordingError if it was not recorded, or only as a sketch."""
         line = self._activation(step, rank, microbatch, module, use)
         if line.get("sketch") is not None:
             raise RecordingError(f"{self.directory}: the {use} of {module!r} at step {step} was recorded as a sketch")
@@ -349,17 +350,17 @@ class Recording:
         return channels_first(values) if (module, use) in self._moved else values
 
     def activation_shape(self, step: int, rank: int, microbatch: int, module: str, use: str) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of an activation."""
         shape = tuple(self._activation(step, rank, microbatch, module, use)["shape"])
         return channels_first_shape(shape) if (module, use) in self._moved else shape
 
     def activation_order(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Order:
-        """What is known of its order of dims."""
+        """The known order of dims of an activation."""
         line = self._activation(step, rank, microbatch, module, use)
         return Order.TORCH if (module, use) in self._moved else Order(line["order"])
 
     def activation_sketch(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Sketch | None:
-        """Its sketch; None where it was recorded in full."""
+        """The sketch of an activation; None if it was recorded in full."""
         line = self._activation(step, rank, microbatch, module, use)
         if line.get("sketch") is None:
             return None
@@ -373,7 +374,7 @@ class Recording:
         return self._sketch(rank, step, key, line[of], math.prod(line["shape"]), line["dtype"])
 
     def activation_operator(self, step: int, rank: int, microbatch: int, module: str, use: str) -> str:
-        """The framework's name of the operator that computed it; "" where that was not recorded."""
+        """The framework's name of the operator that computed an activation; "" if it was not recorded."""
         return self._activation(step, rank, microbatch, module, use).get("operator", "")
 
     def _activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> dict[str, Any]:
@@ -390,11 +391,11 @@ class Recording:
         return f"{shown_path(self.directory)}: step {step}, phase {phase!r}, {of}parameter {shown(name)}"
 
     def elements(self, step: int, run: Run) -> np.ndarray:
-        """The elements of a run that was recorded in full, in one line."""
+        """The elements of a run that was recorded in full, as a 1-D array."""
         return self._file(run.rank, step, run.before).read(run.key, run.dtype, run.stop - run.start)
 
     def _file(self, rank: int, step: int, before: bool = False) -> TensorFile:
-        """A rank's tensors of a step, or of the step before it."""
+        """The tensors of a rank at a step, or at the previous step."""
         key = (rank, step - before)
         if key[1] < 0:
             folder = shown_path(self.directory / lines.rank_folder(rank))

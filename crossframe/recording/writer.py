@@ -1,4 +1,4 @@
-"""Writing what one rank saw, into a recording that was begun (`crossframe.recording.create`)."""
+"""Writes the events of one rank into a recording that exists (`crossframe.recording.create`)."""
 
 import hashlib
 import json
@@ -24,29 +24,30 @@ from crossframe.shown import shown_path
 from crossframe.trace import Event
 
 _STRUCTURES = 4
-"""A step is told to consist of the same as one of so many earlier kinds of steps."""
+"""Number of earlier step structures that a step is compared with."""
 _LEAST_BYTES = 256
-"""A tensor of fewer bytes is stored again: its line would become longer than that saves."""
+"""Tensors of fewer bytes are always stored, since a reference would need a longer line than it saves."""
 _DIGEST_BYTES = 20
 
 Pieces = Mapping[str, tuple[int, int, np.ndarray | Sketch]]
-"""Parameter name to (start, stop, value): elements `start:stop` of the parameter taken as one row-major line."""
+"""Parameter name to (start, stop, value): elements `start:stop` of the flattened parameter."""
 
 
 class RecordingWriter:
-    """Writes what one rank saw, step by step. A context manager: leaving it normally finishes the recording, an
-    exception leaves it without its end, so that a reader can tell.
+    """Writes the events of one rank, step by step.
 
-    Within a step call what applies, in any order (but `activation`), then `end_step`. Arrays are copied at once. A step's tensors
-    reach the disk before the lines that speak of them, so what a killed run leaves is whole up to some step.
+    A context manager: a normal exit finishes the recording, and an exception leaves it without its end, so that readers can tell.
 
-    Where the manifest's detail is "sketch", arrays of parameters and activations with more than `WHOLE` elements are sketched
-    here; a backend that sketches on its device hands over the `Sketch` in place of the array.
+    In each step, call the methods that apply, then `end_step`. The order is free except for `activation`. Arrays are copied
+    immediately. The tensors of a step are written before the lines that refer to them, so a killed run leaves complete steps.
+
+    If the manifest's detail is "sketch", arrays of parameters and activations with more than `WHOLE` elements are sketched
+    here. A backend that sketches on its device passes the `Sketch` instead of the array.
 
     Raises:
-        RecordingError: no manifest, or another than this; a rank that was written already; and in all methods: another
-            step than the one that is open, a unit or parameter that the manifest has not, a shape, range or dtype that
-            does not fit it, the same thing twice, a tensor at a step that the schedule does not record.
+        RecordingError: the manifest is missing or another one, or the rank was written already. In all methods: the step is not
+            the open one; the manifest lacks the unit or parameter; a shape, range or dtype does not fit; something is recorded
+            twice; or a tensor is recorded at a step that the schedule does not record.
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest, rank: int) -> None:
@@ -58,7 +59,7 @@ class RecordingWriter:
         self._manifest_stat: tuple[int, ...] | None = None
         self._check_ours()
         self.folder = self._root / lines.rank_folder(rank)
-        # A job that overwrites deletes folders under this lock: without it, one could appear in that job's recording.
+        # A job that overwrites deletes folders under this lock. Without it, this folder could appear in that job's recording.
         with self._writes(), folder_lock(self._root, shared=True):
             self._check_ours()
             try:
@@ -75,10 +76,10 @@ class RecordingWriter:
         self._tensors: dict[str, np.ndarray] = {}
         self._sketches: list[np.ndarray] = []
         self._counts: list[float] = []
-        # Where bytes lie in the file of this step and of the one before, by their digest.
+        # Keys in the file of this step and of the previous step, by the digest of the bytes.
         self._stored: dict[tuple[str, bytes], str] = {}
         self._stored_before: dict[tuple[str, bytes], str] = {}
-        # What the last steps consisted of, and the step that has the lines.
+        # The structures of earlier steps, each with the step that has its lines.
         self._structures: deque[tuple[int, list[tuple[str, dict[str, Any]]]]] = deque(maxlen=_STRUCTURES)
         self._finished = False
         with self._writes():
@@ -93,11 +94,11 @@ class RecordingWriter:
         return step < self._dense_until or self.manifest.schedule.records(step, self.manifest.steps)
 
     def is_dense(self, step: int) -> bool:
-        """Whether what is this rank's own is recorded too."""
+        """Whether tensors that are specific to this rank are recorded too."""
         return step < self._dense_until or self.manifest.schedule.is_dense(step)
 
     def open_window(self, stop: int) -> None:
-        """Make all steps from the one that is open up to `stop` dense, on demand. All ranks of a run do so at the same step."""
+        """Make all steps from the open one up to `stop` dense. All ranks of a run call this at the same step."""
         if type(stop) is not int or stop <= self._step:
             raise RecordingError(
                 f"rank {self.rank}: expected the end of a dense window behind step {self._step}, got {stop!r}"
@@ -105,18 +106,18 @@ class RecordingWriter:
         self._dense_until = max(self._dense_until, stop)
 
     def batch(self, step: int, digest: str, sample_ids: Iterable[int]) -> None:
-        """What this rank is fed: sha256 of the batch in hex, and the number of each sample in the data."""
+        """Record this rank's batch: its sha256 in hex, and the id of each sample in the data."""
         lines.check_digest(digest)
         fields = {"digest": digest, "sample_ids": [int(i) for i in sample_ids]}
         self._add("batch", lines.place(step, self.rank, lines.BATCH, "batch") | fields, once=lines.BATCH)
 
     def loss(self, step: int, value: float) -> None:
-        """This rank's loss, before any averaging over ranks."""
+        """Record this rank's loss, before any average over ranks."""
         fields = {"value": float(value)}
         self._add("loss", lines.place(step, self.rank, lines.FORWARD, "loss") | fields, once=lines.FORWARD)
 
     def grad_norm(self, step: int, value: float) -> None:
-        """The norm of the gradient as the loop computed it, before it clips."""
+        """Record the gradient norm that the loop computed, before clipping."""
         self._add("norm", lines.place(step, self.rank, lines.NORM, "norm") | {"value": float(value)}, once=lines.NORM)
 
     def activation(
@@ -132,16 +133,16 @@ class RecordingWriter:
         moved: Sketch | None = None,
         operator: str = "",
     ) -> None:
-        """What a module was given or gave in forward, on this rank. Called in the order in which forward comes by.
+        """Record the input or output of a module in this rank's forward. Call this in the order of forward.
 
         Args:
             module: canonical name; "" is the model.
             use: "input" or "output".
-            value: an array, or its sketch, made under the name `activation_key`.
-            shape: of a sketched one.
-            order: what is known of its order of dims.
-            moved: of a sketched one whose order is not known, the sketch of its elements with channels first, under that name.
-            operator: the framework's name of the one that computed it; "" where that is not known.
+            value: an array, or its sketch under the name `activation_key`.
+            shape: the shape, if `value` is a sketch.
+            order: the known order of dims.
+            moved: if `value` is a sketch and its order is unknown, the sketch with channels first, under the same name.
+            operator: the framework's name of the operator that computed it; "" if unknown.
         """
         where = f"rank {self.rank}, step {step}, microbatch {microbatch}, {use} of module {module!r}"
         self._check_dense(step, "activations")
@@ -181,32 +182,32 @@ class RecordingWriter:
             fields["channels_first"] = self._keep_sketch(moved)
 
     def parameters(self, step: int, unit: str, pieces: Pieces) -> None:
-        """What this rank's shard holds of the unit's parameters before the step. Asked for before step 0 alone."""
+        """Record this rank's pieces of the unit's parameters before the step. Required before step 0 only."""
         self._put(lines.PARAMETERS, step, unit, pieces)
 
     def unsharded(self, step: int, unit: str, params: Mapping[str, np.ndarray | Sketch]) -> None:
-        """A unit's parameters in full, as this rank's forward (of the first microbatch) saw them, each in its shape."""
+        """Record the full parameters of a unit in this rank's first forward of the step, each in its shape."""
         self._whole(lines.UNSHARDED, "unsharded parameter", step, unit, params)
 
     def local_grads(self, step: int, unit: str, grads: Mapping[str, np.ndarray | Sketch]) -> None:
-        """The full gradients that this rank's own batch gives, before any reduction, each in its parameter's shape."""
+        """Record the full gradients of this rank's own batch, before any reduction, each in its parameter's shape."""
         self._whole(lines.BACKWARD, "local gradient", step, unit, grads)
 
     def reduced_grads(self, step: int, unit: str, pieces: Pieces) -> None:
-        """This rank's pieces of the gradients that its optimizer sees."""
+        """Record this rank's pieces of the gradients that its optimizer gets."""
         self._put(lines.REDUCE, step, unit, pieces)
 
     def state(self, step: int, unit: str, slot: str, pieces: Pieces) -> None:
-        """This rank's pieces of what the optimizer keeps of the parameters, after its step.
+        """Record this rank's pieces of an optimizer state entry, after the optimizer's step.
 
         Args:
-            slot: by torch's name: "exp_avg", "exp_avg_sq", "momentum_buffer".
+            slot: name of the entry in torch: "exp_avg", "exp_avg_sq", "momentum_buffer".
         """
         lines.check_slot(slot)
         self._put(lines.STATE, step, unit, pieces, slot)
 
     def counts(self, step: int, counts: Mapping[str, float]) -> None:
-        """How many steps the optimizer says it made with each parameter, after its step."""
+        """Record the optimizer's count of its steps for each parameter, after its step."""
         for name, value in counts.items():
             if name not in self._units:
                 raise RecordingError(f"rank {self.rank}, step {step}: the manifest has no parameter {name!r}")
@@ -215,11 +216,11 @@ class RecordingWriter:
             self._counts.append(float(value))
 
     def updated(self, step: int, unit: str, pieces: Pieces) -> None:
-        """This rank's pieces of the parameters after the optimizer's step."""
+        """Record this rank's pieces of the parameters after the optimizer's step."""
         self._put(lines.UPDATE, step, unit, pieces)
 
     def collectives(self, step: int, events: Sequence[Event]) -> None:
-        """The collectives that this rank took part in, in order."""
+        """Record the collectives of this rank, in order."""
         for event in events:
             self._add(
                 "collective",
@@ -228,10 +229,10 @@ class RecordingWriter:
             )
 
     def end_step(self, step: int, rates: Sequence[float] = ()) -> None:
-        """Write the step to disk. It needs a batch and a loss.
+        """Write the step to disk. A step must have a batch and a loss.
 
         Args:
-            rates: the learning rate of each group of the optimizer's parameters at this step; empty where it is not known.
+            rates: the learning rate of each parameter group at this step; empty if unknown.
         """
         self._check_step(step)
         missing = [what for what, key in (("batch", lines.BATCH), ("loss", lines.FORWARD)) if key not in self._seen]
@@ -257,7 +258,7 @@ class RecordingWriter:
         self._stored_before, self._stored, self._step = self._stored, {}, step + 1
 
     def _same_structure(self, step: int) -> int | None:
-        """An earlier step that consists of the same as this one, but for its number."""
+        """An earlier step of the same structure as this step; None if there is none."""
         own = [
             (event, {name: value for name, value in fields.items() if name != "step"})
             for event, fields in self._lines
@@ -299,7 +300,7 @@ class RecordingWriter:
             self._file.flush()
 
     def _check_ours(self) -> None:
-        """Raise RecordingError if the recording is not the one that this rank began with. Reads the manifest if it changed."""
+        """Raise RecordingError if the recording is not the one that this rank opened. Reads the manifest if it changed."""
         path = self._root / MANIFEST_NAME
         now = _identity(path)
         if now is None or now != self._manifest_stat:
@@ -318,7 +319,7 @@ class RecordingWriter:
 
     @contextmanager
     def _writes(self) -> Iterator[None]:
-        """Around what the disk may refuse."""
+        """Convert errors of the disk to RecordingError."""
         try:
             yield
         except OSError as error:
@@ -338,7 +339,7 @@ class RecordingWriter:
             if kind is None:
                 self.finish()
         finally:
-            with suppress(OSError):  # what could not be written is not tried again
+            with suppress(OSError):  # content that could not be written is not written again
                 self._file.close()
 
     def _check_dense(self, step: int, what: str) -> None:
@@ -366,7 +367,7 @@ class RecordingWriter:
         self._lines.append((event, fields))
 
     def _whole(self, phase: str, what: str, step: int, unit: str, arrays: Mapping[str, np.ndarray | Sketch]) -> None:
-        """Parameters, or what has their shape, all of whose elements this rank has."""
+        """Record parameters, or tensors of their shape, of which this rank has all elements."""
         self._check_dense(step, f"{what}s")
         pieces = {}
         for name, value in arrays.items():
@@ -410,11 +411,11 @@ class RecordingWriter:
         start: int,
         numel: int,
     ) -> None:
-        """Put a tensor, or its sketch, into the step's file, and its line among the step's.
+        """Add a tensor, or its sketch, to the step's file, and its line to the step's lines.
 
         Args:
-            name: what the elements' hashes are made of.
-            numel: of all that the value is a piece of; it decides what is sketched, so that all layouts decide alike.
+            name: the name that determines the hashes of the elements.
+            numel: number of elements of the whole tensor. It decides whether to sketch, so that all layouts decide alike.
         """
         if self.manifest.detail == SKETCH and isinstance(value, np.ndarray) and numel > WHOLE:
             dtype_name(value.dtype)
@@ -427,13 +428,13 @@ class RecordingWriter:
             fields |= self._store(key, np.array(value, copy=True, order="C").reshape(-1))
 
     def _keep_sketch(self, sketch: Sketch) -> int:
-        """Put a sketch into the step's file; returns its row."""
+        """Add a sketch to the step's file; returns its row."""
         self._sketches.append(sketch.to_row())
         return len(self._sketches) - 1
 
     def _store(self, key: str, flat: np.ndarray) -> dict[str, Any]:
-        """Put elements into the step's file; where the same bytes lie in it already, or in that of the step before, returns where
-        instead."""
+        """Add elements to the step's file. If it has the same bytes already, or the file of the previous step has them, return
+        the fields of a reference instead."""
         if flat.nbytes >= _LEAST_BYTES:
             digest = flat.dtype.name, hashlib.blake2b(flat.view(np.uint8).data, digest_size=_DIGEST_BYTES).digest()
             if (at := self._stored.get(digest)) is not None:
@@ -446,7 +447,7 @@ class RecordingWriter:
 
 
 def _identity(file: Path) -> tuple[int, ...] | None:
-    """What changes when a file is replaced; None where there is none."""
+    """Values that change when a file is replaced; None if it does not exist."""
     try:
         stat = file.stat()
     except OSError:
@@ -455,5 +456,5 @@ def _identity(file: Path) -> tuple[int, ...] | None:
 
 
 def _number(value: float) -> float | str:
-    """As a line holds it: JSON has no word for numbers that are not finite."""
+    """A number as in a line: JSON cannot represent numbers that are not finite."""
     return float(value) if math.isfinite(value) else repr(float(value))
