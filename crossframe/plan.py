@@ -17,6 +17,8 @@ from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision, PrecisionPolicy
 from crossframe.reduction import ReductionStep, reduction_steps
 from crossframe.shown import shown
+from crossframe.step import Action, ModelStep, StepSettings, UnitStep
+from crossframe.step.model import Do
 from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
 from crossframe.units import enclosing_unit
@@ -168,7 +170,7 @@ def step_plan(
 
 
 class _Planner:
-    """One rank's walk through a step, with what it knows on the way: which units are full."""
+    """One rank's step: sends the machine the signals of a model in which every unit runs once, and lists what its actions move."""
 
     def __init__(
         self,
@@ -186,7 +188,6 @@ class _Planner:
         _check(units, mesh, forward_prefetch, microbatches)
         self.mesh, self.rank = mesh, rank
         self.shard_group, self.replicas = mesh.shard_group(rank), mesh.replicate_group(rank)
-        self.prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.microbatches = microbatches
         face = face_of(units)
         reduced = reduction_steps(mesh, face)
@@ -201,14 +202,13 @@ class _Planner:
         for unit in units:
             parent = enclosing_unit(unit.name.rpartition(".")[0], known) if unit.name else None
             self.children.setdefault(parent if parent in known else None, []).append(unit)
-        self.begun = list(self._walk(None, outer_first=True))
-        self.ended = list(self._walk(None, outer_first=False))
-        self.begun_at = {unit.name: i for i, unit in enumerate(self.begun)}
-        self.ended_at = {unit.name: i for i, unit in enumerate(self.ended)}
+        self.steps = {unit.name: _unit_step(unit, backward_prefetch) for unit in self._walk(None, outer_first=True)}
+        self.planned = {self.steps[unit.name]: unit for unit in units}
+        begun = list(self.steps.values())
+        for i, step in enumerate(begun):
+            step.forward_prefetch_units = tuple(begun[i + 1 : i + 1 + forward_prefetch])
+        self.model = ModelStep(begun)
         self.differentiated = self._differentiated()
-        self.full: set[str] = set()
-        self.part: set[str] = set()
-        self.computed_backward: set[str] = set()
         self.microbatch = 0
 
     def _walk(self, parent: str | None, *, outer_first: bool) -> Iterator[PlannedUnit]:
@@ -223,102 +223,76 @@ class _Planner:
     def _differentiated(self) -> set[str]:
         """The units that a backward reaches: from the first on, in the order in which forwards end, that trains something. What
         lies ahead of it is frozen and computed from inputs, which are taken to need no gradient."""
-        first = next((i for i, unit in enumerate(self.ended) if _trained(unit)), len(self.ended))
-        return {unit.name for unit in self.ended[first:]}
+        ended = list(self._walk(None, outer_first=False))
+        first = next((i for i, unit in enumerate(ended) if self.steps[unit.name].trained), len(ended))
+        return {unit.name for unit in ended[first:]}
 
     def step(self) -> Iterator[Event]:
-        for microbatch in range(self.microbatches):
+        for microbatch, reduction in enumerate(self.reductions):
             self.microbatch = microbatch
-            self.computed_backward.clear()
+            for step in self.model.units:
+                step.choose(reduce_grads=bool(reduction))
+            yield from self._events(self.model.begin_step(training=True))
             for unit in self.children[None]:
                 yield from self._forward(unit)
             for unit in reversed(self.children[None]):
                 yield from self._backward(unit)
-            yield from self._free_unreached()
-        yield Event(STEP, "", "step", self.begun[0].buckets[0].precision.stored, 0, (self.rank,), self.microbatch)
+            yield from self._events(self.model.end_backward())
+        first = self.planned[self.model.root]
+        yield Event(STEP, "", "step", first.buckets[0].precision.stored, 0, (self.rank,), self.microbatch)
 
     def _forward(self, unit: PlannedUnit) -> Iterator[Event]:
-        yield from self._gather(unit, "forward")
-        at = self.begun_at[unit.name] + 1
-        for ahead in self.begun[at : at + self.forward_prefetch]:
-            yield from self._gather(ahead, "forward")
+        step = self.steps[unit.name]
+        yield from self._events(self.model.begin_forward(step))
         for child in self.children.get(unit.name, ()):
             yield from self._forward(child)
         yield from self._compute(unit, "forward")
-        if unit.reshard_after_forward:
-            yield from self._free(unit, "forward")
+        yield from self._events(self.model.end_forward(step))
+        if unit.name not in self.differentiated:
+            self.model.needs_no_backward(step)
 
     def _backward(self, unit: PlannedUnit) -> Iterator[Event]:
-        if unit.name not in self.differentiated:
-            for child in reversed(self.children.get(unit.name, ())):
-                yield from self._backward(child)
-            return
-        yield from self._gather(unit, "backward")
-        self.computed_backward.add(unit.name)
-        if self.prefetch is Prefetch.BACKWARD_PRE:
-            yield from self._gather_before(unit)
-        yield from self._compute(unit, "backward")
+        step, reached = self.steps[unit.name], unit.name in self.differentiated
+        if reached:
+            yield from self._events(self.model.begin_backward(step))
+            yield from self._compute(unit, "backward")
         for child in reversed(self.children.get(unit.name, ())):
             yield from self._backward(child)
-        reduction = self.reductions[self.microbatch]
-        if reduction or not unit.keeps_full_unreduced:
-            yield from self._free(unit, "backward")
-        if self.prefetch is Prefetch.BACKWARD_POST:
-            yield from self._gather_before(unit)
+        if reached and step.trained:
+            step.has_grads = True
+            yield from self._events(self.model.gradients_complete(step))
+        elif reached:
+            yield from self._events(self.model.inputs_complete(step))
+
+    def _events(self, do: Do) -> Iterator[Event]:
+        for step, actions, phase in do:
+            for action in actions:
+                yield from self._of_action(self.planned[step], action, phase)
+
+    def _of_action(self, unit: PlannedUnit, action: Action, phase: str) -> Iterator[Event]:
+        """What an action moves, frees or sends, bucket by bucket. The others are local to a rank."""
         for at, bucket in enumerate(unit.buckets):
-            if bucket.trained:
-                yield from self._reduce(unit, at, bucket, reduction)
-
-    def _free_unreached(self) -> Iterator[Event]:
-        """Frees the units that backward does not reach, when it ends."""
-        for unit in reversed(self.begun):
-            if unit.name not in self.differentiated:
-                yield from self._free(unit, "backward") if unit.name in self.full else ()
-                self.part.discard(unit.name)  # training gathers anew
-
-    def _gather_before(self, unit: PlannedUnit) -> Iterator[Event]:
-        at = self.ended_at[unit.name]
-        before = self.ended[at - 1].name
-        if at and before in self.differentiated and before not in self.computed_backward:
-            yield from self._gather(self.ended[at - 1], "backward")
+            dtype, layout = bucket.precision.gathered, bucket.layout
+            numel, copied = layout.gathered_numel, not _is_shard(bucket)
+            if action is Action.GATHER and copied:
+                kind = CAST if self.mesh.shard == 1 else ALL_GATHER
+                yield self._event(kind, unit, at, phase, dtype, numel, self.shard_group)
+            elif action is Action.GATHER_FROM_GROUP and copied:
+                size = int(unit.reshard_after_forward)
+                group = post_forward_group(self.mesh, self.rank, size)
+                yield self._event(ALL_GATHER, unit, at, phase, dtype, post_forward(layout, size).gathered_numel, group)
+            elif action is Action.RESHARD_TO_GROUP:
+                kept = post_forward(layout, int(unit.reshard_after_forward)).padded_shard_numel
+                yield self._event(RESHARD_TO_GROUP, unit, at, phase, dtype, numel - kept, self.shard_group)
+            elif action is Action.FREE and copied:
+                yield self._event(FREE, unit, at, phase, dtype, numel, self.shard_group)
+            elif action is Action.REDUCE and bucket.trained:
+                yield from self._reduce(unit, at, bucket, self.reductions[self.microbatch])
 
     def _event(
         self, kind: str, unit: PlannedUnit, at: int, phase: str, dtype: str, numel: int, group: Sequence[int]
     ) -> Event:
         return Event(kind, unit.name, phase, dtype, numel * itemsize(dtype), group, self.microbatch, at)
-
-    def _gather(self, unit: PlannedUnit, phase: str) -> Iterator[Event]:
-        if unit.name in self.full:
-            return
-        self.full.add(unit.name)
-        from_part = unit.name in self.part
-        self.part.discard(unit.name)
-        for at, bucket in enumerate(unit.buckets):
-            dtype, layout = bucket.precision.gathered, bucket.layout
-            if _is_shard(bucket):
-                continue
-            if self.mesh.shard == 1:
-                yield self._event(CAST, unit, at, phase, dtype, layout.gathered_numel, self.shard_group)
-            elif from_part:
-                size = int(unit.reshard_after_forward)
-                group = post_forward_group(self.mesh, self.rank, size)
-                yield self._event(ALL_GATHER, unit, at, phase, dtype, post_forward(layout, size).gathered_numel, group)
-            else:
-                yield self._event(ALL_GATHER, unit, at, phase, dtype, layout.gathered_numel, self.shard_group)
-
-    def _free(self, unit: PlannedUnit, phase: str) -> Iterator[Event]:
-        """Back to the shard; behind forward, to a smaller group's where the unit asks for one."""
-        self.full.discard(unit.name)
-        to_part = type(unit.reshard_after_forward) is int and phase == "forward"
-        if to_part:
-            self.part.add(unit.name)
-        for at, bucket in enumerate(unit.buckets):
-            dtype, numel = bucket.precision.gathered, bucket.layout.gathered_numel
-            if to_part:
-                kept = post_forward(bucket.layout, int(unit.reshard_after_forward)).padded_shard_numel
-                yield self._event(RESHARD_TO_GROUP, unit, at, phase, dtype, numel - kept, self.shard_group)
-            elif not _is_shard(bucket):
-                yield self._event(FREE, unit, at, phase, dtype, numel, self.shard_group)
 
     def _compute(self, unit: PlannedUnit, phase: str) -> Iterator[Event]:
         for at, bucket in enumerate(unit.buckets):
@@ -357,8 +331,13 @@ def _is_shard(bucket: PlannedBucket) -> bool:
     return shard_is_full(bucket.layout, cast=bucket.precision.is_mixed)
 
 
-def _trained(unit: PlannedUnit) -> bool:
-    return any(bucket.trained for bucket in unit.buckets)
+def _unit_step(unit: PlannedUnit, backward_prefetch: Prefetch | None) -> UnitStep:
+    settings = StepSettings(
+        reshard_after_forward=unit.reshard_after_forward,
+        keep_without_reduction=unit.keeps_full_unreduced,
+        backward_prefetch=backward_prefetch,
+    )
+    return UnitStep(unit.name, settings, trained=any(bucket.trained for bucket in unit.buckets))
 
 
 def face_of(units: Sequence[PlannedUnit]) -> Face:

@@ -24,6 +24,7 @@ from crossframe.reference.live import LiveUnit
 from crossframe.reference.optim import SGD
 from crossframe.reference.unit import Params
 from crossframe.reference.world import World
+from crossframe.step import UnitStep
 from crossframe.unshard import UnshardRequest
 
 LR = 0.5
@@ -99,14 +100,18 @@ class Pair:
         ]
 
     def _record(self, unit: LiveUnit) -> None:
-        take = unit.move
+        for step in unit.steps:
+            self._record_step(step)
 
-        def move(move: Move, ranks: Any = None) -> None:
-            before = [unit.states[rank] for rank in (unit.ranks if ranks is None else ranks)]
-            take(move, ranks)
-            self.pairs |= {(state, move) for state in before}
+    def _record_step(self, step: UnitStep) -> None:
+        take = step.move
 
-        unit.move = move
+        def move(move: Move) -> None:
+            before = step.state
+            take(move)
+            self.pairs.add((before, move))
+
+        step.move = move  # type: ignore[method-assign]
 
     def _poison(self, unit: LiveUnit, shards: Sequence[np.ndarray | None]) -> None:
         bucket = unit.buckets[0]
@@ -355,7 +360,7 @@ class Pair:
     def save(self) -> bytes:
         """Everything that may change, in bytes."""
         memory = [
-            (unit.states, unit._before_summon, unit._request, bucket.full_layout is bucket.layout, bucket.unit.shards,
+            ([step.snapshot for step in unit.steps], unit._request, bucket.full_layout is bucket.layout, bucket.unit.shards,
              {name: vars(bucket)[name] for name in MEMORY})
             for unit in self.world.units.values() for bucket in unit.buckets
         ]  # fmt: skip
@@ -365,11 +370,11 @@ class Pair:
     def load(self, saved: bytes) -> None:
         """Go back to a snapshot."""
         self.syncs, memory, models = pickle.loads(saved)
-        for unit, (states, before, request, whole, shards, fields) in zip(
-            self.world.units.values(), memory, strict=True
-        ):
+        for unit, (snapshots, request, whole, shards, fields) in zip(self.world.units.values(), memory, strict=True):
             bucket = unit.buckets[0]
-            unit.states, unit._before_summon, unit._request = states, before, request
+            unit._request = request
+            for step, snapshot in zip(unit.steps, snapshots, strict=True):
+                step.restore(snapshot)
             bucket.full_layout = (
                 bucket.layout if whole else post_forward(bucket.layout, int(unit.reshard_after_forward))
             )

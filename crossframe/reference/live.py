@@ -1,29 +1,31 @@
-"""One unit through its life, on all ranks at once: what each rank's memory holds, and how moves change it (R12-R25).
+"""One unit on all ranks at once: each rank's memory, changed by the actions of the step machine (R12-R25).
 
-The state machine of `crossframe.lifecycle` says what may happen; here it happens. Every method first asks for the move, so that
-what is not legal is refused before anything is changed.
+Each rank has a `UnitStep` of `crossframe.step`. A method sends it a signal and executes its actions for all ranks, so a signal that
+is not legal raises before anything is changed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from crossframe.errors import ParamError, PlanError, StateError
+from crossframe.errors import ParamError, PlanError
 from crossframe.layout import Layout
-from crossframe.lifecycle import Activity, Exposure, Move, Residency, UnitState
+from crossframe.lifecycle import Exposure, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit
 from crossframe.reduction import ReductionStep, reduction_steps
 from crossframe.reference.bucket import Grads, LiveBucket
 from crossframe.reference.unit import Params
-from crossframe.unshard import ExitStep, UnshardRequest, residency_after
+from crossframe.step import Action, StepSettings, UnitStep
+from crossframe.step.unit import Actions
+from crossframe.unshard import UnshardRequest
 
 
 class LiveUnit:
     """A unit on all ranks.
 
     Attributes:
-        states: each rank's state. They differ only while rank 0 alone is shown full parameters (R19).
+        steps: each rank's state machine. Their states differ only while rank 0 alone is shown full parameters (R19).
         buckets: each bucket's memory.
     """
 
@@ -32,47 +34,65 @@ class LiveUnit:
         self.reshard_after_forward = planned.reshard_after_forward
         self.keeps_full_unreduced = planned.keeps_full_unreduced
         self.mesh, self.face = mesh, planned.face
-        self.states = [UnitState() for _ in range(mesh.world_size)]
+        settings = StepSettings(
+            reshard_after_forward=planned.reshard_after_forward, keep_without_reduction=planned.keeps_full_unreduced
+        )
+        mixed = any(bucket.precision.is_mixed for bucket in planned.buckets)
+        self.steps = [UnitStep(planned.name, settings, mixed=mixed) for _ in self.ranks]
         self.buckets = [LiveBucket(bucket, mesh, params, planned.face, fill) for bucket in planned.buckets]
-        self._before_summon = Residency.SHARD
         self._request = UnshardRequest()
+
+    @property
+    def states(self) -> list[UnitState]:
+        """Each rank's state."""
+        return [step.state for step in self.steps]
 
     @property
     def state(self) -> UnitState:
         """The state of rank 0, which sees all that any rank sees."""
-        return self.states[0]
+        return self.steps[0].state
 
     @property
     def ranks(self) -> range:
         """All ranks."""
         return range(self.mesh.world_size)
 
-    def move(self, move: Move, ranks: Iterable[int] | None = None) -> None:
-        """Take a step of the lifecycle on some ranks, or on all; StateError, and no rank moves, where one may not."""
-        chosen = list(self.ranks if ranks is None else ranks)
-        following = [self.states[rank].after(move, self.name) for rank in chosen]
-        for rank, state in zip(chosen, following, strict=True):
-            self.states[rank] = state
+    def _signal(self, signal: Callable[[UnitStep], Actions]) -> None:
+        """Send every rank's machine a signal, and execute the actions, which are the same on all ranks."""
+        actions = [signal(step) for step in self.steps]
+        assert len(set(actions)) == 1
+        for action in actions[0]:
+            self._execute(action)
+
+    def _execute(self, action: Action) -> None:
+        for bucket in self.buckets:
+            match action:
+                case Action.GATHER:
+                    bucket.gather(bucket.precision.gathered)
+                case Action.GATHER_FROM_GROUP:
+                    bucket.gather_parts(int(self.reshard_after_forward))
+                case Action.RESHARD_TO_GROUP:
+                    bucket.keep_parts(int(self.reshard_after_forward))
+                case Action.FREE | Action.FREE_GROUP_SHARD:
+                    bucket.free(self.ranks)
+                case Action.SUMMON:
+                    self._show(bucket)
+                case Action.DISMISS:
+                    for step in self._request.exit_steps():
+                        bucket.exit(step)
+                case _:
+                    pass  # the arrays are readable at once, and nothing is registered
 
     # Parameters in use
 
     def gather(self) -> None:
         """Have full parameters in memory, in the dtype of compute; nothing to do if they are there and fresh."""
-        state = self.state
-        if state.residency is Residency.FULL and not state.freshness:
-            return
-        self.move(Move.GATHER)
-        for bucket in self.buckets:
-            if state.residency is Residency.K_GROUP and not state.freshness:
-                bucket.gather_parts(int(self.reshard_after_forward))
-            else:
-                bucket.gather(bucket.precision.gathered)
+        self._signal(UnitStep.gather)
 
     def unshard(self) -> None:
         """Full parameters, shown on the module (FSDP2's `unshard`). Edits of them are lost when they are freed."""
-        self.gather()
-        if self.state.exposure is not Exposure.FULL:
-            self.move(Move.EXPOSE)
+        self._signal(UnitStep.unshard)
+        self._signal(UnitStep.expose)
 
     def reshard(self) -> None:
         """Back to the shards alone.
@@ -80,19 +100,7 @@ class LiveUnit:
         Raises:
             StateError: while the user is shown full parameters.
         """
-        if self.state.exposure is Exposure.SUMMONED:
-            raise StateError(
-                f"unit {self.name!r}: cannot reshard {self.state.describe()}: leave summon_full_params, which reshards"
-            )
-        self._conceal()
-        if self.state.residency is not Residency.SHARD:
-            self.move(Move.RESHARD)
-            for bucket in self.buckets:
-                bucket.free(self.ranks)
-
-    def _conceal(self) -> None:
-        if self.state.exposure is Exposure.FULL:
-            self.move(Move.CONCEAL)
+        self._signal(UnitStep.reshard)
 
     def reshard_to_group(self) -> None:
         """Keep a smaller group's shard (R08).
@@ -106,23 +114,20 @@ class LiveUnit:
                 f"unit {self.name!r}: expected the size of a smaller group to reshard to, got "
                 f"reshard_after_forward={self.reshard_after_forward!r}; plan the unit with a number"
             )
-        self._conceal()
-        self.move(Move.RESHARD_TO_GROUP)
-        for bucket in self.buckets:
-            bucket.keep_parts(int(self.reshard_after_forward))
+        self._signal(UnitStep.reshard_to_group)
 
     def after_forward(self) -> None:
-        """What the unit's choice says becomes of its full parameters behind a forward (R13, R14)."""
-        if type(self.reshard_after_forward) is int:
-            self.reshard_to_group()
-        elif self.reshard_after_forward:
-            self.reshard()
+        """Keep or free the full parameters after a forward, as the unit's settings say (R13, R14)."""
+        self._signal(UnitStep.after_forward)
 
     def compute(self, phase: str, work: Callable[[int, Mapping[str, np.ndarray]], Params | None]) -> None:
         """Run `work(rank, full parameters)` on every rank; in backward it returns the rank's gradients."""
         forward = phase == "forward"
-        self.move(Move.BEGIN_FORWARD if forward else Move.BEGIN_BACKWARD)
-        self.unshard()
+        if forward:
+            self._signal(UnitStep.begin_forward)
+            self._signal(UnitStep.enter_forward)
+        else:
+            self._signal(UnitStep.begin_backward)
         for rank in self.ranks:
             full = {name: value for bucket in self.buckets for name, value in bucket.views(rank).items()}
             grads = work(rank, full) or {}
@@ -131,13 +136,14 @@ class LiveUnit:
             for bucket in self.buckets:
                 bucket.check_grads(rank, grads)
                 bucket.add_grads(rank, grads)
-        self.move(Move.CONCEAL)
-        self.move(Move.END_FORWARD if forward else Move.END_BACKWARD)
+        self._signal(UnitStep.conceal)
+        self._signal(UnitStep.end_forward if forward else UnitStep.leave_backward)
 
     def reset(self) -> None:
         """After an exception: the shards alone, and no gradient of the step that failed, so that the next one begins as it
         did (R17)."""
-        self.move(Move.RESET)
+        for step in self.steps:
+            step.reset()
         for bucket in self.buckets:
             bucket.free(self.ranks)
             bucket.drop_grads()
@@ -163,16 +169,13 @@ class LiveUnit:
 
     def check_edited(self) -> None:
         """Raise what `edited` would: StateError in a forward, a backward or an unsharding."""
-        state = self.state
-        if state.exposure is not Exposure.FULL or state.activity is not Activity.IDLE:
-            state.after(Move.EDIT_SHARDS, self.name)
+        self.steps[0].check_edit()
 
     def edited(self) -> None:
         """The shards were written: what was gathered from them is stale (R12), unless it is the truth itself."""
         self.check_edited()
-        self._conceal()
-        if not all(bucket.full_is_truth for bucket in self.buckets):
-            self.move(Move.EDIT_SHARDS)
+        in_place = all(bucket.full_is_truth for bucket in self.buckets)
+        self._signal(UnitStep.conceal if in_place else UnitStep.edit)
 
     def edit(self, rank: int, name: str, values: np.ndarray) -> None:
         """A user writes into the parameter that a rank shows. An edit of the shards makes what was gathered stale (R12).
@@ -227,9 +230,8 @@ class LiveUnit:
         """Raise what `summon` would."""
         for bucket in self.buckets:
             request.check(keeps_original=keeps_original(bucket.layout), truth=bucket.truth)
-        for state in self.states:
-            if state.activity is not Activity.IDLE or state.exposure is Exposure.SUMMONED:
-                state.after(Move.SUMMON, self.name)
+        for step in self.steps:
+            step.check_summon()
 
     def summon(self, request: UnshardRequest) -> None:
         """Show the user full parameters in full precision (R18, R19).
@@ -239,21 +241,22 @@ class LiveUnit:
             UnsupportedError: what no rank could do (R23).
         """
         self.check_summon(request)
-        self._before_summon = self.state.residency
         self._request = request
-        self.reshard()
-        self.move(Move.GATHER)
-        for bucket in self.buckets:
-            bucket.gather(bucket.precision.stored, shown=True)
-            if request.with_grads:
-                bucket.show_grads()
-        self.move(Move.SUMMON)
-        blind = [rank for rank in self.ranks if not request.visible(self.mesh.group_rank(rank))]
-        if blind:
-            self.move(Move.RESHARD, blind)
-            for bucket in self.buckets:
-                bucket.free(blind)
-                bucket.hide_grads(blind)
+        for rank, step in enumerate(self.steps):
+            actions = step.summon(visible=self._sees(rank))
+        for action in actions:
+            self._execute(action)
+
+    def _sees(self, rank: int) -> bool:
+        return self._request.visible(self.mesh.group_rank(rank))
+
+    def _show(self, bucket: LiveBucket) -> None:
+        bucket.gather(bucket.precision.stored, shown=True)
+        if self._request.with_grads:
+            bucket.show_grads()
+        blind = [rank for rank in self.ranks if not self._sees(rank)]
+        bucket.free(blind)
+        bucket.hide_grads(blind)
 
     def grads_shown(self, rank: int) -> Grads:
         """The full gradients that a rank's user sees; what has none is missing."""
@@ -262,19 +265,9 @@ class LiveUnit:
     def dismiss(self, *, failed: bool = False) -> None:
         """End `summon`: what was asked for, in its order (R24), and the memory that was there before (R21), unless the user's
         code has failed: then the shards alone."""
-        if self.state.exposure is not Exposure.SUMMONED:
-            raise StateError(f"unit {self.name!r}: there is no unsharding to end {self.state.describe()}")
-        for step in self._request.exit_steps():
-            for bucket in self.buckets:
-                bucket.exit(step)
-            if step is ExitStep.RESHARD:
-                self.move(Move.DISMISS)
-                self.move(Move.RESHARD, [rank for rank in self.ranks if self.states[rank].residency is Residency.FULL])
-        before = residency_after(self._before_summon, [bucket.precision for bucket in self.buckets])
-        if before is not Residency.SHARD and not failed:
-            self.gather()
-            if before is Residency.K_GROUP:
-                self.reshard_to_group()
+        self._signal(UnitStep.dismiss)
+        if not failed:
+            self._signal(UnitStep.return_memory)
 
 
 def keeps_original(layout: Layout) -> bool:

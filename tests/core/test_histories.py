@@ -30,7 +30,8 @@ def bucket_of(pair):
 
 def set_state(**fields):
     def tamper(pair):
-        unit_of(pair).states[1] = replace(unit_of(pair).states[1], **fields)
+        step = unit_of(pair).steps[1]
+        step.state = replace(step.state, **fields)
 
     return tamper
 

@@ -630,14 +630,15 @@ class Expected:
         return World(plan_units(layouts, strategy, policy=policy), mesh, params, optimizer=self.optimizer)
 
     def _watch(self, unit: LiveUnit) -> None:
-        take = unit.move
+        step = unit.steps[0]
+        take = step.move
 
-        def move(move: Move, ranks: Any = None) -> None:
-            take(move, ranks)
+        def move(move: Move) -> None:
+            take(move)
             if move is Move.GATHER:
                 self._seen_steps[unit.name], self._kept[unit.name] = self.steps, False
 
-        unit.move = move  # type: ignore[method-assign]
+        step.move = move  # type: ignore[method-assign]
 
     def _bends(self, key: str) -> bool:
         """Whether to depart from the reference here, as EXPLAINED says."""
@@ -695,7 +696,8 @@ class Expected:
                     if self._bends("trains anew"):
                         unit.reshard()
                 elif unit.state.freshness is Freshness.STALE and self._bends("evaluates stale"):
-                    unit.states = [replace(state, freshness=Freshness.SAME) for state in unit.states]
+                    for step in unit.steps:
+                        step.state = replace(step.state, freshness=Freshness.SAME)
 
     def forward(self, job: Job) -> None:
         """A forward; for training its backward may come."""
@@ -708,7 +710,8 @@ class Expected:
                 if not job.catches(name):
                     self._fail()
                     raise
-                unit.move(Move.RESET)
+                for step in unit.steps:
+                    step.reset()
                 for bucket in unit.buckets:
                     bucket.free(self.ranks)
                 continue

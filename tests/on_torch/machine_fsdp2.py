@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from crossframe.faces import Face
 from crossframe.layout import PerParamLayout, post_forward, post_forward_group
-from crossframe.lifecycle import Exposure, Move, Residency
+from crossframe.lifecycle import Exposure, Residency
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import plan_units
@@ -290,7 +290,8 @@ class ExpectedFSDP2(Expected):
     def _after_forward(self, unit: LiveUnit) -> None:
         unit.after_forward()
         if unit.state.residency is Residency.FULL and unit.state.exposure is Exposure.SHARDED:
-            unit.move(Move.EXPOSE)
+            for step in unit.steps:
+                step.expose()
 
     def backward(self, which: int, syncs: bool, all_reduces: bool = True) -> None:
         """The backward of one of the forwards."""
@@ -350,7 +351,8 @@ class ExpectedFSDP2(Expected):
         self.pending.clear()
         self.unsettled = False
         for unit in self.world.units.values() if self._began else ():
-            unit.move(Move.RESET)
+            for step in unit.steps:
+                step.reset()
             for bucket in unit.buckets:
                 bucket.free(self.ranks)
                 bucket.drop_grads()

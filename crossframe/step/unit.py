@@ -1,0 +1,399 @@
+"""One unit of the step machine: its state, its settings, and the actions that each signal asks for."""
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from crossframe.errors import StateError
+from crossframe.lifecycle import Activity, Exposure, Move, Residency, UnitState
+from crossframe.shown import shown
+from crossframe.strategy import Prefetch
+
+
+class Action(IntEnum):
+    """What a backend does for one unit.
+
+    "Adopt" means: write values that the user has put in place of the sharded parameters into the shards, before they would be lost
+    (R25).
+    """
+
+    GATHER = 0  # adopt, then issue the all-gather of the shards
+    GATHER_FROM_GROUP = 1  # issue the all-gather of the reshard group's shards (R08)
+    REUSE = 2  # the unsharded parameters are there; adopt where the shard itself is their storage (R14)
+    WAIT = 3  # wait until the unsharded parameters are readable
+    EXPOSE = 4  # register the unsharded parameters on the module
+    EXPOSE_AGAIN = 5  # the same for a backward, which trains what the forward did
+    ADOPT_EXPOSE_AGAIN = 6  # the same, after adopting: nothing was gathered that could have
+    CONCEAL = 7  # register the sharded parameters on the module
+    USE = 8  # let the module compute with the unsharded parameters, as part of a new graph
+    USE_AGAIN = 9  # let a recomputation use the tensors of the last forward
+    END_USE = 10  # the module has computed
+    END_BACKWARD = 11  # no recomputation will follow
+    BEGIN_BACKWARD = 12  # gradients begin to accumulate
+    FREE = 13  # free the unsharded parameters
+    FREE_GROUP_SHARD = 14  # free the reshard group's shard
+    RESHARD_TO_GROUP = 15  # free the unsharded parameters, keep the reshard group's shard
+    REDUCE = 16  # advance the reductions in flight by one collective, then issue this unit's
+    SUMMON = 17  # all-gather in full precision, and show it where it is visible (R19)
+    DISMISS = 18  # end a summon: write edits back and free what was shown, in the order of R24
+
+
+Actions = tuple[Action, ...]
+_NONE: Actions = ()
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The user's choices about a unit's part in a step. They are frozen: `UnitStep.choose` replaces them.
+
+    Attributes:
+        reshard_after_forward: True frees the unsharded parameters after forward, False keeps them for backward, a number k reshards
+            to groups of k ranks (R08, R13, R14).
+        reshard_after_backward: whether a backward frees them (FSDP2's `set_reshard_after_backward`).
+        unshard_in_backward: whether a backward needs them (FSDP2's `set_unshard_in_backward`).
+        keep_without_reduction: whether a backward that reduces nothing keeps them (R15).
+        conceal_after_forward: whether the module shows sharded parameters between forward and backward even if the unsharded ones
+            stay in memory.
+        backward_prefetch: when the unit that comes next in backward is gathered (R16); None: when it is needed.
+        forward_prefetch: whether a forward gathers the unit that ran next in the step before.
+        reduce_grads: whether a backward reduces gradients; False under `no_sync` (R15).
+        all_reduce_grads: whether a reduction includes the sum over replicas; False leaves partial sums (R28).
+        reduce_unused: whether parameters that a backward did not reach count as zeros, on every rank (R29).
+    """
+
+    reshard_after_forward: bool | int = True
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    keep_without_reduction: bool = False
+    conceal_after_forward: bool = True
+    backward_prefetch: Prefetch | None = Prefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reduce_unused: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "reshard_after_forward":
+                valid = type(value) in (bool, int)
+            elif name == "backward_prefetch":
+                valid = value is None or isinstance(value, Prefetch)
+            else:
+                valid = type(value) is bool
+            if not valid:
+                raise StateError(
+                    f"{name}: got {shown(value)}, which is not a valid choice; pass {_KINDS.get(name, 'a bool')}"
+                )
+
+    @property
+    def reshards_to_group(self) -> bool:
+        """Whether a forward leaves a shard of the reshard group (R08)."""
+        return type(self.reshard_after_forward) is int
+
+    @property
+    def frees_after_backward(self) -> bool:
+        """Whether a backward frees the unsharded parameters (R15)."""
+        return self.reshard_after_backward and (self.reduce_grads or not self.keep_without_reduction)
+
+
+_KINDS = {"reshard_after_forward": "a bool or a number of ranks", "backward_prefetch": "a Prefetch or None"}
+
+
+class StepCount:
+    """The number of optimizer steps, the same on every rank: what was gathered before the last one is stale."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def add(self) -> None:
+        """Signal: an optimizer has stepped."""
+        self.num += 1
+
+
+class UnitStep:
+    """One unit on one rank.
+
+    Every method is a signal and returns the actions that it asks for, in order. A signal that is not legal raises StateError and
+    changes nothing.
+
+    Attributes:
+        name: its module's path from the root; "" for the root.
+        settings: see StepSettings.
+        state: what memory holds and what the module shows (R12). Only this class writes it.
+        trained: whether any of its parameters takes a gradient. The backend updates it when it exposes the parameters.
+        has_grads: whether unsharded gradients wait for a reduction. The backend updates it when gradients arrive.
+        forward_prefetch_units, backward_prefetch_units: the units that this one's forward and backward gather ahead, instead of
+            those that `settings` ask for, unless empty.
+        mixed: whether it computes in a copy of lower precision, which a summon replaces (R21).
+    """
+
+    def __init__(self, name: str, settings: StepSettings, *, trained: bool = True, mixed: bool = False) -> None:
+        self.name, self.settings = name, settings
+        self.state = UnitState()
+        self.trained, self.mixed = trained, mixed
+        self.has_grads = False
+        self.forward_prefetch_units: tuple[UnitStep, ...] = ()
+        self.backward_prefetch_units: tuple[UnitStep, ...] = ()
+        self.count_steps(StepCount())
+        # Whether the unsharded parameters in memory are meant for the next forward.
+        self._kept = False
+        # What memory held before a summon.
+        self._before = Residency.SHARD
+
+    def choose(self, **settings: Any) -> None:
+        """Replace some settings."""
+        self.settings = replace(self.settings, **settings)
+
+    def count_steps(self, steps: StepCount) -> None:
+        """Compare what is gathered from now on with this count of optimizer steps."""
+        self._steps, self._steps_seen = steps, steps.num
+
+    def move(self, move: Move) -> None:
+        """Take one step of the lifecycle, or raise StateError."""
+        self.state = self.state.after(move, self.name)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether memory holds the unsharded parameters, or their all-gather is in flight."""
+        return self.state.residency == Residency.FULL
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether the user is shown unsharded parameters."""
+        return self.state.exposure == Exposure.SUMMONED
+
+    @property
+    def snapshot(self) -> tuple[Any, ...]:
+        """Everything that signals change, to be restored by `restore`."""
+        return self.state, self.has_grads, self._kept, self._before, self._steps_seen, self._steps.num
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Return to a snapshot."""
+        self.state, self.has_grads, self._kept, self._before, self._steps_seen, self._steps.num = snapshot
+
+    # Parameters in memory
+
+    def gather(self) -> Actions:
+        """The unsharded parameters will be needed."""
+        state = self.state
+        if state.residency == Residency.FULL and not state.freshness:
+            return _REUSE if state.exposure == Exposure.SHARDED else _NONE
+        self.move(Move.GATHER)
+        self._steps_seen, self._kept = self._steps.num, False
+        return _GATHER_FROM_GROUP if state.residency == Residency.K_GROUP and not state.freshness else _GATHER
+
+    def gather_failed(self) -> None:
+        """The all-gather could not be issued: memory holds the shard alone."""
+        self.move(Move.RESHARD)
+
+    def unshard(self) -> Actions:
+        """The unsharded parameters are needed now."""
+        return _AND_WAIT[self.gather()]
+
+    def expose(self) -> Actions:
+        """The module shall show the unsharded parameters, which are in memory."""
+        if self.state.exposure == Exposure.FULL:
+            return _NONE
+        self.move(Move.EXPOSE)
+        return _EXPOSE
+
+    def conceal(self) -> Actions:
+        """The module shall show the sharded parameters, whatever memory holds."""
+        if self.state.exposure != Exposure.FULL:
+            return _NONE
+        self.move(Move.CONCEAL)
+        return _CONCEAL
+
+    def reshard(self) -> Actions:
+        """The unsharded parameters, or the reshard group's shard, are no longer needed.
+
+        Raises:
+            StateError: while the user is shown unsharded parameters.
+        """
+        if self.state.exposure == Exposure.SUMMONED:
+            raise StateError(
+                f"unit {self.name!r}: cannot reshard {self.state.describe()}: leave summon_full_params, which reshards"
+            )
+        concealed = self.conceal()
+        residency = self.state.residency
+        if residency == Residency.SHARD:
+            return concealed
+        self.move(Move.RESHARD)
+        freed = _FREE if residency == Residency.FULL else _FREE_GROUP_SHARD
+        return concealed + freed if concealed else freed
+
+    def reshard_to_group(self) -> Actions:
+        """Only the reshard group's shard is needed from now on (R08)."""
+        concealed = self.conceal()
+        self.move(Move.RESHARD_TO_GROUP)
+        return concealed + _RESHARD_TO_GROUP
+
+    def keep(self) -> None:
+        """The next forward shall take the unsharded parameters as they are: the user asked for them, or a backward that reduced
+        nothing left them (R15)."""
+        self._kept = True
+
+    def free_outdated(self, *, training: bool) -> Actions:
+        """A forward is about to begin: free unsharded parameters of an earlier one that may no longer equal the shards.
+
+        The decision must be the same on every rank, or ranks would issue different all-gathers. It therefore depends on whether
+        an optimizer has stepped, not on whether this rank's shard was written: a rank without elements never sees that. A forward
+        for training gathers anew in any case.
+        """
+        if self.state.residency == Residency.SHARD:
+            return _NONE
+        stale = self._steps_seen != self._steps.num
+        return self.reshard() if stale or (training and not self._kept) else _NONE
+
+    def free_before_edit(self) -> Actions:
+        """All ranks are about to write into their shards, which makes unsharded parameters stale: free them, unless the unit is in
+        use."""
+        return self.reshard() if self.state.activity == Activity.IDLE and not self.is_summoned else _NONE
+
+    def check_edit(self) -> None:
+        """Raise what `edit` would."""
+        state = self.state
+        if state.exposure != Exposure.FULL or state.activity != Activity.IDLE:
+            state.after(Move.EDIT_SHARDS, self.name)
+
+    def edit(self) -> Actions:
+        """The shards were written: unsharded parameters in memory are stale (R12).
+
+        Raises:
+            StateError: in a forward or backward, or while parameters are summoned.
+        """
+        self.check_edit()
+        concealed = self.conceal()
+        self.move(Move.EDIT_SHARDS)
+        return concealed
+
+    # A step
+
+    def begin_forward(self) -> Actions:
+        """The module is about to compute. After these actions come prefetches, and then `enter_forward`."""
+        if self.state.activity == Activity.IDLE:
+            self.move(Move.BEGIN_FORWARD)
+        return self.unshard()
+
+    def enter_forward(self) -> Actions:
+        """The unsharded parameters are in memory: use them."""
+        return self.expose() + _USE
+
+    def end_forward(self) -> Actions:
+        """The module has computed."""
+        self.move(Move.END_FORWARD)
+        return _END_USE
+
+    def after_forward(self) -> Actions:
+        """All modules of the unit have computed: keep or free the unsharded parameters (R08, R13, R14)."""
+        reshard = self.settings.reshard_after_forward
+        if reshard is True:
+            return self.reshard()
+        if reshard is False:
+            return self.conceal() if self.settings.conceal_after_forward else _NONE
+        return self.reshard_to_group()
+
+    def begin_backward(self) -> Actions:
+        """A gradient of the unit's output has arrived, or its forward is computed again within its backward."""
+        actions = _NONE
+        if self.state.activity != Activity.BACKWARD:
+            self.move(Move.BEGIN_BACKWARD)
+            actions = _BEGIN_BACKWARD
+        if not self.settings.unshard_in_backward and not self.is_unsharded:
+            return actions
+        actions += self.unshard()
+        if self.state.exposure != Exposure.FULL:
+            self.move(Move.EXPOSE)
+            actions += _EXPOSE_AGAIN if self.settings.reshard_after_forward else _ADOPT_EXPOSE_AGAIN
+        return actions + _USE_AGAIN
+
+    def after_backward(self) -> Actions:
+        """All gradients of the unit are there, or those of its inputs if nothing in it is trained: free its parameters (R15)."""
+        if self.state.activity == Activity.BACKWARD and self.settings.frees_after_backward:
+            return self.reshard()
+        return _NONE
+
+    def end_backward(self) -> Actions:
+        """The whole backward is over."""
+        if self.settings.frees_after_backward:
+            actions = self.reshard()
+        else:
+            self.keep()
+            actions = self.conceal() if self.settings.conceal_after_forward else _NONE
+        return actions + (self.leave_backward() if self.state.activity == Activity.BACKWARD else _END_BACKWARD)
+
+    def leave_backward(self) -> Actions:
+        """The unit's backward is over; its parameters stay as they are."""
+        self.move(Move.END_BACKWARD)
+        return _END_BACKWARD
+
+    def reduce(self) -> Actions:
+        """It is this unit's turn to reduce its gradients (R15)."""
+        self.has_grads = False
+        return _REDUCE
+
+    def reset(self) -> None:
+        """An exception has ended a step: the shards alone, nothing unsharded, no gradient half reduced (R17). The backend frees
+        whatever it has."""
+        self.move(Move.RESET)
+        self.has_grads = False
+
+    # Unsharded parameters for the user
+
+    def check_summon(self) -> None:
+        """Raise StateError if the user cannot be shown unsharded parameters now (R18)."""
+        if self.state.activity != Activity.IDLE or self.is_summoned:
+            self.state.after(Move.SUMMON, self.name)
+
+    def summon(self, *, visible: bool) -> Actions:
+        """The user shall be shown unsharded parameters in full precision (R18, R19). They are gathered in any case: the user sees,
+        and may write back, what the shards hold now. The backend adopts before this signal.
+
+        Args:
+            visible: whether on this rank.
+        """
+        self.check_summon()
+        self._before = Residency.SHARD if self.mixed else self.state.residency
+        actions = self.reshard()
+        self.move(Move.GATHER)
+        self._steps_seen, self._kept = self._steps.num, False
+        self.move(Move.SUMMON)
+        if not visible:
+            self.move(Move.RESHARD)
+        return actions + _SUMMON
+
+    def dismiss(self) -> Actions:
+        """The user's context ends: write edits back as asked, and free what was shown (R20, R24)."""
+        if not self.is_summoned:
+            raise StateError(f"unit {self.name!r}: there is no unsharding to end {self.state.describe()}")
+        self.move(Move.DISMISS)
+        if self.is_unsharded:
+            self.move(Move.RESHARD)
+        return _DISMISS
+
+    def return_memory(self) -> Actions:
+        """A summon has ended without an exception: return to what memory held before it (R21). Unsharded parameters are gathered
+        again, so that they hold all ranks' edits, or none. After an exception of the user's code this signal is left out, since
+        other ranks may not take part in an all-gather."""
+        match self._before:
+            case Residency.SHARD:
+                return _NONE
+            case Residency.FULL:
+                return self.unshard()
+            case Residency.K_GROUP:
+                return self.unshard() + self.reshard_to_group()
+
+
+def _single(action: Action) -> Actions:
+    return (action,)
+
+
+_GATHER, _GATHER_FROM_GROUP, _REUSE = map(_single, (Action.GATHER, Action.GATHER_FROM_GROUP, Action.REUSE))
+_AND_WAIT = {gather: (*gather, Action.WAIT) for gather in (_NONE, _GATHER, _GATHER_FROM_GROUP, _REUSE)}
+_EXPOSE, _EXPOSE_AGAIN, _CONCEAL = map(_single, (Action.EXPOSE, Action.EXPOSE_AGAIN, Action.CONCEAL))
+_ADOPT_EXPOSE_AGAIN = _single(Action.ADOPT_EXPOSE_AGAIN)
+_USE, _USE_AGAIN, _END_USE = map(_single, (Action.USE, Action.USE_AGAIN, Action.END_USE))
+_BEGIN_BACKWARD, _END_BACKWARD = map(_single, (Action.BEGIN_BACKWARD, Action.END_BACKWARD))
+_FREE, _FREE_GROUP_SHARD = map(_single, (Action.FREE, Action.FREE_GROUP_SHARD))
+_RESHARD_TO_GROUP, _REDUCE = map(_single, (Action.RESHARD_TO_GROUP, Action.REDUCE))
+_SUMMON, _DISMISS = map(_single, (Action.SUMMON, Action.DISMISS))
