@@ -170,7 +170,8 @@ def step_plan(
 
 
 class _Planner:
-    """One rank's step: sends the machine the signals of a model in which every unit runs once, and lists what its actions move."""
+    """One rank's step: sends the machine the signals of a model in which every unit runs once, and lists what its actions
+    move."""
 
     def __init__(
         self,
@@ -238,6 +239,7 @@ class _Planner:
             for unit in reversed(self.children[None]):
                 yield from self._backward(unit)
             yield from self._events(self.model.end_backward())
+            self.model.leave_backward()
         first = self.planned[self.model.root]
         yield Event(STEP, "", "step", first.buckets[0].precision.stored, 0, (self.rank,), self.microbatch)
 
@@ -270,24 +272,30 @@ class _Planner:
                 yield from self._of_action(self.planned[step], action, phase)
 
     def _of_action(self, unit: PlannedUnit, action: Action, phase: str) -> Iterator[Event]:
-        """What an action moves, frees or sends, bucket by bucket. The others are local to a rank."""
+        """What an action moves, frees or sends, bucket by bucket. Other actions are local to a rank."""
         for at, bucket in enumerate(unit.buckets):
             dtype, layout = bucket.precision.gathered, bucket.layout
-            numel, copied = layout.gathered_numel, not _is_shard(bucket)
-            if action is Action.GATHER and copied:
-                kind = CAST if self.mesh.shard == 1 else ALL_GATHER
-                yield self._event(kind, unit, at, phase, dtype, numel, self.shard_group)
-            elif action is Action.GATHER_FROM_GROUP and copied:
-                size = int(unit.reshard_after_forward)
-                group = post_forward_group(self.mesh, self.rank, size)
-                yield self._event(ALL_GATHER, unit, at, phase, dtype, post_forward(layout, size).gathered_numel, group)
-            elif action is Action.RESHARD_TO_GROUP:
-                kept = post_forward(layout, int(unit.reshard_after_forward)).padded_shard_numel
-                yield self._event(RESHARD_TO_GROUP, unit, at, phase, dtype, numel - kept, self.shard_group)
-            elif action is Action.FREE and copied:
-                yield self._event(FREE, unit, at, phase, dtype, numel, self.shard_group)
-            elif action is Action.REDUCE and bucket.trained:
-                yield from self._reduce(unit, at, bucket, self.reductions[self.microbatch])
+            numel = layout.gathered_numel
+            match action:
+                case Action.GATHER if not _is_shard(bucket):
+                    kind = CAST if self.mesh.shard == 1 else ALL_GATHER
+                    yield self._event(kind, unit, at, phase, dtype, numel, self.shard_group)
+                case Action.GATHER_FROM_GROUP if not _is_shard(bucket):
+                    size = int(unit.reshard_after_forward)
+                    group, numel = (
+                        post_forward_group(self.mesh, self.rank, size),
+                        post_forward(layout, size).gathered_numel,
+                    )
+                    yield self._event(ALL_GATHER, unit, at, phase, dtype, numel, group)
+                case Action.RESHARD_TO_GROUP:
+                    kept = post_forward(layout, int(unit.reshard_after_forward)).padded_shard_numel
+                    yield self._event(RESHARD_TO_GROUP, unit, at, phase, dtype, numel - kept, self.shard_group)
+                case Action.FREE if not _is_shard(bucket):
+                    yield self._event(FREE, unit, at, phase, dtype, numel, self.shard_group)
+                case Action.REDUCE if bucket.trained:
+                    yield from self._reduce(unit, at, bucket, self.reductions[self.microbatch])
+                case _:
+                    pass
 
     def _event(
         self, kind: str, unit: PlannedUnit, at: int, phase: str, dtype: str, numel: int, group: Sequence[int]

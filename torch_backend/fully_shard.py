@@ -14,6 +14,7 @@ from crossframe.errors import AssertedError, MeshError, UsageError, WrongTypeErr
 from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.shown import shown
+from crossframe.step import StepSettings
 from torch_backend.compat._composable import register, replicated_params
 from torch_backend.compat._fully_shard_api import (
     CPUOffloadPolicy,
@@ -108,6 +109,9 @@ def fully_shard(
     data = find_mesh(mesh, dims)
     ranks = data.unit_mesh()
     group_size = _group_size(reshard_after_forward, ranks.shards.size)
+    reshard: bool | int = reshard_after_forward is not False and group_size != 1
+    if group_size is not None and group_size > 1:
+        reshard = group_size
     parts = ShardParts(data, ranks, mp_policy, shard_placement_fn, layout, block_fn, group_size)
     ignored = set(ignored_params or ())
     for root in modules:
@@ -119,8 +123,7 @@ def fully_shard(
         ranks,
         Choices(
             Face.FSDP2,
-            reshard_after_forward=reshard_after_forward is not False and group_size != 1,
-            keeps_root=reshard_after_forward is None,
+            StepSettings(reshard_after_forward=reshard, keep_root=reshard_after_forward is None),
             input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
             output_dtype=policy.output_dtype,
             settings=_settings(ranks.spec, policy, group_size),
@@ -133,8 +136,8 @@ def fully_shard(
         pinned=isinstance(offload, CPUOffloadPolicy) and offload.pin_memory,
         ignored=ignored,
     )
-    if group_size and group_size > 1:
-        unit.when_agreed = functools.partial(_keep_parts, unit, data, group_size)
+    if unit.step.settings.reshards_to_group:
+        unit.when_agreed = functools.partial(_keep_parts, unit, data, int(reshard))
     _attach(modules, unit)
     return module
 

@@ -297,7 +297,6 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         named = list(_named_fsdp_modules(self))
         for name, wrapper in named:
             check_uniform(self, name, wrapper)
-        unit_of(self).choices.reshard_after_forward = False  # R13
         schedule = Schedule(named_units(self, Face.FSDP1), face=type(self).__name__)
         self._lower_buffers()
         return schedule
@@ -378,14 +377,14 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     def no_sync(self) -> Iterator[None]:
         """Inside, backward reduces nothing: full gradients accumulate on each rank (R15)."""
         units = units_in(self, Face.FSDP1)
-        before = [unit.reduces for unit in units]
+        before = [unit.step.settings.reduce_grads for unit in units]
         for unit in units:
-            unit.reduces = False
+            unit.step.choose(reduce_grads=False)
         try:
             yield
         finally:
             for unit, reduces in zip(units, before, strict=True):
-                unit.reduces = reduces
+                unit.step.choose(reduce_grads=reduces)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:

@@ -1,7 +1,7 @@
 """One unit on all ranks at once: each rank's memory, changed by the actions of the step machine (R12-R25).
 
-Each rank has a `UnitStep` of `crossframe.step`. A method sends it a signal and executes its actions for all ranks, so a signal that
-is not legal raises before anything is changed.
+Each rank has a `UnitStep` of `crossframe.step`. A method sends it a signal and executes its actions for all ranks, so a signal
+that is not legal raises before anything is changed.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,13 +1,14 @@
 """All units under one root: whose forward and backward comes when, what is gathered ahead, and the order of reductions.
 
-[Note: order of reductions] Every rank must issue the same reductions in the same order, also where ranks leave different parameters
-unused and autograd reaches the units in other orders (R29). A unit whose gradients are complete therefore waits for those units that
-began their forward after it and are in their backward. What is left is reduced at the end of the backward, in that same order. Units
-that count unused parameters as zeros are waited for in any case: on another rank they may have been reached.
+[Note: order of reductions] Every rank must issue the same reductions in the same order, also where ranks leave different
+parameters unused and autograd reaches the units in other orders (R29). A unit whose gradients are complete therefore waits for
+those units that began their forward after it and are in their backward. What is left is reduced at the end of the backward, in
+that same order. Units that count unused parameters as zeros are waited for in any case: on another rank they may have been
+reached.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from crossframe.lifecycle import Activity, Move
 from crossframe.step.unit import Actions, UnitStep
@@ -29,6 +30,8 @@ class ModelStep:
     def __init__(self, units: Sequence[UnitStep]) -> None:
         self.units = list(units)
         self.root = self.units[0]
+        if self.root.settings.keep_root:
+            self.root.choose(reshard_after_forward=False)
         self.in_backward = False
         # Units in the order in which their forwards began, and ended; and the unit that began after each in the step before.
         self._begun: dict[UnitStep, None] = {}
@@ -201,10 +204,10 @@ class ModelStep:
             if unit.settings.reduce_grads:
                 self._reduce(unit, do)
             do.append((unit, unit.end_backward(), "backward"))
-        self._leave_backward()
         return do
 
-    def _leave_backward(self) -> None:
+    def leave_backward(self) -> None:
+        """The actions of `end_backward` are executed. Until then an exception would ask for a reset."""
         self.in_backward = False
         self._order, self._waiting = [], []
         self._complete.clear()
@@ -214,15 +217,15 @@ class ModelStep:
 
     def reset(self) -> None:
         """An exception has ended a step: every unit is back at its shard (R17). The backend frees whatever it has."""
-        self._leave_backward()
+        self.leave_backward()
         self._begun.clear()
         self._ended.clear()
         self._in_part.clear()
         for unit in self.units:
             unit.reset()
 
-    def check_summon(self, units: Iterable[UnitStep] | None = None) -> None:
-        """Raise StateError if the user cannot be shown unsharded parameters now, since a forward or backward is under way (R18)."""
-        for unit in self.units if units is None else units:
+    def check_summon(self) -> None:
+        """Raise StateError if the user cannot be shown unsharded parameters, because a forward or backward is under way (R18)."""
+        for unit in self.units:
             if unit.state.activity:
                 unit.check_summon()

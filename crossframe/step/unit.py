@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, assert_never
 
 from crossframe.errors import StateError
 from crossframe.lifecycle import Activity, Exposure, Move, Residency, UnitState
@@ -13,8 +13,8 @@ from crossframe.strategy import Prefetch
 class Action(IntEnum):
     """What a backend does for one unit.
 
-    "Adopt" means: write values that the user has put in place of the sharded parameters into the shards, before they would be lost
-    (R25).
+    "Adopt" means: write values that the user has put in place of the sharded parameters into the shards, before they would be
+    lost (R25).
     """
 
     GATHER = 0  # adopt, then issue the all-gather of the shards
@@ -47,8 +47,9 @@ class StepSettings:
     """The user's choices about a unit's part in a step. They are frozen: `UnitStep.choose` replaces them.
 
     Attributes:
-        reshard_after_forward: True frees the unsharded parameters after forward, False keeps them for backward, a number k reshards
-            to groups of k ranks (R08, R13, R14).
+        reshard_after_forward: True frees the unsharded parameters after forward, False keeps them for backward, a number k
+            reshards to groups of k ranks (R08, R13, R14).
+        keep_root: whether a unit that turns out to be the root keeps them in any case (R13).
         reshard_after_backward: whether a backward frees them (FSDP2's `set_reshard_after_backward`).
         unshard_in_backward: whether a backward needs them (FSDP2's `set_unshard_in_backward`).
         keep_without_reduction: whether a backward that reduces nothing keeps them (R15).
@@ -62,6 +63,7 @@ class StepSettings:
     """
 
     reshard_after_forward: bool | int = True
+    keep_root: bool = False
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     keep_without_reduction: bool = False
@@ -183,8 +185,8 @@ class UnitStep:
         return _GATHER_FROM_GROUP if state.residency == Residency.K_GROUP and not state.freshness else _GATHER
 
     def gather_failed(self) -> None:
-        """The all-gather could not be issued: memory holds the shard alone."""
-        self.move(Move.RESHARD)
+        """The all-gather could not be issued: memory holds the shard alone, and actions that were to follow are dropped."""
+        self.state = UnitState(activity=self.state.activity)
 
     def unshard(self) -> Actions:
         """The unsharded parameters are needed now."""
@@ -246,8 +248,8 @@ class UnitStep:
         return self.reshard() if stale or (training and not self._kept) else _NONE
 
     def free_before_edit(self) -> Actions:
-        """All ranks are about to write into their shards, which makes unsharded parameters stale: free them, unless the unit is in
-        use."""
+        """All ranks are about to write into their shards, which makes unsharded parameters stale: free them, unless the unit is
+        in use."""
         return self.reshard() if self.state.activity == Activity.IDLE and not self.is_summoned else _NONE
 
     def check_edit(self) -> None:
@@ -346,8 +348,8 @@ class UnitStep:
             self.state.after(Move.SUMMON, self.name)
 
     def summon(self, *, visible: bool) -> Actions:
-        """The user shall be shown unsharded parameters in full precision (R18, R19). They are gathered in any case: the user sees,
-        and may write back, what the shards hold now. The backend adopts before this signal.
+        """The user shall be shown unsharded parameters in full precision (R18, R19). They are gathered in any case: the user
+        sees, and may write back, what the shards hold now. The backend adopts before this signal.
 
         Args:
             visible: whether on this rank.
@@ -382,6 +384,8 @@ class UnitStep:
                 return self.unshard()
             case Residency.K_GROUP:
                 return self.unshard() + self.reshard_to_group()
+            case _:
+                assert_never(self._before)
 
 
 def _single(action: Action) -> Actions:

@@ -1,16 +1,8 @@
-"""When what happens: the hooks around forward and backward, the root, and prefetch.
+"""The hooks around forward and backward of all units under one root: they send signals to the step machine and execute its
+actions.
 
-The course of a step for one unit:
-
-- before its forward: gather (unless prefetched), expose, and put an anchor before its parameters;
-- after it: conceal and free where it reshards after forward, and hook the outputs;
-- when the first gradient of an output arrives: gather, and prefetch the unit that ran before it (R16);
-- when the anchor is reached: free, and reduce. The reductions before it are taken one collective further first, so that no more
-  are under way while the next unit computes than a reduction has collectives;
-- at the end of backward: reduce what is left, finish, forget.
-
-The order of reductions is in [Note: order of reductions] in _reductions.py.
-Collectives are issued and waited for later; what runs beside what on a device is in [Note: streams] in memory/_streams.py.
+When a unit is gathered, freed, prefetched and reduced is decided in `crossframe.step`. This module knows autograd: which hook is
+which signal. Reductions in flight are queued here; what runs beside what on a device is in [Note: streams] in memory/_streams.py.
 
 [Note: hooks of autograd] Autograd runs hooks, and the backward of a Function, without grad mode, or with it under
 `create_graph=True`; never in that of the forward. Whatever is part of a module's graph (aliases, DTensors of them) is therefore
@@ -19,8 +11,8 @@ no_grad.
 """
 
 import functools
-import itertools
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -28,13 +20,12 @@ import torch
 
 from crossframe.errors import RunOrderError, UsageError
 from crossframe.faces import Face
-from crossframe.lifecycle import Activity, Move
-from crossframe.strategy import Prefetch
-from torch_backend.engine._reductions import Reductions
+from crossframe.lifecycle import Activity
+from crossframe.step import ModelStep, StepCount
+from crossframe.step.model import Do
 from torch_backend.engine._settings_check import check_agreement
 from torch_backend.engine._unit import Unit
 from torch_backend.engine._unit_tree import NamedUnit
-from torch_backend.memory._optimizer_steps import StepCount
 from torch_backend.memory._streams import Streams, streams_of
 from torch_backend.modules._inputs import cast_floating, moved, tensors_in
 from torch_backend.ranks._failure import abandon, rejoin
@@ -88,6 +79,8 @@ class Schedule:
                 bucket.unused.name(f"{each.name}/{i}")
         self.units = [each.unit for each in named_units]
         self.root = self.units[0]
+        self._step = ModelStep([unit.step for unit in self.units])
+        self._unit_of = {unit.step: unit for unit in self.units}
         steps = StepCount()
         for each in named_units:
             each.unit.place(each.name, [bucket.layout for bucket in each.buckets])
@@ -105,17 +98,8 @@ class Schedule:
         self._left_for = ""
         self._streams: set[Streams] = set()
         self._input_hooks: list[Any] = []
-        # Units in the order in which their forwards began, and ended; and the one whose forward began next in the step before.
-        self._begun: dict[Unit, None] = {}
-        self._ended: dict[Unit, int] = {}
-        self._next: dict[Unit, Unit] = {}
-        # Units whose last output needed no gradient, so that no backward will reach them.
-        self._without_backward: set[Unit] = set()
-        self._order: list[Unit] = []
-        self._reductions = Reductions()
-        self._in_backward = False
-        # Of units of several modules: those of which some have run, and the parameters are kept for the others.
-        self._in_part: dict[Unit, None] = {}
+        # Units whose reduction is in flight, the oldest first.
+        self._in_flight: deque[Unit] = deque()
         # Whether computation waits at the end of a backward for its reductions; and what gathers of the next step wait for.
         self.is_last_backward = True
         self.post_optim_event: Any = None
@@ -125,11 +109,17 @@ class Schedule:
         """Whether autograd is running now: a forward inside it is one that activation checkpointing computes again."""
         return torch._C._current_graph_task_id() != -1
 
+    def _run(self, do: Do) -> None:
+        unit_of = self._unit_of
+        for step, actions, phase in do:
+            if actions:
+                unit_of[step].run(actions, phase)
+
     # Forward
 
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Unshard and expose a unit that is about to compute. Returns its inputs, the root's on the unit's device, in the dtype
-        that the user chose for them (R35)."""
+        """A unit's module is about to compute. Returns its inputs, the root's on the unit's device, in the dtype that the user
+        chose for them (R35)."""
         dtype = unit.choices.input_dtype if unit.buckets or unit.choices.face is Face.FSDP2 else None
         if unit is self.root:
             dtype = unit.choices.root_input_dtype or dtype
@@ -137,50 +127,26 @@ class Schedule:
                 self._begin_step()
                 if unit.device is not None and unit.device.type != "cpu":
                     args, kwargs = moved((args, kwargs), unit.device)
-        elif self.root.state.activity != Activity.FORWARD and not self._within_autograd:
-            self._begin_inside(unit)
+        elif not self._within_autograd and self._step.runs_alone(unit.step):
+            unit.free_outdated("forward", training=torch.is_grad_enabled())
+            self._await_shards()
         if dtype is not None:
             args, kwargs = cast_floating((args, kwargs), dtype)
-        if unit.state.activity == Activity.BACKWARD:  # computed again, with what its backward holds
-            unit.begin_backward()
-            return args, kwargs
-        if unit.state.activity == Activity.IDLE:
-            unit.move(Move.BEGIN_FORWARD)
-        unit.unshard("forward")
-        if unit.choices.forward_prefetch:
-            self._prefetch(self._next.get(unit), "forward")
-        for other in unit.choices.forward_prefetch_units:
-            self._prefetch(other, "forward")
-        unit.expose()
-        unit.begin_use()
-        self._begun.setdefault(unit)
-        if unit.buckets and not unit.trained and torch.is_grad_enabled():
-            self._free_after_inputs(unit, (args, kwargs))
+        recomputed = unit.state.activity == Activity.BACKWARD
+        self._run(self._step.begin_forward(unit.step))
+        if not recomputed and unit.buckets and not unit.trained and torch.is_grad_enabled():
+            self._watch_inputs(unit, (args, kwargs))
         return args, kwargs
 
     def _begin_step(self) -> None:
-        for unit in self.units:
-            if unit.summoned:
-                unit.move(Move.BEGIN_FORWARD)  # refused, and the message says what to do
-        if self._in_backward or any(unit.state.activity != Activity.IDLE for unit in self.units):
+        self._step.check_begin()
+        if self._step.interrupted:
             self.reset()
         rejoin(self._groups)
-        if self._begun:
-            self._left_for = ""
-            self._next = dict(itertools.pairwise(self._begun))
-        self._begun.clear()
-        self._ended.clear()
-        self._without_backward.clear()
+        self._left_for = ""
         self._forget_inputs()
-        for unit in self.units:
-            unit.free_outdated("forward", training=torch.is_grad_enabled())
+        self._run(self._step.begin_step(training=torch.is_grad_enabled()))
         self._await_shards()
-
-    def _begin_inside(self, unit: Unit) -> None:
-        """A unit below the root is used by itself, unless one around it has begun."""
-        if all(other.state.activity != Activity.FORWARD for other in self.units):
-            unit.free_outdated("forward", training=torch.is_grad_enabled())
-            self._await_shards()
 
     def _await_shards(self) -> None:
         """Gathers see what has been written to shards so far."""
@@ -192,15 +158,8 @@ class Schedule:
                 streams.gather_after(self.post_optim_event)
         self.post_optim_event = None
 
-    def _prefetch(self, unit: Unit | None, phase: str) -> None:
-        """Issue a gather ahead of its need, unless it would be for nothing."""
-        if unit is None or unit.state.activity != Activity.IDLE or unit.summoned:
-            return
-        if phase == "forward" or unit.choices.unshards_in_backward:
-            unit.gather(phase)
-
-    def _free_after_inputs(self, unit: Unit, inputs: Any) -> None:
-        """Free a frozen unit, which has no anchor, once its inputs have their gradients."""
+    def _watch_inputs(self, unit: Unit, inputs: Any) -> None:
+        """Signal that the inputs of a frozen unit, which has no anchor, have their gradients."""
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if tensors:
             unit.num_frozen_uses += 1
@@ -226,7 +185,7 @@ class Schedule:
     def _end_frozen_use(self, unit: Unit) -> None:
         unit.num_frozen_uses -= 1
         if unit.num_frozen_uses == 0:
-            self._free(unit)
+            self._run(self._step.inputs_complete(unit.step))
 
     def end_forward(self, unit: Unit, output: Any, *, whole: bool = True) -> Any:
         """Reshard a unit that has computed, and watch for the gradient of its output. Returns that in the dtype that the user
@@ -235,40 +194,18 @@ class Schedule:
         Args:
             whole: False if other modules of the unit are still to run, for which its parameters stay.
         """
-        if unit.state.activity == Activity.FORWARD:  # else computed again within its backward, which will reshard it
-            unit.move(Move.END_FORWARD)
-            unit.end_use()
-            if whole:
-                self._in_part.pop(unit, None)
-                self._reshard_after_forward(unit)
-            else:
-                self._in_part.setdefault(unit)
+        if unit.state.activity == Activity.FORWARD:  # otherwise it was recomputed within its backward
+            self._run(self._step.end_forward(unit.step, whole=whole))
             if torch.is_grad_enabled():
                 self._watch(unit, output)
             unit.current_use = None
-            if unit is self.root:
-                for part in self._in_part:
-                    self._reshard_after_forward(part)
-                self._in_part.clear()
         dtype = unit.choices.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
-
-    def _reshard_after_forward(self, unit: Unit) -> None:
-        self._ended.setdefault(unit, len(self._ended))
-        if unit.choices.reshard_after_forward:
-            unit.reshard_after_forward()
-        else:
-            self._conceal(unit)
-
-    def _conceal(self, unit: Unit) -> None:
-        """Full memory stays; what the module shows then is the face's."""
-        if all(bucket.exposure.conceals_after_forward for bucket in unit.buckets):
-            unit.conceal()
 
     def _watch(self, unit: Unit, output: Any) -> None:
         tensors = list(tensors_in(output))
         if not any(tensor.requires_grad for tensor in tensors):
-            self._without_backward.add(unit)
+            self._step.needs_no_backward(unit.step)
         for tensor in tensors:
             if tensor.requires_grad:
                 # A unit may return what one inside it has returned. On every rank the outer one begins its backward first,
@@ -280,7 +217,7 @@ class Schedule:
                     tensor.register_hook(functools.partial(_begin_backwards, watching))
                 watching.append((self, unit, unit.current_use))
         opaque = not tensors and not isinstance(output, _WITHOUT_TENSORS)
-        if opaque and unit.trained and unit.choices.reshard_after_forward:
+        if opaque and unit.trained and unit.step.settings.reshard_after_forward:
             raise UsageError(
                 f"unit {unit.name!r} returned a {type(output).__name__}, in which no tensor can be seen, so that its "
                 "backward would begin unnoticed, without its parameters; return tensors, as they are or in a tuple, list, "
@@ -296,79 +233,50 @@ class Schedule:
             self._left_for = self._left_for or f"{type(error).__name__} in the forward of unit {unit.name!r}"
         if unit is self.root and not self._within_autograd:
             self.reset()
-        elif unit.state.activity == Activity.FORWARD:
-            unit.move(Move.END_FORWARD)
-            unit.reshard("forward")
+        else:
+            self._run(self._step.leave_forward(unit.step))
 
     # Backward
 
     def begin_backward(self, unit: Unit) -> None:
         """A gradient of the unit's output has arrived."""
-        self._join_backward()
-        unit.begin_backward()
-        for other in unit.choices.backward_prefetch_units:
-            self._prefetch(other, "backward")
-        if unit.choices.backward_prefetch is Prefetch.BACKWARD_PRE and not unit.choices.backward_prefetch_units:
-            self._prefetch_before(unit)
-
-    def _prefetch_before(self, unit: Unit) -> None:
-        """Gather for backward the unit whose forward ended before this one's (R16)."""
-        position = self._ended.get(unit, 0)
-        if position > 0:
-            before = self._order[position - 1]
-            if before not in self._without_backward:
-                self._prefetch(before, "backward")
-
-    def _join_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self._reductions.begin(reversed(self._begun))
-            self._order = list(self._ended)
+        if not self._step.in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        self._run(self._step.begin_backward(unit.step))
 
     def backward_done(self, unit: Unit) -> None:
-        """The unit's anchor was reached: free its full parameters and reduce its gradients as soon as it is its turn."""
-        self._free(unit)
-        if unit.choices.backward_prefetch is Prefetch.BACKWARD_POST:
-            self._prefetch_before(unit)
-        if unit.reduces:
-            self._reductions.done(unit)
+        """The unit's anchor was reached: all gradients of its parameters are there."""
+        unit.step.has_grads = unit.has_grads
+        self._run(self._step.gradients_complete(unit.step))
 
-    def _free(self, unit: Unit) -> None:
-        if unit.state.activity == Activity.BACKWARD and self._reshards_after_backward(unit):
-            unit.reshard("backward")
+    def reduce(self, unit: Unit) -> None:
+        """Issue the reduction of a unit's gradients, after taking those in flight one collective further: no more are in flight
+        while the next unit computes than a reduction has collectives."""
+        self._advance()
+        unit.start_reduction()
+        self._in_flight.append(unit)
 
-    def _reshards_after_backward(self, unit: Unit) -> bool:
-        return unit.choices.reshard_after_backward and (unit.reduces or not unit.choices.keeps_full_unreduced)
+    def _advance(self) -> None:
+        """Take every reduction in flight one collective further, the oldest first: in one order on all ranks."""
+        for _ in range(len(self._in_flight)):
+            unit = self._in_flight.popleft()
+            if not unit.advance_reduction():
+                self._in_flight.append(unit)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """The last thing in a backward. A unit in its forward called for a backward within it, and is left alone."""
-        waiting = dict.fromkeys(self._reductions.waiting)
-        late = [unit for unit in reversed(self.units) if unit not in waiting]
-        for unit in (*waiting, *late):
-            if unit.state.activity == Activity.FORWARD:
-                continue
-            if unit.reduces:
-                self._reductions.issue(unit)
-            if self._reshards_after_backward(unit):
-                unit.reshard("backward")
-            else:
-                unit.keep()
-                self._conceal(unit)
-            unit.end_backward()
-        self._reductions.finish()
+        """The last thing in a backward."""
+        for unit in self.units:
+            unit.step.has_grads = unit.has_grads
+        self._run(self._step.end_backward())
+        while self._in_flight:
+            self._advance()
         for streams in self._streams:
             host = any(bucket.offloaded for unit in self.units for bucket in unit.buckets)
             if host or self.is_last_backward:
                 streams.end_reductions(host=host)
-        self._leave_backward()
-
-    def _leave_backward(self) -> None:
-        self._in_backward = False
+        self._step.leave_backward()
         self._forget_inputs()
-        self._order = []
-        self._reductions.clear()
 
     # After an exception
 
@@ -378,22 +286,19 @@ class Schedule:
         self._left_for = ""
         for streams in self._streams:
             streams.end_reductions(host=False)
-        self._leave_backward()
-        self._begun.clear()
-        self._ended.clear()
-        self._in_part.clear()
+        self._forget_inputs()
+        self._in_flight.clear()
+        self._step.reset()
         for unit in self.units:
             unit.reset()
 
     def recover(self) -> None:
         """Reset all units after a backward that was begun and is not under way: it ended in an exception (R17)."""
-        if self._in_backward and not self._within_autograd:
+        if self._step.in_backward and not self._within_autograd:
             self.reset()
             rejoin(self._groups)
 
     def check_summon(self) -> None:
         """Raise StateError if the user cannot be shown full parameters now, since a forward or backward is under way (R18)."""
         self.recover()
-        for unit in self.units:
-            if unit.state.activity:
-                unit.move(Move.SUMMON)
+        self._step.check_summon()

@@ -22,7 +22,7 @@ def describe_units(named_units: Sequence[NamedUnit], face: str) -> list[tuple[st
         settings = {
             "interface": face,
             **choices.settings,
-            "reshard_after_forward": str(choices.reshard_after_forward),
+            "reshard_after_forward": str(named.unit.step.settings.reshard_after_forward),
         }
         said.append((f"unit {named.name!r}", settings))
     for named in named_units:

@@ -1,4 +1,7 @@
-"""A unit: what is gathered together, freed together and reduced together. The only writer of its own state."""
+"""A unit on this rank: the memory and registrations that one step machine's actions change.
+
+The rules are in `crossframe.step`: a method here sends a signal to the unit's machine and executes the actions that come back.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,15 +13,16 @@ from torch import Tensor, nn
 
 from crossframe.errors import StateError, UnsupportedError
 from crossframe.layout import Layout
-from crossframe.lifecycle import Activity, Freshness, Move, Residency, UnitState
-from crossframe.lifecycle import Exposure as Exposed
+from crossframe.lifecycle import Activity, Residency, UnitState
 from crossframe.precision import PrecisionPolicy
-from crossframe.unshard import UnshardRequest, residency_after
+from crossframe.step import Action, StepCount, UnitStep
+from crossframe.step.unit import Actions
+from crossframe.unshard import UnshardRequest
 from torch_backend.engine._anchor import Use, anchored
 from torch_backend.engine._bucket import Bucket, Writeback
 from torch_backend.engine._choices import Choices
 from torch_backend.memory._full_grads import FullGrads
-from torch_backend.memory._optimizer_steps import StepCount, count_steps
+from torch_backend.memory._optimizer_steps import count_steps
 from torch_backend.observe import tell_local_grads
 from torch_backend.ranks._collectives import UnitMesh
 
@@ -31,11 +35,9 @@ class Unit:
 
     Attributes:
         name: its module's path from the root, known once the root has run; "" for the root.
-        state: where it is in its life; only this class moves it.
+        step: its step machine, which owns its state and its step settings.
         mesh: the ranks that it is sharded and replicated over; one of its buckets may have other ranks.
         choices: the user's.
-        reduces: whether a backward ends in a reduction; False under no_sync (R15).
-        all_reduces: whether a reduction goes on over the replicas; False leaves partial sums for a later one (R28).
         schedule: the schedule of the root that this unit runs under, once that has run.
         num_modules: how many modules it has; they are gathered and reduced together.
         when_agreed: what needs all ranks and waits until these have agreed that they have the same units; None: nothing.
@@ -51,13 +53,11 @@ class Unit:
         self.name, self.num_modules = name, num_modules
         self.buckets = list(buckets)
         self.mesh, self.choices = mesh, choices
-        self.state = UnitState()
-        self.reduces = self.all_reduces = True
+        self.step = UnitStep(name, choices.step)
+        self.step.choose(conceal_after_forward=all(bucket.exposure.conceals_after_forward for bucket in self.buckets))
         self.when_agreed: Callable[[], None] | None = None
         self.is_converting = False
         self.schedule: Schedule | None = None
-        # Whether the full parameters that are here are for the next forward, and how many optimizer steps they have seen.
-        self._kept = False
         self.count_steps(StepCount())
         # The use that a forward is in the midst of.
         self.current_use: Use | None = None
@@ -72,9 +72,10 @@ class Unit:
         self._grads = FullGrads(self.leaves)
 
     def _take_leaves(self) -> None:
-        # The unsharded parameters, bucket by bucket, and whether any of them takes a gradient.
+        # The unsharded parameters, bucket by bucket.
         self.leaves = [leaf for bucket in self.buckets for leaf in bucket.buffer.leaves]
-        self.trained = any(leaf.requires_grad for leaf in self.leaves)
+        self.step.trained = any(leaf.requires_grad for leaf in self.leaves)
+        self.step.mixed = any(bucket.precision.is_mixed for bucket in self.buckets)
 
     def _follow_leaves(self) -> None:
         """Other unsharded parameters are in use; gradients that wait for a reduction follow."""
@@ -83,7 +84,8 @@ class Unit:
 
     def count_steps(self, steps: StepCount) -> None:
         """Let optimizers that hold any of this unit's parameters be counted in `steps`."""
-        self._steps, self._steps_seen = steps, steps.num
+        self._steps = steps
+        self.step.count_steps(steps)
         for bucket in self.buckets:
             count_steps(bucket.exposure.managed(), steps)
 
@@ -111,59 +113,88 @@ class Unit:
         """Learn what the unit is called in the root's model, and of each bucket the layout under the names of that model."""
         for bucket, layout in zip(self.buckets, layouts, strict=True):
             bucket.place(layout)
-        self.name = name
+        self.name = self.step.name = name
 
-    def move(self, move: Move) -> None:
-        """Take one step of the lifecycle, or raise StateError with this unit's name."""
-        self.state = self.state.after(move, self.name)
+    @property
+    def state(self) -> UnitState:
+        """What memory holds, what the module shows, and what the unit is doing."""
+        return self.step.state
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of its parameters takes a gradient."""
+        return self.step.trained
 
     @property
     def is_full(self) -> bool:
-        """Whether memory holds the full parameters (or their gather is under way)."""
-        return self.state.residency == Residency.FULL
+        """Whether memory holds the unsharded parameters (or their all-gather is in flight)."""
+        return self.step.is_unsharded
+
+    def run(self, actions: Actions, phase: str) -> None:
+        """Execute actions of the step machine.
+
+        Args:
+            phase: "forward", "backward" or "summon", for messages and the trace.
+        """
+        for action in actions:
+            _EXECUTE[action](self, phase)
 
     def gather(self, phase: str) -> None:
-        """Issue the all-gather, unless the full parameters are here and fresh."""
-        if self.is_full:
-            for bucket in self.buckets:
-                if bucket.buffer.is_shard and self.state.exposure == Exposed.SHARDED:
-                    bucket.exposure.adopt()
-            return
-        if self.state.residency == Residency.SHARD:
-            for bucket in self.buckets:
-                bucket.exposure.adopt()
-        self.move(Move.GATHER)
-        self._steps_seen = self._steps.num
-        self._kept = False
+        """Issue the all-gather, unless the unsharded parameters are in memory."""
+        self.run(self.step.gather(), phase)
+
+    def unshard(self, phase: str) -> None:
+        """Have the unsharded parameters in memory, readable."""
+        self.run(self.step.unshard(), phase)
+
+    def expose(self) -> None:
+        """Register the unsharded parameters."""
+        self.run(self.step.expose(), "summon")
+
+    def _adopt(self) -> None:
+        for bucket in self.buckets:
+            bucket.exposure.adopt()
+
+    def _gather(self, phase: str) -> None:
+        try:
+            self._adopt()
+        except BaseException:
+            self.step.gather_failed()
+            raise
+        self._gather_from_group(phase)
+
+    def _gather_from_group(self, phase: str) -> None:
         for bucket in self.buckets:
             bucket.gather(unit=self.name, phase=phase)
 
-    def unshard(self, phase: str) -> None:
-        """Have the full parameters in memory, readable."""
-        self.gather(phase)
+    def _reuse(self, phase: str) -> None:
+        for bucket in self.buckets:
+            if bucket.buffer.is_shard:
+                bucket.exposure.adopt()
+
+    def _wait(self, phase: str) -> None:
         changed = [bucket.finish() for bucket in self.buckets]
         if any(changed):
             self._follow_leaves()
 
-    def expose(self, *, again: bool = False) -> None:
-        """Register the full parameters.
+    def _expose(self, phase: str) -> None:
+        for bucket in self.buckets:
+            bucket.exposure.sync_requires_grad()
+            bucket.exposure.show_full()
+        self.step.trained = any(leaf.requires_grad for leaf in self.leaves)
 
-        Args:
-            again: for a backward, which trains what the forward did.
-        """
-        if self.state.exposure != Exposed.FULL:
-            self.move(Move.EXPOSE)
-            for bucket in self.buckets:
-                if not again:
-                    bucket.exposure.sync_requires_grad()
-                bucket.exposure.show_full()
-            if not again:
-                self.trained = any(leaf.requires_grad for leaf in self.leaves)
+    def _expose_again(self, phase: str) -> None:
+        for bucket in self.buckets:
+            bucket.exposure.show_full()
 
-    def begin_use(self) -> None:
-        """Let the module compute with the full parameters, after a new anchor where gradients are wanted."""
+    def _adopt_expose_again(self, phase: str) -> None:
+        self._adopt()
+        self._expose_again(phase)
+
+    def _use(self, phase: str) -> None:
+        """Let the module compute with the unsharded parameters, after a new anchor where gradients are wanted."""
         use = Use()
-        if torch.is_grad_enabled() and self.trained:
+        if torch.is_grad_enabled() and self.step.trained:
             self._uses.add(use)
         self.current_use = use
         aliases, self._used = anchored(self, use, self.leaves), []
@@ -173,108 +204,76 @@ class Unit:
             bucket.exposure.use(used)
             self._used += used
 
-    def _resume_use(self) -> None:
-        """Let what is computed again in a backward use the tensors that the last forward used."""
+    def _use_again(self, phase: str) -> None:
+        """Let a recomputation in backward use the tensors that the last forward used."""
         start = 0
         for bucket in self.buckets if self._used else ():
             stop = start + len(bucket.buffer.leaves)
             bucket.exposure.use(self._used[start:stop])
             start = stop
 
-    def end_use(self) -> None:
-        """The module has computed."""
+    def _end_use(self, phase: str) -> None:
         for bucket in self.buckets:
             bucket.exposure.unuse()
 
-    def conceal(self) -> None:
-        """Let the module show the shards again."""
-        if self.state.exposure == Exposed.FULL:
-            self.move(Move.CONCEAL)
-            for bucket in self.buckets:
-                bucket.exposure.show_sharded()
+    def _end_backward(self, phase: str) -> None:
+        if self._used:
+            self._end_use(phase)
+            self._used = []
+
+    def _conceal(self, phase: str) -> None:
+        for bucket in self.buckets:
+            bucket.exposure.show_sharded()
+
+    def _free(self, phase: str) -> None:
+        for bucket in self.buckets:
+            bucket.free(unit=self.name, phase=phase)
+
+    def _reshard_to_group(self, phase: str) -> None:
+        for bucket in self.buckets:
+            bucket.free_to_part(unit=self.name, phase=phase)
+
+    def _begin_backward(self, phase: str) -> None:
+        self._task = torch._C._current_graph_task_id()
+        # The uses of a backward are added up first, and the backwards then.
+        self._grads.keep(lambda: self._accumulated)
+
+    def _reduce(self, phase: str) -> None:
+        assert self.schedule is not None
+        self.schedule.reduce(self)
+
+    @property
+    def summoned(self) -> bool:
+        """Whether the user is shown unsharded parameters."""
+        return self.step.is_summoned
+
+    def check_summon(self) -> None:
+        """Raise StateError if the user cannot be shown unsharded parameters now (R18)."""
+        self.step.check_summon()
 
     def show_shards(self) -> None:
         """Let the module show its shards, whatever memory holds."""
-        self.conceal()
+        self.run(self.step.conceal(), "summon")
         if self.state.residency == Residency.K_GROUP:
-            for bucket in self.buckets:
-                bucket.exposure.show_sharded()
+            self._conceal("summon")
 
     def free_before_edit(self) -> None:
-        """All ranks are about to write into their shards: what was gathered of them goes stale, so free it, unless the unit is in
-        use."""
-        if self.state.activity == Activity.IDLE and not self.summoned:
-            self.reshard("summon")
+        """All ranks are about to write into their shards, which makes unsharded parameters stale: free them, unless the unit is
+        in use."""
+        self.run(self.step.free_before_edit(), "summon")
 
     def reshard(self, phase: str) -> None:
-        """Show the shards and free the full parameters, or what a smaller group holds of them."""
-        self.conceal()
-        if self.state.residency != Residency.SHARD:
-            self.move(Move.RESHARD)
-            for bucket in self.buckets:
-                bucket.free(unit=self.name, phase=phase)
-
-    def reshard_after_forward(self) -> None:
-        """Free what need not be there between forward and backward (R08, R14)."""
-        if not self.buckets or self.buckets[0].part is None:
-            self.reshard("forward")
-            return
-        self.conceal()
-        self.move(Move.RESHARD_TO_GROUP)
-        for bucket in self.buckets:
-            bucket.free_to_part(unit=self.name, phase="forward")
-
-    def keep(self) -> None:
-        """The next forward takes the full parameters as they are: the user asked for them, or a backward that reduced nothing
-        left them (R15)."""
-        self._kept = True
+        """Show the shards and free the unsharded parameters, or the reshard group's shard."""
+        self.run(self.step.reshard(), phase)
 
     def free_outdated(self, phase: str, *, training: bool) -> None:
-        """Free full parameters that an earlier forward left behind and that may no longer equal the shards.
-
-        What decides must be the same on every rank, or some would gather and others not: so not whether this rank's shard was
-        written, which a rank without elements never sees, but whether an optimizer has stepped, and whether a forward for
-        training begins, which gathers anew in any case.
-        """
-        if self.state.residency != Residency.SHARD and self._steps_seen != self._steps.num:
-            self.conceal()
-            self.move(Move.EDIT_SHARDS)
-            assert self.state.freshness == Freshness.STALE
-            self.reshard(phase)
-        elif training and not self._kept:
-            self.reshard(phase)
-
-    def begin_backward(self) -> None:
-        """A gradient has reached the unit: have the full parameters, also for what is computed again."""
-        if self.state.activity != Activity.BACKWARD:
-            self.move(Move.BEGIN_BACKWARD)
-            self._task = torch._C._current_graph_task_id()
-            # The uses of a backward are added up first, and the backwards then.
-            self._grads.keep(lambda: self._accumulated)
-        if not self.choices.unshards_in_backward and not self.is_full:
-            return
-        self.unshard("backward")
-        if self.state.exposure != Exposed.FULL:
-            if (
-                not self.choices.reshard_after_forward
-            ):  # nothing was gathered, and what a user has put in goes to the shards
-                for bucket in self.buckets:
-                    bucket.exposure.adopt()
-            self.expose(again=True)
-        self._resume_use()
+        """Free unsharded parameters of an earlier forward that may no longer equal the shards."""
+        self.run(self.step.free_outdated(training=training), phase)
 
     @property
     def _accumulated(self) -> list[torch.dtype]:
         """Of each leaf the dtype in which its gradients accumulate (R15)."""
         return [bucket.accumulated for bucket in self.buckets for _ in bucket.buffer.leaves]
-
-    def end_backward(self) -> None:
-        """The whole backward is over."""
-        if self.state.activity == Activity.BACKWARD:
-            self.move(Move.END_BACKWARD)
-        if self._used:
-            self.end_use()
-            self._used = []
 
     def check_double_backward(self) -> None:
         """Raise StateError if a graph of the parameters' gradients is asked for, where the interface refuses that."""
@@ -287,7 +286,7 @@ class Unit:
     def collect(self, use: Use | None, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Autograd delivers the gradients of one use of the unit; see [Note: anchors]."""
         if self.state.activity != Activity.BACKWARD:
-            if self.choices.reshard_after_forward or self.schedule is None:
+            if self.step.settings.reshard_after_forward or self.schedule is None:
                 raise StateError(
                     f"unit {self.name!r}: gradients of its parameters came, but none of its output, so that they were "
                     "computed without the parameters; return the tensors that the loss is made of, as they are or in a "
@@ -313,18 +312,19 @@ class Unit:
 
     def start_reduction(self) -> None:
         """Issue the reduction of the full gradients that have come, and forget these."""
-        start, choices, arrived = 0, self.choices, self._grads.take()
+        start, settings, arrived = 0, self.step.settings, self._grads.take()
         for bucket in self.buckets:
             stop = start + len(bucket.buffer.leaves)
             grads, start = arrived[start:stop], stop
-            if choices.reduces_unused:
+            if settings.reduce_unused:
                 grads = [
                     torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad
                     for grad, leaf in zip(grads, bucket.buffer.leaves, strict=True)
                 ]
             if any(grad is not None for grad in grads):
                 tell_local_grads(self.name, bucket.layout, grads, bucket.buffer.leaves)
-                bucket.start_reduction(grads, unit=self.name, hook=choices.comm_hook, all_reduce=self.all_reduces)
+                hook = self.choices.comm_hook
+                bucket.start_reduction(grads, unit=self.name, hook=hook, all_reduce=settings.all_reduce_grads)
 
     def advance_reduction(self) -> bool:
         """Go one collective further, and hand a gradient that is ready to the optimizer's parameters. Returns whether all is
@@ -333,13 +333,12 @@ class Unit:
         return all(over)
 
     def reset(self) -> None:
-        """Back to the shard from anywhere (R17): nothing full, nothing pending, no gradient half done."""
+        """Free whatever a step has left, after an exception and the machine's reset (R17)."""
         for bucket in self.buckets:
             bucket.reset()
         self.drop_grads()
-        self.move(Move.RESET)
         self._uses.clear()
-        self.end_backward()
+        self._end_backward("backward")
 
     @contextmanager
     def converting(self, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -352,9 +351,7 @@ class Unit:
         if self.schedule is not None:
             self.schedule.recover()
         if self.state != UnitState():
-            if self.state.activity == Activity.IDLE:
-                self.conceal()
-            self.move(Move.EDIT_SHARDS)  # refused in use, and the message says why
+            self.run(self.step.edit(), "summon")
             self.reshard("summon")
         # Shards on meta cannot take values over. What was put in their place is taken over as soon as they are real.
         others: list[Mapping[int, nn.Parameter]] = []
@@ -386,53 +383,59 @@ class Unit:
             bucket.compute_in(policy)
         self._follow_leaves()
 
-    @property
-    def summoned(self) -> bool:
-        """Whether the user is being shown full parameters."""
-        return self.state.exposure == Exposed.SUMMONED
-
-    def check_summon(self) -> None:
-        """Raise StateError if the user cannot be shown full parameters now (R18)."""
-        if self.summoned or self.state.activity:
-            self.move(Move.SUMMON)
-
-    def summon(self, request: UnshardRequest, *, visible: bool, aside: bool = False) -> Residency:
-        """Show the user full parameters, if `visible` on this rank. Returns what memory shall hold afterwards (R21).
+    def summon(self, request: UnshardRequest, *, visible: bool, aside: bool = False) -> None:
+        """Show the user unsharded parameters in full precision, if `visible` on this rank (R18, R19).
 
         Args:
             aside: show a copy, so that nothing is written unless it is written back.
-
-        They are gathered in any case: what the user is shown, and may write back, is what the shards hold now.
         """
-        before = residency_after(self.state.residency, [bucket.precision for bucket in self.buckets])
-        for bucket in self.buckets:
-            bucket.exposure.adopt()
-        self.reshard("summon")
-        self.move(Move.GATHER)
+        self._adopt()
+        self._shown = request, visible, aside
+        self.run(self.step.summon(visible=visible), "summon")
+
+    def _summon(self, phase: str) -> None:
+        request, visible, aside = self._shown
         for bucket in self.buckets:
             bucket.summon(request, visible=visible, aside=aside, unit=self.name)
-        self.move(Move.SUMMON)
-        if not visible:
-            self.move(Move.RESHARD)
-        return before
 
-    def dismiss(self, writeback: Writeback, *, after: Residency) -> None:
-        """End `summon`: persist the edits as asked, then return to the memory that was there before (R20, R21, R24).
-
-        What was full before is gathered again, so that it holds what the shards hold: all ranks' edits merged, or none of
-        them.
+    def dismiss(self, writeback: Writeback, *, failed: bool) -> None:
+        """End `summon`: write edits back as asked, then return to what memory held before (R20, R21, R24).
 
         Args:
-            after: what memory shall hold; the shard alone when the user's code has failed, since other ranks may not come along.
+            failed: whether the user's code has raised on this rank, so that other ranks may not come along.
         """
-        self.move(Move.DISMISS)
-        if self.is_full:
-            self.move(Move.RESHARD)
+        self._writeback = writeback
+        self.run(self.step.dismiss(), "summon")
+        if not failed:
+            self.run(self.step.return_memory(), "summon")
+
+    def _dismiss(self, phase: str) -> None:
         with ExitStack() as stack:
             for bucket in self.buckets:
-                stack.callback(bucket.dismiss, writeback)
-        if after == Residency.FULL:
-            self.unshard("summon")
+                stack.callback(bucket.dismiss, self._writeback)
+
+
+_EXECUTE: dict[Action, Callable[[Unit, str], None]] = {
+    Action.GATHER: Unit._gather,
+    Action.GATHER_FROM_GROUP: Unit._gather_from_group,
+    Action.REUSE: Unit._reuse,
+    Action.WAIT: Unit._wait,
+    Action.EXPOSE: Unit._expose,
+    Action.EXPOSE_AGAIN: Unit._expose_again,
+    Action.ADOPT_EXPOSE_AGAIN: Unit._adopt_expose_again,
+    Action.CONCEAL: Unit._conceal,
+    Action.USE: Unit._use,
+    Action.USE_AGAIN: Unit._use_again,
+    Action.END_USE: Unit._end_use,
+    Action.END_BACKWARD: Unit._end_backward,
+    Action.BEGIN_BACKWARD: Unit._begin_backward,
+    Action.FREE: Unit._free,
+    Action.FREE_GROUP_SHARD: Unit._free,
+    Action.RESHARD_TO_GROUP: Unit._reshard_to_group,
+    Action.REDUCE: Unit._reduce,
+    Action.SUMMON: Unit._summon,
+    Action.DISMISS: Unit._dismiss,
+}
 
 
 # Where a sharded module keeps its unit: in its `__dict__`, so that it is no attribute of the user's module tree.

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from crossframe.errors import CrossframeError, StateError
-from crossframe.lifecycle import Residency
 from crossframe.unshard import UnshardRequest
 from torch_backend.engine._bucket import Writeback
 from torch_backend.engine._unit import Unit
@@ -29,14 +28,14 @@ def summon_units(units: Sequence[Unit], request: UnshardRequest) -> Iterator[Non
 
 @contextmanager
 def _summon_unit(unit: Unit, request: UnshardRequest) -> Iterator[None]:
-    after = unit.summon(request, visible=request.visible(unit.mesh.group_rank))
+    unit.summon(request, visible=request.visible(unit.mesh.group_rank))
     failed = True
     try:
         yield
         failed = False
     finally:
         writeback = Writeback.OWN if request.writeback else Writeback.NOTHING
-        unit.dismiss(writeback, after=Residency.SHARD if failed else after)
+        unit.dismiss(writeback, failed=failed)
 
 
 @contextmanager
@@ -49,27 +48,28 @@ def summon_on_first(units: Sequence[Unit], *, offload_to_cpu: bool) -> Iterator[
     """
     request = UnshardRequest(writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu)
     _check(units, request)
-    after: list[Residency] = []
+    summoned: list[Unit] = []
     try:
         for unit in units:
-            after.append(unit.summon(request, visible=_is_first(unit), aside=True))
+            unit.summon(request, visible=_is_first(unit), aside=True)
+            summoned.append(unit)
     except BaseException:
-        for unit in units[: len(after)]:
-            unit.dismiss(Writeback.NOTHING, after=Residency.SHARD)
+        for unit in summoned:
+            unit.dismiss(Writeback.NOTHING, failed=True)
         raise
     failed = True
     try:
         yield
         failed = False
     finally:
-        _end_on_first(units, after, failed)
+        _end_on_first(units, failed)
 
 
 def _is_first(unit: Unit) -> bool:
     return unit.mesh.shards.rank == 0 and unit.mesh.replicas.rank == 0
 
 
-def _end_on_first(units: Sequence[Unit], after: Sequence[Residency], failed: bool) -> None:
+def _end_on_first(units: Sequence[Unit], failed: bool) -> None:
     """All ranks come here, also those whose user has raised; the first one says whether there is something to write."""
     refusal: CrossframeError | None = None
     first_failed = failed
@@ -84,9 +84,9 @@ def _end_on_first(units: Sequence[Unit], after: Sequence[Residency], failed: boo
         unit.mesh.replicas.broadcast([said])
         unit.mesh.shards.broadcast([said])
         first_failed = bool(said.item())
-    for unit, residency in zip(units, after, strict=True):
+    for unit in units:
         writeback = Writeback.NOTHING if first_failed else Writeback.FIRST
-        unit.dismiss(writeback, after=Residency.SHARD if first_failed else residency)  # alike on all ranks
+        unit.dismiss(writeback, failed=first_failed)  # the same on all ranks
     if refusal is not None:
         raise refusal
     if first_failed and not failed:

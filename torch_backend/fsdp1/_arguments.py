@@ -10,6 +10,7 @@ from crossframe.errors import StateError, UsageError
 from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Exposure, UnitState
 from crossframe.mesh import MeshSpec
+from crossframe.step import StepSettings
 from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, TrainingState
 from torch_backend.engine._choices import Choices
 from torch_backend.modules._ignored import Ignored, IsUnit
@@ -55,11 +56,14 @@ def choices_of(
     casts = precision.cast_forward_inputs
     return Choices(
         Face.FSDP1,
-        reshard_after_forward=reshards,
-        keeps_full_unreduced=not reshards,
+        StepSettings(
+            reshard_after_forward=reshards,
+            keep_root=True,
+            keep_without_reduction=not reshards,
+            backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
+            forward_prefetch=forward_prefetch,
+        ),
         refuses_double_backward=True,
-        backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
-        forward_prefetch=forward_prefetch,
         input_dtype=precision.param_dtype if casts else None,
         root_input_dtype=precision.param_dtype if precision.cast_root_forward_inputs else None,
         settings={

@@ -88,7 +88,7 @@ class FSDPModule(nn.Module):
         unit = unit_of(self)
         unit.free_outdated("summon", training=False)
         unit.gather("summon")
-        unit.keep()
+        unit.step.keep()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -136,13 +136,13 @@ class FSDPModule(nn.Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients. Without, they accumulate in full on each rank (R15)."""
         for unit in _units(self, recurse):
-            unit.reduces = unit.all_reduces = requires_gradient_sync
+            unit.step.choose(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether a reduction goes on from the shard group to the replicas. Without, sums over the shard group accumulate, until
         a backward that does (R28). It changes nothing where there are no replicas."""
         for unit in _units(self, recurse):
-            unit.all_reduces = requires_all_reduce
+            unit.step.choose(all_reduce_grads=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether full parameters are freed between forward and backward; for the root too, and in the place of a smaller group
@@ -151,28 +151,27 @@ class FSDPModule(nn.Module):
         for unit in _units(self, recurse):
             if unit.state.residency == Residency.K_GROUP:
                 unit.reshard("summon")
-            unit.choices.keeps_root = False
-            unit.choices.reshard_after_forward = reshard_after_forward
-            for bucket in unit.buckets:
-                bucket.part = None
+            unit.step.choose(keep_root=False, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether full parameters are freed after backward. Without, the next forward needs no gather, unless an optimizer has
         stepped."""
         for unit in _units(self, recurse):
-            unit.choices.reshard_after_backward = reshard_after_backward
+            unit.step.choose(reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's backward needs its parameters. That of an embedding does not, for example."""
-        unit_of(self).choices.unshards_in_backward = unshard_in_backward
+        unit_of(self).step.choose(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Gather the parameters of these modules while this one's forward computes."""
-        unit_of(self).choices.forward_prefetch_units = _units_of(modules, "set_modules_to_forward_prefetch")
+        units = _units_of(modules, "set_modules_to_forward_prefetch")
+        unit_of(self).step.forward_prefetch_units = tuple(unit.step for unit in units)
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Gather the parameters of these modules while this one's backward computes, in the place of the one before it (R16)."""
-        unit_of(self).choices.backward_prefetch_units = _units_of(modules, "set_modules_to_backward_prefetch")
+        units = _units_of(modules, "set_modules_to_backward_prefetch")
+        unit_of(self).step.backward_prefetch_units = tuple(unit.step for unit in units)
 
     # Gradients
 
@@ -198,7 +197,7 @@ class FSDPModule(nn.Module):
         """Let parameters that a backward did not reach count as zeros on this rank and get a gradient, also in units of which
         it reached none: ranks may then take other ways through the model, whole units apart (R29)."""
         for unit in _units(self, recurse):
-            unit.choices.reduces_unused = reduce_scatter_unused_params
+            unit.step.choose(reduce_unused=reduce_scatter_unused_params)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with this unit's reduced gradient, 1-D, behind the last collective and ahead of a division that is left.
@@ -306,8 +305,6 @@ def begin_as_root(module: nn.Module) -> Schedule:
     for each in named:
         make_real(each.unit)
     check_real(named)
-    if unit.choices.keeps_root:
-        unit.choices.reshard_after_forward = False
     return Schedule(named, face="fully_shard")
 
 

@@ -11,17 +11,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from crossframe.errors import UsageError
+from crossframe.step import StepCount
 from torch_backend.compat._torch_classes import derives_from_torch
 
 _ATTRIBUTE = "_crossframe_steps"
 _PARTITIONING = "ZeroRedundancyOptimizer"
-
-
-class StepCount:
-    """Steps of the optimizers that hold parameters of one model."""
-
-    def __init__(self) -> None:
-        self.num = 0
 
 
 def count_steps(params: Iterable[nn.Parameter], steps: StepCount) -> None:
@@ -39,7 +33,7 @@ def count_like(param: nn.Parameter, other: nn.Parameter) -> None:
 def _count(optimizer: Any, *_: object) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     for steps in {id(steps): steps for param in params if (steps := getattr(param, _ATTRIBUTE, None))}.values():
-        steps.num += 1
+        steps.add()
 
 
 def _refuse_partitions(optimizer: Any, *_: object) -> None:

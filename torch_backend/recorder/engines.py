@@ -119,7 +119,7 @@ def ours(model: nn.Module) -> Engine:
 
     return Engine(
         "crossframe FSDP1" if first.choices.face is Face.FSDP1 else "crossframe FSDP2",
-        _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1].unit.choices.reshard_after_forward),
+        _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1].unit.step.settings.reshard_after_forward),
         (mesh.replicas.rank, mesh.replicas.size),
         (mesh.shards.rank, mesh.shards.size),
         tuple(group.group for group in (mesh.shards, mesh.replicas) if group.size > 1),
