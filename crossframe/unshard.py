@@ -6,8 +6,6 @@ from enum import Enum
 
 from crossframe.errors import UnsupportedError, UsageError
 from crossframe.layout import Layout
-from crossframe.lifecycle import Residency
-from crossframe.precision import Precision
 from crossframe.shown import shown
 
 
@@ -140,17 +138,6 @@ class UnshardRequest:
     def persists(self, truth: Truth = Truth.SHARDS) -> bool:
         """Whether edits remain after exit: with `writeback`, and always where the storage shown is the truth itself (R20)."""
         return self.writeback or truth is Truth.FULL_STORAGE
-
-
-def residency_after(before: Residency, precisions: Iterable[Precision]) -> Residency:
-    """What memory holds once an unsharding is over: what it held before, except that a low-precision copy, which the full
-    precision that was shown has replaced, is freed (R21), and with it the unit's other buckets.
-
-    >>> from crossframe.precision import resolve_precision
-    >>> residency_after(Residency.FULL, [resolve_precision("float32", param_dtype="bfloat16")])
-    <Residency.SHARD: 0>
-    """
-    return Residency.SHARD if any(precision.is_mixed for precision in precisions) else before
 
 
 def shows_grad(present: Iterable[bool]) -> bool:

@@ -3,7 +3,7 @@
 `collectives` moves and sums; `unit` shards one bucket and reduces its gradients; `bucket` is each rank's memory of it; `live` is
 a unit through its life; `world` executes a plan; `optim` and `net` are what is trained by and what is trained.
 
-`crossframe.histories` proves it, beside a simpler model.
+`experiments.spec.histories` checks it against a simpler model.
 """
 
 from crossframe.reference.collectives import all_gather, all_reduce, reduce_scatter

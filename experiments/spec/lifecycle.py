@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 
 from crossframe.faces import Face
-from crossframe.histories import Disagreement, Explored, Pair
-from crossframe.histories import explore as explore_pair
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -17,6 +15,8 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
 from experiments.spec.cases import KINDS, layout_of
 from experiments.spec.checks import LIFECYCLE, Scope
+from experiments.spec.histories import Disagreement, Explored, Pair
+from experiments.spec.histories import explore as explore_pair
 from experiments.spec.tally import Tallies
 
 # Rows that are uneven over 2, 3 and 4 ranks; some rank holds nothing of the second parameter.

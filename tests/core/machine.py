@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from crossframe.faces import Face
-from crossframe.histories import Pair
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import Strategy, plan_units
 from crossframe.precision import PrecisionPolicy
+from experiments.spec.histories import Pair
 
 MAKE: dict[str, Callable[[tuple[ParamSpec, ...], int], Layout]] = {
     "flat": lambda params, size: FlatLayout(params, size, True),

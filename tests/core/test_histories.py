@@ -9,10 +9,10 @@ import pytest
 
 from crossframe.errors import PlanError, StateError, UnsupportedError
 from crossframe.faces import Face
-from crossframe.histories import OPERATIONS, REQUESTS, Disagreement, Explored, explore, replay
-from crossframe.histories.agree import equal, same
 from crossframe.lifecycle import Activity, Exposure, Freshness, Move, Residency, UnitState
 from crossframe.unshard import UnshardRequest
+from experiments.spec.histories import OPERATIONS, REQUESTS, Disagreement, Explored, explore, replay
+from experiments.spec.histories.agree import equal, same
 from tests.core.machine import SEVEN, Setup
 
 PLAIN = Setup("flat", 3)

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from crossframe.errors import CrossframeError, StateError, UnsupportedError
 from crossframe.faces import Face
-from crossframe.histories import OPERATIONS, REQUESTS, Pair
 from crossframe.plan import Strategy
+from experiments.spec.histories import OPERATIONS, REQUESTS, Pair
 from tests.core.machine import MAKE, NAN, SEVEN, Setup
 
 LONG = settings(deadline=None, max_examples=120, stateful_step_count=30, derandomize=True, database=None)

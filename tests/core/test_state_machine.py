@@ -10,9 +10,9 @@ import pytest
 
 from crossframe.errors import StateError
 from crossframe.faces import Face
-from crossframe.histories import OPERATIONS, Disagreement, Explored, explore, replay
 from crossframe.lifecycle import Activity, Exposure, Freshness, Move, Residency
 from crossframe.plan import Strategy
+from experiments.spec.histories import OPERATIONS, Disagreement, Explored, explore, replay
 from tests.conftest import EXHAUSTIVE
 from tests.core.machine import NAN, SEVEN, Setup
 from tests.core.test_lifecycle import REACHABLE

@@ -244,3 +244,25 @@ def test_R13_the_root_stays_unsharded_only_if_its_settings_say_so():
 def test_invalid_settings_raise(setting):
     with pytest.raises(StateError, match=f"{next(iter(setting))}: got .* pass a"):
         StepSettings(**setting)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("before", Residency)
+def test_R21_a_summon_returns_memory_to_what_it_held(before, mixed):
+    unit = UnitStep("", StepSettings(reshard_after_forward=2), mixed=mixed)
+    if before is not Residency.SHARD:
+        unit.unshard()
+    if before is Residency.K_GROUP:
+        unit.reshard_to_group()
+    unit.summon(visible=True)
+    unit.dismiss()
+    assert unit.state == UnitState()
+    unit.return_memory()
+    assert unit.state.residency is (Residency.SHARD if mixed else before)
+
+
+def test_R18_a_step_does_not_begin_while_parameters_are_summoned():
+    backend = Backend(["", "a"])
+    backend.units[1].summon(visible=True)
+    with pytest.raises(StateError, match=r"unit 'a': cannot begin a forward .* leave summon_full_params"):
+        backend.model.check_begin()

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from crossframe.errors import CrossframeError, UnsupportedError, UsageError
-from crossframe.lifecycle import Residency
-from crossframe.precision import resolve_precision
-from crossframe.unshard import ExitStep, Truth, UnshardRequest, residency_after, shows_grad
+from crossframe.unshard import ExitStep, Truth, UnshardRequest, shows_grad
 
 EVERY = list(itertools.product([False, True], repeat=4))
 
@@ -68,13 +66,6 @@ def test_R20_edits_remain_with_writeback_and_where_the_storage_is_the_truth():
     for writeback, truth in itertools.product([False, True], Truth):
         remains = writeback or truth is Truth.FULL_STORAGE
         assert UnshardRequest(writeback=writeback).persists(truth) == remains
-
-
-def test_R21_what_memory_held_comes_back_unless_a_bucket_is_of_mixed_precision():
-    plain, mixed = resolve_precision("float32"), resolve_precision("float32", "bfloat16")
-    for before in Residency:
-        assert residency_after(before, [plain, plain]) is before
-        assert residency_after(before, [plain, mixed]) is residency_after(before, [mixed]) is Residency.SHARD
 
 
 def test_R22_a_gradient_is_shown_where_any_rank_has_one():

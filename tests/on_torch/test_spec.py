@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from crossframe import plan, precision, reduction, state
 from crossframe.errors import UsageError
 from crossframe.faces import Face
-from crossframe.histories import OPERATIONS, REQUESTS, explore
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -44,6 +43,7 @@ from experiments.spec import (
 )
 from experiments.spec.checks import CHECKS, CLOSED_FORM, LIFECYCLE, TORCH, Check, Scope
 from experiments.spec.fake_ranks import fake_group, fake_mesh, quiet
+from experiments.spec.histories import OPERATIONS, REQUESTS, explore
 from experiments.spec.lifecycle import SmallWorld, cases_of
 from experiments.spec.rules import TITLES
 from experiments.spec.tally import KEPT_CASES, Tallies, Tally

@@ -1,6 +1,6 @@
 """The simplest model of a unit's life: full arrays and a few words. What `live` does with shards, this predicts without any.
 
-It knows of a layout only which rank owns which element. `crossframe.histories.explore` holds the two beside each other.
+It knows of a layout only which rank owns which element. `experiments.spec.histories.explore` holds the two beside each other.
 """
 
 from collections.abc import Callable, Sequence

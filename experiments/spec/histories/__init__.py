@@ -4,8 +4,8 @@
 and to its model, `agree` compares them, and `explore` follows every order of operations up to a length.
 """
 
-from crossframe.histories.agree import Disagreement
-from crossframe.histories.explore import Explored, explore, replay
-from crossframe.histories.pair import OPERATIONS, REQUESTS, Pair
+from experiments.spec.histories.agree import Disagreement
+from experiments.spec.histories.explore import Explored, explore, replay
+from experiments.spec.histories.pair import OPERATIONS, REQUESTS, Pair
 
 __all__ = ["OPERATIONS", "REQUESTS", "Disagreement", "Explored", "Pair", "explore", "replay"]

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from crossframe.histories.agree import Disagreement
-from crossframe.histories.pair import OPERATIONS, Pair
 from crossframe.lifecycle import Move, UnitState
+from experiments.spec.histories.agree import Disagreement
+from experiments.spec.histories.pair import OPERATIONS, Pair
 
 
 @dataclass

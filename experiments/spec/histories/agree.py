@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.histories.simple import Full, Simple
 from crossframe.layout import Layout, post_forward, post_forward_group
 from crossframe.lifecycle import Exposure, Freshness, Residency
 from crossframe.reference.live import LiveUnit
+from experiments.spec.histories.simple import Full, Simple
 
 SHOWS = {Exposure.SHARDED: "shards", Exposure.FULL: "full", Exposure.SUMMONED: "summoned"}
 HOLDS = {Residency.SHARD: "shard", Residency.K_GROUP: "part", Residency.FULL: "full"}

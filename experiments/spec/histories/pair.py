@@ -14,8 +14,6 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import CrossframeError, ParamError, StateError, UnsupportedError
-from crossframe.histories.agree import Disagreement, check_grads, check_memory, same
-from crossframe.histories.simple import Full, Refusal, Simple
 from crossframe.layout import post_forward
 from crossframe.lifecycle import Move, UnitState
 from crossframe.mesh import MeshSpec
@@ -26,6 +24,8 @@ from crossframe.reference.unit import Params
 from crossframe.reference.world import World
 from crossframe.step import UnitStep
 from crossframe.unshard import UnshardRequest
+from experiments.spec.histories.agree import Disagreement, check_grads, check_memory, same
+from experiments.spec.histories.simple import Full, Refusal, Simple
 
 LR = 0.5
 FLAGS = "wrog"  # writeback, rank0_only, offload_to_cpu, with_grads
