@@ -30,8 +30,7 @@ class ModelStep:
     def __init__(self, units: Sequence[UnitStep]) -> None:
         self.units = list(units)
         self.root = self.units[0]
-        if self.root.settings.keep_root:
-            self.root.choose(reshard_after_forward=False)
+        self.root.settings = self.root.settings.as_root()
         self.in_backward = False
         # Units in the order in which their forwards began, and ended; and the unit that began after each in the step before.
         self._begun: dict[UnitStep, None] = {}

@@ -87,6 +87,10 @@ class StepSettings:
                     f"{name}: got {shown(value)}, which is not a valid choice; pass {_KINDS.get(name, 'a bool')}"
                 )
 
+    def as_root(self) -> "StepSettings":
+        """The settings of a unit that turns out to be the root (R13)."""
+        return replace(self, reshard_after_forward=False) if self.keep_root else self
+
     @property
     def reshards_to_group(self) -> bool:
         """Whether a forward leaves a shard of the reshard group (R08)."""
