@@ -1,4 +1,4 @@
-"""Operators of a part of a run, their values by signature, and the first operators of two runs that part."""
+"""Traces of the operators of a run, signatures of their values, and the first operators at which two runs differ."""
 
 from crossframe.operators.match import Finding, find
 from crossframe.operators.request import TRACE, Request

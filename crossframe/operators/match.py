@@ -1,11 +1,11 @@
-"""The first operators at which two traces part, found by values.
+"""Finds the first operators at which two traces differ, by comparing values.
 
-A value of one side has a partner if the other side has the same value anywhere: as an input or output of an operator, as a value
-that a fused operator would have in between, or as one of the parts into which such a value can be cut; or if all of its own parts
-have partners. Names and numbers of operators are not
-compared: eager and fused attention compute the same output by other values in between. So values without a partner are followed
-back from a result that has none, through operators whose outputs have none, to the operators whose inputs all have partners.
-Values without a partner that lead to equal results are another way of computing the same, and are not visited.
+A value of one trace has a partner if the other trace has the same value anywhere: as an input or output of an operator, as an
+intermediate value of a fused operator, or as one of the parts into which such a value can be cut. It also has one if all of its
+own parts have partners. Names and numbers of operators are not compared, since eager and fused attention compute the same output
+by different intermediate values. The search starts at results without a partner and follows values without a partner back to the
+operators whose inputs all have partners. Values without a partner that lead to equal results belong to another way to compute
+the same result, and are not visited.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _NEIGHBOURS = 2
 
 @dataclass(frozen=True)
 class Neighbour:
-    """An operator near the one that parts, and whether its output has a partner."""
+    """An operator near the first one that differs, and whether its outputs have partners."""
 
     operator: Operator
     matched: bool
@@ -29,15 +29,16 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first operator of each side whose inputs have partners and whose output has none.
+    """The first operator of each trace whose inputs have partners and whose output has none.
 
     Attributes:
-        a, b: the operators; None where a side has none.
-        from_outside: whether values that the traced part was given differ already, such as a table that numpy made. The operators
-            are then the first that read one of them.
-        factor: b's output as a multiple of a's, None where it is not one, or is the same.
-        neighbours: of a and of b, in order.
-        num_matched, num_operators: of a and of b.
+        a, b: the operators; None if a trace has none.
+        from_outside: whether inputs of the traced part differ already, such as a table that numpy computed. The operators are
+            then the first that read such an input.
+        factor: b's output as a multiple of a's; None if it is equal or not a multiple.
+        neighbours: operators near a and near b, in order.
+        num_matched: number of operators of each trace whose outputs have partners.
+        num_operators: number of operators of each trace.
     """
 
     a: Operator | None
@@ -53,8 +54,8 @@ def find(a: Trace, b: Trace, tolerance: float | None) -> Finding:
     """Compare two traces of the same part of the same step.
 
     Args:
-        tolerance: on norm(x - y) / norm(x) of values that count as the same, in any order. None: bits must be equal, and in the
-            same order, as of two runs of the same program.
+        tolerance: maximum norm(x - y) / norm(x) of values that count as equal, in any order of elements. None: values must be
+            equal bit for bit and in the same order, as in two runs of the same program.
     """
     partners = (_partner(b, tolerance), _partner(a, tolerance))
     firsts = [_first(trace, partner, tolerance is None) for trace, partner in zip((a, b), partners, strict=True)]
@@ -79,7 +80,7 @@ def _values(trace: Trace) -> Sequence[Signature]:
 
 
 def _partner(other: Trace, tolerance: float | None) -> Partner:
-    """Whether a value has a partner on the other side."""
+    """A function that tells whether a value has a partner in the other trace."""
     values = _values(other)
     if tolerance is None:
         exact = {_exact(value) for value in values}
@@ -110,8 +111,12 @@ def _in_any_order(value: Signature) -> tuple[object, str]:
 
 
 def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | None, bool]:
-    """The first operator at which this side parts, and whether what parts is a value from outside of the trace: then the operator
-    is the first one that reads such a value."""
+    """The first operator of this trace that differs.
+
+    Returns:
+        The operator, and whether the difference comes from outside of the trace. If so, the operator is the first that reads a
+        value that differs.
+    """
 
     key = _exact if ordered else _in_any_order
     makers: dict[tuple[object, str], list[Operator]] = {}
@@ -120,11 +125,12 @@ def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | No
         made = {key(value) for value in op.outputs}
         for each in made:
             makers.setdefault(each, []).append(op)
-        if not op.name.endswith("_like"):  # which reads no values
+        if not op.name.endswith("_like"):  # these read no values
             used |= {key(value) for value in op.inputs} - made
     parted = [value for value in trace.results if not partner(value) and key(value) in makers]
     if not trace.results:
-        # A part without modules, as the optimizer's step or a backward: what no operator reads. Second outputs serve backward.
+        # A part without modules, such as the optimizer's step or a backward, has as results the first outputs that no operator
+        # reads. Further outputs are for the backward.
         ends = [op.outputs[0] for op in trace.operators if op.outputs]
         parted = [value for value in ends if not partner(value) and key(value) not in used]
     stack = [op for value in parted for op in makers[key(value)][:1]]
@@ -137,7 +143,7 @@ def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | No
             continue
         visited.add(op.index)
         causes = [value for value in op.inputs if not partner(value)]
-        # Equal values, as of masks, are made again and again: the last one before is the operator's own.
+        # Equal values, such as masks, may have several makers: the operator reads that of the last one before it.
         inside = [earlier[-1] for value in causes if (earlier := _before(op, makers.get(key(value), ())))]
         stack += inside
         if len(inside) < len(causes):
@@ -145,14 +151,14 @@ def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | No
         if not causes:
             firsts.append(op)
     if not ordered:
-        # Of two ways to compute the same, the values in between have no partners either.
+        # Intermediate values of another way to compute the same result have no partners either.
         rejoined = _rejoined(trace, partner, key)
         firsts = [op for op in firsts if op.index not in rejoined] or firsts
     return min(firsts or readers, key=lambda op: op.index, default=None), not firsts and bool(readers)
 
 
 def _rejoined(trace: Trace, partner: Partner, key: Callable[[Signature], tuple[object, str]]) -> set[int]:
-    """Operators from whose outputs, none of which has a partner, a value that has one follows."""
+    """Indices of operators whose outputs have no partner but lead to a value that has one."""
     readers: dict[tuple[object, str], list[Operator]] = {}
     found: set[int] = set()
     for op in reversed(trace.operators):
@@ -171,13 +177,13 @@ def _before(op: Operator, makers: Sequence[Operator]) -> list[Operator]:
 
 
 def _factor(a: Operator, b: Operator, partners: tuple[Partner, Partner]) -> float | None:
-    """What b's first output without a partner is a multiple of a's by."""
+    """The factor between the first outputs of a and b without a partner; None if they are equal or not multiples."""
     ours = next((value for value in a.outputs if not partners[0](value)), None)
     theirs = next((value for value in b.outputs if not partners[1](value)), None)
     if ours is None or theirs is None or not ours.norm or not theirs.norm:
         return None
     units = [unit_roundoff(value.dtype) for value in (ours, theirs) if value.dtype in FLOATING]
-    # One operator on each side, of a few roundings.
+    # Each is the result of one operator, with a few roundings.
     tolerance = 8 * sum(units)
     if not units or not ours.is_multiple(theirs, tolerance):
         return None

@@ -1,4 +1,4 @@
-"""What a run is asked to trace. A recorder finds the request in the environment variable TRACE, as JSON."""
+"""Requests to trace operators. A recorder reads the request from the environment variable TRACE, as JSON."""
 
 import json
 import os
@@ -13,16 +13,16 @@ TRACE_NAME = "operators.jsonl"
 
 @dataclass(frozen=True)
 class Request:
-    """One part of one step of one rank.
+    """The part of a step of one rank to trace.
 
     Attributes:
-        directory: where the trace goes.
-        step, rank: of which the operators are traced. The run ends after the step.
-        phase: of the quantity that differs (`crossframe.recording.lines`).
-        unit: inside of which forward and backward are traced; "": everywhere.
-        in_bits: whether values will be compared in bits alone.
-        judged: whether each operator is repeated in float64 and held against its bound.
-        compiled: whether what torch.compile made is run, and judged. If not, it runs uncompiled, operator by operator.
+        directory: the destination of the trace.
+        step, rank: the step and the rank whose operators are traced. The run ends after the step.
+        phase: phase of the quantity that differs (`crossframe.recording.lines`).
+        unit: the unit inside of which forward and backward are traced; "": everywhere.
+        in_bits: whether values will be compared bit for bit only.
+        judged: whether each operator is repeated in float64 and tested against its bound.
+        compiled: whether graphs of torch.compile run compiled, and are judged; otherwise they run operator by operator.
     """
 
     directory: str
@@ -35,15 +35,15 @@ class Request:
     compiled: bool = False
 
     def to_environment(self) -> dict[str, str]:
-        """The variable that makes a recorder trace."""
+        """The environment variable of this request."""
         return {TRACE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls) -> Self | None:
-        """The request of this process's environment; None if there is none.
+        """The request in the environment of this process; None if there is none.
 
         Raises:
-            UsageError: the variable holds something else.
+            UsageError: the variable is not a request.
         """
         text = os.environ.get(TRACE)
         if not text:

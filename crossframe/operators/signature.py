@@ -1,14 +1,14 @@
-"""What is kept of an operator's inputs and outputs: enough to recognise the same values on another side.
+"""Signatures of operator inputs and outputs, which tell whether two traces have the same value.
 
-Two questions are answered without the elements.
+A signature answers two questions without the elements.
 
-*Equal in bits?* `bits` hashes the elements in row-major order, as float64, so that a reshape and an exact cast keep it.
-`multiset` adds up a hash of each element modulo 2^64: it survives transposition too.
+*Are they equal bit for bit?* `bits` is a hash of the elements in row-major order, as float64, so that reshapes and exact casts do
+not change it. `multiset` is the sum of a hash of each element modulo 2^64, which transposition does not change either.
 
-*Equal but for rounding?* Let r be the root mean square of x. `features` are means over elements of functions of x / r: x / r
-itself, and cos(w x / r) and sin(w x / r) for w in `FREQUENCIES`, the empirical characteristic function. They do not depend on
-the order of the elements, nor on a factor. Let y = x + e with norm(e) <= t * norm(x). A function f with |f'| <= w moves in the
-mean by
+*Are they equal except for rounding?* Let r be the root mean square of x. `features` are means over elements of functions of x /
+r: x / r itself, and cos(w x / r) and sin(w x / r) for w in `FREQUENCIES`, which is the empirical characteristic function. They
+depend neither on the order of the elements nor on a positive factor. Let y = x + e with norm(e) <= t * norm(x). The mean of a
+function f with |f'| <= w changes by
 
     |mean f(y / s) - mean f(x / r)| <= w * mean |y / s - x / r| <= w * norm(y / s - x / r) / sqrt(n)
 
@@ -16,11 +16,12 @@ where s is the root mean square of y. Since |s - r| <= t * r and norm(y) = s * s
 
     norm(y / s - x / r) <= norm(y - x) / r + norm(y) * |1 / s - 1 / r| <= 2 * t * sqrt(n)
 
-so no feature moves by more than 2 * w * t, and the norm by no more than t of itself. Elements that are not finite, or as large
-as masks are, are counted and left out.
+so a feature changes by at most 2 * w * t, and the norm by at most the fraction t. Elements that are not finite, or as large as
+those of masks, are counted and left out.
 
-Features only rule values out: different values may have similar ones. Where both tensors have one shape, their sketches estimate
-norm(x - y) (`crossframe.recording.sketch`) and decide, unless it is so large that the elements must lie in another order.
+Features can only show that values differ, since different values may have similar features. If both tensors have the same shape,
+their sketches estimate norm(x - y) (`crossframe.recording.sketch`) and decide, unless it is so large that the elements must be in
+another order.
 """
 
 import base64
@@ -33,11 +34,11 @@ from crossframe.recording.sketch import sketches_of
 
 FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
 HUGE = 1e8
-"""Elements of this size are taken for a mask's."""
+"""Elements of at least this size are taken for those of a mask."""
 PARTS = (2, 3)
-"""Into how many parts values are cut."""
+"""Numbers of equal parts into which values are cut."""
 RELATED = 0.5
-"""The relative distance below which two tensors of one shape hold the same elements in the same order, changed or not."""
+"""Two tensors of one shape whose relative distance is at most this have their elements in the same order."""
 _SLOPES = np.array([1.0, *FREQUENCIES, *FREQUENCIES])
 # Constants of the mixing function splitmix64 (G. Steele, D. Lea, C. Flood, Fast splittable pseudorandom number generators, 2014).
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -45,16 +46,16 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 @dataclass(frozen=True)
 class Signature:
-    """A tensor's values, without their order.
+    """A summary of the values of a tensor.
 
     Attributes:
-        shape, dtype: of the tensor.
-        num_left_out: elements that are not finite, or huge.
-        norm: of the others.
-        features: see above.
+        shape, dtype: shape and dtype of the tensor.
+        num_left_out: number of elements that are not finite, or at least `HUGE`.
+        norm: norm of the other elements.
+        features: see the docstring of the module.
         bits, multiset: hashes in hex.
-        sums: of the sketch, float32 in base64; "" where only bits are compared.
-        parts: of the halves and of the thirds along the last dim, in order; () where only bits are compared, or there are none.
+        sums: sums of the sketch, float32 in base64; "" if only bits are compared.
+        parts: signatures of the halves and of the thirds along the last dim; () if only bits are compared, or there are none.
     """
 
     shape: tuple[int, ...]
@@ -69,11 +70,11 @@ class Signature:
 
     @property
     def numel(self) -> int:
-        """How many elements the tensor has."""
+        """Number of elements of the tensor."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     def is_close(self, other: "Signature", tolerance: float) -> bool:
-        """Whether both may be the same values up to an error of norm(x - y) <= tolerance * norm(x), in any order."""
+        """Whether both may be the same values up to norm(x - y) <= tolerance * norm(x), in any order of elements."""
         if self.multiset == other.multiset and self.numel == other.numel:
             return True
         size = max(self.norm, other.norm)
@@ -85,7 +86,7 @@ class Signature:
         return near and self.is_multiple(other, tolerance)
 
     def is_multiple(self, other: "Signature", tolerance: float) -> bool:
-        """The same, up to a positive factor.
+        """Like `is_close`, up to a positive factor.
 
         >>> x = np.arange(6.0).reshape(2, 3)
         >>> signature_of(x).is_multiple(signature_of(-2 * x), 1e-6), signature_of(x).is_multiple(signature_of(2 * x.T), 1e-6)
@@ -103,7 +104,7 @@ class Signature:
 
     @classmethod
     def from_json(cls, fields: list) -> "Signature":
-        """What `to_json` made."""
+        """The signature that `to_json` wrote."""
         shape, dtype, num_left_out, norm, features, *texts, parts = fields
         cuts = tuple(tuple(map(cls.from_json, cut)) for cut in parts)
         bits, multiset, sums = texts
@@ -118,9 +119,9 @@ def signature_of(array: np.ndarray, dtype: str = "", *, sketched: bool = True, c
     """The signature of an array of numbers or booleans.
 
     Args:
-        dtype: of the tensor, where the array has another one.
-        sketched: whether it may be compared in other ways than in bits.
-        cut: whether its parts may be compared then, too.
+        dtype: dtype of the tensor, if that of the array differs.
+        sketched: whether it is also compared up to rounding, not only bit for bit.
+        cut: whether its parts are compared too, if `sketched`.
 
     >>> x = np.arange(6.0).reshape(2, 3)
     >>> signature_of(x).bits == signature_of(x.reshape(6)).bits, signature_of(x).bits == signature_of(x.T).bits
@@ -128,7 +129,7 @@ def signature_of(array: np.ndarray, dtype: str = "", *, sketched: bool = True, c
     >>> signature_of(x).multiset == signature_of(x.T).multiset
     True
     """
-    # Adding zero turns -0.0 into 0.0: the two are one value.
+    # Adding zero turns -0.0 into 0.0, which is the same value.
     wide = np.ascontiguousarray(array, np.float64).reshape(-1) + 0.0
     wide = np.where(np.isnan(wide), np.nan, wide)
     kept = wide[np.abs(wide) < HUGE]
@@ -155,8 +156,8 @@ def signature_of(array: np.ndarray, dtype: str = "", *, sketched: bool = True, c
 
 
 def _parts(array: np.ndarray, dtype: str) -> tuple[tuple[Signature, ...], ...]:
-    """The parts of a matrix, or of what has more dims: one side may pack into one what another has as several, such as query, key
-    and value."""
+    """The signatures of the parts of a tensor of at least two dims. One program may pack several tensors, such as query, key and
+    value, into one."""
     width = array.shape[-1] if array.ndim > 1 else 0
     cuts = [np.split(array, number, -1) for number in PARTS if width > number and width % number == 0]
     return tuple(tuple(signature_of(part, dtype, cut=False) for part in cut) for cut in cuts)

@@ -1,4 +1,4 @@
-"""The lines of a stack that are the user's: neither a framework's, nor Python's own, nor this project's."""
+"""Finds the user's lines in a stack: those of neither a framework, nor Python itself, nor this project."""
 
 import linecache
 import site
@@ -15,14 +15,14 @@ _PYTHON = tuple(str(Path(sysconfig.get_paths()[kind])) for kind in ("stdlib", "p
 _INSTALLED = tuple(site.getsitepackages())
 
 Frame = tuple[str, int, str]
-"""A file, the number of a line, and the name of the function that it is in."""
+"""File, line number and function name."""
 
 
 class UserCode:
-    """Tells which lines are the user's.
+    """Tells the user's lines from those of libraries.
 
     Args:
-        frameworks: packages whose lines are not.
+        frameworks: names of packages whose lines are not the user's.
     """
 
     def __init__(self, *frameworks: str) -> None:
@@ -33,15 +33,15 @@ class UserCode:
         self._libraries = ("<", *self._frameworks, *(str(_ROOT / own) for own in _OWN), *_PYTHON)
 
     def has(self, file: str) -> bool:
-        """Whether a file is the user's; packages other than the frameworks count as such."""
+        """Whether a file is the user's. Installed packages other than the frameworks count as the user's."""
         installed = file.startswith(_INSTALLED) and not file.startswith(self._frameworks)
         return installed or not file.startswith(self._libraries)
 
     def innermost(self, frames: Iterable[Frame]) -> SourceLine | None:
-        """The first line that is the user's, None if there is none.
+        """The first of the user's lines; None if there is none.
 
         Args:
-            frames: from the innermost on.
+            frames: the stack, innermost frame first.
         """
         return next((line_of(*frame) for frame in frames if self.has(frame[0])), None)
 

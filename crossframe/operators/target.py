@@ -1,10 +1,10 @@
-"""Which part of two runs to trace: what causes the first quantity in which their recordings differ.
+"""Selects the part of two runs to trace: the one that computes the first quantity in which their recordings differ.
 
-Of different programs that is the first quantity beyond its bound. In float32 the bound is that of a whole run, and coarse: a
-fault in a module may stay inside until the optimizer magnifies it. So once a quantity is beyond, the forward of its step is
-looked through for the first value that differs `JUMP` times as much as all before it, or as one rounding. Rounding grows from
-module to module, but not by that. What is traced is then compared within `JUMP` times what differs before. This decides where to
-look, and no verdict.
+For different programs that is the first quantity beyond its bound. In float32 the bound is that of a whole run and therefore
+coarse: a fault in a module may stay inside it until the optimizer magnifies it. So, if a quantity is beyond its bound, the
+search continues in the forward of its step, for the first value that differs more than `JUMP` times as much as all values
+before it, and as one rounding. Rounding errors grow from module to module, but not by that much. The traces are then compared
+with a tolerance of `JUMP` times the largest earlier difference. This selects where to look, and does not affect the verdict.
 """
 
 import math
@@ -24,12 +24,12 @@ JUMP = 256.0
 
 @dataclass(frozen=True)
 class Target:
-    """A part of a step.
+    """The part of a step to trace.
 
     Attributes:
-        phase, unit, rank: as `crossframe.operators.Request` has them.
-        name: of the quantity that differs.
-        tolerance: on values that count as the same; None: bits must be equal.
+        step, phase, unit, rank: as in `crossframe.operators.Request`.
+        name: name of the quantity that differs.
+        tolerance: relative difference up to which values count as equal; None: they must be equal bit for bit.
     """
 
     step: int
@@ -43,10 +43,10 @@ class Target:
 def target_of(a: Recording, b: Recording, verdict: PairVerdict) -> Target | None:
     """The part to trace; None if the recordings do not differ anywhere.
 
-    Runs of one program are compared in bits: there the first quantity that has other bits counts, whatever its size.
+    Runs of the same program are compared bit for bit: any difference counts, whatever its size.
 
     Raises:
-        UsageError: what differs was not computed by an operator, or is too coarse to be told from rounding.
+        UsageError: no operator computes the quantity that differs, or the dtype is too coarse to distinguish it from rounding.
     """
     where = verdict.first_divergence
     same_program = not_same_program(a, b) is None
@@ -75,15 +75,13 @@ def target_of(a: Recording, b: Recording, verdict: PairVerdict) -> Target | None
 
 
 def _jump(judged: Iterable[Judged], beyond: Judged, unit_roundoff: float) -> tuple[Judged, float]:
-    """The first value in the forward of a step that differs far more than those before it, else the quantity beyond its bound.
-
-    The number is by how much those before it differ, at least one rounding.
-    """
+    """The first value in the forward of a step that differs far more than the values before it, or else the quantity beyond its
+    bound; and the largest difference before it, at least one rounding."""
     noise = unit_roundoff
     for each in judged:
         if each.step == beyond.step and each.phase == FORWARD and math.isfinite(each.difference):
             if each is beyond or each.difference > JUMP * noise:
                 return each, noise
             noise = max(noise, each.difference)
-    # Where forward agrees, what follows it is held against the bound of a run.
+    # Forward agrees, so the quantities after it are tested against the bound of a run.
     return beyond, math.inf

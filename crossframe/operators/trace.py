@@ -1,4 +1,4 @@
-"""The operators of a part of a run, in the order in which they ran, and their file."""
+"""Traces: the operators of a part of a run in the order in which they ran, and their file format."""
 
 import json
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from crossframe.operators.signature import Signature
 from crossframe.shown import shown_path
 
 COMPILED = "compiled."
-"""What names of operators inside of compiled graphs begin with."""
+"""Prefix of the names of operators inside compiled graphs."""
 WHOLE_GRAPH = f"{COMPILED}graph"
-"""The name of an operator that stands for a compiled graph as a whole."""
+"""Name of an operator that represents a whole compiled graph."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class SourceLine:
     code: str
 
     def in_words(self) -> str:
-        """The line, as an editor finds it."""
+        """The line as "file:number: code", which editors can open."""
         return f"{self.file}:{self.number}: {self.code}"
 
 
 @dataclass(frozen=True)
 class Judged:
-    """An operator's output held against the same operator in float64, on the same inputs.
+    """The error of an operator's output relative to the same operator in float64 on the same inputs.
 
     Attributes:
         error: norm(output - exact) / norm(exact).
-        bound: what rounding in the operator's dtype may make of that.
+        bound: the bound of the error due to rounding in the operator's dtype.
     """
 
     error: float
@@ -51,16 +51,18 @@ class Judged:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, as it ran.
+    """One operator that ran.
 
     Attributes:
-        name: by the framework's name, such as "aten.mm".
-        arguments: those that are no tensors, in words.
-        phase: "forward", "backward", "clip", "optimizer", or "between" for what runs around these.
-        module: canonical name of the innermost module in which it ran; of a backward operator that of its forward operator.
-        line: of the user's code; of a backward operator the line of its forward operator.
-        judged: None where it cannot be repeated, or has no floating output.
-        interior: values that a fused operator would have in between, were it written out.
+        index: position in the trace.
+        name: the framework's name, such as "aten.mm".
+        arguments: the arguments that are not tensors, as text.
+        phase: "forward", "backward", "clip", "optimizer", or "between" for operators outside of these.
+        module: canonical name of the innermost module in which it ran; for a backward operator, that of its forward operator.
+        line: line of the user's code; for a backward operator, that of its forward operator.
+        inputs, outputs: signatures of the tensors.
+        judged: the test of its output; None if it cannot be repeated or has no floating output.
+        interior: intermediate values of a fused operator, as if it were computed step by step.
     """
 
     index: int
@@ -90,7 +92,7 @@ class Operator:
 
     @classmethod
     def from_json(cls, index: int, fields: dict[str, Any]) -> "Operator":
-        """What `to_json` made."""
+        """The operator that `to_json` wrote."""
         return cls(
             index,
             fields["name"],
@@ -107,11 +109,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class Trace:
-    """A part of a run.
+    """A trace of a part of a run.
 
     Attributes:
-        operators: in the order in which they ran.
-        results: what the part is for: the inputs and outputs of its modules, and the loss.
+        operators: the operators in the order in which they ran.
+        results: the inputs and outputs of the part's modules, and the loss.
     """
 
     operators: Sequence[Operator]
@@ -122,12 +124,12 @@ class Trace:
         return [op for op in self.operators if op.judged is not None]
 
     def outside(self) -> list[Operator]:
-        """Those of them that rounding does not explain, in order; compiled graphs as a whole last."""
+        """The judged operators whose error rounding does not explain, in order; whole compiled graphs last."""
         found = [op for op in self.judged() if op.judged is not None and not op.judged.inside]
         return sorted(found, key=lambda op: op.name == WHOLE_GRAPH)
 
     def write(self, path: Path) -> None:
-        """Write one JSON object a line: operators, then the results."""
+        """Write one JSON object on each line: the operators, then the results."""
         with open(path, "w") as file:
             for operator in self.operators:
                 file.write(json.dumps(operator.to_json()) + "\n")
@@ -135,10 +137,10 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> "Trace":
-        """A trace from its file.
+        """Read a trace from its file.
 
         Raises:
-            RecordingError: no such file, or not a trace.
+            RecordingError: the file does not exist or is not a trace.
         """
         try:
             objects = [parse_json(line) for line in path.read_bytes().splitlines()]
