@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.on_torch.ranks import Ranks, started_ranks
+from tests.ranks import Ranks, started_ranks
 
 # A shell starts what is in its background with SIGINT ignored, and so would be the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

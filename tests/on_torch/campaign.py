@@ -41,7 +41,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.verdict.bounds import bounds_for
 from experiments.train.settings import TrainSettings
 from experiments.train_torch import run
-from tests.on_torch.ranks import start_process
+from tests.ranks import start_process
 
 STEPS, EVERY, KEEP, BATCH = 8, 2, 2, 12  # a batch that 1, 2, 3 and 4 ranks can share
 WORLD_SIZE = 2
@@ -114,7 +114,7 @@ class Session:
 
 def session(settings: TrainSettings, world_size: int, harm: Harm | None = None) -> Session:
     """Start ranks as torchrun would, and wait for their end."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
         processes: list[Any] = []

@@ -31,8 +31,8 @@ from tests.on_torch.differential_fsdp2 import ShardedRun
 from tests.on_torch.differential_state import StateRun
 from tests.on_torch.exceptions import Departure
 from tests.on_torch.histories import Case, History, difference, shown
-from tests.on_torch.ranks import Ranks, started_ranks
 from tests.on_torch.trees import smaller_trees
+from tests.ranks import Ranks, started_ranks
 
 SECONDS = 30
 SECONDS_SMALL = 12  # for a smaller case of one that fails; that may hang

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_backend
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
 from tests.on_torch.models import Net, build_net, loss_of
-from tests.on_torch.ranks import start_process
+from tests.ranks import start_process
 from torch_backend.observe import Observer, observe
 
 # What a process takes at most to raise, print a traceback and be gone, on a machine that does much else.
@@ -169,7 +169,7 @@ class Bomb(Observer):
 
 def run_trial(trial: Trial) -> tuple[list[Outcome], str]:
     """What became of the ranks that did not die, and all that any rank wrote to stderr."""
-    keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     port = keeper.port
     if trial.store == "rank 0":
         del keeper
@@ -214,7 +214,7 @@ def _rank(trial: Trial, rank: int, port: int, connection: Connection, folder: st
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     keeps = trial.store == "rank 0" and rank == 0
-    store = dist.TCPStore("127.0.0.1", port, is_master=keeps, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=keeps, wait_for_workers=False)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=trial.world_size, timeout=timedelta(seconds=trial.timeout)
     )

@@ -43,8 +43,8 @@ from crossframe.reference import SGD, World
 from crossframe.reference.live import LiveUnit
 from crossframe.strategy import Strategy
 from crossframe.unshard import Truth, UnshardRequest
-from tests.on_torch.ranks import Ranks, started_ranks
 from tests.on_torch.trees import written
+from tests.ranks import Ranks, started_ranks
 
 SECONDS = 20
 LR = 0.5

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_backend
 from tests.on_torch.models import Net, batch, build_net, loss_of
-from tests.on_torch.ranks import start_process
+from tests.ranks import start_process
 from torch_backend.ranks import _consensus as rounds
 from torch_backend.ranks import _desync as position
 from torch_backend.ranks import _failure as failure

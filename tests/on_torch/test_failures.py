@@ -19,7 +19,7 @@ import torch_backend
 from crossframe.errors import AgreementError, CollectiveError, CrossframeError
 from tests.on_torch.failing import Bomb, Boom, Trial, run_trial
 from tests.on_torch.models import Block, Net, batch, loss_of
-from tests.on_torch.ranks import started_ranks
+from tests.ranks import started_ranks
 from torch_backend.observe import Observer, observe
 from torch_backend.ranks import _consensus as rounds
 from torch_backend.ranks import _desync as position

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 import torch_backend
 from tests.on_torch.failing import Bomb, Boom, Trial, run_trial
 from tests.on_torch.models import batch, loss_of
-from tests.on_torch.ranks import started_ranks
 from tests.on_torch.test_failures import _fsdp2, _message, _net, _Raises, _state, _step, impatient
+from tests.ranks import started_ranks
 from torch_backend.observe import observe
 
 LOW = torch_backend.MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_backend
 from tests.on_torch.models import Block, build_net, loss_of
-from tests.on_torch.ranks import RankError
+from tests.ranks import RankError
 
 
 def _key(tensor):

@@ -25,7 +25,7 @@ class RankError(AssertionError):
 def start_process(target: Callable[..., Any], *args: Any) -> Any:
     """A process that runs `target(*args)`, forked from a server that has torch loaded."""
     # Every rank that makes an optimizer imports torch._dynamo, which takes seconds.
-    _context.set_forkserver_preload(["tests.on_torch.preload", "torch._dynamo"])
+    _context.set_forkserver_preload(["tests.preload", "torch._dynamo"])
     os.environ["OMP_NUM_THREADS"] = "1"
     process = _context.Process(target=target, args=args, daemon=True)
     process.start()
@@ -122,7 +122,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int, backen
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _share_gloos_thread()
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
