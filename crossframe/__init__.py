@@ -1,4 +1,4 @@
-"""crossframe: what fully sharded data parallel training means, in integers and enums, without any framework."""
+"""crossframe: the semantics of fully sharded data parallel training in integers, enums and decisions, without any framework."""
 
 from crossframe.errors import CrossframeError
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, Piece, RaggedLayout, Sharding, overlay

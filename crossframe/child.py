@@ -1,7 +1,7 @@
-"""Runs a function of this project in a process of its own: `python -P .../crossframe/child.py PARENT MODULE:FUNCTION ARGUMENTS`.
+"""Runs a function of this project in a new process: `python -P .../crossframe/child.py PARENT MODULE:FUNCTION ARGUMENTS`.
 
-It is started by its path (`crossframe.processes.module_command`), and finds the project's packages beside its own folder, before
-any packages of the same names in the current folder or on PYTHONPATH.
+The script is started by its path (`crossframe.processes.module_command`). It finds the packages of the project next to its own
+folder, before packages of the same names in the current folder or on PYTHONPATH.
 """
 
 import sys
@@ -19,7 +19,7 @@ class _Finder:
     """Finds packages in the folder of the project.
 
     Args:
-        names: of the packages.
+        names: names of the packages.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -33,7 +33,7 @@ class _Finder:
 def _main() -> None:
     _, parent, target, *sys.argv[1:] = sys.argv
     module, _, function = target.partition(":")
-    # A training script may have a package `experiments` of its own.
+    # A training script may have its own package `experiments`.
     own = _LIBRARIES | {_RESEARCH} if module.partition(".")[0] == _RESEARCH else _LIBRARIES
     sys.meta_path.insert(0, _Finder(own))  # type: ignore[arg-type]
     from crossframe.processes import end_with_parent
@@ -44,5 +44,5 @@ def _main() -> None:
 
 if __name__ == "__main__":
     _main()
-elif __name__ == "__mp_main__":  # a process of multiprocessing that such a process started
+elif __name__ == "__mp_main__":  # a multiprocessing child of such a process
     sys.meta_path.insert(0, _Finder(_LIBRARIES | {_RESEARCH}))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Dtypes by name. The core speaks of dtypes as the strings that torch, numpy and JAX share ("float32", "bfloat16")."""
+"""Dtypes by name. The core represents dtypes by the names that torch, numpy and JAX share ("float32", "bfloat16")."""
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ FLOATING = tuple(_DTYPES)
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of that name; ParamError if it is not a floating dtype that can be sharded."""
+    """The numpy dtype of a name; ParamError if it is not a floating dtype that can be sharded."""
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ParamError(f"unknown dtype {shown(name)}: expected one of {', '.join(FLOATING)}")
@@ -43,7 +43,7 @@ def unit_roundoff(name: str) -> float:
 
 
 def coarser(*names: str) -> str:
-    """The dtype that rounds most.
+    """The dtype with the largest unit roundoff.
 
     >>> coarser("float32", "bfloat16", "float16")
     'bfloat16'

@@ -1,11 +1,11 @@
-"""The errors that a user can meet. Every message says what was expected, what came, where, and what to do."""
+"""The errors of this project. Every message says what was expected, what was found, where, and what to do."""
 
 LONGEST_MESSAGE = 2000
-"""Characters of a message. Longer ones, which quote many or long names, lose their middle: what to do stands at the end."""
+"""Maximum characters of a message. Longer ones are shortened in the middle, since the advice is at the end."""
 
 
 class CrossframeError(ValueError):
-    """Base of every error that wrong input or wrong use raises here, in the core and in both backends."""
+    """Base of all errors that invalid input or wrong use raises in the core and in both backends."""
 
     longest_message: int | None = LONGEST_MESSAGE
 
@@ -17,19 +17,19 @@ class CrossframeError(ValueError):
 
 
 class ParamError(CrossframeError):
-    """A parameter cannot be described or sharded: its name, shape or dtype."""
+    """A parameter whose name, shape or dtype is invalid."""
 
 
 class ReplacedError(ParamError, RuntimeError):
-    """What a user put in the place of a parameter does not fit (R20, R25). Also a RuntimeError, since torch raises that."""
+    """A replacement of a parameter that does not fit (R20, R25). Also a RuntimeError, since torch raises that."""
 
 
 class MeshError(CrossframeError):
-    """A mesh, a world size or a rank that does not exist."""
+    """An invalid mesh, world size or rank."""
 
 
 class LayoutError(CrossframeError):
-    """A set of parameters that no layout can hold together, or a question that a layout cannot answer."""
+    """Parameters that a layout cannot hold, or an invalid argument of a layout."""
 
 
 class UnitError(CrossframeError):
@@ -37,15 +37,15 @@ class UnitError(CrossframeError):
 
 
 class PlanError(CrossframeError):
-    """A step that cannot be planned as asked."""
+    """A step that cannot be planned with these arguments."""
 
 
 class MappingError(CrossframeError):
-    """Names of two frameworks that do not correspond one to one."""
+    """Names of two frameworks that are not in one-to-one correspondence."""
 
 
 class RecordingError(CrossframeError):
-    """A recording that is missing, cut off, damaged, or not what the caller asked for."""
+    """A recording that is missing, cut off or damaged, or that does not have the requested data."""
 
 
 class UsageError(CrossframeError):
@@ -53,27 +53,27 @@ class UsageError(CrossframeError):
 
 
 class WrongTypeError(UsageError, TypeError):
-    """An argument of another type. Also a TypeError, since torch raises that."""
+    """An argument of the wrong type. Also a TypeError, since torch raises that."""
 
 
 class StateDictConfigError(UsageError, RuntimeError):
-    """A state dict config that belongs to another type of state dict. Also a RuntimeError, since torch raises that."""
+    """A state dict config for another type of state dict. Also a RuntimeError, since torch raises that."""
 
 
 class AssertedError(UsageError, AssertionError):
-    """Wrong use that torch refuses by an assertion."""
+    """Wrong use that torch rejects with an assertion."""
 
 
 class RunOrderError(UsageError, RuntimeError):
-    """A unit that runs before the root that it should run under. Also a RuntimeError, since torch raises that."""
+    """A unit that runs before its root. Also a RuntimeError, since torch raises that."""
 
 
 class AgreementError(CrossframeError, RuntimeError):
-    """Ranks that were given different models, units or settings."""
+    """Ranks that have different models, units or settings."""
 
 
 class CollectiveError(CrossframeError, RuntimeError):
-    """A collective that failed, since another rank ended, left the step, or did not come in time. Also a RuntimeError, since
+    """A collective that failed because another rank ended, left the step or timed out. Also a RuntimeError, since
     torch.distributed raises that."""
 
 
@@ -82,19 +82,19 @@ class StateError(CrossframeError, AssertionError, RuntimeError):
 
 
 class UnsupportedError(CrossframeError, NotImplementedError):
-    """A combination that is refused, as torch refuses it (R23)."""
+    """An unsupported combination of options, in most cases one that torch rejects too (R23)."""
 
 
 class NonFiniteError(CrossframeError, RuntimeError):
-    """A gradient norm of inf or NaN where a finite one was asked for (R30). Also a RuntimeError, since torch raises that."""
+    """A gradient norm of inf or NaN although a finite one is required (R30). Also a RuntimeError, since torch raises that."""
 
 
 class StateDictError(CrossframeError, RuntimeError):
-    """A state dict of a model or an optimizer that does not fit (R36, R37). Also a RuntimeError, since torch raises that.
-    It lists every name, as torch does."""
+    """A state dict of a model or an optimizer that does not fit (R36, R37). Also a RuntimeError, since torch raises that. The
+    message lists every name, as in torch."""
 
     longest_message = None
 
 
 class InitialisationError(CrossframeError, RuntimeError):
-    """A model on the meta device that cannot be initialised as if it had been built in full (R38)."""
+    """A model on the meta device that cannot be initialised to the values of the model built in full (R38)."""

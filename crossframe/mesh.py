@@ -1,11 +1,11 @@
-"""The grid of ranks (R10): replicate x shard. A shard group varies along the shard axis alone."""
+"""The mesh of ranks (R10): replicate x shard. A shard group varies along the shard axis only."""
 
 from dataclasses import dataclass
 
 from crossframe.errors import MeshError
 from crossframe.shown import shown
 
-# A rank is a 32-bit int wherever ranks talk to each other.
+# Communication libraries represent ranks by 32-bit ints.
 MAX_WORLD_SIZE = 2**31 - 1
 
 
@@ -42,13 +42,13 @@ class MeshSpec:
         return divmod(rank, self.shard)
 
     def shard_group(self, rank: int) -> range:
-        """The ranks that together hold one copy of the model, this rank among them."""
+        """The ranks that together hold one replica of the model, including this rank."""
         first = self.coordinate(rank)[0] * self.shard
         return range(first, first + self.shard)
 
     def group_rank(self, rank: int) -> int:
-        """A rank's place in its shard group or, where nothing is sharded, among the replicas. Where one rank acts for its group
-        it is the first (R19): one in each replica of a hybrid mesh.
+        """A rank's index in its shard group, or among the replicas if the model is not sharded. If one rank acts for its group,
+        it is the one with index 0 (R19): one in each replica of a hybrid mesh.
 
         >>> [MeshSpec(shard=2, replicate=2).group_rank(rank) for rank in range(4)]
         [0, 1, 0, 1]
@@ -69,6 +69,6 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 def check_world_size(world_size: int) -> None:
-    """Raise MeshError unless the world has at least one rank, and no more than can be numbered."""
+    """Raise MeshError unless this is an int from 1 to MAX_WORLD_SIZE."""
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise MeshError(f"expected a world size of at least 1 and at most {MAX_WORLD_SIZE}, got {shown(world_size)}")

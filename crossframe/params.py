@@ -1,4 +1,4 @@
-"""What the core knows of a parameter: its name, shape and dtype, never its values."""
+"""Descriptions of parameters: names, shapes and dtypes, but no values."""
 
 import math
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ class ParamSpec:
     """One parameter of a model.
 
     Attributes:
-        name: canonical (torch) name, at its first occurrence in the module tree.
+        name: canonical (torch) name of its first occurrence in the module tree.
         shape: sizes of the unsharded parameter.
         dtype: dtype in which it is stored.
-        aliases: further names of the same parameter, where modules share it (R01).
+        aliases: its other names, if modules share it (R01).
         requires_grad: whether it is trained.
 
     Raises:
-        ParamError: an empty name or alias, a size that is not a non-negative int, an unknown dtype, an alias given twice,
-            a requires_grad that is no bool, a shape of 2**63 bytes or more.
+        ParamError: a name or alias is empty or occurs twice, a size is not a non-negative int, the dtype is unknown,
+            requires_grad is not a bool, or the shape has 2**63 bytes or more.
 
     >>> ParamSpec("weight", (5, 3)).numel
     15
@@ -70,7 +70,7 @@ class ParamSpec:
 
 
 def check_params(params: tuple[ParamSpec, ...]) -> None:
-    """Raise ParamError unless this is a tuple of parameters of which no two share a name or an alias."""
+    """Raise ParamError unless this is a tuple of parameters without a common name or alias."""
     if not isinstance(params, tuple) or not all(isinstance(param, ParamSpec) for param in params):
         raise ParamError(f"expected a tuple of ParamSpec, got {shown(params)}")
     check_unique_names(params)

@@ -1,4 +1,4 @@
-"""A value in an error message: whatever a caller passed, shown in one line."""
+"""Formats values for error messages: anything that a caller passed, in one line."""
 
 import os
 from typing import Any
@@ -7,7 +7,7 @@ LONGEST = 300
 
 
 def shown(value: Any) -> str:
-    """The value's repr, cut to a readable length; its type where Python refuses to write it out.
+    """The repr of a value, cut to a readable length; its type if it has no repr.
 
     >>> shown("w"), shown(10**10000)
     ("'w'", 'an int that cannot be written out')
@@ -21,8 +21,7 @@ def shown(value: Any) -> str:
 
 
 def shown_path(path: str | os.PathLike) -> str:
-    """A path, as it is where that is one readable line; its start and its end where it is long, its repr where it has characters
-    that cannot be printed.
+    """A path in one readable line: shortened in the middle if it is long, and its repr if it has unprintable characters.
 
     >>> print(shown_path("runs/a"), shown_path("a\\x1b[2J"))
     runs/a 'a\\x1b[2J'
@@ -35,7 +34,7 @@ def shown_path(path: str | os.PathLike) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """What an error says, in one line and cut to a readable length.
+    """The message of an error in one line, cut to a readable length.
 
     >>> shown_error(ValueError("a\\nb"))
     'a b'

@@ -1,7 +1,7 @@
-"""Arrays in files of the safetensors format: no pickles, and every dtype that can be sharded, bit for bit.
+"""Reads and writes arrays in the safetensors format: no pickles, and every dtype that can be sharded, bit for bit.
 
-The format: eight bytes with the length of the header, the header as JSON ({name: {"dtype", "shape", "data_offsets"}}), then the
-arrays one after the other without gaps.
+A file has eight bytes with the length of the header, the header as JSON ({name: {"dtype", "shape", "data_offsets"}}), and the
+arrays without gaps.
 """
 
 import hashlib
@@ -18,24 +18,24 @@ from crossframe.files import FileError, VerifiedFile, parse_json
 from crossframe.shown import shown, shown_error
 
 _CARRIERS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
-# What safetensors calls the dtypes that arrays are stored as.
+# The names in safetensors of the dtypes that arrays are stored as.
 _TAGS = {"float64": "F64", "float32": "F32", "float16": "F16", "uint16": "U16", "uint8": "U8"}
-# Every dtype of the format that numpy has under a name of its own.
+# Every dtype of the format that is a builtin dtype of numpy.
 _DTYPES = {
     tag: np.dtype(name) for name, tag in _TAGS.items()
 } | {"BOOL": np.dtype(bool), "I8": np.dtype(np.int8), "I16": np.dtype(np.int16), "I32": np.dtype(np.int32),
      "I64": np.dtype(np.int64), "U32": np.dtype(np.uint32), "U64": np.dtype(np.uint64)}  # fmt: skip
 MOST_HEADER_BYTES = 100_000_000
 MOST_DIMS = 64
-"""Dims of an array in numpy."""
-# Data starts at a multiple of this, so that arrays can be mapped into memory as they are.
+"""Maximum number of dims of a numpy array."""
+# Data starts at a multiple of this, so that arrays can be mapped into memory.
 _ALIGNMENT = 8
 _CHUNK = 1 << 24
 
 
 def carrier(dtype: np.dtype) -> np.dtype:
-    """The dtype under which an array lies in the file. How much of bfloat16 and float8 readers of safetensors know depends
-    on their version, so they travel as unsigned integers of the same bits.
+    """The dtype that an array is stored as. Support of bfloat16 and float8 depends on the version of safetensors, so these are
+    stored as unsigned integers of the same bits.
 
     >>> from crossframe.dtypes import numpy_dtype
     >>> carrier(np.dtype("float32")).name, carrier(numpy_dtype("bfloat16")).name
@@ -45,19 +45,19 @@ def carrier(dtype: np.dtype) -> np.dtype:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[int, str]:
-    """Write arrays to a new file, their bytes as they are: no second copy of them is made in memory.
+    """Write arrays to a new file, without a second copy in memory.
 
-    The data is written, not mapped: a full disk is an OSError, where a mapped file would end the process with SIGBUS. The file is
-    not synced to disk.
+    The data is written, not mapped, so that a full disk raises OSError; a mapped file would end the process with SIGBUS. The file
+    is not synced to disk.
 
     Returns:
         The size of the file in bytes, and its sha256 in hex.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the file cannot be written.
     """
     stored = {name: np.ascontiguousarray(array).view(carrier(array.dtype)) for name, array in tensors.items()}
-    # Larger items first: then each array is aligned to its own item size.
+    # Larger items first, so that each array is aligned to its item size.
     order = sorted(stored, key=lambda name: (-stored[name].itemsize, name))
     header, offset = {}, 0
     for name in order:
@@ -86,7 +86,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[int, s
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where an array lies: the dtype that it is stored as, its shape, and its first byte in the file."""
+    """The place of an array: the dtype that it is stored as, its shape, and the offset of its first byte in the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -94,10 +94,10 @@ class _Entry:
 
 
 class TensorFile:
-    """A file of arrays whose content was verified. Arrays are read on demand, and are what was verified.
+    """A file of arrays that was verified. Arrays are read on demand, and changes since the verification are detected.
 
     Raises:
-        FileError: a file that is missing, cut off or damaged, or not the one that was written; a header that is wrong.
+        FileError: the file is missing, cut off or damaged, is not the one that was written, or has an invalid header.
     """
 
     def __init__(
@@ -112,22 +112,22 @@ class TensorFile:
         """Verify the file.
 
         Args:
-            sha256, size: what `write_tensors` returned.
-            most_bytes: a file of more bytes is not read.
-            in_memory: keep what was verified, instead of reading it again.
+            sha256, size: the values that `write_tensors` returned.
+            most_bytes: maximum size of a file that is read.
+            in_memory: keep the content in memory instead of reading it again.
         """
         self.path = path
         self._file = VerifiedFile(path, sha256, size, most_bytes=most_bytes, in_memory=in_memory)
         self._entries = self._read_header()
 
     def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """An array; FileError unless the file holds it with this dtype and shape."""
+        """Read an array; FileError unless the file has it with this dtype and shape."""
         entry = self._entry(name, dtype, shape)
         content = self._file.read(entry.start, entry.start + math.prod(shape) * dtype.itemsize)
         return np.frombuffer(content, dtype).reshape(shape)
 
     def read_run(self, name: str, dtype: np.dtype, numel: int, start: int, stop: int) -> np.ndarray:
-        """Elements `start:stop` of a 1-D array of `numel` elements; FileError as `read`."""
+        """Read elements `start:stop` of a 1-D array of `numel` elements; FileError as in `read`."""
         entry = self._entry(name, dtype, (numel,))
         content = self._file.read(entry.start + start * dtype.itemsize, entry.start + stop * dtype.itemsize)
         return np.frombuffer(content, dtype)
@@ -161,7 +161,7 @@ class TensorFile:
         return {name: self._checked(name, fields, 8 + length) for name, fields in header.items()}
 
     def _checked(self, name: str, fields: Any, first: int) -> _Entry:
-        """An entry of the header, whose bytes are inside of the file and as many as its shape says."""
+        """An entry of the header, after a check that its bytes are inside the file and match its shape."""
         said = fields if isinstance(fields, dict) else {}
         dtype: Any = said.get("dtype")
         shape: Any = said.get("shape")

@@ -1,4 +1,4 @@
-"""What happens in a step, as events, whether planned or seen; and how two lists of events differ."""
+"""Events of a step, planned or observed, and the difference of two lists of events."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,32 +7,32 @@ from dataclasses import asdict, dataclass, field
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
-COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)  # what steps are made of
-ALL_TO_ALL = "all_to_all"  # shards go over to another layout (R36): between steps, and in no plan
+COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)  # the collectives of a step
+ALL_TO_ALL = "all_to_all"  # moves shards to another layout (R36): between steps, so never in a plan
 
-FREE = "free"  # the full parameters are given back
-RESHARD_TO_GROUP = "reshard_to_group"  # all of them but a smaller group's shard (R08)
-CAST = "cast"  # a copy that serves as full parameters is made where there is nothing to gather
+FREE = "free"  # frees the full parameters
+RESHARD_TO_GROUP = "reshard_to_group"  # frees the full parameters except the part kept in a reshard group (R08)
+CAST = "cast"  # makes a copy as full parameters, on a mesh with one shard
 COMPUTE = "compute"  # the unit's forward or backward
 STEP = "step"  # the optimizer
 
-COMPARED = (*COLLECTIVES, FREE, RESHARD_TO_GROUP)  # what an engine does that its plan says
+COMPARED = (*COLLECTIVES, FREE, RESHARD_TO_GROUP)  # the kinds that both plans and traces of engines have
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that one rank does.
+    """One operation of one rank.
 
     Attributes:
         kind: one of the kinds above.
-        unit: the unit that it is done for; "" is the root.
-        phase: "forward", "backward" or "step"; of what a backend does between steps, "summon" or "state".
-        dtype: dtype of what travels, is freed, or is computed with.
-        num_bytes: bytes of the unsharded side on one rank: what an all-gather fills, a reduce-scatter or an all-reduce takes
-            in, a free gives back, a computation reads of its parameters. Of an all-to-all: what this rank takes in.
-        group: the ranks that take part. Evenly spaced ranks are kept as a `range`, whose size does not grow with them.
-        microbatch: which of the step's microbatches it belongs to.
-        bucket: which bucket of the unit. Neither counts when two events are compared: who watches a backend cannot tell.
+        unit: the unit of the operation; "" is the root.
+        phase: "forward", "backward" or "step"; between steps "summon" or "state".
+        dtype: dtype of the data that is sent, freed or computed with.
+        num_bytes: bytes of the unsharded side on one rank: the output of an all-gather, the input of a reduce-scatter or an
+            all-reduce, the memory that is freed, the parameters that a computation reads. For an all-to-all: the output.
+        group: the ranks that take part. Evenly spaced ranks are stored as a `range`, whose size does not grow with them.
+        microbatch: index of the microbatch. Ignored when events are compared, since an observer of a backend does not know it.
+        bucket: index of the bucket in the unit. Ignored likewise.
     """
 
     kind: str
@@ -67,12 +67,12 @@ def _compact(ranks: tuple[int, ...]) -> Sequence[int]:
 
 
 def collectives(events: Iterable[Event]) -> list[Event]:
-    """The events that move data between ranks."""
+    """The events that are collectives."""
     return [event for event in events if event.kind in COLLECTIVES]
 
 
 def summary(events: Iterable[Event]) -> dict[str, dict[str, int]]:
-    """Count and bytes by kind of collective, those that do not occur included.
+    """Count and bytes of each kind of collective, including kinds that do not occur.
 
     >>> summary([Event(ALL_GATHER, "", "forward", "float32", 8, (0, 1))])["all_gather"]
     {'count': 1, 'num_bytes': 8}
@@ -87,12 +87,12 @@ def summary(events: Iterable[Event]) -> dict[str, dict[str, int]]:
 def difference(
     expected: Sequence[Event], seen: Sequence[Event], *, ordered: bool, kinds: Sequence[str] = COMPARED
 ) -> list[str]:
-    """What two traces do not share, one line each; empty when they are equal.
+    """The differences between two traces, one line for each; empty if they are equal.
 
     Args:
-        ordered: compare position by position. Otherwise as multisets: for a compiler, which orders as it likes.
-        kinds: which events to compare. COLLECTIVES for a trace that cannot show when memory is given back: one that was read
-            from a compiled program, or from a recording.
+        ordered: compare position by position; otherwise as multisets, for compilers that choose the order.
+        kinds: the kinds of events to compare. Use COLLECTIVES for traces that do not show when memory is freed: those read from
+            a compiled program or a recording.
     """
     a, b = ([event for event in events if event.kind in kinds] for events in (expected, seen))
     if ordered:

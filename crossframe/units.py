@@ -1,7 +1,7 @@
-"""Which parameter belongs to which unit (R01), by names alone.
+"""Assigns parameters to units (R01) by their names.
 
-A backend lists its *slots*: every place (module, attribute) at which a parameter is registered, with an identity that tells
-which slots share one parameter. A parameter belongs to the nearest enclosing unit of its first slot.
+A backend lists its *slots*: every registration of a parameter as (module, attribute), with an identity that is the same for all
+registrations of one parameter. A parameter belongs to the nearest enclosing unit of its first slot.
 """
 
 import functools
@@ -15,14 +15,14 @@ from crossframe.params import ParamSpec
 
 
 class Order(Enum):
-    """The order of parameters inside a unit: PRE_ORDER is FSDP1's, POST_ORDER FSDP2's (R01)."""
+    """The order of parameters in a unit: PRE_ORDER in FSDP1, POST_ORDER in FSDP2 (R01)."""
 
     PRE_ORDER = "pre_order"
     POST_ORDER = "post_order"
 
 
 class Slot(NamedTuple):
-    """One registration of a parameter: in module `module` ("" for the root) under the attribute `attribute`."""
+    """A registration of a parameter: attribute `attribute` of module `module` ("" for the root)."""
 
     module: str
     attribute: str
@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The full name of the parameter at this slot."""
+        """The full name of the parameter in this registration."""
         return f"{self.module}.{self.attribute}" if self.module else self.attribute
 
 
@@ -46,7 +46,7 @@ class UnitSpec:
 
 
 def enclosing_unit(module: str, unit_names: frozenset[str]) -> str:
-    """The nearest unit at or above a module; the root "" is always one.
+    """The nearest unit at or above a module; the root "" is always a unit.
 
     >>> enclosing_unit("blocks.1.mlp", frozenset({"", "blocks.1"}))
     'blocks.1'
@@ -57,7 +57,7 @@ def enclosing_unit(module: str, unit_names: frozenset[str]) -> str:
 
 
 def post_order(modules: Sequence[str]) -> list[str]:
-    """Module names in depth-first post-order, given in pre-order.
+    """Sort module names, given in pre-order, into depth-first post-order.
 
     >>> post_order(["", "a", "a.x", "b"])
     ['a.x', 'a', 'b', '']
@@ -78,15 +78,15 @@ def _inside(module: str, ancestor: str) -> bool:
 def assign_units(
     modules: Sequence[str], slots: Iterable[Slot], unit_names: Iterable[str], order: Order = Order.PRE_ORDER
 ) -> tuple[UnitSpec, ...]:
-    """The units of a model, in module pre-order; units that own no parameter are left out.
+    """The units of a model, in module pre-order, without units that own no parameter.
 
     Args:
         modules: every module name in pre-order, "" first.
-        slots: every registration, in the order of `modules` and of registration inside a module.
-        unit_names: the modules that are units; the root is one whether named or not.
+        slots: every registration, in the order of `modules` and of registration in each module.
+        unit_names: names of the modules that are units; the root is always a unit.
 
     Raises:
-        UnitError: a unit that is no module, or a parameter shared between two units.
+        UnitError: a unit is not a module, or two units share a parameter.
     """
     known = set(modules)
     units = frozenset(unit_names) | {""}
@@ -109,7 +109,7 @@ def assign_units(
                 f"{owner!r}: a parameter lives in one unit; make both modules part of one unit"
             )
         specs[slot.identity] = replace(first, aliases=(*first.aliases, slot.name))
-    # A shared parameter is named where the tree has it first, and stands where the order meets it first.
+    # A shared parameter has the name of its first registration in pre-order, and the position of its first one in `order`.
     if order is Order.POST_ORDER:
         walk = {name: i for i, name in enumerate(post_order(modules))}
     owned: dict[str, list[ParamSpec]] = {name: [] for name in modules if name in units}
@@ -118,5 +118,5 @@ def assign_units(
     return tuple(UnitSpec(name, tuple(params)) for name, params in owned.items() if params)
 
 
-# Blocks that are alike have the same parameters below them, and a large model has many blocks.
+# The blocks of a large model have parameters of the same relative names and shapes, so their specs are shared.
 _param_spec = functools.lru_cache(maxsize=1024, typed=True)(ParamSpec)
