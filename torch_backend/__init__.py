@@ -1,4 +1,4 @@
-"""FSDP in torch, over crossframe's core: put it in the place of torch.distributed.fsdp."""
+"""FSDP for PyTorch on the rules of crossframe: a replacement for torch.distributed.fsdp."""
 
 try:
     import torch as _torch  # noqa: F401

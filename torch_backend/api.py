@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel takes, under PyTorch's names: strategies, prefetch, precision, offload, state dict types."""
+"""Options of FullyShardedDataParallel under torch's names: sharding strategy, prefetch, precision, offload, state dict types."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checkpoints in crossframe's format, which JAX reads too: the parameters of a sharded model, and its optimizer's state.
+"""Saves and loads checkpoints in crossframe's format, which JAX reads too: parameters and optimizer state.
 
 For buffers, and for checkpoints that tools of torch read, there are `state_dict` and torch.distributed.checkpoint.
 """

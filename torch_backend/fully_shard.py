@@ -1,4 +1,4 @@
-"""The FSDP2 interface: `fully_shard`, which turns modules into FSDPModules with DTensor parameters."""
+"""The FSDP2 API: `fully_shard`, which turns modules into FSDPModules with DTensor parameters."""
 
 import functools
 import sys

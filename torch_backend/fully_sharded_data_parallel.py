@@ -1,4 +1,4 @@
-"""The FSDP1 interface: `FullyShardedDataParallel`, a wrapper module over one unit of the engine."""
+"""The FSDP1 API: `FullyShardedDataParallel`, a wrapper module around one unit of the engine."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Watching the engine: what it did (a trace), and tensors that exist only in the middle of a step."""
+"""Observers of the engine: a trace of its events, and access to tensors that exist only within a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

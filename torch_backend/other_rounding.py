@@ -1,4 +1,4 @@
-"""The same training with other rounding: sums in other orders, and results that fall to a neighbouring number.
+"""Perturbed runs: the same training with other rounding. Sums in another order, and results moved to a neighbouring number.
 
 [Note: what a perturbed run may do] Two right implementations of one computation differ in the order of their sums, in the last
 digits of their elementary functions, and in where low precision kernels round at all. `OtherRounding` makes a run that differs

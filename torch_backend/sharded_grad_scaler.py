@@ -1,4 +1,4 @@
-"""Scaling of the loss against underflow in float16, where each rank holds a part of every gradient.
+"""ShardedGradScaler: loss scaling for float16, where each rank holds a part of every gradient.
 
 A gradient scaler multiplies the loss, divides the gradients, and skips the optimizer's step where one of them is infinite or
 NaN. With sharded gradients a rank sees its own elements alone: unless the ranks agree, one skips and the others step, and the

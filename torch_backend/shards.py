@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model, in the core's terms: for recorders, comparisons and checkpoints."""
+"""The shards of a model on this rank, in the core's terms: for recorders, comparisons and checkpoints."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

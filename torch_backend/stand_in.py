@@ -1,4 +1,4 @@
-"""Libraries that ask torch.distributed.fsdp get this package's classes.
+"""`stand_in()`: makes libraries that import torch.distributed.fsdp get the classes of this package.
 
 accelerate, lightning, transformers and torch.distributed.checkpoint.state_dict ask of which class a sharded model is: they
 import torch's FullyShardedDataParallel or FSDPModule, and call its static methods. To them a model of ours is a plain one, which

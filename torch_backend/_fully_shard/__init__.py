@@ -1,4 +1,4 @@
-"""The names of `torch.distributed.fsdp._fully_shard`, which scripts import from there."""
+"""The public names of `torch.distributed.fsdp._fully_shard`, for scripts that import them from there."""
 
 from torch_backend.fully_shard import (
     CPUOffloadPolicy,

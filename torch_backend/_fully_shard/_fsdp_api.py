@@ -1,4 +1,4 @@
-"""The names of `torch.distributed.fsdp._fully_shard._fsdp_api`, the only home of PyTorch's `Comm` and its kinds."""
+"""The public names of `torch.distributed.fsdp._fully_shard._fsdp_api`, for scripts that import them from there."""
 
 from torch_backend.compat._fully_shard_api import (
     AllGather,

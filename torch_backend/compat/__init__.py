@@ -1,1 +1,1 @@
-"""Compatibility with torch: dtypes, policies that scripts import from torch, and the registry of composable APIs."""
+"""Compatibility with torch: its dtypes and policy classes, and its registry of composable APIs. Imports no other folder."""

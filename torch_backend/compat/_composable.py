@@ -1,4 +1,4 @@
-"""torch's registry of composable APIs, by which `replicate` and `fully_shard` leave each other's modules alone.
+"""torch's registry of composable APIs, which tells `replicate` and `fully_shard` which modules the other one handles.
 
 torch.distributed._composable keeps in each module's `__dict__` the names of the APIs that were applied to it, under a key that is
 made when it is imported. The key is looked up here without importing it: before anyone has, nothing can have been applied.

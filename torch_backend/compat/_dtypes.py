@@ -1,4 +1,4 @@
-"""From torch's dtypes to the core's names of them, and back."""
+"""Conversion between torch's dtypes and their names in the core."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What `fully_shard` takes: precision, offload, the axes of a mesh, and collectives of the user's own, by torch's names."""
+"""Options of `fully_shard` under torch's names: precision, offload, mesh dims, custom collectives."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

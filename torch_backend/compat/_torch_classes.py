@@ -1,4 +1,4 @@
-"""Instances of torch's own classes, which scripts pass to this package since they mix their imports.
+"""Conversion of torch's own policy objects, which scripts with mixed imports pass to this package.
 
 torch's FSDP is not imported here. A class is identified as pickle identifies it, by the module and the name that it was defined
 under, so that nothing depends on what was imported where, and subclasses are found through their bases.

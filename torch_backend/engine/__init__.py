@@ -1,1 +1,1 @@
-"""One training step of sharded modules, for both APIs: units and buckets, their hooks, and the order of what they do."""
+"""The training step of sharded modules, shared by both APIs: units, buckets, hooks that drive the step machine, clipping."""

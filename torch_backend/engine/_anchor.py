@@ -1,4 +1,4 @@
-"""Anchor: how a unit learns that its backward is over, and gets all its gradients at once.
+"""Anchor: the autograd node that tells a unit that its backward is complete and hands over all its gradients at once.
 
 [Note: anchors] Before a unit computes, its leaves pass through one autograd node, the anchor, and the module computes with
 what comes out: aliases of the leaves' storage. The engine of autograd runs, of the nodes that are ready, the youngest first;

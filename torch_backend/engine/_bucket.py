@@ -1,4 +1,4 @@
-"""A bucket: the uniform part of a unit (R11), and the memory of its shard, its full parameters and its gradients."""
+"""Bucket: the uniform part of a unit (R11). Owns the memory of its shard, its unsharded parameters and its gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""From a module to a unit: what both faces do alike when they take a module's parameters over."""
+"""Builds a unit from a module's parameters, the same way for both APIs."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What the user chose for a unit."""
+"""The options of one unit: strategy, precision, prefetch, offload and so on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Clipping by the norm over all gradients of a model, each element once (R30)."""
+"""Gradient clipping by the norm over all gradients of a model, each element counted once (R30)."""
 
 import math
 from collections.abc import Iterable, Sequence

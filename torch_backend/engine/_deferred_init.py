@@ -1,4 +1,4 @@
-"""Units that were sharded on the meta device: how they become real, and what is said if they never do (R38)."""
+"""Deferred initialisation: gives values to units that were sharded on the meta device (R38)."""
 
 from collections.abc import Mapping, Sequence
 

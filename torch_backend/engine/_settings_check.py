@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same units and settings: what is asked of them before their first collective."""
+"""Checks, before the first collective, that all ranks have the same units and settings."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The units of a module tree, each once, and what their modules and parameters are called in it.
+"""The units of a module tree, each once, and the names of their modules and parameters.
 
 The only place that decides which units a model has and under which names. The first use of the root, state dicts of optimizers,
 checkpoints, recordings and deferred initialisation all ask here.

@@ -1,4 +1,4 @@
-"""Full parameters for the user: enter and leave, whatever the face (R18-R24)."""
+"""Unsharded parameters for the user, for both APIs: enter, write back and leave (R18-R24)."""
 
 import warnings
 from collections.abc import Iterator, Sequence

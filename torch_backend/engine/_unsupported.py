@@ -1,4 +1,4 @@
-"""What no sharded module can do, refused by the name of what to do instead."""
+"""Unsupported uses of sharded modules (pickling, DistributedDataParallel): errors that name the alternative."""
 
 from typing import Any, NoReturn
 

@@ -1,4 +1,4 @@
-"""Which parameters no rank's backward reached, so that they have no gradient rather than zeros (R29).
+"""Finds parameters that no rank's backward reached, so that their gradient is None instead of zeros (R29).
 
 A rank that lacks the gradient of a parameter sends zeros for it, and cannot tell from the sum whether another rank had one. So,
 before it issues the reduction, it says in the store what it lacks. When its reduction is over, all ranks have issued theirs, and

@@ -1,9 +1,9 @@
-"""What a unit's module shows when: the only place where the two interfaces differ in what is registered.
+"""Exposures: what a unit's modules register as parameters, sharded and unsharded, for each API and layout.
 
-Four exposures, one a face and mode:
+What is registered depends on the API here and nowhere else. There are four exposures:
 
-- `FlatExposure`: FSDP1 without original parameters. The module has one `FlatParameter`, which is the shard.
-- `OriginalExposure`: FSDP1 with them. The user's own parameters stay registered; sharded, each is the piece held here.
+- `FlatExposure`: FSDP1 with `use_orig_params=False`. The module has one `FlatParameter`, which is the shard.
+- `OriginalExposure`: FSDP1 with `use_orig_params=True`. The original parameters; sharded, each is this rank's piece.
 - `DTensorExposure`: FSDP2. Sharded, a DTensor parameter; unsharded, the full leaf.
 - `PieceExposure`: FSDP2 over a flat or ragged layout. Sharded, a PieceTensor.
 

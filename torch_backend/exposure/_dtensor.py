@@ -1,4 +1,4 @@
-"""FSDP2."""
+"""DTensorExposure: FSDP2 with the per-parameter layout. Sharded parameters are DTensors."""
 
 import functools
 from collections.abc import Callable, Sequence, Set

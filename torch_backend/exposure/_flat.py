@@ -1,4 +1,4 @@
-"""FSDP1 without original parameters."""
+"""FlatExposure: FSDP1 with use_orig_params=False. The module registers one FlatParameter."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 

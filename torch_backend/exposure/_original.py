@@ -1,4 +1,4 @@
-"""FSDP1 with original parameters."""
+"""OriginalExposure: FSDP1 with use_orig_params=True. The original parameters stay registered."""
 
 from collections.abc import Callable, Sequence, Set
 

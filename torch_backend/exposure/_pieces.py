@@ -1,4 +1,4 @@
-"""FSDP2 with a flat or ragged layout."""
+"""PieceExposure: FSDP2 with a flat or ragged layout. Sharded parameters are PieceTensors."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple

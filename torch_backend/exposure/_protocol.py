@@ -1,4 +1,4 @@
-"""What an engine asks of a face."""
+"""Exposure: the interface between the engine and what a module registers."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol

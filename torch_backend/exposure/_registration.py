@@ -1,4 +1,4 @@
-"""What the exposures do alike: registering parameters, shadowing attributes, taking over what a user put there."""
+"""Code shared by the exposures: register parameters, shadow attributes, adopt parameters that the user replaced."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

@@ -1,1 +1,1 @@
-"""What only the FSDP1 API has: the constructor's arguments, `summon_full_params`, and optimizer state methods."""
+"""Parts of the FSDP1 API alone: constructor arguments, `summon_full_params`, and the optimizer state methods."""

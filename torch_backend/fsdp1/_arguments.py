@@ -1,4 +1,4 @@
-"""Checks of what the constructor of FullyShardedDataParallel is given, and what units of one model must have in common."""
+"""Checks and converts the constructor arguments of FullyShardedDataParallel, and checks that units of one model agree."""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The methods of FullyShardedDataParallel that are about an optimizer's state, by torch's names (R37)."""
+"""The methods of FullyShardedDataParallel for optimizer state, under torch's names (R37)."""
 
 from collections.abc import Iterable
 from typing import Any

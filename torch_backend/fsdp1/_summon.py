@@ -1,4 +1,4 @@
-"""Full parameters for the user of FSDP1: `summon_full_params`, and the names under which they are seen."""
+"""`summon_full_params` of FSDP1: unsharded parameters for the user, and the names under which they appear."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,1 +1,1 @@
-"""What only the FSDP2 API has: `FSDPModule`, and how `fully_shard` builds units."""
+"""Parts of the FSDP2 API alone: `FSDPModule` and its methods, and how `fully_shard` builds units."""

@@ -1,4 +1,4 @@
-"""FSDPModule: what `fully_shard` adds to a module's class, and what goes with it."""
+"""FSDPModule: the methods that `fully_shard` adds to a module's class, and the functions that go with them."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""What the units of `fully_shard` are made of: layout, shard, and what the module shows, by what the user chose."""
+"""Builds the layout, shard and exposure of a unit of `fully_shard` from the user's options."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence

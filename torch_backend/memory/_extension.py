@@ -1,4 +1,4 @@
-"""Tensor subclasses that say themselves what is gathered of them, by `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""Tensor subclasses that choose which tensors are gathered, by `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
 torch's FSDP2 defines the two methods. Before each gather the sharded tensor is asked for the tensors to gather (quantised values
 and their scales, for example); after it, for the unsharded tensor that they make. It is not asked before the first gather: until

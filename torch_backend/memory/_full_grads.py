@@ -1,4 +1,4 @@
-"""FullGrads: the full gradients of a unit that wait for its reduction, one a leaf."""
+"""FullGrads: the unsharded gradients of a unit, one per leaf, until they are reduced."""
 
 from collections.abc import Callable, Iterable, Sequence
 

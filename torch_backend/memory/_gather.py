@@ -1,4 +1,4 @@
-"""GatherBuffer: the memory of a bucket's full parameters, and the parameters that alias it."""
+"""GatherBuffer: the memory of a bucket's unsharded parameters, and the parameters that alias it."""
 
 import math
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""GradStore: from the full gradients of one rank to the sharded mean gradient of all."""
+"""GradStore: reduces one rank's unsharded gradients to its sharded mean gradient."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How often a model's optimizers have stepped: what every rank knows alike of when shards may have changed.
+"""A rank-consistent count of optimizer steps, used to detect stale unsharded parameters.
 
 Not whether this rank's shard was written: a rank without elements never sees that. And not any optimizer's step: one that a rank
 has by itself, for a model of its own, says nothing of this one.

@@ -1,4 +1,4 @@
-"""What a bucket holds between forward and backward when it reshards to a smaller group (R08)."""
+"""The shards that a bucket keeps between forward and backward when it reshards to a smaller group (R08)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""ShardStore: the shard of a bucket on this rank, in one buffer that the store owns."""
+"""ShardStore: one rank's shard of a bucket, in one buffer that the store owns."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where work is queued on a device, and what waits for what.
+"""Streams of an accelerator: where casts, gathers and reductions are queued, and which of them wait for which.
 
 [Note: streams] An accelerator runs what is queued on one stream in order, and streams beside each other. Three are in use:
 the user's own, where the module computes; `unshard`, where shards are cast and gathered; and `reduce`, where gradients are

@@ -1,1 +1,1 @@
-"""Which ranks a parameter is sharded and replicated over: process groups, device meshes, and tensor parallelism (R07, R10)."""
+"""The ranks that parameters are sharded and replicated over: process groups, device meshes, tensor parallelism (R07, R10)."""

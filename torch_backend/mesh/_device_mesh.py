@@ -1,4 +1,4 @@
-"""The ranks that `fully_shard` shards over: from a DeviceMesh to process groups (R10)."""
+"""Process groups from the DeviceMesh that is passed to `fully_shard` (R10)."""
 
 import functools
 from collections import OrderedDict

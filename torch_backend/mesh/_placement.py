@@ -1,4 +1,4 @@
-"""Where a parameter lies on a mesh: dims, and DTensor placements, under tensor parallelism too (R07)."""
+"""The dims and DTensor placements of each parameter on a device mesh, including tensor parallelism (R07)."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""From what a user passes to the ranks of a unit: process groups or a device mesh, and a strategy (R10, R14)."""
+"""The ranks of a unit from FSDP1's process group or device mesh and its sharding strategy (R10, R14)."""
 
 import os
 from typing import Any

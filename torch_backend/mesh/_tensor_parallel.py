@@ -1,4 +1,4 @@
-"""Parameters of tensor parallelism: units shard the local parts of DTensors, and modules compute with the DTensors."""
+"""Tensor parallelism: units shard the local parts of DTensors, and modules compute with the DTensors."""
 
 import functools
 from collections.abc import Sequence

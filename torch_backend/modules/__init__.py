@@ -1,1 +1,1 @@
-"""The user's modules before they are sharded: which parameters each unit owns, buffers, inputs, and materialisation."""
+"""The user's modules before sharding: which parameters each unit owns, ignored ones, buffers, inputs, materialisation."""

@@ -1,4 +1,4 @@
-"""Buffers, which are not sharded: cast and moved when a root is first used (R33)."""
+"""Buffers, which are not sharded: cast and moved to the compute device when a root is first used (R33)."""
 
 from collections.abc import Iterable
 

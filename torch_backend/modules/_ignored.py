@@ -1,4 +1,4 @@
-"""What FSDP leaves alone: the arguments ignored_modules and ignored_states."""
+"""Modules and parameters that FSDP leaves alone: the arguments `ignored_modules` and `ignored_states`."""
 
 import warnings
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Tensors in what a module is given and returns: found, moved to the device of compute, cast (R35)."""
+"""Finds the tensors in a module's inputs and outputs, moves them to the compute device and casts them (R35)."""
 
 import dataclasses
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""What happens to a module before its parameters are sharded: made real, moved, and made equal on all ranks."""
+"""Prepares a module for sharding: materialises its parameters, moves them, and makes them equal on all ranks."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator

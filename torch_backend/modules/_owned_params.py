@@ -1,4 +1,4 @@
-"""From a torch module tree to the core's names: where parameters are registered, and which unit they belong to."""
+"""Finds where parameters are registered in a module tree, and the unit that owns each."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whether an optimizer looks beyond single elements: found out by trying it.
+"""Rejects optimizers that look beyond single elements, which PieceTensors do not allow, by trying them on small tensors.
 
 On a flat or ragged layout a rank has some elements of a parameter. An optimizer under which each element goes its own way (Adam)
 does there what it does on the whole. One that looks at a norm of the parameter (LAMB), at rows and columns (Adafactor) or at the

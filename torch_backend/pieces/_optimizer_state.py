@@ -1,4 +1,4 @@
-"""State of optimizers that hold PieceTensors: DTensors in state dicts, PieceTensors inside (R37).
+"""Optimizer state of PieceTensors: DTensors in state dicts, PieceTensors inside (R37).
 
 An optimizer gets the hooks for this at its first step, before which it has no state. What was loaded before is taken over then.
 """

@@ -1,4 +1,4 @@
-"""From a bucket's flat or ragged shards to rows of each parameter, as DTensors sharded on dim 0 hold them, and back.
+"""Moves a bucket from its flat or ragged shards to DTensors sharded on dim 0, and back.
 
 The core lists the copies (crossframe.layout.overlay). Each element moves once, from the rank that holds it under one layout to
 the rank that holds it under the other, so that no rank ever has more of a parameter than its two pieces and what of them is

@@ -1,4 +1,4 @@
-"""Which operations mean the same on pieces as on whole tensors, and how they are computed there.
+"""The torch operations that PieceTensor supports, and how each is computed on pieces.
 
 By meaning, not by name: torch tags its operations, and "pointwise" says that an element of the result depends on the elements
 at its place alone. Such an operation on tensors that are cut alike is that operation on what each rank holds.

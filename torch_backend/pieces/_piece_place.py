@@ -1,4 +1,4 @@
-"""Where a parameter of a flat or ragged layout lies: what a PieceTensor knows beside its elements."""
+"""Place: the position of a PieceTensor's elements in its parameter, its bucket and its group of ranks."""
 
 from collections.abc import Hashable
 from functools import cached_property

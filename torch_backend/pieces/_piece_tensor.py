@@ -1,4 +1,4 @@
-"""PieceTensor: a parameter of a flat or ragged layout, as one rank holds it.
+"""PieceTensor: a parameter of a flat or ragged layout on one rank.
 
 A DTensor says where elements lie by a dim of the tensor. Under a flat or ragged layout a rank holds a run of elements of the
 parameter, taken as one row-major line, and the run begins and ends anywhere (R04, R09). No placement of DTensor says that.

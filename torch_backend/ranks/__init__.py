@@ -1,1 +1,1 @@
-"""Communication between ranks: every collective, what happens when one fails, and agreement through the store."""
+"""Communication between ranks: all collectives, errors when one fails, detection of hangs, agreement through the store."""

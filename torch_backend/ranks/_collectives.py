@@ -1,4 +1,4 @@
-"""Every collective of the engine, under the names of the core, and the trace of them.
+"""All collectives of the engine, under the core's names, with a trace of them.
 
 The only file that calls torch.distributed's collectives. torch 2.13 gave two of them new names and warns about the old ones,
 which 2.11 alone has.

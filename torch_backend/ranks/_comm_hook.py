@@ -1,4 +1,4 @@
-"""A user's own reduction of gradients."""
+"""Communication hooks: reductions of gradients that the user supplies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

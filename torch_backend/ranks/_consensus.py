@@ -1,4 +1,4 @@
-"""A question to all ranks of a group: do we say the same? Asked before they meet in a collective.
+"""Checks through the store that all ranks of a group agree, before they issue a collective.
 
 Through the store of the process group and with a timeout, not by a collective: ranks that disagree would hang in one.
 

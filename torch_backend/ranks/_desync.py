@@ -1,4 +1,4 @@
-"""Where each rank is among its collectives, and the proof that ranks have come apart.
+"""Detects ranks that issued different collectives, which would otherwise wait until the group's timeout.
 
 [Note: ranks that come apart] A rank that evaluates alone issues collectives that no other rank joins, and all wait until the
 group's timeout ends. On the CPU they find out sooner. Every rank remembers its last collectives in each group. A rank that

@@ -1,4 +1,4 @@
-"""What becomes of a step that one rank leaves: errors that say which collective failed, for which unit, and why.
+"""Errors of failed collectives, which name the collective, the unit and the cause, and recovery of an interrupted step.
 
 torch.distributed says "Connection closed by peer" or "Timed out", and neither whose parameters were on the way nor what
 befell the other rank. `issue`, and the `Pending` that it returns, say so. On the good path they cost a try.

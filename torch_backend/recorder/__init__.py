@@ -1,4 +1,4 @@
-"""Recording training loops of torch: `Recorder`. What a recording is, and what is made of it, is in crossframe.recording."""
+"""`Recorder`: records a training loop in torch. crossframe.recording defines recordings, crossframe.verdict compares them."""
 
 from torch_backend.recorder.recorder import Recorder
 

@@ -1,4 +1,4 @@
-"""What a loop calls beside the model, overheard while a recorder is open: backward, clipping, optimizers' steps.
+"""Observes the calls of a training loop outside the model: backward, clipping, optimizer steps.
 
 Functions are replaced where torch itself looks them up, so that it does not matter under which name a loop has imported them.
 """

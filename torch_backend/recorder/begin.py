@@ -1,4 +1,4 @@
-"""How a recording begins: its manifest, made by the first rank and known to all, and a perturbed run's first step aside."""
+"""Starts a recording: the manifest, which the first rank writes for all, and the initial change of a perturbed run."""
 
 import importlib.metadata
 import shlex

@@ -1,4 +1,4 @@
-"""What torch.compile made of a part of a model, held against the same part in float64, operator by operator.
+"""Compares what torch.compile generated for a part of a model with that part in float64, operator by operator.
 
 A backend is given a graph of the user's operators, each with its line. While a step is traced, every graph that runs is judged on
 the inputs that it has, forward and backward, with random gradients of its outputs:

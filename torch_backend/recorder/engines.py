@@ -1,4 +1,4 @@
-"""What shards a model, asked of each engine in its own way."""
+"""Reads units and parameters from each library that can shard a model: this package, torch's FSDP1 and FSDP2, DDP."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

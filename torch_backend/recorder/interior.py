@@ -1,4 +1,4 @@
-"""What a fused operator would compute in between, were it written out.
+"""Recomputes the intermediate values of a fused operator in float64.
 
 Another program may have several operators where this one has a single kernel. To match their values, a fused operator is
 evaluated once more in float64, by torch's own decomposition into simpler ones, on the inputs that it had, and every value on the

@@ -1,4 +1,4 @@
-"""A function of tensors repeated in float64 on the inputs that it had, and how far rounding may drive its results from that.
+"""Repeats a function of tensors in float64 on the same inputs, and bounds the difference that rounding can make.
 
 `crossframe.operators.roundings` derives the bound.
 """

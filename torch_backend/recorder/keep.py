@@ -1,4 +1,4 @@
-"""What a recorder hands to its writer: a rank's pieces, sketched on their device where the recording is of sketches."""
+"""Passes a rank's pieces to the writer of a recording, as values or as sketches."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

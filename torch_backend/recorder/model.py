@@ -1,4 +1,4 @@
-"""A model in the core's terms, whatever shards it: its units and layouts, and where this rank has which elements.
+"""Describes a model in the core's terms, whatever shards it: units, layouts, and the elements that this rank has.
 
 Told apart are our two interfaces, torch's FSDP1 and FSDP2, DistributedDataParallel, and a model that nothing wraps. Nothing of
 torch's own is imported: its modules and parameters say themselves where things lie, and what they say is held against the layouts

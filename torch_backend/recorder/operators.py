@@ -1,4 +1,4 @@
-"""The operators of a part of a step, traced in a re-run. `crossframe.operators` says what a trace holds."""
+"""Traces the operators of a part of a step in a second run. crossframe.operators defines the trace."""
 
 import inspect
 from collections.abc import Iterator

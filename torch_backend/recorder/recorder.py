@@ -1,4 +1,4 @@
-"""`Recorder`: a training loop of anyone's, recorded."""
+"""`Recorder`: records any training loop."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack

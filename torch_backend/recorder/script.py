@@ -1,4 +1,4 @@
-"""A script's training, recorded with nothing changed in it. `crossframe record SCRIPT` starts `main` or `launch` in a process.
+"""Records an unchanged training script. `crossframe record SCRIPT` starts `main` or `launch` in a process.
 
 What is recorded is told by what the script does. An optimizer that is made is noted, with the parameters that it holds. The first
 module that is called by no other, with gradients enabled, and has all the parameters of an optimizer, is the model; the recording

@@ -1,4 +1,4 @@
-"""Sketches of tensors where they lie: what `crossframe.recording.sketch` makes of arrays, made by torch on an accelerator.
+"""Sketches of tensors, computed by torch on the tensors' device. crossframe.recording.sketch defines them.
 
 torch has no unsigned 64-bit arithmetic on all devices: int64 wraps modulo 2^64 all the same, so that sums and products have the
 right bits, and a shift to the right has its sign bits cut off.

@@ -1,4 +1,4 @@
-"""The user's modules under their own names, whatever wraps them: FSDP, DistributedDataParallel, torch.compile, checkpointing."""
+"""The user's modules under their own names, without wrappers: FSDP, DistributedDataParallel, torch.compile, checkpointing."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator

@@ -1,4 +1,4 @@
-"""What a step's forward and backward show: batches, what modules are given and give, full parameters, a rank's own gradients.
+"""Observes forward and backward: batches, activations, unsharded parameters, and a rank's own gradients.
 
 [Note: recomputation] Activation checkpointing runs modules a second time, inside the backward. What they do then was recorded
 when they ran first. Gradients are taken either way: hooks of tensors fire where autograd delivers, once for each use.

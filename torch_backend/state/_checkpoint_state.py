@@ -1,4 +1,4 @@
-"""What an optimizer of torch keeps of a sharded model, bucket by bucket, as crossframe's checkpoints have it (R37).
+"""Converts the optimizer state of a sharded model to and from crossframe's checkpoints, bucket by bucket (R37).
 
 What has one value an element ("exp_avg") lies like the shards. What has one value a parameter ("step") is one value of the
 checkpoint, if all parameters have the same.

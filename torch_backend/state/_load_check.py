@@ -1,4 +1,4 @@
-"""Whether a state dict fits a sharded model, asked before anything of it is loaded: what is refused has changed nothing (R36).
+"""Checks that a state dict fits a sharded model before anything is loaded, so that an error changes nothing (R36).
 
 torch's `load_state_dict` copies entry by entry and lists at its end what did not fit. Here the outermost sharded module, whose
 turn comes first, looks at all entries below it, and all ranks hear of what any of them found. Then they agree on what they load,

@@ -1,4 +1,4 @@
-"""State dicts of optimizers under FSDP1 (R37): by parameter name, full or sharded, whatever the optimizer holds.
+"""Optimizer state dicts of FSDP1 (R37): by parameter name, full or sharded.
 
 The optimizer holds a unit's flat parameter, or this rank's pieces of its original ones. Either way its elementwise state is laid
 out like the unit's shard, so it is gathered, or cut into rows, as the shard is; what is one value for a whole parameter

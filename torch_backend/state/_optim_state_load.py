@@ -1,4 +1,4 @@
-"""Loading what `optim_state_dict` saved into the optimizer of any wrapping (R37)."""
+"""Loads the result of `optim_state_dict` into an optimizer, whatever the wrapping of its model (R37)."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""State dicts of modules whose parameters are PieceTensors: DTensors outside, PieceTensors inside (R36).
+"""State dict hooks for PieceTensors, which `fully_shard` registers: DTensors outside, PieceTensors inside (R36).
 
 The hooks that `fully_shard` registers. State dicts then are what they are under the per-parameter layout, so that checkpoints go
 from any layout to any other.

@@ -1,4 +1,4 @@
-"""From a rank's rows of a parameter to torch's ShardedTensor, which FSDP1's state dicts hold where there is no device mesh."""
+"""Builds ShardedTensors from rows of parameters, for FSDP1's sharded state dicts without a device mesh."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""State dicts of FSDP1 (R36): full, sharded and local ones, under the names of the module without wrappers.
+"""Model state dicts of FSDP1 (R36): full, sharded and local, under the module's names without wrappers.
 
 A wrapper's `state_dict` lets its module register, instead of what is sharded, what the state dict shall hold. So keys come
 in the order and under the names that the module itself gives them, whatever hooks of activation checkpointing or of a user say.

@@ -1,4 +1,4 @@
-"""What a user says of state dicts under FSDP1: their type and how they are made, by torch's names (R36, R37)."""
+"""State dict types and their configurations under FSDP1, by torch's names (R36, R37)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
