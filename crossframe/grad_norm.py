@@ -1,12 +1,11 @@
-"""The norm over all gradients of a model, each element once, and what clipping makes of it (R30).
+"""Gradient norm and clipping over all gradients of a model, counting each element once (R30).
 
-Every rank takes a *partial* over the elements that it holds: the sum of |g|**p, or for p = inf the largest |g|. Over the
-ranks of a shard group partials are summed (or the largest is taken) by one all-reduce. Replicas hold equal gradients, so
-nothing is reduced over them, and a parameter that is not sharded needs no collective at all. The totals of the groups are
-added, then the root is taken.
+Every rank computes a *partial* over the elements that it holds: the sum of |g|**p, or the largest |g| if p = inf. One all-reduce
+over each shard group takes the sum (or the maximum) of the partials. Replicas hold equal gradients, so there is no reduction over
+replicas, and a parameter that is not sharded needs no collective. The totals of the groups are added, and the root is taken.
 
-A partial of the empty set is 0, so a rank without gradients takes part like any other. The dtype follows from the dtypes of
-all parameters, which every rank knows, and not from the gradients that a rank happens to hold.
+The partial of a rank without gradients is 0. The dtype is determined by the dtypes of all parameters, which every rank knows, and
+not by the gradients that a rank holds.
 """
 
 import math
@@ -21,12 +20,12 @@ from crossframe.errors import MeshError, NonFiniteError, UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.shown import shown
 
-# What torch.nn.utils.clip_grad_norm_ adds to the norm, so that a norm of 0 divides nothing by 0.
+# As in torch.nn.utils.clip_grad_norm_: added to the norm, which may be 0 and is divided by.
 EPSILON = 1e-6
 
 
 class Op(Enum):
-    """How an all-reduce combines the partials of ranks. MAX must let a NaN win, or one rank's NaN is lost."""
+    """How an all-reduce combines the partials of ranks. MAX must propagate NaN."""
 
     SUM = "sum"
     MAX = "max"
@@ -34,7 +33,7 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class NormReduction:
-    """One all-reduce of partials: of these units, over these ranks. A group of one rank needs no collective."""
+    """An all-reduce of the partials of some units over a group of ranks. A group of one rank needs no collective."""
 
     units: tuple[str, ...]
     group: Sequence[int]
@@ -42,12 +41,12 @@ class NormReduction:
 
 
 def check_norm_type(norm_type: object) -> float:
-    """The order p of a norm as a float: above 0, inf included, "inf" too as in torch.
+    """The order p of a norm as a float: a number above 0, inf, or "inf" as in torch.
 
-    torch also takes p <= 0. There p = 0 counts tensors, not elements, so that it depends on how parameters are cut.
+    torch also accepts p <= 0, but its p = 0 counts tensors and not elements, so that it depends on the sharding.
 
     Raises:
-        UsageError: anything else.
+        UsageError: any other value.
 
     >>> check_norm_type(2), check_norm_type("inf")
     (2.0, inf)
@@ -59,10 +58,10 @@ def check_norm_type(norm_type: object) -> float:
 
 
 def check_max_norm(max_norm: object) -> float:
-    """The largest norm that clipping leaves, as a float: 0 or above; inf clips nothing.
+    """The maximum norm after clipping, as a float: at least 0; inf clips nothing.
 
     Raises:
-        UsageError: anything else. A negative one would turn the gradients round (torch does that).
+        UsageError: any other value. In torch a negative one reverses the gradients.
     """
     bound = _number(max_norm)
     if bound is None or not bound >= 0:
@@ -80,7 +79,7 @@ def _number(value: object) -> float | None:
 
 
 def norm_dtype(dtypes: Iterable[str]) -> str:
-    """The dtype of partials and norm: the largest among those of all gradients and float32 (R30).
+    """The dtype of partials and norm: the widest of float32 and the dtypes of all gradients (R30).
 
     >>> norm_dtype(["bfloat16", "float32"]), norm_dtype(["bfloat16", "float64"]), norm_dtype([])
     ('float32', 'float64', 'float32')
@@ -89,14 +88,14 @@ def norm_dtype(dtypes: Iterable[str]) -> str:
 
 
 def norm_reductions(meshes: Mapping[str, MeshSpec], rank: int, norm_type: float = 2.0) -> tuple[NormReduction, ...]:
-    """The all-reduces of one rank, in an order that all ranks share: one for each way in which units are sharded.
+    """The all-reduces of one rank, one for each mesh of units, in an order that all ranks share.
 
     Args:
-        meshes: the mesh of each unit by name, in the model's order. Parameters outside of any unit are replicated: give
-            them a mesh of one shard.
+        meshes: the mesh of each unit by name, in the model's order. Parameters outside of units are replicated, so pass a mesh
+            of one shard for them.
 
     Raises:
-        MeshError: no meshes by name, meshes of different world sizes, or a rank outside of them.
+        MeshError: `meshes` is not a mapping of meshes, their world sizes differ, or `rank` is outside of them.
 
     >>> mixed = {"": MeshSpec(shard=4), "experts": MeshSpec(shard=2, replicate=2), "head": MeshSpec(shard=4)}
     >>> [(reduction.units, list(reduction.group)) for reduction in norm_reductions(mixed, rank=2)]
@@ -120,11 +119,11 @@ def partial(arrays: Iterable[np.ndarray], norm_type: float, dtype: str) -> np.nd
     """One rank's part of the norm, without the root.
 
     Args:
-        arrays: gradients, or pieces of them, without padding, of any shape.
-        dtype: that of `norm_dtype`.
+        arrays: gradients, or pieces of them without padding, of any shape.
+        dtype: the result of `norm_dtype`.
 
     Returns:
-        A scalar of that dtype: the sum of |g|**p, or the largest |g|; 0 where there is nothing.
+        A scalar of that dtype: the sum of |g|**p, or the largest |g|; 0 if there are no elements.
     """
     order, total = check_norm_type(norm_type), numpy_dtype(dtype).type(0)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -138,7 +137,7 @@ def partial(arrays: Iterable[np.ndarray], norm_type: float, dtype: str) -> np.nd
 
 
 def combine(totals: Iterable[np.ndarray], norm_type: float, dtype: str) -> np.ndarray:
-    """The norm from the totals of each reduction, of shape (): summed and the root taken, or the largest."""
+    """The norm, of shape (), from the totals of all reductions: the root of their sum, or their maximum."""
     order, norm = check_norm_type(norm_type), numpy_dtype(dtype).type(0)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for total in totals:
@@ -147,7 +146,7 @@ def combine(totals: Iterable[np.ndarray], norm_type: float, dtype: str) -> np.nd
 
 
 def check_finite(norm: float, norm_type: float) -> None:
-    """Raise NonFiniteError for a norm of inf or NaN, as `error_if_nonfinite` asks."""
+    """Raise NonFiniteError if the norm is inf or NaN, for `error_if_nonfinite=True`."""
     if not math.isfinite(norm):
         raise NonFiniteError(
             f"the norm of order {norm_type} over all gradients is {float(norm)}: expected a finite one; look for the first "
@@ -156,9 +155,9 @@ def check_finite(norm: float, norm_type: float) -> None:
 
 
 def clip_coefficient(norm: np.ndarray, max_norm: float) -> np.ndarray:
-    """What every gradient is multiplied by, in the norm's dtype: max_norm / (norm + 1e-6), at most 1 (R30).
+    """The factor for every gradient, in the dtype of the norm: max_norm / (norm + 1e-6), at most 1 (R30).
 
-    A norm of NaN gives NaN, and so does inf over inf: what is not finite is passed on, not hidden.
+    A norm of NaN gives NaN, and so does inf / inf: values that are not finite are propagated.
 
     >>> float(clip_coefficient(np.float32(4), max_norm=1.0)), float(clip_coefficient(np.float32(4), max_norm=5.0))
     (0.24999994039535522, 1.0)

@@ -1,18 +1,18 @@
-"""Deferred initialisation (R38): a model on the meta device gets the values that the model built in full has.
+"""Deferred initialisation (R38): a model on the meta device gets the values of the same model built in full.
 
-A module's constructor draws its values when it is built, so a model built in full consumes one stream of random numbers,
-module after module. Every rank goes through the same stream: module by module it makes the full tensors, lets the module draw
-them, copies what its shard holds and frees the rest. Only one module is ever there in full, wherever its unit's other
-modules stand in the order.
+The constructor of a module draws its values, so a model that is built in full consumes one stream of random numbers, module
+after module. Every rank consumes the same stream: for each module it allocates the full tensors, lets the module draw them,
+copies the part of its shard and frees the rest. At most one module is in memory in full, whatever the order of the modules of a
+unit.
 
-What cannot be known from the model is refused, with the names of what would stay on meta: a tensor that no initialiser
-reaches, a module of which only a part is on meta (drawing it would overwrite the rest), and a parameter that two modules draw,
-unless the caller says whose values it keeps: the one that was there before the modules were tied. The other's draws are made
-and thrown away, as they were when the model was built in full.
+Three cases are rejected, with the names of everything that would stay on meta: a tensor that no initialiser draws; a module of
+which only a part is on meta, since drawing would overwrite the rest; and a parameter that two modules draw, unless the caller
+says whose values it keeps, which are those of the module that had it before the modules were tied. The values of the other
+module are drawn and discarded, as they were when the model was built in full.
 
-What cannot be seen is left to the caller: an initialiser has to draw what is registered in its own module and nothing below
-it, as its constructor did; a constructor that draws in another way (twice, or through a function of its parent) has another
-stream than its initialiser.
+The following cannot be checked and is up to the caller: an initialiser must draw the parameters that its own module registers
+and no others, as its constructor did. A constructor that draws differently (twice, or in a function of its parent) consumes
+another stream than its initialiser.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -29,7 +29,7 @@ from crossframe.units import Order, Slot, UnitSpec, post_order
 
 @dataclass(frozen=True)
 class Kept:
-    """A parameter that a step gives its values: where it is drawn in the module, and in which unit's shard it is kept."""
+    """A parameter that gets its values in a step: its attribute in the module that draws it, and the unit that shards it."""
 
     attribute: str
     name: str
@@ -38,12 +38,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class InitStep:
-    """One module: make its tensors in full, let it draw, keep, free.
+    """The initialisation of one module: allocate its full tensors, draw them, keep the shards and free the rest.
 
     Attributes:
         module: the module whose initialiser is called.
-        draws: the attributes of all parameters that it draws; those that are not kept are scratch.
-        keeps: the parameters whose values these are.
+        draws: the attributes of all parameters that it draws; values that are not kept are discarded.
+        keeps: the parameters that get these values.
         buffers: the attributes of its buffers, which every rank keeps in full.
     """
 
@@ -67,17 +67,17 @@ def init_plan(
     """The modules to initialise, in the order in which the model built in full initialises them.
 
     Args:
-        modules: every module once, by its first name, in pre-order (that of registration).
+        modules: every module once, by its first name, in pre-order.
         slots: every registration of every parameter.
-        units: the units that own them, names and aliases included.
-        meta: the identities of the parameters and buffers that are on meta. Modules without any are not called.
-        initialisers: the modules that have an initialiser (torch: `reset_parameters`).
+        units: the units that own the parameters, with names and aliases.
+        meta: identities of the parameters and buffers on meta. Modules without any of them are not initialised.
+        initialisers: names of modules that have an initialiser (torch: `reset_parameters`).
         buffers: every registration of every buffer.
         tied_to: for a parameter that several modules draw, by any of its names, the name whose values it keeps.
-        order: POST_ORDER: a module draws after those inside it, as a constructor does that ends with drawing.
+        order: POST_ORDER: a module draws after the modules inside it, like a constructor that draws at its end.
 
     Raises:
-        InitialisationError: what cannot be initialised, all of it in one error; slots, units or names that are none.
+        InitialisationError: tensors that cannot be initialised, all in one error; or invalid slots, units or names.
     """
     _check_described(modules, (*slots, *buffers), units, tied_to)
     owners = {
@@ -146,7 +146,7 @@ def _by_module(modules: Sequence[str], slots: Sequence[Slot]) -> dict[str, list[
 
 
 def _unreached(slots: Sequence[Slot], on_meta: set[Hashable], drawn: Mapping[Hashable, list[Slot]]) -> list[str]:
-    """What is on meta and drawn by no module under any of its names."""
+    """Complaints about tensors on meta that no module draws under any of their names."""
     names: dict[Hashable, list[str]] = {}
     for slot in slots:
         if slot.identity in on_meta and slot.identity not in drawn:
@@ -158,7 +158,7 @@ def _unreached(slots: Sequence[Slot], on_meta: set[Hashable], drawn: Mapping[Has
 
 
 def _overwritten(drawn: Mapping[Hashable, list[Slot]], on_meta: set[Hashable]) -> list[str]:
-    """What has values already and would be drawn again, because its module is called for something else."""
+    """Complaints about tensors that have values and would be drawn again with the rest of their module."""
     return [
         f"{same[0].name} has values, and would be drawn again with the rest of {same[0].module!r}: put all of the module on "
         "meta, or none of it"
@@ -170,7 +170,7 @@ def _overwritten(drawn: Mapping[Hashable, list[Slot]], on_meta: set[Hashable]) -
 def _survivors(
     slots: Sequence[Slot], drawn: Mapping[Hashable, list[Slot]], tied_to: Mapping[str, str]
 ) -> tuple[dict[Hashable, Slot], list[str]]:
-    """For each tensor the registration whose values it keeps, and what is undecided."""
+    """The registration whose values each tensor keeps, and complaints about tensors for which this is undecided."""
     names: dict[Hashable, set[str]] = {}
     for slot in slots:
         names.setdefault(slot.identity, set()).add(slot.name)
@@ -198,15 +198,17 @@ def initialise(
     """One rank's shards of a model, drawn by a plan (R38).
 
     Args:
-        rank: of the mesh.
-        draw: calls a module's initialiser on full tensors, and returns them by attribute. Its random numbers come from one
-            stream, the same on every rank.
+        plan: from `init_plan`.
+        sharding: the sharding of the model.
+        rank: a rank of the mesh.
+        draw: calls a module's initialiser on full tensors and returns them by attribute. All ranks draw from the same stream of
+            random numbers.
 
     Returns:
         For each bucket of the sharding an array of shape (padded_shard_numel,); padding is 0.
 
     Raises:
-        InitialisationError: a parameter that the sharding has not, or a module that drew nothing for it, or another shape.
+        InitialisationError: the sharding lacks a parameter, or its module drew nothing or another shape for it.
     """
     layouts = [layout for _, layout in sharding.units]
     shards = [np.zeros(layout.padded_shard_numel, numpy_dtype(layout.dtype)) for layout in layouts]

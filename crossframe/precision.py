@@ -1,6 +1,6 @@
-"""The dtype of every tensor at every stage (R33, R34), and what is cast on the way in and out (R35).
+"""The dtype of every tensor in each stage of a step (R33, R34), and the casts of inputs and outputs (R35).
 
-Shards keep full precision. What is gathered, computed with and reduced may be of a lower one:
+Shards keep full precision. Gathered parameters, compute and reductions may have a lower one:
 
     shard (stored) -> cast -> gathered -> compute -> gradient (gathered) -> cast -> reduced -> cast -> sharded gradient (kept)
 """
@@ -15,20 +15,20 @@ from crossframe.shown import shown
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """What a user asks for: the fields of torch's `MixedPrecision` (FSDP1) and `MixedPrecisionPolicy` (FSDP2).
+    """The user's choice: the fields of torch's `MixedPrecision` (FSDP1) and `MixedPrecisionPolicy` (FSDP2).
 
     Attributes:
-        param_dtype: dtype of gathered parameters and of compute; None: as stored.
-        reduce_dtype: dtype in which gradients are summed; None: that of `param_dtype`.
-        buffer_dtype: dtype of floating buffers; None: as they are. FSDP1 alone.
-        output_dtype: dtype of a unit's floating outputs; None: as they come. FSDP2 alone.
-        keep_low_precision_grads: leave the sharded gradient in the dtype of compute. FSDP1 alone.
-        cast_forward_inputs: cast the floating inputs of each unit to `param_dtype`; None: FSDP1 does not, FSDP2 does.
-        cast_root_forward_inputs: cast those of the root. FSDP1 alone; in FSDP2 the root is a unit like the others.
+        param_dtype: dtype of gathered parameters and of compute; None: the stored dtype.
+        reduce_dtype: dtype in which gradients are summed; None: `param_dtype`.
+        buffer_dtype: dtype of floating buffers; None: unchanged. FSDP1 only.
+        output_dtype: dtype of a unit's floating outputs; None: unchanged. FSDP2 only.
+        keep_low_precision_grads: leave the sharded gradient in the dtype of compute. FSDP1 only.
+        cast_forward_inputs: cast the floating inputs of each unit to `param_dtype`; None: False in FSDP1, True in FSDP2.
+        cast_root_forward_inputs: cast the floating inputs of the root. FSDP1 only; in FSDP2 the root is like any other unit.
 
     Raises:
         ParamError: an unknown dtype.
-        PlanError: a choice that is no bool.
+        PlanError: an option that must be a bool is not.
     """
 
     param_dtype: str | None = None
@@ -49,13 +49,13 @@ class PrecisionPolicy:
                 raise PlanError(f"{name}: expected a bool, got {shown(value)}")
 
     def resolve(self, stored: str) -> "Precision":
-        """What the policy means for parameters stored in `stored`."""
+        """The dtypes of parameters that are stored in `stored`."""
         return resolve_precision(
             stored, self.param_dtype, self.reduce_dtype, keep_low_precision_grads=self.keep_low_precision_grads
         )
 
     def input_dtype(self, dtype: str, face: Face, *, is_root: bool) -> str:
-        """What an input of this dtype becomes before a unit's forward (R35). Integers and keys are left alone.
+        """The dtype to which an input is cast before a unit's forward (R35). Integers and keys are not cast.
 
         >>> policy = PrecisionPolicy("bfloat16")
         >>> [policy.input_dtype("float32", face, is_root=False) for face in Face]
@@ -72,11 +72,11 @@ class PrecisionPolicy:
         return _cast(dtype, self.param_dtype if casts else None)
 
     def result_dtype(self, dtype: str) -> str:
-        """What an output of this dtype becomes behind a unit's forward."""
+        """The dtype to which an output is cast after a unit's forward."""
         return _cast(dtype, self.output_dtype)
 
     def buffer(self, dtype: str) -> str:
-        """The dtype of a buffer of this dtype."""
+        """The dtype to which a buffer is cast."""
         return _cast(dtype, self.buffer_dtype)
 
 
@@ -90,9 +90,9 @@ class Precision:
 
     Attributes:
         stored: dtype of the shards.
-        gathered: dtype of the all-gather, of compute, and of the gradients that compute makes.
-        reduced: dtype in which gradients travel and are summed.
-        kept: dtype of the sharded gradient that the optimizer sees.
+        gathered: dtype of the all-gather, of compute, and of the gradients that backward computes.
+        reduced: dtype in which gradients are sent and summed.
+        kept: dtype of the sharded gradient that the optimizer gets.
     """
 
     stored: str
@@ -106,7 +106,7 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the gathered parameters are a copy in another dtype, which an edit of theirs would lose (R19, R21)."""
+        """Whether gathered parameters are a copy in another dtype, in which edits would be lost (R19, R21)."""
         return self.gathered != self.stored
 
     def accumulated(self, face: Face) -> str:
@@ -121,9 +121,9 @@ def resolve_precision(
     *,
     keep_low_precision_grads: bool = False,
 ) -> Precision:
-    """What a policy means for parameters stored in `stored`: `reduce_dtype` defaults to `param_dtype` (R33).
+    """The dtypes of parameters that are stored in `stored`: `reduce_dtype` defaults to `param_dtype` (R33).
 
-    A `param_dtype` equal to the stored one, or a `reduce_dtype` equal to the `param_dtype`, says nothing new (R34).
+    A `param_dtype` equal to the stored dtype, or a `reduce_dtype` equal to the `param_dtype`, has no effect (R34).
 
     >>> resolve_precision("float32", param_dtype="bfloat16")
     Precision(stored='float32', gathered='bfloat16', reduced='bfloat16', kept='float32')

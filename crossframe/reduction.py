@@ -1,7 +1,7 @@
-"""How the gradients of all ranks become one gradient (R26-R28): divide factors, and the steps of a reduction in order.
+"""The reduction of gradients over ranks (R26-R28): divide factors, and the steps of a reduction in order.
 
-The order of operations is part of the result (R32), so it is data here: `reduction_steps` lists it, and whoever reduces, in
-numpy, torch or JAX, goes through that list.
+The order of operations affects the result (R32), so it is defined as data: `reduction_steps` lists the operations, and the
+reductions in numpy, torch and JAX execute that list.
 """
 
 import math
@@ -16,7 +16,7 @@ from crossframe.shown import shown
 
 
 class ReductionStep(Enum):
-    """One thing that is done to a rank's gradients of a unit, from the full ones to the sharded mean."""
+    """One operation on a rank's gradients of a unit, from full gradients to their sharded mean."""
 
     CAST_TO_REDUCED = "cast to the reduction's dtype"
     DIVIDE_BEFORE = "divide by the factor before"
@@ -34,11 +34,11 @@ def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool
     """The steps of one reduction, in order (R28).
 
     Args:
-        all_reduce: False stops ahead of the sum over replicas (FSDP2's `set_requires_all_reduce(False)`): the partial sum waits
-            for the microbatch that does it. FSDP1 has no such thing.
+        all_reduce: False stops before the sum over replicas (FSDP2's `set_requires_all_reduce(False)`); the partial sum waits for
+            the microbatch that all-reduces. Not supported by FSDP1.
 
     Raises:
-        PlanError: `all_reduce=False` where there is no sum over replicas to put off, or under FSDP1.
+        PlanError: `all_reduce=False` on a mesh with one replica, or under FSDP1.
 
     >>> [step.name for step in reduction_steps(MeshSpec(shard=2, replicate=2))]  # doctest: +NORMALIZE_WHITESPACE
     ['CAST_TO_REDUCED', 'DIVIDE_BEFORE', 'REDUCE_SCATTER', 'DIVIDE_BETWEEN', 'ALL_REDUCE', 'DIVIDE_AFTER', 'CAST_TO_KEPT',
@@ -72,8 +72,10 @@ def _check(mesh: MeshSpec, face: Face) -> None:
 
 @dataclass(frozen=True)
 class DivideFactors:
-    """Divide by `before` ahead of the sums, by `between` behind that over shards, and by `after` behind that over replicas.
-    Their product is the number of ranks, or the user's own factor (R27)."""
+    """The factors to divide by: `before` the sums, `between` the sum over shards and that over replicas, and `after` both.
+
+    Their product is the number of ranks, or the user's own factor (R27).
+    """
 
     before: float
     after: float
@@ -81,10 +83,10 @@ class DivideFactors:
 
 
 def divide_factors(num_ranks: int) -> DivideFactors:
-    """Split the division by the number of ranks around the sum, so that neither overflows (R26).
+    """Split the division by the number of ranks into one before and one after the sum, against overflow and underflow (R26).
 
-    The factor before is the least power of two f that does not divide num_ranks or that has f >= num_ranks / f:
-    `f = 1; while N % f == 0 and N / f > f: f *= 2` (torch's FSDP1 does this in every dtype).
+    The factor before the sum is the smallest power of two f that does not divide N, or for which f >= N / f:
+    `f = 1; while N % f == 0 and N / f > f: f *= 2`, as in torch's FSDP1 for every dtype.
 
     >>> divide_factors(8), divide_factors(6)
     (DivideFactors(before=4.0, after=2.0, between=1.0), DivideFactors(before=4.0, after=1.5, between=1.0))
@@ -101,12 +103,12 @@ def _split(factor: float) -> DivideFactors:
 
 
 def mean_factors(num_ranks: int, dtype: str, *, replicate: int = 1) -> DivideFactors:
-    """FSDP2's division (R26): float32 and bfloat16 are averaged by the collectives, each of which divides by its own number of
-    ranks behind its sum; other dtypes are split as FSDP1 splits them.
+    """The factors of FSDP2 (R26). In float32 and bfloat16 each collective averages: it divides by its own number of ranks after
+    its sum. For other dtypes the division is split as in FSDP1.
 
     Args:
-        num_ranks: ranks that are summed over, replicas included.
-        replicate: how many of these are replicas.
+        num_ranks: number of ranks that are summed over, including replicas.
+        replicate: number of replicas.
 
     >>> mean_factors(3, "float32"), mean_factors(3, "float64")
     (DivideFactors(before=1.0, after=3.0, between=1.0), DivideFactors(before=2.0, after=1.5, between=1.0))
@@ -126,11 +128,12 @@ def mean_factors(num_ranks: int, dtype: str, *, replicate: int = 1) -> DivideFac
 
 
 def custom_factors(factor: float, dtype: str = "float32", *, sum_only: bool = False) -> DivideFactors:
-    """A divide factor of the user's own in the place of the number of ranks (R27): split around the sum where the dtype may
-    overflow, and otherwise applied once, ahead of it.
+    """The factors for a user's own divide factor, instead of the number of ranks (R27).
+
+    In float32 and bfloat16 it is applied once, before the sum. In other dtypes, which may overflow, it is split around the sum.
 
     Args:
-        sum_only: behind the sum, where that does not overflow: what FSDP2's `set_force_sum_reduction_for_comms` asks for.
+        sum_only: apply it after the sum in float32 and bfloat16, as for FSDP2's `set_force_sum_reduction_for_comms`.
 
     >>> custom_factors(3.0), custom_factors(8.0, "float16")
     (DivideFactors(before=3.0, after=1.0, between=1.0), DivideFactors(before=4.0, after=2.0, between=1.0))
@@ -146,10 +149,12 @@ def custom_factors(factor: float, dtype: str = "float32", *, sum_only: bool = Fa
 def factors_of(
     mesh: MeshSpec, face: Face, dtype: str, custom: float | None = None, *, sum_only: bool = False
 ) -> DivideFactors:
-    """The division of a reduction in `dtype` on a mesh: the face's (R26), or the user's own (R27).
+    """The factors of a reduction in `dtype` on a mesh: those of the API (R26), or of the user's own factor (R27).
 
     Args:
-        sum_only: under FSDP2, that collectives do nothing but sum, so that all is divided behind the last of them.
+        face: the API.
+        custom: the user's own divide factor; None: the number of ranks.
+        sum_only: under FSDP2, collectives only sum, and the division follows the last of them.
 
     >>> factors_of(MeshSpec(shard=4, replicate=2), Face.FSDP1, "float32")
     DivideFactors(before=4.0, after=2.0, between=1.0)
@@ -165,15 +170,18 @@ def factors_of(
 
 
 class Missing(Enum):
-    """What the optimizer finds as the gradient of a parameter that no rank's backward reached (R29)."""
+    """The gradient of a parameter that no rank's backward reached, as the optimizer gets it (R29)."""
 
     ZEROS = "zeros"
     NONE = "none"
 
 
 def missing_grad(face: Face, *, unit_used: bool) -> Missing:
-    """What a parameter without a gradient gets, in a unit of which some other parameter was used, or none (R29).
+    """The gradient of an unused parameter (R29).
 
-    With zeros, AdamW decays the parameter and its moments; with none, it leaves both alone.
+    With zeros, AdamW decays the parameter and its moments; with none, it changes neither.
+
+    Args:
+        unit_used: whether another parameter of its unit was used.
     """
     return Missing.ZEROS if face is Face.FSDP1 and unit_used else Missing.NONE

@@ -1,5 +1,4 @@
-"""What a user chooses of a step: over which ranks parameters are sharded, when full ones are freed, and when what is prefetched
-and reduced (R14-R16)."""
+"""The user's choices for a step: sharding strategy, prefetch, and which microbatches are reduced (R14-R16)."""
 
 from enum import Enum
 
@@ -9,7 +8,7 @@ from crossframe.shown import shown
 
 
 class Strategy(Enum):
-    """Over which ranks parameters are sharded, and when full ones are freed (R14)."""
+    """The ranks over which parameters are sharded, and when full parameters are freed (R14)."""
 
     FULL_SHARD = "full_shard"
     SHARD_GRAD_OP = "shard_grad_op"
@@ -24,17 +23,17 @@ class Strategy(Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it shards inside groups of ranks and replicates over them."""
+        """Whether it shards inside groups of ranks and replicates over these groups."""
         return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
 
     def mesh(self, world_size: int, shard: int | None = None) -> MeshSpec:
-        """The mesh that this strategy makes of a world (R10).
+        """The mesh of this strategy for a world size (R10).
 
         Args:
-            shard: ranks that hold one copy of the model; hybrid strategies need it, and it divides the world size.
+            shard: number of ranks in a shard group, a divisor of the world size. Required by hybrid strategies only.
 
         Raises:
-            PlanError: `shard` missing, given for nothing, or not a divisor.
+            PlanError: `shard` is missing, is not allowed, or is not a divisor.
 
         >>> Strategy.HYBRID_SHARD.mesh(16, shard=8), Strategy.NO_SHARD.mesh(4)
         (MeshSpec(shard=8, replicate=2), MeshSpec(shard=1, replicate=4))
@@ -54,18 +53,18 @@ class Strategy(Enum):
 
 
 class Prefetch(Enum):
-    """When backward issues the all-gather of the unit that ran before the present one (R16): ahead of the present one's
-    gradients, or behind them. Either changes when it is issued and never what."""
+    """When backward issues the all-gather of the previous unit (R16): before or after it computes the gradients of the current
+    unit. This affects when the all-gather is issued, never its content."""
 
     BACKWARD_PRE = "backward_pre"
     BACKWARD_POST = "backward_post"
 
 
 class Sync(Enum):
-    """What of a step's microbatches is reduced (R15, R28).
+    """The microbatches of a step whose gradients are reduced (R15, R28).
 
-    EACH: every microbatch. LAST: the last alone, those before it under `no_sync`. ALL_REDUCE_LAST: every one over the shard
-    group, and the last alone over replicas (FSDP2's `set_requires_all_reduce(False)`).
+    EACH: every microbatch. LAST: only the last one; the others run under `no_sync`. ALL_REDUCE_LAST: every one over the shard
+    group, and only the last one over the replicas (FSDP2's `set_requires_all_reduce(False)`).
     """
 
     EACH = "each"

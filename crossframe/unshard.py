@@ -1,4 +1,4 @@
-"""Full parameters for the user: what may be asked for, who sees what, what remains, and in which order it ends (R18-R24)."""
+"""`summon_full_params`: its options, the ranks that see full parameters, the edits that persist, and its exit (R19-R24)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from crossframe.shown import shown
 
 
 class Truth(Enum):
-    """Where the values live that a step updates: in shards, or, where nothing is sharded, in the full parameters' storage."""
+    """The authoritative storage, which a step updates: the shards, or that of the full parameters if nothing is sharded."""
 
     SHARDS = "shards"
     FULL_STORAGE = "full storage"
 
 
 def authoritative(layout: Layout, *, moved: bool = False) -> Truth:
-    """Where the values of a bucket live that a user is shown in full: where nothing is sharded, in their own storage (R14, R20).
+    """The authoritative storage of a bucket: that of the full parameters if nothing is sharded, otherwise the shards (R14, R20).
 
     Args:
-        layout: of the bucket.
-        moved: whether its shard lives on another device than where it computes.
+        layout: layout of the bucket.
+        moved: whether the shard is on another device than the one that computes.
     """
     return Truth.SHARDS if layout.world_size > 1 or moved else Truth.FULL_STORAGE
 
@@ -29,11 +29,11 @@ def authoritative(layout: Layout, *, moved: bool = False) -> Truth:
 def shard_is_full(layout: Layout, *, cast: bool = False, moved: bool = False) -> bool:
     """Whether a module computes with the shard itself, so that nothing is gathered, copied or freed (R14).
 
-    A line over one rank is its own unsharded buffer. Per parameter it is not: each parameter is aligned there as if it had memory
-    of its own, since kernels may add in another order where it is not. Full parameters are therefore a copy, as in torch.
+    A line over one rank is its own unsharded buffer. In a per-parameter layout, full parameters are a copy, as in torch: each
+    parameter is aligned like one in memory of its own, since kernels may add in another order if it is not.
 
     Args:
-        layout: of the bucket.
+        layout: layout of the bucket.
         cast: whether the full parameters have another dtype than the shard.
         moved: whether they are on another device.
 
@@ -47,7 +47,7 @@ def shard_is_full(layout: Layout, *, cast: bool = False, moved: bool = False) ->
 
 
 class ExitStep(Enum):
-    """What ends an unsharding, in this order, also when an exception ends it (R24)."""
+    """The steps of the exit of `summon_full_params`, in this order, also after an exception (R24)."""
 
     BACK_FROM_CPU = "full parameters return to the device that the shards are on"
     WRITEBACK = "each rank copies back the slice that it owns"
@@ -57,16 +57,16 @@ class ExitStep(Enum):
 
 @dataclass(frozen=True)
 class UnshardRequest:
-    """The arguments of `summon_full_params`, refused together where torch refuses them (R23).
+    """The options of `summon_full_params`. `check` rejects the combinations that torch rejects (R23).
 
     Attributes:
         writeback: edits persist on exit (R20).
         rank0_only: only rank 0 of the group sees full parameters (R19).
         offload_to_cpu: full parameters are shown on the CPU.
-        with_grads: full gradients are shown beside the parameters (R22).
+        with_grads: full gradients are shown too (R22).
 
     Raises:
-        UsageError: one of them that is no bool.
+        UsageError: an option is not a bool.
     """
 
     writeback: bool = True
@@ -80,11 +80,11 @@ class UnshardRequest:
                 raise UsageError(f"{name}: expected True or False, got {shown(getattr(self, name))}")
 
     def check(self, *, keeps_original: bool, truth: Truth = Truth.SHARDS) -> None:
-        """Raise UnsupportedError for a combination that has no meaning.
+        """Raise UnsupportedError for an unsupported combination of options.
 
         Args:
             keeps_original: whether the unit keeps its original parameters (`use_orig_params=True`, or FSDP2).
-            truth: whether the unit is sharded at all.
+            truth: the authoritative storage of the unit.
         """
         if self.writeback and self.rank0_only:
             raise UnsupportedError(
@@ -109,7 +109,7 @@ class UnshardRequest:
 
     @property
     def warning(self) -> str | None:
-        """What to warn of, if anything: every rank of a machine that copies all parameters to one CPU memory."""
+        """A warning, if every rank of a machine copies all parameters to the same CPU memory; else None."""
         if self.offload_to_cpu and not self.rank0_only:
             return (
                 "offload_to_cpu=True on every rank: ranks of one machine each put a full copy into the same CPU memory; "
@@ -122,7 +122,7 @@ class UnshardRequest:
         return rank == 0 or not self.rank0_only
 
     def exit_steps(self) -> tuple[ExitStep, ...]:
-        """What ends the unsharding, in order (R24): of ExitStep, what was asked for.
+        """The steps of the exit that these options require, in order (R24).
 
         >>> [step.name for step in UnshardRequest(with_grads=True).exit_steps()]
         ['WRITEBACK', 'RESHARD', 'RESHARD_GRADS']
@@ -136,13 +136,13 @@ class UnshardRequest:
         return tuple(step for step in ExitStep if asked[step])
 
     def persists(self, truth: Truth = Truth.SHARDS) -> bool:
-        """Whether edits remain after exit: with `writeback`, and always where the storage shown is the truth itself (R20)."""
+        """Whether edits persist: with `writeback`, and always if the full parameters are the authoritative storage (R20)."""
         return self.writeback or truth is Truth.FULL_STORAGE
 
 
 def shows_grad(present: Iterable[bool]) -> bool:
-    """Whether a full gradient is shown, given which ranks have one: none on all ranks gives none; where some have it, those that
-    have none count as zeros (R22).
+    """Whether a full gradient is shown, given the ranks that have one: it is unless all ranks lack it, and ranks that lack it
+    count as zeros (R22).
 
     >>> shows_grad([False, False]), shows_grad([True, False])
     (False, True)

@@ -1,5 +1,4 @@
-"""What a user's edits of full parameters become: each rank copies back the slice that it owns, nothing else (R20); and what may
-be put in the place of a parameter (R25)."""
+"""Writeback of edited full parameters, of which each rank copies only its slice (R20), and checks of replaced data (R25)."""
 
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from crossframe.params import ParamSpec
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements `param_start:param_stop` of parameter `index` go to `shard_start:shard_stop` of the rank's shard."""
+    """A copy of elements `param_start:param_stop` of parameter `index` to `shard_start:shard_stop` of the rank's shard."""
 
     index: int
     param_start: int
@@ -20,8 +19,7 @@ class Copy:
 
 
 def writeback_copies(layout: Layout, rank: int) -> tuple[Copy, ...]:
-    """The copies by which one rank persists edits of the full parameters. Padding is in none of them; a piece of many
-    runs is as many copies."""
+    """The copies by which one rank persists edits of full parameters: one for each run of its pieces, and none of padding."""
     index = {param.name: i for i, param in enumerate(layout.params)}
     return tuple(
         Copy(
@@ -51,9 +49,9 @@ def check_replaced(
     """Raise ReplacedError unless the tensor that replaced a sharded parameter's data can be adopted (R25).
 
     Args:
-        name: the parameter's, or what else was replaced.
-        expected: shape and dtype in which this rank's user sees its shard of it.
-        came: those of what was put there.
+        name: name of the parameter, or of another tensor that was replaced.
+        expected: shape and dtype of this rank's shard.
+        came: shape and dtype of the replacement.
     """
     if came[0] != expected[0]:
         raise ReplacedError(
