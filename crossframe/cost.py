@@ -1,11 +1,11 @@
-"""What a planned step costs one rank: bytes that travel, memory, and time under a model of bandwidth and latency.
+"""The cost of a planned step for one rank: bytes sent, memory, and time in a model of bandwidth and latency.
 
-The time model is that of one stream which issues everything in the order of the plan, as this project's engine does; torch's
-FSDP gathers on a stream that runs ahead of compute in forward, which `forward_prefetch=1` comes near to. Computations run one
-behind the other; so do the collectives of one group, beside them. A collective begins when what was issued before it has been
-computed and its group is free (a stream of a collective library first waits for the stream that issues); a computation begins
-when its unit is gathered; a reduction is issued when the one before it is done, so that one at a time holds its buffers. What
-computation waits for is *exposed* communication.
+The time model has one stream that issues all operations in the order of the plan, as the engine of this project does. (torch's
+FSDP gathers on a stream that runs ahead of compute in forward, which `forward_prefetch=1` approximates.) Computations run one
+after another, and so do the collectives of a group, in parallel with compute. A collective starts when the computations issued
+before it are done and its group is free, since the stream of a collective library first waits for the stream that issues. A
+computation starts when its unit is gathered. A reduction is issued when the previous one is done, so that only one holds buffers
+at a time. *Exposed* communication is the time for which computation waits.
 """
 
 import math
@@ -33,13 +33,13 @@ from crossframe.trace import (
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a rank computes and moves in a second. The defaults are of the order of one accelerator of 2023 and a 400 Gb/s link.
+    """Compute and communication rates of a rank. The defaults are of the order of an accelerator of 2023 and a 400 Gb/s link.
 
     Attributes:
-        flops_per_second: floating point operations that compute reaches.
+        flops_per_second: floating point operations per second that compute reaches.
         bytes_per_second: bandwidth of one rank inside its shard group.
-        replica_bytes_per_second: that between replicas; None: the same.
-        latency_seconds: time of one message without content.
+        replica_bytes_per_second: bandwidth of one rank between replicas; None: the same.
+        latency_seconds: time of an empty message.
     """
 
     flops_per_second: float = 4e14
@@ -58,10 +58,11 @@ class Hardware:
                 raise PlanError(f"{name}: expected a number above 0, got {shown(value)}")
 
     def collective_seconds(self, kind: str, num_bytes: int, num_ranks: int) -> float:
-        """Time of a collective whose unsharded side has `num_bytes`, over p ranks with latency a and bandwidth 1/b:
-        a log2(p) + b n (p - 1) / p for an all-gather (recursive doubling) and a reduce-scatter (recursive halving), twice that
-        for an all-reduce (Rabenseifner's). Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication
-        Operations in MPICH, 2005, without the cost of adding.
+        """Time of a collective whose unsharded side has n = `num_bytes`, over p ranks with latency a and bandwidth 1/b.
+
+        It is a log2(p) + b n (p - 1) / p for an all-gather (recursive doubling) and a reduce-scatter (recursive halving), and
+        twice that for an all-reduce (Rabenseifner's algorithm). Source: Thakur, Rabenseifner and Gropp, Optimization of
+        Collective Communication Operations in MPICH, 2005, without the cost of additions.
         """
         between_replicas = kind == ALL_REDUCE and self.replica_bytes_per_second is not None
         bandwidth = self.replica_bytes_per_second if between_replicas else self.bytes_per_second
@@ -72,13 +73,15 @@ class Hardware:
         return 2 * once if kind == ALL_REDUCE else once
 
     def compute_seconds(self, numel: int, tokens: int, phase: str) -> float:
-        """Time of a unit with `numel` parameters on `tokens` tokens: 2 operations a parameter and token in forward and 4 in
-        backward (Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1; they leave embeddings out, here
-        every parameter counts)."""
+        """Time of a unit with `numel` parameters on `tokens` tokens.
+
+        It takes 2 operations per parameter and token in forward and 4 in backward (Kaplan et al., Scaling Laws for Neural
+        Language Models, 2020, section 2.1, who exclude embeddings; here every parameter counts).
+        """
         return (2 if phase == "forward" else 4) * numel * tokens / self.flops_per_second
 
 
-# What memory holds for a while; "shards" and "optimizer" are held throughout.
+# Kinds of memory that are held for a part of the step; "shards" and "optimizer" are held throughout.
 PASSING = (
     "full parameters",
     "full gradients",
@@ -91,7 +94,7 @@ PASSING = (
 
 @dataclass(frozen=True)
 class Span:
-    """An event, when it is issued and when it runs, and the rank's memory from its issue on, by what it is for, in bytes."""
+    """An event with the times at which it is issued, starts and stops, and the rank's memory from then on, by purpose."""
 
     event: Event
     issue_seconds: float
@@ -101,20 +104,20 @@ class Span:
 
     @property
     def memory_bytes(self) -> int:
-        """All of it."""
+        """Total memory."""
         return sum(self.memory.values())
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs one rank.
+    """The cost of a step for one rank.
 
     Attributes:
-        spans: one an event, in the order of issue.
-        collectives: count and bytes by kind, as `crossframe.trace.summary` gives them.
-        compute_seconds: time spent computing.
+        spans: one for each event, in the order of issue.
+        collectives: count and bytes by kind, as `crossframe.trace.summary` returns them.
+        compute_seconds: time of all computations.
         communication_seconds: time of all collectives.
-        exposed_seconds: how long computing waited for them.
+        exposed_seconds: time for which computation waited for collectives.
     """
 
     spans: tuple[Span, ...]
@@ -125,12 +128,12 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Time of the step: computing and waiting. The optimizer's own arithmetic is not counted."""
+        """Time of the step: computation and waiting, without the arithmetic of the optimizer."""
         return self.compute_seconds + self.exposed_seconds
 
     @property
     def peak(self) -> Span:
-        """Where memory is highest, the first time that it is."""
+        """The first span with the highest memory."""
         return max(self.spans, key=lambda span: span.memory_bytes)
 
     @property
@@ -150,19 +153,19 @@ def step_cost(
 ) -> Cost:
     """The cost of a plan for the rank that it was made for.
 
-    Memory is what the engine holds: shards, the optimizer's state, sharded gradients, full parameters (a layout that is not
-    contiguous is gathered into a buffer of its own and copied out), full gradients, and one reduction's buffers at a time.
+    Memory includes shards, optimizer state, sharded gradients, full parameters (with a separate gather buffer if the layout is
+    not contiguous), full gradients, and the buffers of one reduction at a time.
 
     Args:
         plan: from `step_plan`.
-        units: those that it was made from.
-        hardware: None: its defaults.
-        tokens: processed by one rank in one microbatch.
-        optimizer_states: values that the optimizer keeps for each element of a shard: 2 for AdamW, 1 for momentum.
-        activation_bytes: by unit, what its forward keeps for backward. Default: not counted.
+        units: the units of the plan.
+        hardware: None: the defaults of `Hardware`.
+        tokens: number of tokens that one rank processes in one microbatch.
+        optimizer_states: number of values that the optimizer keeps for each element of a shard: 2 for AdamW, 1 for momentum.
+        activation_bytes: bytes that the forward of each unit keeps for backward, by unit. Default: not counted.
 
     Raises:
-        PlanError: an event of another unit, or counts below 0.
+        PlanError: the plan has an event of another unit, or a number is too small.
     """
     if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
         raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {shown(units)}")
@@ -191,11 +194,11 @@ def step_cost(
 
 @dataclass
 class _Clock:
-    """When events run. See the module's docstring."""
+    """The times of events. See the docstring of the module."""
 
     hardware: Hardware
     tokens: int
-    now: float = 0.0  # when what was issued to compute so far is done
+    now: float = 0.0  # when all computations issued so far are done
     compute: float = 0.0
     communication: float = 0.0
     exposed: float = 0.0
@@ -205,7 +208,7 @@ class _Clock:
     last_reduction: float = 0.0
 
     def run(self, event: Event) -> tuple[float, float, float]:
-        """When an event is issued, starts and stops."""
+        """The times at which an event is issued, starts and stops."""
         if event.kind in COLLECTIVES:
             return self._collective(event)
         if event.kind == COMPUTE:
@@ -226,7 +229,7 @@ class _Clock:
 
     def _collective(self, event: Event) -> tuple[float, float, float]:
         if event.kind == REDUCE_SCATTER:
-            self._wait(self.last_reduction)  # whose buffers this one takes over
+            self._wait(self.last_reduction)  # this reduction takes over its buffers
         start = max(self.now, self.free_at.get(event.group, 0.0))
         if event.kind == ALL_REDUCE:
             start = max(start, self.reduced_at.get((event.unit, event.bucket), 0.0))
@@ -244,7 +247,7 @@ class _Clock:
 
 
 class _Ledger:
-    """What memory holds, by what it is for."""
+    """The memory of a rank by purpose."""
 
     def __init__(
         self, units: Mapping[str, PlannedUnit], optimizer_states: int, activation_bytes: Mapping[str, int]
@@ -252,7 +255,7 @@ class _Ledger:
         self._units = units
         self._activation_bytes = activation_bytes
         self._face = face_of(tuple(units.values()))
-        # Buckets whose full gradients wait for a later microbatch; and what the event before this one computed.
+        # Buckets whose full gradients wait for a later microbatch, and the computations of the previous event.
         self._waiting: set[tuple[str, int]] = set()
         self._computed: list[tuple[Event, int, PlannedBucket]] = []
         shards = sum(
@@ -266,12 +269,12 @@ class _Ledger:
             for bucket in unit.buckets
             if bucket.trained
         )
-        # What is held for each bucket, by purpose; and the sums of it, with what is held throughout.
+        # Bytes held for each bucket by purpose, and their sums, together with memory that is held throughout.
         self._held: dict[str, dict[tuple[str, int], int]] = {purpose: {} for purpose in PASSING}
         self._memory = {"shards": shards, "optimizer": optimizer_states * trained} | dict.fromkeys(PASSING, 0)
 
     def bucket(self, event: Event) -> PlannedBucket | None:
-        """The bucket that an event is about."""
+        """The bucket of an event."""
         if event.kind == STEP:
             return None
         unit = self._units.get(event.unit)
@@ -285,7 +288,7 @@ class _Ledger:
         return dict(self._memory)
 
     def _hold(self, purpose: str, event: Event, num_bytes: int) -> None:
-        """Let this much be held for the event's bucket, whatever was before."""
+        """Set the bytes that are held for the event's bucket."""
         held, key = self._held[purpose], self._key(event)
         self._memory[purpose] += num_bytes - held.get(key, 0)
         held[key] = num_bytes
@@ -300,7 +303,7 @@ class _Ledger:
         wide = itemsize(precision.gathered)
         if event.kind in (ALL_GATHER, CAST):
             self._hold("full parameters", event, layout.unsharded_numel * wide)
-            # Over one rank the shard is copied from where it lies, or from its copy in low precision.
+            # Over one rank the source of the copy is the shard itself, or its copy in low precision.
             lands = not layout.contiguous and (event.kind == ALL_GATHER or precision.is_mixed)
             landing = event.num_bytes if lands else 0
             cast_shard = layout.padded_shard_numel * wide if precision.is_mixed and event.kind == ALL_GATHER else 0
@@ -319,14 +322,14 @@ class _Ledger:
             self._reduce(event, bucket)
 
     def _add_grads(self, event: Event, bucket: PlannedBucket) -> None:
-        """Fresh full gradients are in the dtype of compute, those that wait for a later microbatch in their own (R15)."""
+        """Add full gradients: new ones are in the dtype of compute, those that wait for a later microbatch in their own (R15)."""
         numel = sum(param.numel for param in bucket.layout.params if param.requires_grad)
         waiting = itemsize(bucket.precision.accumulated(self._face)) if self._key(event) in self._waiting else 0
         self._hold("full gradients", event, numel * (itemsize(bucket.precision.gathered) + waiting))
         self._computed.append((event, numel, bucket))
 
     def _settle(self) -> None:
-        """What the last backward computed has been added up, and what its forward kept is given back."""
+        """Accumulate the gradients of the previous backward, and free the activations of its forward."""
         for event, numel, bucket in self._computed:
             self._hold_activations(event, 0)
             self._hold("full gradients", event, numel * itemsize(bucket.precision.accumulated(self._face)))
@@ -341,7 +344,7 @@ class _Ledger:
             self._hold("activations", event, num_bytes)
 
     def _reduce(self, event: Event, bucket: PlannedBucket) -> None:
-        """One reduction is under way at a time: the buffers of the one before are given back."""
+        """Start a reduction, which frees the buffers of the previous one."""
         layout, precision = bucket.layout, bucket.precision
         if event.kind == REDUCE_SCATTER or layout.world_size == 1:
             self._clear("reduction buffers")

@@ -1,8 +1,8 @@
-"""Reading files that anyone may have made: regular files alone, of a size that is known before reading, within bounded memory.
+"""Reads untrusted files: only regular files, whose size is known before reading, and in bounded memory.
 
-A file that is read in parts, after its checksum was verified, may change in between: it is cut off, or overwritten. So what is
-read later is compared with what was verified (`VerifiedFile`), and files are read, not mapped: a page of a mapped file that was
-cut off ends the process with SIGBUS.
+A file that is read in parts after its checksum was verified may be cut off or overwritten in between. Parts that are read later
+are therefore compared with the verified content (`VerifiedFile`), and files are read, not mapped, since a page of a mapped file
+that was cut off ends the process with SIGBUS.
 """
 
 import fcntl
@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 from crossframe.errors import CrossframeError
 from crossframe.shown import shown, shown_path
 
-# A file is verified in blocks, each with a digest of its own.
+# Size of the blocks of a verified file, each of which has a digest.
 BLOCK = 1 << 18
 _DIGEST_BYTES = 16
-# Of JSON: how many values one text may have, at some 200 bytes of memory each, and how many digits an int. Larger ints are in
-# nothing that is written here, and do not fit into what is computed with them.
+# Limits of JSON texts: the number of values, each of which takes about 200 bytes of memory, and the digits of an int. No file of
+# this project has larger ints, and they would overflow the types that they are converted to.
 MOST_VALUES = 1 << 22
 MOST_DIGITS = 20
 _LONG_INT = re.compile(rb"\d{%d}" % (MOST_DIGITS + 1))
@@ -38,11 +38,11 @@ _KINDS = (
 
 
 class FileError(CrossframeError):
-    """A file that cannot be read, or that is not as it was written. The message begins with its path.
+    """A file that cannot be read, or whose content was changed. The message begins with its path.
 
     Attributes:
         reason: the message without the path.
-        missing: whether there is no such file.
+        missing: whether the file does not exist.
     """
 
     def __init__(self, path: Path | str, reason: str, *, missing: bool = False) -> None:
@@ -51,16 +51,16 @@ class FileError(CrossframeError):
 
 
 def open_regular(path: Path | str, most_bytes: int | None = None) -> tuple[BinaryIO, int]:
-    """Open a regular file for reading; never waits, as opening a pipe would.
+    """Open a regular file for reading. Never blocks, unlike opening a pipe.
 
     Returns:
         The file, unbuffered, and its size in bytes.
 
     Raises:
-        FileError: no such file, something else than a file, a file of more bytes than `most_bytes`, or one that may not be read.
+        FileError: the file does not exist, is not a regular file, has more than `most_bytes` bytes, or cannot be read.
     """
     try:
-        # Before it is opened: to open a device may have effects.
+        # Before it is opened, since opening a device may have side effects.
         _check_regular(path, os.stat(path))
         file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)  # noqa: SIM115
     except FileNotFoundError:
@@ -86,11 +86,12 @@ def _check_regular(path: Path | str, status: os.stat_result) -> None:
 
 @contextmanager
 def folder_lock(path: Path, *, shared: bool = False) -> Iterator[bool]:
-    """Hold the lock of a folder, which ends with the process; whether it is held: not where another process has it. A disk that
-    has no locks is as if it were held.
+    """Hold the lock of a folder, which ends with the process.
+
+    Yields whether the lock is held: False if another process holds it. On a disk without locks it is True.
 
     Args:
-        shared: wait for it, and hold it together with others that share it.
+        shared: wait for the lock, and share it with other processes that share it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -107,7 +108,7 @@ def folder_lock(path: Path, *, shared: bool = False) -> Iterator[bool]:
 
 
 def read_bytes(path: Path | str, most_bytes: int) -> bytes:
-    """The content of a regular file; FileError as `open_regular`, or where the disk fails."""
+    """The content of a regular file; FileError as in `open_regular`, or if the disk fails."""
     file, size = open_regular(path, most_bytes)
     with file:
         return _read(file, path, size)
@@ -125,11 +126,10 @@ def _read(file: BinaryIO, path: Path | str, size: int) -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """What a JSON text says, if it has no more values than `MOST_VALUES`, no int of more than `MOST_DIGITS` digits, and no text
-    that is not Unicode.
+    """Parse a JSON text of at most `MOST_VALUES` values, ints of at most `MOST_DIGITS` digits, and valid Unicode.
 
     Raises:
-        ValueError: otherwise, and where it is not JSON; the message is one short line.
+        ValueError: the text exceeds these limits or is not JSON. The message is one short line.
     """
     content = content.encode() if isinstance(content, str) else content
     num_values = sum(map(content.count, (b",", b"[", b"{")))
@@ -153,13 +153,14 @@ def _int(digits: str) -> int:
 
 
 class VerifiedFile:
-    """A file whose content was verified once, and of which parts are read later: what is read is what was verified.
+    """A file that was verified once, and whose parts are read later. Changes since the verification are detected.
 
-    The file is not kept open. Memory: 16 bytes for each 256 KiB of the file, and one block; or the file.
+    The file is not kept open. It takes 16 bytes of memory for each 256 KiB, and one block; or the size of the file if it is kept
+    in memory.
 
     Attributes:
-        path: where it is.
-        size: in bytes.
+        path: path of the file.
+        size: size in bytes.
     """
 
     def __init__(
@@ -174,13 +175,13 @@ class VerifiedFile:
         """Read the whole file once.
 
         Args:
-            sha256: of its content, in hex.
-            size: in bytes, if it is known.
-            most_bytes: a file of more bytes is refused unread.
-            in_memory: keep the content, so that the file is not read again.
+            sha256: expected sha256 of the content, in hex.
+            size: expected size in bytes; None: unknown.
+            most_bytes: maximum size of a file that is read.
+            in_memory: keep the content in memory instead of reading it again.
 
         Raises:
-            FileError: as `open_regular`, or another size or content.
+            FileError: as in `open_regular`, or the file has another size or content.
         """
         self.path, self._digests = path, []
         self._content: bytearray | None = bytearray() if in_memory else None
@@ -205,10 +206,10 @@ class VerifiedFile:
         self._last: tuple[int, bytes] = (-1, b"")
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Bytes `start:stop`.
+        """Read bytes `start:stop`.
 
         Raises:
-            FileError: they changed since they were verified, or can no longer be read.
+            FileError: they have changed since the verification, or can no longer be read.
         """
         assert 0 <= start <= stop <= self.size, (start, stop, self.size)
         if self._content is not None:

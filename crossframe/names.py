@@ -1,11 +1,11 @@
-"""ParamMap: the names and axis orders of one model in two frameworks.
+"""Maps the names and axis orders of a model between two frameworks (`ParamMap`).
 
-Canonical are torch's names and torch's axis order. A recording, a shard and a checkpoint speak canonically, whoever wrote them.
+The names and the axis order of torch are canonical: recordings, shards and checkpoints of every framework use them.
 
-A parameter of torch is mostly one array of flax with its axes in another order. Attention departs from that in two ways: flax
-keeps heads apart, (width, num_heads, head_width) where torch has (width, width); and torch may keep query, key and value in one
-parameter of (3 * width, width) where flax has three. So an entry may also split one canonical dim, and may join several arrays.
-Neither computes anything: a round trip gives the same bits.
+In most cases a parameter of torch is one array of flax with its axes in another order. Attention differs in two ways: flax keeps
+heads separate, with (width, num_heads, head_width) instead of torch's (width, width); and torch may store query, key and value in
+one parameter of (3 * width, width), where flax has three arrays. An entry can therefore also split a canonical dim and join
+several arrays. Nothing is computed, so a round trip gives the same bits.
 """
 
 from collections import Counter
@@ -26,14 +26,13 @@ class MapEntry:
 
     Attributes:
         name: canonical (torch) name.
-        path: flax path, its parts joined by "."; or a tuple of several, whose arrays stand one behind the other along canonical
-            dim 0.
-        axes: how to transpose a flax array into torch's axis order, as `numpy.transpose` takes it; None keeps the order.
-        split: None, or (dim, size): that dim of the canonical array is two in flax, of (dim's size / size, size).
-        rows: how many of the canonical rows are of each of several paths; None: as many of each.
+        path: flax path, with parts joined by "."; or a tuple of paths whose arrays are concatenated along canonical dim 0.
+        axes: the argument of `numpy.transpose` that converts a flax array to torch's axis order; None: the same order.
+        split: None, or (dim, size): this dim of the canonical array is two dims in flax, the inner of which has this size.
+        rows: for several paths, the number of canonical rows of each; None: the same number.
 
     Raises:
-        MappingError: a field that cannot be so.
+        MappingError: a field is invalid.
 
     >>> query = MapEntry("query.weight", "query.kernel", axes=(1, 2, 0), split=(0, 4))
     >>> query.canonical_shape((12, 3, 4)), query.from_canonical(np.zeros((12, 12))).shape
@@ -69,16 +68,16 @@ class MapEntry:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The flax paths, in the order in which their arrays are joined."""
+        """The flax paths in the order in which their arrays are concatenated."""
         return self.path if isinstance(self.path, tuple) else (self.path,)
 
     @property
     def inverse_axes(self) -> tuple[int, ...] | None:
-        """How to transpose torch's array, its dim split, into flax's axis order."""
+        """The axes that transpose torch's array, after its dim is split, to flax's axis order."""
         return None if self.axes is None else tuple(self.axes.index(i) for i in range(len(self.axes)))
 
     def to_canonical(self, *arrays: Any) -> Any:
-        """Flax arrays (numpy or JAX), one a path, as torch has them."""
+        """Convert flax arrays (numpy or JAX), one for each path, to the canonical array."""
         self._check_count(arrays)
         parts = [self._merged(array if self.axes is None else array.transpose(self.axes)) for array in arrays]
         if len(parts) == 1:
@@ -88,10 +87,10 @@ class MapEntry:
         return parts[0].__array_namespace__().concat(parts)
 
     def from_canonical(self, array: Any, path: str | None = None) -> Any:
-        """A torch-ordered array (numpy or JAX) as flax has it.
+        """Convert a canonical array (numpy or JAX) to a flax array.
 
         Args:
-            path: whose part of it, where several paths are joined.
+            path: the path of the flax array, if the entry has several.
         """
         if len(self.paths) > 1:
             start, stop = self._run(array.shape, path)
@@ -101,10 +100,10 @@ class MapEntry:
         return array if self.axes is None else array.transpose(self.inverse_axes)
 
     def canonical_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-        """The torch shape of flax arrays of these shapes, one a path.
+        """The canonical shape for flax arrays of these shapes, one for each path.
 
         Raises:
-            MappingError: shapes that axes, split or rows do not fit, or that cannot be joined.
+            MappingError: the shapes do not match axes, split or rows, or cannot be concatenated.
         """
         self._check_count(shapes)
         found = [self._one_shape(shape, path) for shape, path in zip(shapes, self.paths, strict=True)]
@@ -123,7 +122,7 @@ class MapEntry:
         return sum(rows), *found[0][1:]
 
     def leaf_shape(self, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-        """The flax shape of a path's array, of a canonical parameter of this shape."""
+        """The flax shape of the array of a path, for a canonical parameter of this shape."""
         if len(self.paths) > 1:
             start, stop = self._run(shape, path)
             shape = (stop - start, *shape[1:])
@@ -189,7 +188,7 @@ def _is_split(split: Any, axes: tuple[int, ...] | None) -> bool:
 
 @dataclass(frozen=True)
 class ParamMap:
-    """One to one between canonical names and flax paths, in canonical order.
+    """A one-to-one map between canonical names and flax paths, in canonical order.
 
     >>> pmap = ParamMap((MapEntry("fc.weight", "fc.kernel", (1, 0)), MapEntry("fc.bias", "fc.bias")))
     >>> pmap.by_path["fc.kernel"].name
@@ -210,7 +209,7 @@ class ParamMap:
 
     @classmethod
     def of(cls, *tables: Iterable[MapEntry]) -> "ParamMap":
-        """The map of these modules, one behind the other.
+        """The map of several modules, in this order.
 
         >>> pmap = ParamMap.of(embedding("embed", "embed"), norm("norm", "norm"), linear("head", "head", bias=False))
         >>> [(entry.name, entry.path) for entry in pmap.entries[-2:]]
@@ -229,7 +228,7 @@ class ParamMap:
         return {path: entry for entry in self.entries for path in entry.paths}
 
     def check(self, names: Iterable[str], paths: Iterable[str]) -> None:
-        """Raise MappingError, listing them, if names or paths are missing from the map or are in it for nothing."""
+        """Raise MappingError if the map lacks names or paths of the models, or has others. The message lists them."""
         problems = []
         for what, have, mapped in (("name", set(names), set(self.by_name)), ("path", set(paths), set(self.by_path))):
             if missing := sorted(have - mapped):
@@ -240,7 +239,7 @@ class ParamMap:
             raise MappingError("the map does not fit the models; " + "; ".join(problems))
 
     def to_json(self) -> list:
-        """The map as JSON: [name, path, axes] an entry, and [name, paths, axes, split, rows] where it splits or joins."""
+        """The map as JSON: [name, path, axes] for each entry, or [name, paths, axes, split, rows] if it splits or joins."""
         rows = []
         for entry in self.entries:
             row = [entry.name, entry.path, entry.axes]
@@ -251,7 +250,7 @@ class ParamMap:
 
     @classmethod
     def from_json(cls, rows: list) -> "ParamMap":
-        """The map that `to_json` wrote; MappingError if it is none."""
+        """The map that `to_json` wrote; MappingError if `rows` is not a map."""
         entries = []
         for row in rows if isinstance(rows, list) else [rows]:
             if not isinstance(row, list) or len(row) not in (3, 5):
@@ -262,21 +261,20 @@ class ParamMap:
 
 
 def identity_map(names: Iterable[str]) -> ParamMap:
-    """The map of a model whose paths and axis orders are torch's already."""
+    """The map of a model whose paths and axis orders are those of torch."""
     return ParamMap(tuple(MapEntry(name, name) for name in names))
 
 
-# What each kind of module is called in the two frameworks, in torch's order of registration, by its name in torch and its path in
-# flax.
+# The entries of each kind of module, in torch's order of registration, given its name in torch and its path in flax.
 
 
 def linear(name: str, path: str, *, bias: bool = True) -> tuple[MapEntry, ...]:
-    """torch's nn.Linear, whose weight is (out, in), and flax's Linear, whose kernel is (in, out)."""
+    """The entries of torch's nn.Linear, whose weight is (out, in), and flax's Linear, whose kernel is (in, out)."""
     return MapEntry(f"{name}.weight", f"{path}.kernel", (1, 0)), *_bias(name, path, bias)
 
 
 def conv(name: str, path: str, *, dims: int = 2, bias: bool = True) -> tuple[MapEntry, ...]:
-    """torch's nn.Conv1d, 2d or 3d, whose weight is (out, in, *kernel), and flax's Conv, whose kernel is (*kernel, in, out).
+    """The entries of torch's nn.Conv1d, 2d or 3d, with a weight of (out, in, *kernel), and flax's Conv, with (*kernel, in, out).
 
     >>> conv("stem", "stem")[0].axes
     (3, 2, 0, 1)
@@ -285,17 +283,18 @@ def conv(name: str, path: str, *, dims: int = 2, bias: bool = True) -> tuple[Map
 
 
 def embedding(name: str, path: str) -> tuple[MapEntry, ...]:
-    """torch's nn.Embedding and flax's Embed, both (number of embeddings, width)."""
+    """The entry of torch's nn.Embedding and flax's Embed, both of (number of embeddings, width)."""
     return (MapEntry(f"{name}.weight", f"{path}.embedding"),)
 
 
 def norm(name: str, path: str, *, bias: bool = True) -> tuple[MapEntry, ...]:
-    """The layer, group, batch and RMS norms of both; the last has no bias. Running statistics are no parameters."""
+    """The entries of layer, group, batch and RMS norms, the last of which has no bias. Running statistics are not parameters."""
     return MapEntry(f"{name}.weight", f"{path}.scale"), *_bias(name, path, bias)
 
 
 def attention(name: str, path: str, head_width: int, *, bias: bool = True) -> tuple[MapEntry, ...]:
-    """torch's nn.MultiheadAttention, which keeps query, key and value in one parameter, and flax's MultiHeadAttention.
+    """The entries of torch's nn.MultiheadAttention, which stores query, key and value in one parameter, and flax's
+    MultiHeadAttention.
 
     >>> [(entry.name, len(entry.paths)) for entry in attention("a", "a", head_width=8)]
     [('a.in_proj_weight', 3), ('a.in_proj_bias', 3), ('a.out_proj.weight', 1), ('a.out_proj.bias', 1)]
@@ -308,13 +307,15 @@ def attention(name: str, path: str, head_width: int, *, bias: bool = True) -> tu
 
 
 def to_heads(name: str, path: str, head_width: int, *, bias: bool = True) -> tuple[MapEntry, ...]:
-    """torch's nn.Linear, and flax's LinearGeneral of (in, (num_heads, head_width)): a query, key or value of its own."""
+    """The entries of a separate query, key or value: torch's nn.Linear, and flax's LinearGeneral of
+    (in, (num_heads, head_width))."""
     kernel = MapEntry(f"{name}.weight", f"{path}.kernel", (1, 2, 0), (0, head_width))
     return (kernel, MapEntry(f"{name}.bias", f"{path}.bias", None, (0, head_width))) if bias else (kernel,)
 
 
 def from_heads(name: str, path: str, head_width: int, *, bias: bool = True) -> tuple[MapEntry, ...]:
-    """torch's nn.Linear, and flax's LinearGeneral of ((num_heads, head_width), out): the projection behind attention."""
+    """The entries of the projection after attention: torch's nn.Linear, and flax's LinearGeneral of
+    ((num_heads, head_width), out)."""
     return MapEntry(f"{name}.weight", f"{path}.kernel", (2, 0, 1), (1, head_width)), *_bias(name, path, bias)
 
 

@@ -1,13 +1,14 @@
-"""Processes that a command starts: they end with the command, however it ends.
+"""Starts processes that end with the command that started them, however it ends.
 
 [Note: Ending processes]
-A signal may come to the command alone, not to its process group. Three mechanisms, each for what the one before it cannot do:
-1. The command's handler sends a signal to its children and raises SystemExit, so that whatever waits for a child goes on and
-   the command unwinds as after an error.
-2. A thread of the command that learns of the signal from `signal.set_wakeup_fd`, also while the main thread is in C code. After
-   GRACE_SECONDS, or at the second signal, it kills what is left of the children and of their descendants, and exits.
-3. Each child watches its parent (`end_with_parent`), and ends itself if the parent is gone: killed by SIGKILL, for instance.
-Descendants of children are found by /proc. Where there is none, they are left to mechanism 3 and to the children.
+A signal may be sent to the command only, not to its process group. There are three mechanisms, each of which covers cases that
+the previous one cannot:
+1. The signal handler of the command sends a signal to its children and raises SystemExit, so that code that waits for a child
+   continues and the command unwinds as after an error.
+2. A thread of the command is notified by `signal.set_wakeup_fd`, also while the main thread is in C code. After GRACE_SECONDS, or
+   at a second signal, it kills the remaining children and their descendants, and exits.
+3. Each child watches its parent (`end_with_parent`) and ends itself if the parent is gone, for example killed by SIGKILL.
+Descendants of children are found in /proc. On systems without it, they are left to mechanism 3 and to the children.
 """
 
 import multiprocessing
@@ -26,9 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GRACE_SECONDS = 10.0
-"""How long children may take to end after they were sent a signal."""
+"""Time in which children must end after a signal."""
 TERMINAL_SECONDS = 4.0
-"""How long children that got SIGINT from the terminal, as the command did, may take before they are sent it again."""
+"""Time after which children that got SIGINT from the terminal, like the command, are sent it again."""
 POLL_SECONDS = 0.05
 PARENT_POLL_SECONDS = 0.5
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -36,20 +37,20 @@ _CHILD = Path(__file__).resolve().with_name("child.py")
 
 _started: set["subprocess.Popen[str]"] = set()
 _received: list[int] = []
-_at_signal: set["_Identity"] = set()  # children and their descendants: of a child that has ended they cannot be found
+_at_signal: set["_Identity"] = set()  # children and their descendants, which cannot be found once a child has ended
 _starting = threading.Lock()
 
 
 def received_signal() -> int | None:
-    """The first signal that this command received and that ends it; None if there was none."""
+    """The first signal that ends this command; None if it received none."""
     return _received[0] if _received else None
 
 
 def end_on_signals() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP end this process and all that it started. Call it once, in the main thread.
+    """Make SIGINT, SIGTERM and SIGHUP end this process and all processes that it started. Call it once, in the main thread.
 
-    SIGHUP stays ignored where it was ignored, as under nohup. SIGINT does not: shells ignore it for what they run in the
-    background, and whoever sends it to this process alone means this process.
+    SIGHUP stays ignored if it was ignored, as under nohup. SIGINT does not: shells ignore it in background processes, but a
+    SIGINT that is sent to this process is meant for it.
     """
     for number in _SIGNALS:
         if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
@@ -62,7 +63,7 @@ def end_on_signals() -> None:
 
 
 def _forget_signals() -> None:
-    """A forked child is no command: it must not answer signals as its parent does, nor write to its parent's pipe."""
+    """Reset signal handling in a forked child, which must not handle signals like its parent or write to its parent's pipe."""
     signal.set_wakeup_fd(-1)
     for number in _SIGNALS:
         if signal.getsignal(number) is _on_signal:
@@ -74,7 +75,7 @@ def _forget_signals() -> None:
 
 def _on_signal(number: int, _: Any) -> None:
     if _received:
-        return  # the command is unwinding, or the thread kills what is left
+        return  # the command unwinds, or the thread kills the remaining processes
     _received.append(number)
     _at_signal.update(_family(_child_ids()))
     _send(number)
@@ -82,7 +83,7 @@ def _on_signal(number: int, _: Any) -> None:
 
 
 def _send(number: int, *, again: bool = False) -> None:
-    """Pass a signal on to children. Processes of multiprocessing run code of this project, which SIGTERM ends at once."""
+    """Send a signal to the children. Processes of multiprocessing run code of this project and are terminated at once."""
     if number != signal.SIGINT or again or not _in_foreground():
         for process in list(_started):
             with suppress(ProcessLookupError):
@@ -92,7 +93,7 @@ def _send(number: int, *, again: bool = False) -> None:
 
 
 def _in_foreground() -> bool:
-    """Whether a terminal sends SIGINT to this process and to its children alike."""
+    """Whether a terminal sends SIGINT both to this process and to its children."""
     with suppress(OSError, AttributeError):
         terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
         try:
@@ -124,20 +125,20 @@ def _end_at_last(reader: int) -> None:
 
 
 def ended_by(number: int) -> str:
-    """What to say of a command that a signal ended."""
+    """The message for a command that a signal ended."""
     return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
 
 
 def end_children() -> None:
-    """End every process that this one started and that still runs."""
+    """End all running processes that this process started."""
     end(_child_ids())
 
 
 def end(process_ids: Iterable[int]) -> None:
     """Send SIGTERM to processes, and wait until they and their descendants have ended.
 
-    Those that do not end within GRACE_SECONDS are killed. Where a signal ends this command, they have received it already, and
-    are not sent another.
+    Processes that do not end within GRACE_SECONDS are killed. If a signal ends this command, they have received it already and
+    are not sent another one.
     """
     roots = list(process_ids)
     family = _family(roots) | _at_signal
@@ -147,7 +148,7 @@ def end(process_ids: Iterable[int]) -> None:
         if time.monotonic() > limit:
             _kill(left)
             return
-        # Descendants are sent it once the processes that started them are gone: until then these end them.
+        # Descendants are sent it only after the processes that started them have ended, since these should end them.
         first = {each for each in left if each.process_id in roots} or left
         for each in first - sent:
             each.send(signal.SIGTERM)
@@ -158,7 +159,7 @@ def end(process_ids: Iterable[int]) -> None:
 
 
 def _child_ids() -> list[int]:
-    """The children that run. Those that have ended are reaped."""
+    """The running children. Children that have ended are reaped."""
     own = [process.pid for process in list(_started) if process.poll() is None]
     return own + [process.pid for process in multiprocessing.active_children() if process.pid is not None]
 
@@ -169,7 +170,7 @@ def _kill(family: Iterable["_Identity"]) -> None:
 
 
 class _Identity(NamedTuple):
-    """A process: ids are used again, ids with a time of start are not. Where there is no /proc, `started` is empty."""
+    """A process, identified by its id and start time, since ids are reused. Without /proc, `started` is empty."""
 
     process_id: int
     started: str
@@ -191,7 +192,7 @@ class _Identity(NamedTuple):
 
 
 def _stat(process_id: int) -> list[str] | None:
-    """The fields of /proc/ID/stat after the name: state, parent, ..., time of start as the 20th; None: no such process."""
+    """The fields of /proc/ID/stat after the name: state, parent, ..., start time as the 20th; None if it does not exist."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -221,12 +222,12 @@ def _family(process_ids: Iterable[int]) -> set[_Identity]:
 
 
 def module_command(function: str, arguments: Sequence[str]) -> list[str]:
-    """A command line that runs a function of this project, named "module:function", whatever lies in the current folder.
+    """A command line that runs a function of this project, given as "module:function", in any current folder.
 
     The function reads `arguments` from sys.argv and returns an exit status.
 
-    The process ends with this one. Its packages are those that this process uses: a folder `experiments` of the user's is not
-    taken for the project's.
+    The process ends with this one. It uses the packages of this process: a folder `experiments` of the user is not mistaken for
+    that of the project.
     """
     return [sys.executable, "-P", str(_CHILD), str(os.getpid()), function, *arguments]
 
@@ -238,15 +239,18 @@ def run(
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> tuple[int, str]:
-    """Run a program to its end; returns its exit status, negative if a signal ended it, and what it printed.
+    """Run a program to its end.
 
     Args:
-        captured: whether its output is returned instead of printed.
-        environment: variables that it has besides those of this process.
-        timeout: seconds after which it and its descendants are ended; None: any.
+        captured: return its output instead of printing it.
+        environment: environment variables in addition to those of this process.
+        timeout: seconds after which it and its descendants are ended; None: no limit.
+
+    Returns:
+        Its exit status, which is negative if a signal ended it, and its captured output.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: it took longer than `timeout`.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if captured else {}
     variables = {**os.environ, **environment} if environment else None
@@ -271,7 +275,7 @@ def run(
 
 @dataclass(frozen=True)
 class Child:
-    """The target of a process of multiprocessing: the same function, in a process that ends with its parent."""
+    """A target for a process of multiprocessing: calls a function in a process that ends with its parent."""
 
     target: Callable[..., Any]
 
@@ -282,10 +286,10 @@ class Child:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Around the start of processes of multiprocessing, whose target is a `Child`.
+    """A context in which to start processes of multiprocessing whose target is a `Child`.
 
-    They inherit that SIGINT is blocked, so that none of them prints a traceback before it is set up, and that modules of the
-    current folder do not replace those of Python.
+    They inherit a blocked SIGINT, so that none of them prints a traceback before it is set up, and PYTHONSAFEPATH, so that
+    modules in the current folder do not replace those of Python.
     """
     resource_tracker.ensure_running()  # it would unblock SIGINT
     with _starting:
@@ -303,10 +307,10 @@ def starting() -> Iterator[None]:
 
 
 def end_with_parent(parent_id: int | None = None) -> None:
-    """Make this process end when its parent is gone, and without a word when it is interrupted.
+    """Make this process end when its parent is gone, and end without a traceback on SIGINT.
 
     Args:
-        parent_id: id of the parent's process; None: this is a process of multiprocessing.
+        parent_id: process id of the parent; None: this is a process of multiprocessing.
     """
     parent: Any = multiprocessing.parent_process()
     if parent_id is None:
@@ -330,7 +334,7 @@ def end_with_parent(parent_id: int | None = None) -> None:
 
 
 def _die_with_parent_in_linux() -> None:
-    """Ask the kernel to kill this process when its parent ends: also where the watching thread cannot run."""
+    """Ask the kernel to kill this process when its parent ends, even if the watching thread cannot run."""
     with suppress(Exception):
         import ctypes
 
