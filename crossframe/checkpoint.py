@@ -1,19 +1,19 @@
-"""Checkpoints of sharded models, which any backend reads at any world size and layout.
+"""Checkpoints of sharded models, which any backend reads at any world size and in any layout.
 
-    PATH/index.json               what it is of; sections, of each its layouts; size and checksum of each file; its own checksum
-    PATH/rank00000.safetensors    what rank 0 of a shard group holds: of each bucket one line, padding 0
+    PATH/index.json               metadata; the layouts of each section; size and checksum of each file; its own checksum
+    PATH/rank00000.safetensors    the shards of rank 0 of a shard group: one line for each bucket, with padding 0
     PATH/rank00001.safetensors    ...
 
-The section "model" has the parameters by canonical name; "state" has what an optimizer keeps of them, by torch's name of it and
-the parameter's: "exp_avg:head.weight". Values that belong to no parameter (Adam's "step") are in the file of rank 0. A reader
-asks for the lines of its own layout, and is given them by copies of ranges (`crossframe.layout.overlay`): no full parameter is
-made. Of each file that it needs it checks the whole content first.
+The section "model" has the parameters by canonical name. The section "state" has the optimizer state, by the names of the entry
+in torch and of the parameter: "exp_avg:head.weight". Values that belong to no parameter, such as Adam's "step", are in the file
+of rank 0. A reader requests the lines of its own layout and gets them by copies of ranges (`crossframe.layout.overlay`),
+without full parameters. It verifies the whole content of each file that it needs.
 
-[Note: ownership of a folder] A job writes into a folder of its own, `writing-NAME-TOKEN`, and renames it to NAME once all of it
-is on disk. So NAME is whole or absent, whichever process is killed. The token is random; the rank that begins makes it and sends
-it to the others. No other job writes to that folder or removes it. Two jobs may save under one name at the same time: a folder
-cannot be renamed to that of a checkpoint, so the first to finish succeeds and the other raises. What a killed job leaves blocks
-nobody; `remove_unfinished` removes it where the caller knows that no job is writing.
+[Note: ownership of a folder] A job writes to its own folder, `writing-NAME-TOKEN`, and renames it to NAME when everything is on
+disk. So NAME is complete or absent, whichever process is killed. One rank draws the random token and sends it to the others, and
+no other job writes to that folder or removes it. If two jobs save under one name at the same time, the first to finish succeeds
+and the other raises, since a folder cannot be renamed to that of a checkpoint. The remains of a killed job block no other job;
+`remove_unfinished` removes them when the caller knows that no job is writing.
 """
 
 import errno
@@ -41,42 +41,43 @@ from crossframe.shown import shown, shown_error, shown_path
 from crossframe.tensor_file import MOST_DIMS, TensorFile, write_tensors
 
 FORMAT = "crossframe checkpoint 3"
-# Those that are read. 2 does not state where layouts put parameters, which was as in 3.
+# The formats that can be read. Format 2 does not state the offsets of parameters, which are computed as in format 3.
 FORMATS = ("crossframe checkpoint 2", FORMAT)
 MOST_INDEX_BYTES = 1 << 26
 MOST_RANKS = 1 << 17
 INDEX = "index.json"
-# What a rank tells of its file until the index does.
+# Suffix of the file in which a rank describes its data file until the index is written.
 DESCRIBED = ".json"
 MODEL, STATE = "model", "state"
 
 
-# What Adam counts its steps in, in both frameworks, and under which name it is kept.
+# Name and dtype of Adam's count of its steps in both frameworks.
 STEP, STEP_DTYPE = "step", np.dtype(np.int32)
-# How many names an error lists.
+# Maximum number of names that an error lists.
 LISTED = 5
-# Of values that belong to no parameter.
+# Dtypes of values that belong to no parameter.
 _VALUE_DTYPES = (*FLOATING, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Names of the folder that is written into, and of the files that a checkpoint consists of while it is.
+# Names of the folder of an unfinished checkpoint, and of the files of a checkpoint, finished or not.
 _UNFINISHED = re.compile(r"writing-.+-[0-9a-f]{16}", re.DOTALL)
 _OWN = re.compile(r"index\.json|rank\d{5,}\.(safetensors|json)")
 
 
 class CheckpointError(CrossframeError, RuntimeError):
-    """A checkpoint that is missing, damaged, or of another model; or one that cannot be written."""
+    """A checkpoint that is missing, damaged or of another model, or that cannot be written."""
 
 
 # Writing
 
 
 def state_layout(layout: Any, entry: str, dtype: str, rename: Callable[[str], str] = str) -> Layout:
-    """The layout of what an optimizer keeps of a bucket's parameters, which lies as they do.
+    """The layout of an optimizer state entry of a bucket, in which elements have the same places as in the parameters.
 
     Args:
-        entry: what it is, by torch's name; "" for the parameters themselves.
-        dtype: of its values.
-        rename: a parameter's name to that under which it is saved.
+        layout: layout of the parameters.
+        entry: name of the entry in torch; "" for the parameters themselves.
+        dtype: dtype of its values.
+        rename: maps the name of a parameter to its name in the checkpoint.
 
     >>> from crossframe.layout import RaggedLayout
     >>> state_layout(RaggedLayout((ParamSpec("w", (3,), "bfloat16"),), 2), "exp_avg", "float32").params[0].name
@@ -92,19 +93,19 @@ def state_layout(layout: Any, entry: str, dtype: str, rename: Callable[[str], st
         )
         for spec in layout.params
     )
-    if isinstance(layout, FlatLayout):  # whose alignment goes by the dtype of the parameters, not by that of moments
+    if isinstance(layout, FlatLayout):  # its alignment depends on the dtype of the parameters, not on that of moments
         return replace(layout, params=params, compute_dtype=layout.compute_dtype or layout.dtype)
     return replace(layout, params=params)
 
 
 def begin(path: Path | str) -> str:
-    """Make the folder in which a checkpoint is written; one rank calls it. See [Note: ownership of a folder].
+    """Create the folder in which a checkpoint is written. One rank calls it. See [Note: ownership of a folder].
 
     Returns:
         The token of this save, which every rank passes to `write_rank`. If the save fails, pass it to `abandon`.
 
     Raises:
-        CheckpointError: something exists at `path`, which is not overwritten; or no folder can be made there.
+        CheckpointError: `path` exists, which is not overwritten, or the folder cannot be created.
     """
     path, token = _path(path), secrets.token_hex(8)
     writing = _writing(path, token)
@@ -125,17 +126,17 @@ def write_rank(
     lines: Mapping[str, Sequence[np.ndarray]],
     values: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Write what one rank of a shard group holds, between `begin` and `finish`.
+    """Write the shards of one rank of a shard group, between `begin` and `finish`.
 
     Args:
-        token: what `begin` returned, on whichever rank.
-        place: the rank's place in its group. One replica writes.
-        sections: by name, how the ranks of one replica hold it.
-        lines: by section and bucket the rank's buffer, of shape (padded_shard_numel,). What its padding holds is not written.
-        values: of place 0: arrays that belong to no parameter.
+        token: the result of `begin`.
+        place: the rank's index in its shard group. Only one replica writes.
+        sections: the sharding of each section over the ranks of one replica, by name.
+        lines: the rank's buffers, of shape (padded_shard_numel,), by section and bucket. Padding is written as 0.
+        values: on place 0, arrays that belong to no parameter.
 
     Raises:
-        CheckpointError: it cannot be written, as on a full disk.
+        CheckpointError: the file cannot be written, for example because the disk is full.
     """
     arrays: dict[str, np.ndarray] = {}
     for section, sharding in sections.items():
@@ -160,15 +161,17 @@ def finish(
     values: Mapping[str, np.ndarray] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the index and give the checkpoint its name; one rank calls it, once all have written.
+    """Write the index and give the checkpoint its name. One rank calls it, after all ranks have written.
 
     Args:
-        token: what `begin` returned.
-        about: what else a reader wants to know of it, such as the step: JSON.
+        token: the result of `begin`.
+        sections: as for `write_rank`.
+        values: as for `write_rank`.
+        about: further information for readers, such as the step, as JSON.
 
     Raises:
-        CheckpointError: a rank's file is not there, or not as it was written; the index cannot be written; or another job has
-            saved under this name meanwhile.
+        CheckpointError: the file of a rank is missing or has another size; the index cannot be written; or another job has saved
+            under this name in the meantime.
     """
     path = _path(path)
     writing = _writing(path, token)
@@ -193,7 +196,7 @@ def finish(
 
 
 def _publish(writing: Path, path: Path) -> None:
-    """Give a folder its name, unless something has it: a folder cannot be renamed to one that is not empty, or to a file."""
+    """Rename a folder to its final name. This fails if the name is a file or a folder that is not empty."""
     try:
         taken = os.path.lexists(path)
         if not taken:
@@ -210,16 +213,16 @@ def _publish(writing: Path, path: Path) -> None:
 
 
 def abandon(path: Path | str, token: str) -> None:
-    """Remove what was begun and cannot be finished, as far as the disk lets it; one rank calls it."""
+    """Remove an unfinished checkpoint as far as possible. One rank calls it."""
     with suppress(CheckpointError, OSError):
         remove(_writing(_path(path), token))
 
 
 def remove(path: Path | str) -> None:
-    """Delete a checkpoint, or an unfinished one: the files that it consists of, then its folder.
+    """Delete the files of a checkpoint, finished or not, and its folder.
 
     Raises:
-        CheckpointError: something else is in the folder, or it is a link; nothing is deleted then. Or the disk refuses.
+        CheckpointError: the folder has other files or is a link, in which case nothing is deleted; or the deletion fails.
     """
     path = _path(path)
     with _writes(path, "deleted"):
@@ -236,10 +239,9 @@ def remove(path: Path | str) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed jobs left of checkpoints in a folder. Call it only where no job is writing there.
+    """Remove the unfinished checkpoints of killed jobs from a folder. Call it only if no job is writing to the folder.
 
-    What is not recognisably an unfinished checkpoint is left alone: folders are named `writing-NAME-TOKEN` and hold files of a
-    checkpoint alone.
+    It removes folders called `writing-NAME-TOKEN` that have only files of a checkpoint, and nothing else.
 
     Raises:
         OSError: the folder cannot be read.
@@ -251,12 +253,12 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _is_own(entry: os.DirEntry) -> bool:
-    """Whether a checkpoint consists of such files."""
+    """Whether this is a file of a checkpoint."""
     return bool(_OWN.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False)
 
 
 def check_about(about: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError unless it is a mapping that JSON gives back as it is."""
+    """Raise CheckpointError unless this is None or a mapping that JSON represents exactly."""
     try:
         same = about is None or json.loads(json.dumps(about)) == about
     except (TypeError, ValueError):
@@ -272,13 +274,13 @@ def check_about(about: Mapping[str, Any] | None) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk, its index read and checked, and nothing else of it yet.
+    """A checkpoint on disk whose index was read and checked. Its data is read on demand.
 
     Attributes:
-        path: its folder.
-        about: what its writer told of it.
-        sections: by name, how its ranks hold it.
-        values: (dtype, shape) of what belongs to no parameter.
+        path: folder of the checkpoint.
+        about: the information that the writer passed to `finish`.
+        sections: the sharding of each section, by name.
+        values: (dtype, shape) of the values that belong to no parameter.
     """
 
     path: Path
@@ -290,11 +292,11 @@ class Saved:
 
     @property
     def files(self) -> list[str]:
-        """The names of the files that it is made of, besides its index."""
+        """The names of the data files."""
         return sorted(self._files)
 
     def complaint(self, name: str) -> str:
-        """What is wrong with one of its files, in words that follow its name; "" if it is as it was written."""
+        """The defect of a file, as a text that follows its name; "" if the file is as it was written."""
         try:
             VerifiedFile(self.path / name, self._files[name]["sha256"], self._files[name]["bytes"])
         except FileError as error:
@@ -302,11 +304,11 @@ class Saved:
         return ""
 
     def lines(self, section: str, target: Sharding, rank: int) -> list[np.ndarray]:
-        """A rank's lines of all buckets in the target's layouts, padding 0, from the ranges of the files that hold them.
+        """The lines of all buckets of a rank in the target's layouts, with padding 0, read from the ranges that contain them.
 
         Raises:
-            CheckpointError: no such section, other parameters, shapes or dtypes, which are listed by name; a damaged file, or one
-                that holds something else than the index says; or one that changes while it is read.
+            CheckpointError: the section does not exist; parameters, shapes or dtypes differ, which are listed by name; or a file
+                is damaged, does not match the index, or changes while it is read.
         """
         if section not in self.sections:
             raise CheckpointError(
@@ -334,7 +336,7 @@ class Saved:
         return found
 
     def value(self, key: str) -> np.ndarray:
-        """What belongs to no parameter; CheckpointError if there is none of that key."""
+        """A value that belongs to no parameter; CheckpointError if the key does not exist."""
         if key not in self.values:
             raise CheckpointError(f"{self._at}: expected a value {shown(key)}, got {shown(sorted(self.values))}")
         dtype, shape = self.values[key]
@@ -350,7 +352,7 @@ class Saved:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Around what reads of a file."""
+        """Convert FileError to CheckpointError."""
         try:
             yield
         except FileError as error:
@@ -377,7 +379,7 @@ def read(path: Path | str) -> Saved:
     """Read the index of a checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint, or an index that was changed.
+        CheckpointError: `path` is not a checkpoint, or its index was changed.
     """
     path = _path(path)
     try:
@@ -405,7 +407,7 @@ def read(path: Path | str) -> Saved:
 
 
 def _saved(path: Path, content: dict[str, Any]) -> Saved:
-    """What an index says, every field checked."""
+    """The checkpoint that an index describes, after a check of every field."""
     about, sections, values, files = (_field(content, name, dict) for name in ("about", "sections", "values", "files"))
     world_size = _field(content, "world_size", int)
     if not 1 <= world_size <= MOST_RANKS:
@@ -426,7 +428,7 @@ def _saved(path: Path, content: dict[str, Any]) -> Saved:
 
 
 def _field(fields: Any, name: str, kind: type) -> Any:
-    """A field of the right type. True is not an int here, though Python says that it is."""
+    """A field of exactly this type: unlike in Python, True is not an int."""
     value = fields.get(name) if isinstance(fields, dict) else None
     if type(value) is not kind:
         raise CheckpointError(f"{shown(name)}: expected {kind.__name__}, got {shown(value)}")
@@ -472,7 +474,7 @@ def _path(path: Any) -> Path:
 
 @contextmanager
 def _writes(path: Path, done: str = "written") -> Iterator[None]:
-    """Around what the disk may refuse."""
+    """Convert errors of the disk to CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -485,7 +487,7 @@ def _writes(path: Path, done: str = "written") -> Iterator[None]:
 
 
 def _writing(path: Path, token: str) -> Path:
-    """The folder that one save writes into, and no other."""
+    """The folder that a save writes to, which no other save uses."""
     return path.with_name(f"writing-{path.name}-{token}")
 
 
@@ -494,7 +496,7 @@ def _file_of(place: int) -> str:
 
 
 def _told(file: Path, world_size: int) -> dict[str, Any]:
-    """What the rank that wrote a file told of it, if the file is there as this rank sees it."""
+    """The description of a file by the rank that wrote it; CheckpointError if this rank sees no such file or another size."""
     try:
         told, size = json.loads(read_bytes(file.with_suffix(DESCRIBED), 1 << 10)), file.stat().st_size
     except (FileError, OSError):
@@ -520,7 +522,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, and not the machine's memory alone."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
