@@ -1,7 +1,7 @@
-"""The reference: sharded training in numpy, all ranks in one process. Slow, plain, and what the backends are held against.
+"""The reference: sharded training in numpy, with all ranks in one process. It is slow and simple; tests compare backends with it.
 
-`collectives` moves and sums; `unit` shards one bucket and reduces its gradients; `bucket` is each rank's memory of it; `live` is
-a unit through its life; `world` executes a plan; `optim` and `net` are what is trained by and what is trained.
+`collectives` implements collectives; `unit` shards a bucket and reduces its gradients; `bucket` is the memory of a bucket on each
+rank; `live` is a unit in training; `world` executes a plan; `optim` has the optimizers, and `net` a network to train.
 
 `experiments.spec.histories` checks it against a simpler model.
 """

@@ -1,4 +1,4 @@
-"""The memory of one bucket on all ranks: what was gathered, what waits to be reduced, and what the optimizer keeps."""
+"""The memory of one bucket on all ranks: full parameters, gradients and optimizer state."""
 
 from collections.abc import Iterable, Sequence
 from typing import assert_never
@@ -21,21 +21,22 @@ Grads = dict[str, np.ndarray]
 
 
 class LiveBucket:
-    """The memory of one bucket. Lists have one entry a rank.
+    """The memory of one bucket. Lists have one item for each rank.
 
     Attributes:
-        unit: the shards, which are the truth.
-        full: gathered buffers of shape (full_layout.gathered_numel,), or None; in the dtype that was gathered.
-        full_layout: how these are laid out: as the shards are, or as a smaller group's shards are (R08).
-        parts: shards of a smaller group, or None.
-        grads: full gradients that were not reduced yet, by name.
-        partials: sums over the shard group that wait for that over replicas (R28), or None.
-        under_way: parameters that some rank has a gradient of in what is being reduced.
-        sharded_grads: reduced gradients of shape (padded_shard_numel,), or None where a rank has none.
-        reached: parameters that have a reduced gradient.
-        shown_grads: full gradients that the user is shown, of shape (gathered_numel,), or None.
-        shown_names: parameters whose gradient is shown.
-        optimizer_state: by name; `steps` counts the steps that each parameter took.
+        unit: the shards, which are the authoritative storage.
+        full: gathered buffers of shape (full_layout.gathered_numel,), in the gathered dtype, or None.
+        full_layout: the layout of `full`: that of the shards, or that of a reshard group (R08).
+        parts: the part that each rank keeps in its reshard group, or None.
+        grads: full gradients that are not reduced yet, by name.
+        partials: sums over the shard group that wait for the sum over replicas (R28), or None.
+        under_way: names of parameters that have a gradient on any rank in the current reduction.
+        sharded_grads: reduced gradients of shape (padded_shard_numel,), or None if a rank has none.
+        reached: names of parameters that have a reduced gradient.
+        shown_grads: full gradients that are shown to the user, of shape (gathered_numel,), or None.
+        shown_names: names of parameters whose gradient is shown.
+        optimizer_state: optimizer state by name.
+        steps: number of steps of each parameter, by name.
     """
 
     def __init__(self, planned: PlannedBucket, mesh: MeshSpec, params: Params, face: Face, fill: bool) -> None:
@@ -60,12 +61,12 @@ class LiveBucket:
 
     @property
     def truth(self) -> Truth:
-        """Where the values live that full parameters in the stored dtype show."""
+        """The authoritative storage of parameters in the stored dtype."""
         return authoritative(self.layout)
 
     @property
     def full_is_truth(self) -> bool:
-        """Whether what is gathered is no copy, so that it cannot go stale."""
+        """Whether full parameters are the shards themselves, so that they cannot become stale."""
         return shard_is_full(self.layout, cast=self.precision.is_mixed)
 
     # Parameters
@@ -74,7 +75,7 @@ class LiveBucket:
         """Fill every rank's full buffer from the shards, in a dtype (R33).
 
         Args:
-            shown: for a user, who edits the shard itself where nothing is sharded (R20).
+            shown: whether they are for the user, who edits the shard itself if nothing is sharded (R20).
         """
         self.full_layout = self.layout
         cast = dtype != self.precision.stored
@@ -85,7 +86,7 @@ class LiveBucket:
         self.parts = [None] * len(self.parts)
 
     def gather_parts(self, group_size: int) -> None:
-        """Fill every rank's full buffer from the shards of its smaller group (R08)."""
+        """Fill every rank's full buffer from the parts of its reshard group (R08)."""
         groups = {post_forward_group(self.unit.mesh, rank, group_size) for rank in range(self.unit.world_size)}
         parts = [part for part in self.parts if part is not None]
         self.full = list(over_groups(all_gather, parts, groups))
@@ -93,7 +94,7 @@ class LiveBucket:
         self.parts = [None] * len(self.parts)
 
     def keep_parts(self, group_size: int) -> None:
-        """Keep a smaller group's shard of the full parameters, and free the rest (R08)."""
+        """Keep each rank's part in its reshard group, and free the full parameters (R08)."""
         smaller = post_forward(self.layout, group_size)
         for rank in range(self.unit.world_size):
             index = post_forward_group(self.unit.mesh, rank, group_size).index(rank)
@@ -106,18 +107,18 @@ class LiveBucket:
             self.parts[rank], self.full[rank] = part, None
 
     def free(self, ranks: Iterable[int]) -> None:
-        """Free what was gathered."""
+        """Free full parameters and the parts of reshard groups."""
         for rank in ranks:
             self.full[rank] = self.parts[rank] = None
 
     def views(self, rank: int) -> dict[str, np.ndarray]:
-        """A rank's full parameters; they alias its buffer only where the layout is contiguous."""
+        """A rank's full parameters, which alias its buffer if the layout is contiguous."""
         buffer = self.full[rank]
         assert buffer is not None
         return views(self.full_layout, buffer)
 
     def write_full(self, rank: int, name: str, values: np.ndarray) -> None:
-        """Write one parameter of a rank's full buffer, also where a view of it is a copy."""
+        """Write one parameter of a rank's full buffer, also if `views` are copies."""
         buffer = self.full[rank]
         assert buffer is not None
         _write_view(self.full_layout, buffer, name, values)
@@ -125,7 +126,7 @@ class LiveBucket:
     # Gradients
 
     def check_grads(self, rank: int, grads: Params) -> None:
-        """Refuse a gradient that does not have its parameter's shape."""
+        """Raise ParamError for a gradient that does not have its parameter's shape."""
         for name, grad in grads.items():
             if name in self.specs and grad.shape != self.specs[name].shape:
                 raise ParamError(
@@ -133,7 +134,7 @@ class LiveBucket:
                 )
 
     def add_grads(self, rank: int, grads: Params) -> None:
-        """Accumulate full gradients, in the dtype in which they wait (R15)."""
+        """Accumulate full gradients in the dtype of unreduced gradients (R15)."""
         dtype = numpy_dtype(self.precision.accumulated(self.face))
         for spec in self.layout.params:
             grad = grads.get(spec.name)
@@ -143,7 +144,7 @@ class LiveBucket:
                 self.grads[rank][spec.name] = grad if waiting is None else waiting + grad
 
     def reduce(self, steps: Sequence[ReductionStep], custom_factor: float | None) -> None:
-        """Take full gradients, or partial sums of them, through steps of a reduction (R26-R29)."""
+        """Apply steps of a reduction to full gradients or partial sums (R26-R29)."""
         factors = factors_of(self.unit.mesh, self.face, self.precision.reduced, custom_factor)
         if ReductionStep.CAST_TO_REDUCED in steps:
             self.under_way |= {name for grads in self.grads for name in grads}
@@ -176,26 +177,26 @@ class LiveBucket:
         self.under_way = set()
 
     def drop_grads(self) -> None:
-        """Forget gradients that are on their way (R17)."""
+        """Drop unreduced gradients and partial sums (R17)."""
         self.grads = [{} for _ in self.grads]
         self.partials = None
         self.under_way = set()
 
     def zero_grad(self, ranks: Iterable[int]) -> None:
-        """Forget the reduced gradients of some ranks, as an optimizer's `zero_grad` does."""
+        """Drop the reduced gradients of some ranks, as the `zero_grad` of an optimizer does."""
         for rank in ranks:
             self.sharded_grads[rank] = None
             self.reached[rank] = set()
 
     def grad_pieces(self, rank: int) -> Grads:
-        """What a rank holds of reduced gradients, as flat views by name; nothing where it has none."""
+        """A rank's pieces of reduced gradients, as flat views by name; empty if it has none."""
         grad = self.sharded_grads[rank]
         return {} if grad is None else self.unit.pieces(grad, rank)
 
     def gather_grads(self) -> list[np.ndarray] | None:
-        """Reduced gradients in full, on every rank; a rank without any counts as zeros. None where no rank has any (R22).
+        """Full reduced gradients on every rank, where a rank without any counts as zeros; None if no rank has any (R22).
 
-        Where nothing is sharded these are the gradients themselves, and no copy.
+        If nothing is sharded these are the gradients themselves, not copies.
         """
         if not shows_grad(grad is not None for grad in self.sharded_grads):
             return None
@@ -204,7 +205,7 @@ class LiveBucket:
         return present if self.truth is Truth.FULL_STORAGE else self.unit.gather(present)
 
     def full_grads(self) -> Grads:
-        """Reduced gradients in full, by name: copies. A parameter that no rank has one of is left out."""
+        """Copies of the full reduced gradients by name, without parameters that have none on any rank."""
         buffers = self.gather_grads()
         if buffers is None:
             return {}
@@ -212,19 +213,19 @@ class LiveBucket:
         return {name: full[name].copy() for name in full if any(name in reached for reached in self.reached)}
 
     def show_grads(self) -> None:
-        """Show the user full gradients beside the parameters (R22)."""
+        """Show full gradients to the user (R22)."""
         buffers = self.gather_grads()
         self.shown_names = [name for name in self.specs if any(name in reached for reached in self.reached)]
         self.shown_grads = [None for _ in self.shown_grads] if buffers is None else list(buffers)
 
     def grads_shown(self, rank: int) -> Grads:
-        """What `show_grads` shows on a rank."""
+        """The gradients that `show_grads` shows on a rank."""
         buffer = self.shown_grads[rank]
         full = {} if buffer is None else views(self.layout, buffer)
         return {name: full[name] for name in self.shown_names if name in full}
 
     def write_shown_grad(self, rank: int, name: str, values: np.ndarray) -> None:
-        """Write one gradient of those shown."""
+        """Write one of the gradients that are shown."""
         buffer = self.shown_grads[rank]
         assert buffer is not None
         _write_view(self.layout, buffer, name, values)
@@ -234,14 +235,14 @@ class LiveBucket:
         for rank in ranks:
             self.shown_grads[rank] = None
 
-    # The end of an unsharding
+    # The exit of summon_full_params
 
     def exit(self, step: ExitStep) -> None:
-        """One step of what ends an unsharding (R24)."""
+        """Execute one step of the exit of `summon_full_params` (R24)."""
         ranks = range(self.unit.world_size)
         match step:
             case ExitStep.BACK_FROM_CPU:
-                pass  # all memory of numpy is the CPU's
+                pass  # numpy arrays are always on the CPU
             case ExitStep.WRITEBACK:
                 for rank in ranks:
                     self.unit.write(self.unit.shards[rank], self.views(rank), rank)
@@ -254,7 +255,7 @@ class LiveBucket:
                 assert_never(step)
 
     def _write_back_grads(self, rank: int) -> None:
-        """What the user made of the shown gradients; a rank that had none gets none, as in torch."""
+        """Write back edits of the gradients that are shown; a rank without a gradient gets none, as in torch."""
         shown, own = self.shown_grads[rank], self.sharded_grads[rank]
         if shown is not None and own is not None:
             self.unit.write(own, views(self.layout, shown), rank)
@@ -262,7 +263,7 @@ class LiveBucket:
     # The optimizer
 
     def step(self, optimizer: Optimizer) -> None:
-        """Let the optimizer change the elements that have a gradient; padding has none (R05)."""
+        """Update the elements that have a gradient, which padding never has (R05)."""
         for rank in range(self.unit.world_size):
             steps, states = self.steps[rank], self.optimizer_state[rank]
             for name in self.reached[rank]:
@@ -277,7 +278,7 @@ class LiveBucket:
 
 
 def _write_view(layout: Layout, buffer: np.ndarray, name: str, values: np.ndarray) -> None:
-    """Write one parameter of a buffer laid out like the gathered one."""
+    """Write one parameter of a buffer with the layout of the gathered buffer."""
     for index in range(layout.world_size):
         shard = buffer[index * layout.padded_shard_numel : (index + 1) * layout.padded_shard_numel]
         for piece in layout.pieces(index):

@@ -1,4 +1,4 @@
-"""Collectives over a list of arrays, one a rank. Sums are taken in rank order, in the arrays' own dtype (R32)."""
+"""Collectives over a list of arrays, one for each rank. Sums are computed in rank order and in the dtype of the arrays (R32)."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,12 +8,12 @@ Arrays = Sequence[np.ndarray]
 
 
 def all_gather(shards: Arrays) -> list[np.ndarray]:
-    """Every rank receives the shards of all ranks, one behind the other."""
+    """Every rank receives the shards of all ranks, concatenated."""
     return [np.concatenate(shards) for _ in shards]
 
 
 def all_reduce(arrays: Arrays) -> list[np.ndarray]:
-    """Every rank receives the sum, added up in rank order."""
+    """Every rank receives the sum, computed in rank order."""
     total = arrays[0].copy()
     for array in arrays[1:]:
         total += array
@@ -21,14 +21,14 @@ def all_reduce(arrays: Arrays) -> list[np.ndarray]:
 
 
 def reduce_scatter(arrays: Arrays) -> list[np.ndarray]:
-    """Rank i receives the i-th of equal parts of the sum, added up in rank order."""
+    """Rank i receives the i-th of equal parts of the sum, computed in rank order."""
     return np.split(all_reduce(arrays)[0], len(arrays))
 
 
 def over_groups(
     collective: Callable[[Arrays], list[np.ndarray]], arrays: Arrays, groups: Iterable[Sequence[int]]
 ) -> list[np.ndarray]:
-    """A collective inside each of some groups of ranks, which together are all ranks.
+    """Run a collective in each of several groups, which together have all ranks.
 
     >>> over_groups(all_reduce, [np.array([1]), np.array([2]), np.array([3]), np.array([4])], [(0, 2), (1, 3)])
     [array([4]), array([6]), array([4]), array([6])]

@@ -81,33 +81,33 @@ class LiveUnit:
                     for step in self._request.exit_steps():
                         bucket.exit(step)
                 case _:
-                    pass  # the arrays are readable at once, and nothing is registered
+                    pass  # arrays are readable at once, and there are no modules
 
     # Parameters in use
 
     def gather(self) -> None:
-        """Have full parameters in memory, in the dtype of compute; nothing to do if they are there and fresh."""
+        """Gather full parameters in the dtype of compute, unless they are in memory and not stale."""
         self._signal(UnitStep.gather)
 
     def unshard(self) -> None:
-        """Full parameters, shown on the module (FSDP2's `unshard`). Edits of them are lost when they are freed."""
+        """Gather full parameters and expose them (FSDP2's `unshard`). Edits of them are lost when they are freed."""
         self._signal(UnitStep.unshard)
         self._signal(UnitStep.expose)
 
     def reshard(self) -> None:
-        """Back to the shards alone.
+        """Free the full parameters.
 
         Raises:
-            StateError: while the user is shown full parameters.
+            StateError: the unit is summoned.
         """
         self._signal(UnitStep.reshard)
 
     def reshard_to_group(self) -> None:
-        """Keep a smaller group's shard (R08).
+        """Free the full parameters except each rank's part in its reshard group (R08).
 
         Raises:
-            PlanError: the unit was planned without one.
-            StateError: there are no full parameters that are fresh.
+            PlanError: the unit was planned without reshard groups.
+            StateError: there are no full parameters, or they are stale.
         """
         if type(self.reshard_after_forward) is not int:
             raise PlanError(
@@ -117,11 +117,11 @@ class LiveUnit:
         self._signal(UnitStep.reshard_to_group)
 
     def after_forward(self) -> None:
-        """Keep or free the full parameters after a forward, as the unit's settings say (R13, R14)."""
+        """Keep or free the full parameters after a forward, according to the unit's settings (R13, R14)."""
         self._signal(UnitStep.after_forward)
 
     def compute(self, phase: str, work: Callable[[int, Mapping[str, np.ndarray]], Params | None]) -> None:
-        """Run `work(rank, full parameters)` on every rank; in backward it returns the rank's gradients."""
+        """Run `work(rank, full parameters)` on every rank; in backward it returns the gradients of the rank."""
         forward = phase == "forward"
         if forward:
             self._signal(UnitStep.begin_forward)
@@ -140,8 +140,7 @@ class LiveUnit:
         self._signal(UnitStep.end_forward if forward else UnitStep.leave_backward)
 
     def reset(self) -> None:
-        """After an exception: the shards alone, and no gradient of the step that failed, so that the next one begins as it
-        did (R17)."""
+        """After an exception, free the full parameters and drop the gradients of the failed step (R17)."""
         for step in self.steps:
             step.reset()
         for bucket in self.buckets:
@@ -153,13 +152,13 @@ class LiveUnit:
     # Gradients
 
     def reduction(self) -> tuple[ReductionStep, ...]:
-        """The steps that this unit's gradients go through."""
+        """The steps of the reduction of this unit's gradients."""
         return reduction_steps(self.mesh, self.face)
 
-    # What the user sees, and edits
+    # Parameters and gradients that the user sees and edits
 
     def shown(self, rank: int) -> dict[str, np.ndarray]:
-        """What a rank's module shows: full parameters, or flat pieces of what the rank holds. To read; `edit` writes them."""
+        """The parameters that a rank exposes, read-only: full ones, or flat pieces of its shard. Use `edit` to write them."""
         if not self._shows_full(rank):
             return {k: v for b in self.buckets for k, v in b.unit.pieces(b.unit.shards[rank], rank).items()}
         return {k: v for b in self.buckets for k, v in b.views(rank).items()}
@@ -168,21 +167,21 @@ class LiveUnit:
         return self.states[rank].exposure is not Exposure.SHARDED and self.buckets[0].full[rank] is not None
 
     def check_edited(self) -> None:
-        """Raise what `edited` would: StateError in a forward, a backward or an unsharding."""
+        """Raise StateError in a forward, in a backward or if the unit is summoned, as `edited` does."""
         self.steps[0].check_edit()
 
     def edited(self) -> None:
-        """The shards were written: what was gathered from them is stale (R12), unless it is the truth itself."""
+        """Signal that the shards were written: gathered copies are stale (R12), unless they are the shards themselves."""
         self.check_edited()
         in_place = all(bucket.full_is_truth for bucket in self.buckets)
         self._signal(UnitStep.conceal if in_place else UnitStep.edit)
 
     def edit(self, rank: int, name: str, values: np.ndarray) -> None:
-        """A user writes into the parameter that a rank shows. An edit of the shards makes what was gathered stale (R12).
+        """Write a parameter that a rank exposes, as a user. An edit of the shards makes gathered copies stale (R12).
 
         Raises:
-            ParamError: a parameter that the rank does not show, or values of another shape (R25).
-            StateError: an edit of the shards in the middle of a forward or backward.
+            ParamError: the rank does not expose the parameter, or the values have another shape (R25).
+            StateError: the shards are edited during a forward or backward.
         """
         self._check_values(
             rank, name, self.shown(rank).get(name), values, "parameter", "unshard or summon it to see all"
@@ -199,10 +198,10 @@ class LiveUnit:
                 bucket.unit.pieces(bucket.unit.shards[rank], rank)[name][:] = values
 
     def edit_grad(self, rank: int, name: str, values: np.ndarray) -> None:
-        """A user writes into a gradient that a rank is shown (R22).
+        """Write a gradient that is shown on a rank, as a user (R22).
 
         Raises:
-            ParamError: a gradient that the rank is not shown, or values of another shape.
+            ParamError: the gradient is not shown on the rank, or the values have another shape.
         """
         self._check_values(
             rank, name, self.grads_shown(rank).get(name), values, "gradient of parameter", "summon it with_grads=True"
@@ -222,12 +221,12 @@ class LiveUnit:
             )
 
     def zero_grad(self, ranks: Iterable[int] | None = None) -> None:
-        """A user drops the reduced gradients of some ranks, or of all (R22)."""
+        """Drop the reduced gradients of some ranks, or of all, as a user (R22)."""
         for bucket in self.buckets:
             bucket.zero_grad(self.ranks if ranks is None else ranks)
 
     def check_summon(self, request: UnshardRequest) -> None:
-        """Raise what `summon` would."""
+        """Raise the errors of `summon`."""
         for bucket in self.buckets:
             request.check(keeps_original=keeps_original(bucket.layout), truth=bucket.truth)
         for step in self.steps:
@@ -237,8 +236,8 @@ class LiveUnit:
         """Show the user full parameters in full precision (R18, R19).
 
         Raises:
-            StateError: in a forward or backward, or summoned already. Nothing is changed then.
-            UnsupportedError: what no rank could do (R23).
+            StateError: the unit is in its forward or backward, or is summoned already. Nothing has changed then.
+            UnsupportedError: an unsupported combination of options (R23).
         """
         self.check_summon(request)
         self._request = request
@@ -259,17 +258,20 @@ class LiveUnit:
         bucket.hide_grads(blind)
 
     def grads_shown(self, rank: int) -> Grads:
-        """The full gradients that a rank's user sees; what has none is missing."""
+        """The full gradients that are shown on a rank, without parameters that have none."""
         return {name: grad for bucket in self.buckets for name, grad in bucket.grads_shown(rank).items()}
 
     def dismiss(self, *, failed: bool = False) -> None:
-        """End `summon`: what was asked for, in its order (R24), and the memory that was there before (R21), unless the user's
-        code has failed: then the shards alone."""
+        """End `summon`: execute the steps of the exit in order (R24), then return to the memory before it (R21).
+
+        Args:
+            failed: whether the user's code raised; then memory returns to the shards.
+        """
         self._signal(UnitStep.dismiss)
         if not failed:
             self._signal(UnitStep.return_memory)
 
 
 def keeps_original(layout: Layout) -> bool:
-    """Whether the original parameters are what the user holds: always, but in a flat layout that says otherwise."""
+    """Whether the user has the original parameters: always, except in a flat layout with `keep_original=False`."""
     return getattr(layout, "keep_original", True)

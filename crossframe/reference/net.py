@@ -1,4 +1,4 @@
-"""A small network to train, one layer a unit: y = tanh(x @ weight.T + bias), and the mean squared error of the last."""
+"""A small network to train. Each unit is a layer y = tanh(x @ weight.T + bias); the loss is the mean squared error."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,28 +13,28 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 class Net(Protocol):
-    """What the reference asks of a network: one rank's forward and backward, unit by unit."""
+    """The interface of a network in the reference: the forward and backward of one rank, unit by unit."""
 
     def start(self, rank: int, batch: Batch) -> None:
-        """A rank begins a microbatch."""
+        """Begin a microbatch on a rank."""
         ...
 
     def forward(self, unit: str, rank: int, params: Params) -> None:
-        """Compute a unit with its full parameters."""
+        """Compute the forward of a unit with its full parameters."""
         ...
 
     def backward(self, unit: str, rank: int, params: Params) -> Params:
-        """The rank's gradients of the unit's parameters; one that it has no gradient for is left out."""
+        """The rank's gradients of the unit's parameters, without parameters that have none."""
         ...
 
     def loss(self, rank: int) -> float:
-        """The rank's mean loss, once its forward is over."""
+        """The rank's mean loss, after its forward."""
         ...
 
 
 @dataclass
 class Layers:
-    """Layers one behind the other. The unit "" is the last, as the root's forward ends last.
+    """A sequence of layers. The unit "" is the last one, since the forward of the root ends last.
 
     Attributes:
         units: names in the order of forward.
@@ -60,7 +60,7 @@ class Layers:
         }
 
     def initial(self, seed: int = 0, dtype: str = "float64") -> dict[str, np.ndarray]:
-        """Initial values by name, drawn from one stream."""
+        """Initial values by name, drawn from one stream of random numbers."""
         generator = np.random.default_rng(seed)
         return {
             spec.name: (generator.standard_normal(spec.shape) / 2).astype(dtype)
@@ -74,17 +74,17 @@ class Layers:
         return generator.standard_normal((samples, self.sizes[0])), generator.standard_normal((samples, self.sizes[-1]))
 
     def start(self, rank: int, batch: Batch) -> None:
-        """Take the rank's inputs and targets."""
+        """Set the rank's inputs and targets."""
         self._now[rank], self._target[rank] = batch
 
     def forward(self, unit: str, rank: int, params: Params) -> None:
-        """One layer; its input is kept for backward."""
+        """Compute one layer, and keep its input for backward."""
         weight, bias = _pair(params)
         self._inputs[rank, unit] = x = self._now[rank].astype(weight.dtype)
         self._now[rank] = np.tanh(x @ weight.T + bias)
 
     def loss(self, rank: int) -> float:
-        """Mean squared error."""
+        """The mean squared error."""
         error = self._now[rank] - self._target[rank]
         self._grad[rank] = 2 * error / error.size
         return float(np.mean(error**2))

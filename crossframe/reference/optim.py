@@ -1,4 +1,4 @@
-"""Plain optimizers over single elements: on a shard they do what they would do on the whole parameter."""
+"""Elementwise optimizers, whose result on a shard is that on the whole parameter."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +9,7 @@ State = dict[str, np.ndarray]
 
 
 class Optimizer(Protocol):
-    """What the reference asks of an optimizer."""
+    """The interface of an optimizer in the reference."""
 
     def init(self, values: np.ndarray) -> State:
         """The state of these values before the first step."""
@@ -30,7 +30,7 @@ class SGD:
     weight_decay: float = 0.0
 
     def init(self, values: np.ndarray) -> State:
-        """One momentum an element, if there is momentum."""
+        """A momentum for each element, if there is momentum."""
         return {"momentum": np.zeros_like(values)} if self.momentum else {}
 
     def update(self, values: np.ndarray, grad: np.ndarray, state: State, step: int) -> None:
@@ -55,7 +55,7 @@ class AdamW:
     weight_decay: float = 1e-2
 
     def init(self, values: np.ndarray) -> State:
-        """Two moments an element."""
+        """Two moments for each element."""
         return {"exp_avg": np.zeros_like(values), "exp_avg_sq": np.zeros_like(values)}
 
     def update(self, values: np.ndarray, grad: np.ndarray, state: State, step: int) -> None:
@@ -71,5 +71,5 @@ class AdamW:
 
 
 def _as(values: np.ndarray, number: float) -> np.generic:
-    """A number in the dtype of the values, so that nothing is computed in another."""
+    """A number in the dtype of the values, so that the arithmetic stays in it."""
     return values.dtype.type(number)

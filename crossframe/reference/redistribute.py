@@ -1,4 +1,4 @@
-"""Running an overlay: one sharding's shards from another's, copy by copy."""
+"""Executes an overlay: copies shards of one sharding to shards of another."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,17 +11,17 @@ Shards = Sequence[Sequence[np.ndarray]]
 
 
 def apply_overlay(transfers: Iterable[Transfer], source_shards: Shards, target_shards: Shards) -> None:
-    """Copy what `crossframe.layout.overlay` lists.
+    """Execute the transfers of `crossframe.layout.overlay`.
 
-    Each copy goes straight from a source shard to its target shard, so that no rank holds more of a parameter than its own
-    pieces of the two. What no transfer names, padding above all, keeps the values that it has.
+    Each copy goes directly from a source shard to its target shard, so that no rank holds more of a parameter than its own
+    pieces. Elements without a transfer, such as padding, do not change.
 
     Args:
         source_shards, target_shards: `shards[rank][bucket]`, the buffers of every rank of the mesh, each of shape
-            (padded_shard_numel,). The target's are written in place.
+            (padded_shard_numel,). Those of the target are written in place.
 
     Raises:
-        LayoutError: a transfer beyond the shards' ends, or between dtypes; the transfers before it have been made.
+        LayoutError: a transfer exceeds a shard, or is between different dtypes. The transfers before it have been executed.
 
     >>> shards = [[np.zeros(2)], [np.zeros(2)]]
     >>> apply_overlay([Transfer("w", 0, 0, 1, 1, 0, 0, 2)], [[np.arange(3.0)]], shards)

@@ -1,4 +1,4 @@
-"""One unit's bucket on all ranks at once: its shards, and the copies and sums that are made of them."""
+"""A bucket on all ranks: its shards, and their all-gather, writeback and reduction."""
 
 from collections.abc import Mapping, Sequence
 from typing import assert_never
@@ -19,13 +19,13 @@ Params = Mapping[str, np.ndarray]
 
 
 class ReferenceUnit:
-    """The shards of one unit, `shards[rank]` of shape (padded_shard_numel,), and what is done with them.
+    """The shards of a bucket, `shards[rank]` of shape (padded_shard_numel,), and operations on them.
 
     Attributes:
-        layout: where in its shard each rank holds what.
+        layout: the layout of the shards.
         mesh: the ranks; every replica holds all shards.
         precision: dtypes.
-        shards: by rank; the truth.
+        shards: the authoritative storage, by rank.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class ReferenceUnit:
         Args:
             params: every parameter of the layout by name, in full.
             fill: store torch's values in the padding (42 and 0, R05); False stores 0 everywhere, as JAX does.
-            mesh: None: one replica of the layout's ranks.
-            precision: None: everything as stored.
+            mesh: the ranks; None: one replica.
+            precision: the dtypes; None: the stored dtype everywhere.
         """
         self.layout = layout
         self.mesh = mesh or MeshSpec(shard=layout.world_size)
@@ -55,11 +55,11 @@ class ReferenceUnit:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, replicas included."""
+        """Number of ranks, including replicas."""
         return self.mesh.world_size
 
     def shard_index(self, rank: int) -> int:
-        """Which shard a rank holds."""
+        """The index of a rank's shard."""
         return self.mesh.coordinate(rank)[1]
 
     def _shard(self, params: Params, rank: int, fill: bool) -> np.ndarray:
@@ -70,13 +70,13 @@ class ReferenceUnit:
         return shard
 
     def write(self, shard: np.ndarray, params: Params, rank: int) -> None:
-        """Copy what a rank owns of full arrays into its shard; padding is left alone (R20)."""
+        """Copy a rank's slices of full arrays into its shard, except padding (R20)."""
         for copy in writeback_copies(self.layout, self.shard_index(rank)):
             full = params[self.layout.params[copy.index].name]
             shard[copy.shard_start : copy.shard_stop] = full.reshape(-1)[copy.param_start : copy.param_stop]
 
     def _check(self, arrays: Sequence[Params], *, missing: bool = False) -> None:
-        """Refuse anything but the arrays of every rank, in the parameters' shapes; some may be missing where that is allowed."""
+        """Raise unless there are arrays of every rank in the parameters' shapes. With `missing`, arrays may be None or absent."""
         if len(arrays) != self.world_size:
             raise MeshError(f"expected the arrays of {self.world_size} ranks, got those of {len(arrays)}")
         for rank, params in enumerate(arrays):
@@ -87,7 +87,7 @@ class ReferenceUnit:
                     raise ParamError(f"parameter {spec.name!r}: expected shape {spec.shape}, got {got} on rank {rank}")
 
     def shard_groups(self) -> list[range]:
-        """The groups of ranks that hold one copy of the unit."""
+        """The groups of ranks that hold one replica."""
         return [self.mesh.shard_group(replica * self.mesh.shard) for replica in range(self.mesh.replicate)]
 
     def replicate_groups(self) -> list[range]:
@@ -95,30 +95,33 @@ class ReferenceUnit:
         return [self.mesh.replicate_group(index) for index in range(self.mesh.shard)]
 
     def gather(self, shards: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
-        """The gathered buffer of every rank, of shape (gathered_numel,), padding included: of its shards, or of sharded
-        gradients. Each rank receives from its own shard group (R10)."""
+        """The gathered buffer of every rank, of shape (gathered_numel,), with padding, from its shard group (R10).
+
+        Args:
+            shards: sharded gradients by rank; None: the parameters.
+        """
         return over_groups(all_gather, self.shards if shards is None else shards, self.shard_groups())
 
     def unshard(self) -> list[dict[str, np.ndarray]]:
-        """Every rank's full parameters, by name: copies, which a user may edit."""
+        """Copies of every rank's full parameters by name, which the user may edit."""
         return [{name: value.copy() for name, value in views(self.layout, buffer).items()} for buffer in self.gather()]
 
     def writeback(self, edited: Sequence[Params]) -> None:
-        """Persist what each rank made of its full parameters: the slice that it owns (R20). All of it, or, refused, nothing."""
+        """Persist the slice that each rank owns of its edited full parameters (R20). After an error nothing has changed."""
         self._check(edited)
         for rank, params in enumerate(edited):
             self.write(self.shards[rank], params, rank)
 
     def reduce(self, grads: Sequence[Params], factors: DivideFactors, face: Face = Face.FSDP1) -> list[np.ndarray]:
-        """Full gradients of every rank to sharded mean gradients, each of shape (padded_shard_numel,), step by step as
-        `reduction_steps` says (R26, R28). A parameter that a rank has no gradient for counts as zeros there (R29)."""
+        """Reduce the full gradients of all ranks to sharded mean gradients of shape (padded_shard_numel,), by the steps of
+        `reduction_steps` (R26, R28). A gradient that a rank lacks counts as zeros (R29)."""
         buffers = self.collect(grads)
         for step in reduction_steps(self.mesh, face):
             buffers = self.apply(step, buffers, factors)
         return buffers
 
     def collect(self, grads: Sequence[Params]) -> list[np.ndarray]:
-        """Each rank's full gradients in one buffer of shape (gathered_numel,), laid out like the gathered parameters."""
+        """Each rank's full gradients in one buffer of shape (gathered_numel,), in the layout of the gathered parameters."""
         self._check(grads, missing=True)
         buffers = []
         for params in grads:
@@ -137,8 +140,8 @@ class ReferenceUnit:
         return buffers
 
     def apply(self, step: ReductionStep, buffers: list[np.ndarray], factors: DivideFactors) -> list[np.ndarray]:
-        """Take one step of a reduction on every rank's buffer. Steps that wait or accumulate are the caller's: they change
-        nothing here."""
+        """Apply one step of a reduction to the buffers of all ranks. Steps that keep or accumulate are left to the caller, and
+        have no effect here."""
         match step:
             case ReductionStep.CAST_TO_REDUCED:
                 return [buffer.astype(numpy_dtype(self.precision.reduced)) for buffer in buffers]
@@ -160,13 +163,13 @@ class ReferenceUnit:
                 assert_never(step)
 
     def pieces(self, shard: np.ndarray, rank: int) -> dict[str, np.ndarray]:
-        """What a shard holds of each parameter, as flat arrays by name; padding is in none of them."""
+        """The pieces of a shard as flat arrays by parameter name, without padding."""
         check_rank(rank, self.world_size)
         return {p.name: shard[p.shard_start : p.shard_stop] for p in self.layout.pieces(self.shard_index(rank))}
 
 
 def _divided(array: np.ndarray, factor: float) -> np.ndarray:
-    """An array divided in its own dtype; below float32 the quotient is taken in float32 and rounded once, as torch does."""
+    """An array divided in its own dtype. Below float32 the quotient is computed in float32 and rounded once, as in torch."""
     if factor == 1:
         return array
     return (array.astype(np.promote_types(array.dtype, np.float32)) / factor).astype(array.dtype)

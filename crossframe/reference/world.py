@@ -1,4 +1,4 @@
-"""A small world: all units of a model on all ranks, which executes a plan event by event."""
+"""A sharded model on all ranks, which executes a plan event by event."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,9 +33,9 @@ class World:
     """A sharded model, its gradients and its optimizer.
 
     Attributes:
-        units: by name.
+        units: units by name.
         mesh: the ranks.
-        face: whose particulars hold.
+        face: the API whose behavior applies.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class World:
         Args:
             units: from `plan_units`.
             params: every parameter by name, in full.
-            optimizer: None: SGD with its defaults.
-            divide_factor: what to divide gradients by in the place of the number of ranks (R27).
+            optimizer: the optimizer; None: SGD with its defaults.
+            divide_factor: divide gradients by this factor instead of the number of ranks (R27).
             fill: store torch's values in the padding (R05); False stores zeros.
         """
         self.mesh, self.face = mesh, face_of(units)
@@ -67,17 +67,18 @@ class World:
     def run(self, plan: Sequence[Event], net: Net, batches: Sequence[Sequence[Batch]]) -> np.ndarray:
         """Execute a plan for all ranks.
 
+        Any exception brings all units back to their shards and drops the gradients of the failed step (R17).
+
         Args:
-            plan: from `step_plan`; any rank's, since all ranks do the same in their own groups.
-            batches: of each microbatch, each rank's.
+            plan: from `step_plan`, of any rank, since all ranks do the same in their own groups.
+            batches: the batch of each rank, by microbatch.
 
         Returns:
-            Each rank's losses, of shape (microbatches, ranks).
+            Losses of shape (microbatches, ranks).
 
         Raises:
-            PlanError: batches of other numbers than the plan's microbatches and the world's ranks.
-            StateError: a unit is summoned (then nothing is changed), or an event that is not legal where it stands.
-        An exception brings all units back to their shards, drops the gradients of the step that failed (R17), and goes on.
+            PlanError: the numbers of batches are not those of the plan's microbatches and the mesh's ranks.
+            StateError: a unit is summoned, in which case nothing has changed; or an event is not legal in its place.
         """
         if unknown := [event.unit for event in plan if event.kind != STEP and event.unit not in self.units]:
             raise PlanError(f"the plan has a unit {unknown[0]!r}: expected those of the world, {list(self.units)}")
@@ -105,7 +106,7 @@ class World:
         return losses
 
     def _check_groups(self, plan: Sequence[Event]) -> None:
-        """Refuse a plan that was made for another mesh."""
+        """Raise PlanError for a plan that was made for another mesh."""
         shards, replicas = {self.mesh.shard}, {self.mesh.replicate}
         smaller = {size for u in self.units.values() if type(size := u.reshard_after_forward) is int}
         sizes = {ALL_GATHER: shards | smaller, REDUCE_SCATTER: shards, ALL_REDUCE: replicas}
@@ -122,7 +123,7 @@ class World:
     _at: tuple[int, str] | None = None
 
     def _begin_phase(self, event: Event, net: Net, batches: Sequence[Sequence[Batch]], losses: np.ndarray) -> None:
-        """Hand out a microbatch ahead of its forward, and read the losses ahead of its backward."""
+        """Begin a microbatch before its forward, and read its losses before its backward."""
         at = (event.microbatch, event.phase)
         if at != self._at:
             self._at = at
@@ -133,7 +134,7 @@ class World:
                     losses[event.microbatch, rank] = net.loss(rank)
 
     def execute(self, event: Event, net: Net) -> None:
-        """Do what one event says. Events of several buckets of a unit act on the unit once, with the first."""
+        """Execute one event. Events of several buckets of a unit act on the unit once, with the first bucket."""
         if event.kind == STEP:
             self.step()
             return
@@ -157,7 +158,7 @@ class World:
             unit.compute(phase, lambda rank, params: net.backward(unit.name, rank, params))
 
     def _reduce(self, unit: LiveUnit, event: Event) -> None:
-        """A reduction is one list of steps; where it holds two collectives, the second begins with what the first left."""
+        """Execute the part of a reduction that belongs to an event. The all-reduce continues with the partial sum."""
         bucket = unit.buckets[event.bucket]
         steps = unit.reduction()
         if ReductionStep.ALL_REDUCE in steps and ReductionStep.REDUCE_SCATTER in steps:
@@ -166,7 +167,7 @@ class World:
         bucket.reduce(steps, self._divide_factor)
 
     def reduce(self, name: str) -> None:
-        """Reduce what gradients a unit has, at once; StateError in a forward, a backward or an unsharding."""
+        """Reduce the gradients of a unit now; StateError in a forward, in a backward or if it is summoned."""
         unit = self.units[name]
         unit.check_edited()
         for bucket in unit.buckets:
@@ -174,7 +175,7 @@ class World:
                 bucket.reduce(unit.reduction(), self._divide_factor)
 
     def step(self) -> None:
-        """The optimizer's step, and its `zero_grad`. Alone in the world, a rank's own gradients are the mean (R26)."""
+        """Run the optimizer's step and its `zero_grad`. On a single rank, its own gradients are the mean (R26)."""
         for unit in self.units.values():
             unit.check_edited()
         for name, unit in self.units.items():
@@ -186,10 +187,10 @@ class World:
             unit.zero_grad()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scale all reduced gradients so that their norm, each element counted once, is at most `max_norm` (R30).
+        """Scale all reduced gradients so that their norm, which counts each element once, is at most `max_norm` (R30).
 
         Returns:
-            The norm before.
+            The norm before scaling.
         """
         buckets = [bucket for unit in self.units.values() for bucket in unit.buckets]
         dtype = norm_dtype(bucket.precision.kept for bucket in buckets)
@@ -203,7 +204,7 @@ class World:
         return float(norms[0])
 
     def _own_grads(self, rank: int) -> list[np.ndarray]:
-        """Views of what a rank holds of reduced gradients, without padding."""
+        """Views of a rank's pieces of reduced gradients, without padding."""
         return [
             piece
             for unit in self.units.values()
@@ -216,10 +217,10 @@ class World:
         for unit in self.units.values():
             unit.reset()
 
-    # What is there
+    # Full values
 
     def full_params(self) -> dict[str, np.ndarray]:
-        """All parameters in full, gathered aside: nothing that the units hold is touched."""
+        """Copies of all full parameters by name. The memory of the units does not change."""
         return {
             name: value
             for unit in self.units.values()
@@ -228,7 +229,7 @@ class World:
         }
 
     def full_grads(self) -> dict[str, np.ndarray]:
-        """All reduced gradients in full; a parameter without one is left out."""
+        """Copies of all full reduced gradients by name, without parameters that have none."""
         return {
             name: grad
             for unit in self.units.values()
@@ -242,15 +243,16 @@ class World:
     def summon_full_params(
         self, request: UnshardRequest | None = None, names: Sequence[str] | None = None
     ) -> Iterator[None]:
-        """Inside, the units show full parameters (R18-R24).
+        """A context in which units show full parameters (R18-R24).
 
         Args:
-            names: which units; None: all of them (`recurse=True`).
+            request: the options; None: the defaults.
+            names: names of the units; None: all units (`recurse=True`).
 
         Raises:
-            UnitError: a name of no unit, or one given twice.
-            StateError: one of them is in its forward or backward, or summoned. Then none is touched.
-            UnsupportedError: a combination that no rank could do (R23).
+            UnitError: a name is not that of a unit, or occurs twice.
+            StateError: a unit is in its forward or backward, or is summoned. Nothing has changed then.
+            UnsupportedError: an unsupported combination of options (R23).
         """
         chosen = self._chosen(names)
         request = request or UnshardRequest()
@@ -275,12 +277,12 @@ class World:
         return [self.units[name] for name in asked]
 
     def _check_idle(self) -> None:
-        """Nothing is shown while any unit computes: its neighbours' parameters are about to be used (R18)."""
+        """Raise StateError if any unit is in its forward or backward (R18)."""
         for unit in self.units.values():
             if unit.state.activity is not Activity.IDLE:
                 unit.check_summon(UnshardRequest())
 
     @property
     def summoned(self) -> bool:
-        """Whether any unit is shown to the user."""
+        """Whether any unit is summoned."""
         return any(unit.state.exposure is Exposure.SUMMONED for unit in self.units.values())
