@@ -1,4 +1,4 @@
-"""The examination of one recording: what is not finite, what grows, where ranks disagree, where the optimizer leaves its rule."""
+"""Inspects one recording: NaN and infinities, growth, ranks that disagree, and steps that depart from the optimizer's rule."""
 
 from crossframe.inspection.inspect import Inspection, inspect
 

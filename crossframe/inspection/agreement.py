@@ -1,7 +1,7 @@
-"""Where ranks disagree on values that they must share.
+"""Finds values that ranks must share and on which they disagree.
 
-These are the full parameters that ranks see; the reduced gradients, the optimizer's state and the parameters of the copies of a
-model; the norm of the gradient; a loss that each rank recorded as the mean over all.
+These are the full parameters in forward; the reduced gradients, optimizer state and parameters of the replicas; the gradient
+norm; and a loss that each rank recorded as the mean over all ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,13 @@ class Disagreement:
     """A value that is not the same on all ranks that share it.
 
     Attributes:
-        ranks: those that differ from the majority; where there is none, all that share the value.
-        name: of the value.
-        difference: of two ranks that disagree, relative to the larger; inf where only one of both is finite.
-        rounding: whether it is no larger than rounding may make of one value (`crossframe.verdict.bounds`). Ranks that part by
-            rounding go on parting.
+        step, phase: where the value was recorded.
+        ranks: the ranks that differ from the majority; without a majority, all ranks that share the value.
+        name: name of the value.
+        difference: the difference of two ranks that disagree, relative to the larger value; inf if only one of them is finite.
+        rounding: whether rounding of one value can explain the difference (`crossframe.verdict.bounds`). Ranks that differ by
+            rounding drift apart.
+        by_majority: whether a majority of the ranks agrees.
     """
 
     step: int
@@ -63,7 +65,7 @@ class Disagreement:
 
 
 def disagreements(recording: Recording) -> tuple[list[Disagreement], list[str]]:
-    """Every value that ranks disagree on, in causal order, and notes on what else is odd about them."""
+    """The values on which ranks disagree, in causal order, and notes on other observations."""
     found: list[Disagreement] = []
     notes: list[str] = []
     recorded, fed_alike = set(recording.recorded_steps()), ""
@@ -89,7 +91,7 @@ def disagreements(recording: Recording) -> tuple[list[Disagreement], list[str]]:
 
 
 def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], list[str]]:
-    """Parameters that ranks saw differently, and those that all ranks saw alike, but otherwise than the shards held them."""
+    """Disagreements on full parameters, and names of parameters that all ranks share but that differ from the shards."""
     found, edited = [], []
     for name in recording.manifest.params:
         runs = recording.runs(UNSHARDED, step, name)
@@ -104,7 +106,7 @@ def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], lis
 
 
 def _held(recording: Recording, step: int, name: str, dtype: str) -> Side | None:
-    """What the shards of the first copy of the model held before the step, in the dtype in which forward sees it."""
+    """A parameter in the shards of the first replica before the step, in the dtype of forward; None if it was not recorded."""
     phase, before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
     if not recording.has(phase, before, name):
         return None
@@ -115,7 +117,7 @@ def _held(recording: Recording, step: int, name: str, dtype: str) -> Side | None
 
 
 def _replicas(recording: Recording, phase: str, step: int) -> Iterator[Disagreement]:
-    """What the copies of the model hold of each parameter, piece by piece."""
+    """Disagreements between replicas, for each piece of each parameter."""
     if recording.manifest.mesh.replicate == 1:
         return
     for name in recording.manifest.params:
@@ -157,7 +159,7 @@ def _parted(
 def _made(
     recording: Recording, step: int, phase: str, what: str, ranks: Sequence[int], difference: float, by_majority: bool
 ) -> Disagreement:
-    # What is only moved has no rounding.
+    # Data movement does not round.
     rounding = phase not in (PARAMETERS, UNSHARDED) and difference <= bounds_for(recording.manifest.dtype).parameter
     return Disagreement(step, phase, what, tuple(ranks), float(difference), rounding, by_majority)
 

@@ -1,8 +1,8 @@
-"""What grows from step to step: the loss, the gradient, the parameters of a unit, the outputs of a module.
+"""Finds series that grow from step to step: the loss, the gradient, the parameters of a unit, the outputs of a module.
 
-A series grows if each of its last m values is larger than the one before. In a random order of m values that has a probability
-of 1 / m!; m is the least number for which the probability is at most `FALSE_GROWTH` over all series together. It must also have
-doubled. A series that ends at a thousand times its least value is reported whatever its course.
+A series grows if each of its last m values is larger than the previous one, and if it has at least doubled. In a random order
+of m values the former has a probability of 1 / m!, and m is the smallest number for which this probability, over all series
+together, is at most `FALSE_GROWTH`. A series that ends at a thousand times its smallest value is always reported.
 """
 
 import math
@@ -20,13 +20,13 @@ EXPLOSION = 1000.0
 
 @dataclass(frozen=True)
 class Growth:
-    """One series that grows.
+    """A series that grows.
 
     Attributes:
-        name: of what.
-        start, stop: the first step of the growth, and the last one that has a value.
-        first, last: the values there.
-        factor: by which it grows from step to step, on average.
+        name: name of the quantity.
+        start, stop: the first step of the growth, and the last step with a value.
+        first, last: the values at these steps.
+        factor: the average factor of growth per step.
     """
 
     name: str
@@ -53,10 +53,11 @@ class Growth:
 
 
 def growth(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> list[Growth]:
-    """Everything that grows, the fastest first.
+    """The series that grow, the fastest first.
 
     Args:
-        steps: by step everything that was recorded.
+        recording: the recording.
+        steps: all recorded values, by step.
     """
     series = _series(recording, steps)
     least = least_rises(len(series))
@@ -65,7 +66,7 @@ def growth(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> list[G
 
 
 def least_rises(num_series: int) -> int:
-    """The length of a rising end of a series that is no matter of luck, with so many series looked at.
+    """The length of a rising end of a series that is significant among so many series.
 
     >>> least_rises(1), least_rises(100)
     (7, 9)
@@ -93,7 +94,7 @@ def _of_series(name: str, points: Sequence[tuple[int, float]], least: int) -> Gr
 
 
 def _series(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> dict[str, list[tuple[int, float]]]:
-    """By name (step, value). Norms are over all ranks and microbatches; a copy of the model counts once."""
+    """The series as (step, value), by name. Norms are over all microbatches and all ranks of one replica."""
     found: dict[str, list[tuple[int, float]]] = {}
     shard = recording.manifest.mesh.shard
     for step, values in steps.items():
@@ -111,7 +112,7 @@ def _series(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> dict[
 
 
 def _names(recording: Recording, value: Value, shard: int) -> list[tuple[str, bool]]:
-    """The series that a value belongs to, and whether its numbers are averaged instead of their squares added."""
+    """The series that a value belongs to, and whether they average values instead of adding squares."""
     unit = recording.manifest.unit_of.get(value.parameter, "") or "(root)"
     if value.use == LOSS:
         return [("loss", True)]
@@ -121,5 +122,5 @@ def _names(recording: Recording, value: Value, shard: int) -> list[tuple[str, bo
         return []
     if value.phase == REDUCE:
         return [("gradient norm", False), (f"gradient norm of unit {unit!r}", False)]
-    # Initial values stand for nothing but themselves: the update of the same step is what the series has.
+    # Initial values are left out, since the series has the updated values of the same step.
     return [(f"norm of the parameters of unit {unit!r}", False)] if value.phase == UPDATE else []

@@ -1,4 +1,4 @@
-"""One recording in, what is wrong with it out."""
+"""Inspects one recording."""
 
 from dataclasses import dataclass
 
@@ -12,17 +12,18 @@ from crossframe.recording import Recording
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one recording shows of its run.
+    """The findings in one recording.
 
     Attributes:
-        directory: of the recording.
-        num_steps: that were examined.
-        num_values: how many recorded values were read.
-        not_finite: the first value that is not finite, of the first step that was skipped for it and of the first that was not.
-        growing: what grows from step to step, the fastest first. That alone is no fault.
-        disagreements: values that ranks must share and do not, causes first.
+        directory: directory of the recording.
+        num_steps: number of steps that were inspected.
+        num_values: number of recorded values that were read.
+        not_finite: the first value that is not finite, in the first step that was skipped because of it and in the first step
+            that was not.
+        growing: series that grow from step to step, the fastest first. Growth alone is not a fault.
+        disagreements: values that ranks must share but do not, causes first.
         departures: steps that did not follow the optimizer's rule.
-        notes: what else was seen, and what could not be examined; a sentence each.
+        notes: other observations, and what could not be inspected; one sentence each.
     """
 
     directory: str
@@ -36,13 +37,13 @@ class Inspection:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether anything was found that a right run does not have."""
+        """Whether there is a finding that a correct run does not have."""
         parted = any(not each.rounding for each in self.disagreements)
         return any(not each.skipped for each in self.not_finite) or parted or bool(self.departures)
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a command that found this, as of `crossframe.verdict.Verdict`: 0 nothing wrong, 1 a fault."""
+        """The exit status of a command with this result, as in `crossframe.verdict.Verdict`: 0 without faults, 1 with faults."""
         return int(self.is_faulty)
 
     def to_json(self) -> dict:
@@ -61,10 +62,10 @@ class Inspection:
 
 
 def inspect(recording: Recording) -> Inspection:
-    """Examine one recording by itself.
+    """Inspect one recording.
 
     Raises:
-        RecordingError: tensors that are damaged.
+        RecordingError: a tensor is damaged.
     """
     steps = {step: list(values_of(recording, step)) for step in range(recording.num_steps)}
     not_finite, harmless = first_not_finite(recording, steps)

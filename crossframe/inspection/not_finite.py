@@ -1,8 +1,8 @@
-"""Where a NaN or an infinity first appears in a run.
+"""Finds the first NaN or infinity in a run.
 
-An infinity without effect is no fault: an attention mask holds -inf. So the first value that is not finite counts only if a
-loss, a gradient, the optimizer's state or a parameter of the same step is not finite either. A step whose gradients are not
-finite and whose parameters do not move was skipped, as gradient scalers do; it is reported as such.
+An infinity without effect is not a fault: attention masks contain -inf. The first value that is not finite is therefore a finding
+only if a loss, a gradient, optimizer state or a parameter of the same step is not finite either. A step whose gradients are not
+finite and whose parameters do not change was skipped, as by gradient scalers, and is reported as such.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,11 @@ class NotFinite:
     """The first value of a run that is not finite.
 
     Attributes:
-        ranks: all on which it is not finite.
-        skipped: whether the optimizer left all parameters as they were at this step.
-        inputs: the ranges of what it was computed from.
-        unseen: (start, stop) of steps of which too little was recorded to tell where among them it appeared; None: none.
+        ranks: all ranks on which it is not finite.
+        skipped: whether the optimizer did not change any parameter in this step.
+        inputs: ranges of the values that it was computed from.
+        unseen: (start, stop) of steps that were not recorded in enough detail, in which it may have appeared first; None if there
+            are none.
     """
 
     step: int
@@ -61,10 +62,11 @@ class NotFinite:
 
 
 def first_not_finite(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> tuple[list[NotFinite], list[str]]:
-    """The first step that was skipped for values that are not finite, and the first that was not; and notes about harmless ones.
+    """The first step that was skipped because of values that are not finite, the first that was not, and notes on harmless ones.
 
     Args:
-        steps: by step everything that was recorded, causes first.
+        recording: the recording.
+        steps: all recorded values, by step, causes first.
     """
     found: list[NotFinite] = []
     notes: list[str] = []
@@ -111,7 +113,7 @@ def _found(recording: Recording, first: Value, bad: list[Value], skipped: bool) 
 
 
 def _stood_still(recording: Recording, step: int) -> bool:
-    """Whether no parameter was changed by the step; False where that was not recorded."""
+    """Whether the step changed no parameter; False if that was not recorded."""
     before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
     names = [name for name in recording.manifest.params if recording.has(UPDATE, step, name)]
     if not names or not all(recording.has(*before, name) for name in names):
@@ -133,7 +135,7 @@ def _bits(recording: Recording, phase: str, step: int, name: str) -> list[object
 
 
 def _unseen(recording: Recording, first: Value) -> tuple[int, int] | None:
-    """The steps among which the cause lies, where not all of them show what is inside of a step."""
+    """The steps that may have the cause, if some of them were not recorded in detail."""
     start = first.step
     recorded = set(recording.recorded_steps())
     while start and start - 1 not in recorded:

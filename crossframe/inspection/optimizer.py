@@ -1,8 +1,9 @@
-"""Which steps did not follow the rule that the optimizer states, from what the recording holds before and after them.
+"""Finds steps that did not follow the optimizer's rule, by comparing the recorded values before and after them.
 
-The rules and their rounding errors are those of `crossframe.verdict.diagnosis.rules`. Two numbers are fitted, not taken from the
-manifest: the learning rate may follow a schedule, and gradients may be scaled after they were recorded, as clipping does. One
-factor is fitted to each parameter. Only parameters whose factor differs from that of the others of their group are findings.
+The rules and their rounding errors are those of `crossframe.verdict.diagnosis.rules`. Two numbers are not taken from the manifest
+but fitted: the learning rate, which may follow a schedule, and the scale of gradients, which may change after they were recorded,
+as by clipping. One factor is fitted for each parameter. Only parameters whose factor differs from that of the other parameters of
+their group are findings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +29,14 @@ from crossframe.verdict.quantities import Quantity
 
 @dataclass(frozen=True)
 class Departure:
-    """A step that did not follow the optimizer's rule, for some parameters alike.
+    """A step that did not follow the optimizer's rule, in the same way for some parameters.
 
     Attributes:
-        name: of what departs: "update", or a slot of the optimizer's state.
-        parameters: for which it does.
-        share: the largest part of the step, over these parameters, that the rule does not explain.
-        evidence: which other rule explains it; "" if none that is known does.
+        step: the step.
+        name: "update", or the name of an optimizer state entry.
+        parameters: names of the parameters.
+        share: the largest fraction of the step, over these parameters, that the rule does not explain.
+        evidence: another rule that explains it; "" if no known rule does.
     """
 
     step: int
@@ -66,7 +68,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What became of one parameter: the factor that was fitted and how far it may be off, or a departure."""
+    """The result for one parameter: the fitted factor and its error, or a departure."""
 
     parameter: str
     factor: float
@@ -77,7 +79,7 @@ class _Checked:
 
 
 def optimizer_departures(recording: Recording) -> tuple[list[Departure], list[str]]:
-    """All departures in the order of steps, and notes on what was fitted and on what was not examined."""
+    """All departures in the order of steps, and notes on fitted factors and on steps that were not inspected."""
     kind = recording.manifest.settings.get("optimizer")
     if not isinstance(kind, str) or kind not in MOMENTS:
         known = f"the rule of {kind!r} is not known" if isinstance(kind, str) else "the recording states none"
@@ -97,7 +99,7 @@ def optimizer_departures(recording: Recording) -> tuple[list[Departure], list[st
 
 
 class _Notes:
-    """Factors that all parameters of a step share."""
+    """Collects the factors that all parameters of a step share."""
 
     def __init__(self) -> None:
         self._rates: list[tuple[int, float]] = []
@@ -120,7 +122,7 @@ class _Notes:
 
 
 def _is_whole(recording: Recording, step: int, name: str) -> bool:
-    """Whether the elements of an update are there, before and after."""
+    """Whether all elements of an update were recorded, before and after the step."""
     before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
     slots = recording.state_slots(step, name)
     return (
@@ -129,12 +131,12 @@ def _is_whole(recording: Recording, step: int, name: str) -> bool:
         and recording.has(*before, name)
         and not any(recording.is_sketched(*at, name) for at in ((UPDATE, step), before, (REDUCE, step)))
         and not any(recording.is_sketched(STATE, step, name, slot) for slot in slots)
-        and "max_exp_avg_sq" not in slots  # of AMSGrad, which no rule here describes
+        and "max_exp_avg_sq" not in slots  # AMSGrad, for which there is no rule
     )
 
 
 def _check(recording: Recording, kind: str, step: int, name: str, slot: str) -> _Checked | None:
-    """One update (no slot) or one moment held against its rule; None if not all of it was recorded, or is finite."""
+    """Compare an update (`slot` is "") or a moment with its rule; None if it was not fully recorded, or is not finite."""
     count = recording.count(step, name) or step + 1
     stated = stated_rule(recording.manifest, kind, count, name)
     if stated is None or (slot and kind == SGD_ and not getattr(stated.rule, "momentum", 0.0)):
@@ -172,7 +174,8 @@ def _check_update(case: Case, stated: Stated, count: float) -> _Checked | None:
 
 
 def _as_nesterov(case: Case, seen: Update, stated: Stated) -> Update | None:
-    """The update of SGD with Nesterov's momentum, which manifests do not state: g + momentum * b, where g went into b."""
+    """The update of SGD with Nesterov momentum, which manifests do not state: g + momentum * b, where g is the gradient that was
+    added to b."""
     old = case.moment(case.right, case.step - 1, case.name, MOMENTS[SGD_][0])
     if not isinstance(stated.rule, SGD) or not stated.rule.momentum or old is None:
         return None
@@ -181,7 +184,7 @@ def _as_nesterov(case: Case, seen: Update, stated: Stated) -> Update | None:
 
 
 def _as_seen(case: Case, seen: Update) -> np.ndarray:
-    """The parameter before the step, as forward saw it: a loop may have changed it after the last update."""
+    """The parameter before the step, in forward, since the loop may have changed it after the previous update."""
     own = case.own(case.right, UNSHARDED, case.step, 0, case.name)
     after = case.read(case.right, UPDATE, case.step, case.name)
     same = own is not None and after is not None and own.dtype == after.dtype
@@ -213,7 +216,7 @@ def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
 def _findings(
     recording: Recording, step: int, slot: str, checked: Sequence[_Checked], notes: _Notes
 ) -> Iterator[Departure]:
-    """Departures of one step, those of one kind together."""
+    """The departures of one step, joined by kind."""
     apart = [each for each in checked if not each.follows]
     for group in _groups(recording, [each for each in checked if each.follows]):
         usual = median_low(each.factor for each in group)
@@ -235,7 +238,7 @@ def _findings(
 
 
 def _groups(recording: Recording, checked: Sequence[_Checked]) -> list[list[_Checked]]:
-    """Parameters by the group of the optimizer that they are in."""
+    """The parameters by parameter group of the optimizer."""
     listed = recording.manifest.settings.get(GROUPS) or []
     found: dict[int, list[_Checked]] = {}
     for each in checked:

@@ -1,4 +1,4 @@
-"""Everything that a recording holds of a step, in the order in which one thing causes the next."""
+"""All recorded values of a step, in causal order."""
 
 import math
 from collections.abc import Iterator
@@ -16,14 +16,15 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Value:
-    """One thing that one rank recorded.
+    """A value that one rank recorded.
 
     Attributes:
-        use: "input" or "output" of an activation, the slot of an optimizer's state, "loss", else "".
-        module, parameter: of which it is; "" of none.
-        numel: how many elements this rank recorded.
-        num_not_finite: how many of them are NaN or infinite.
-        norm: of the finite ones.
+        step, microbatch, rank, phase: where it was recorded.
+        use: "input" or "output" of an activation, the name of an optimizer state entry, "loss", or "".
+        module, parameter: the module or parameter of the value; "" if it has none.
+        numel: number of elements that this rank recorded.
+        num_not_finite: number of these elements that are NaN or infinite.
+        norm: norm of the finite elements.
     """
 
     step: int
@@ -39,7 +40,7 @@ class Value:
 
     @property
     def name(self) -> str:
-        """What it is called within its step.
+        """The name of the value, unique within its step and rank.
 
         >>> Value(0, 0, 0, "state", "exp_avg", "", "h.0.w", 1, 0, 0.0).name
         "exp_avg of 'h.0.w'"
@@ -62,7 +63,7 @@ _NAMES = {
 
 
 def values_of(recording: Recording, step: int) -> Iterator[Value]:
-    """Everything that was recorded of a step, causes first. The backward is walked in reverse order of the parameters."""
+    """All recorded values of a step, causes first. Values of backward are in reverse order of the parameters."""
     manifest = recording.manifest
     ranks, names = range(manifest.world_size), list(manifest.params)
     losses = recording.losses()[step]
@@ -91,12 +92,12 @@ def values_of(recording: Recording, step: int) -> Iterator[Value]:
 
 
 def finite_or_none(number: float) -> float | None:
-    """A number for JSON, which has none that is not finite."""
+    """A number for JSON, which cannot represent numbers that are not finite; None for these."""
     return number if math.isfinite(number) else None
 
 
 def side_of(recording: Recording, step: int, name: str, run: Run) -> Side:
-    """What one rank recorded of a parameter: its elements, or a sketch of them."""
+    """The elements of a parameter that one rank recorded, or a sketch of them."""
     return (
         Side(None, recording.sketch_of(step, name, run))
         if run.sketch is not None
@@ -123,11 +124,13 @@ def _value(
 
 @dataclass(frozen=True)
 class Range:
-    """The size of an array's elements.
+    """The range of the elements of an array.
 
     Attributes:
-        low, high: of the finite elements; None where only a sketch was recorded.
-        root_mean_square: of the finite elements.
+        name: name of the array.
+        low, high: smallest and largest finite element; None if only a sketch was recorded.
+        root_mean_square: root mean square of the finite elements.
+        num_not_finite: number of elements that are not finite.
     """
 
     name: str
@@ -138,7 +141,7 @@ class Range:
 
     @classmethod
     def of(cls, name: str, side: Side) -> "Range":
-        """The range of what a recording holds."""
+        """The range of a recorded value."""
         if side.elements is None:
             assert side.sketch is not None
             size = side.norm / math.sqrt(max(side.sketch.numel, 1))
@@ -162,7 +165,7 @@ class Range:
 
 
 def ranges_before(recording: Recording, value: Value) -> tuple[Range, ...]:
-    """The ranges of what a value was computed from, as far as it was recorded on the same rank."""
+    """The ranges of the values that a value was computed from, if they were recorded on the same rank."""
     step, rank = value.step, value.rank
     if value.use == LOSS:
         return _activation_ranges(recording, step, rank, 0, "", "output")
