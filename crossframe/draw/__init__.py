@@ -1,7 +1,7 @@
-"""Layouts and plans as text and as SVG: who holds what, padding included, and what a step does when.
+"""Draws layouts and plans as text and as SVG: the elements and padding on each rank, and the timeline of a step.
 
-The functions are pure and return strings. An SVG needs nothing from outside it, suits light and dark pages, and shows each
-range and time as a tooltip.
+The functions are pure and return strings. An SVG has no external references, works on light and dark pages, and shows ranges and
+times as tooltips.
 """
 
 from crossframe.draw.bars import layout_svg

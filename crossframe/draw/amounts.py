@@ -1,10 +1,10 @@
-"""Bytes, seconds and counts as people read them, the ticks of an axis, and names that fit in one line."""
+"""Formats bytes, seconds, counts and names for readers, and computes the ticks of axes."""
 
 import math
 from collections.abc import Sequence
 
 TIMES = "\u00d7"
-# What the root, whose name is "", is called.
+# The displayed name of the root, whose name is "".
 ROOT = "(root)"
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
@@ -41,7 +41,7 @@ def _three(value: float) -> str:
 
 
 def percent_text(part: float, whole: float) -> str:
-    """A share; "0 %" only if there is none.
+    """A fraction as a percentage; "0 %" only if the part is 0.
 
     >>> percent_text(1, 3), percent_text(1, 10**6), percent_text(0, 5), percent_text(0, 0)
     ('33.3 %', '< 0.1 %', '0 %', '0 %')
@@ -66,7 +66,7 @@ def short_count(count: int) -> str:
 
 
 def step_of_ticks(largest: float, at_most: int) -> float:
-    """The least of 1, 2, 5, 10, 20 ... (and 0.5, 0.2 ...) that cuts `largest` into at most so many steps.
+    """The smallest of 1, 2, 5, 10, 20 ... (and 0.5, 0.2 ...) that divides `largest` into at most `at_most` steps.
 
     >>> step_of_ticks(97, 5), step_of_ticks(0.3, 5)
     (20.0, 0.1)
@@ -74,7 +74,7 @@ def step_of_ticks(largest: float, at_most: int) -> float:
     power = math.floor(math.log10(largest / at_most))
     for exponent in (power, power + 1):
         for digit in (1, 2, 5):
-            # A power of ten that is 1 / 10**n keeps 0.1 what people write.
+            # A division by 10**n gives exactly the float of "0.1"; a product with 10**-n may not.
             step = digit * 10.0**exponent if exponent >= 0 else digit / 10.0**-exponent
             if largest / step <= at_most * (1 + 1e-9):
                 return step
@@ -125,7 +125,7 @@ def _ticks(largest: float, size: float, unit: str, at_most: int) -> list[tuple[f
 
 
 def one_line(name: str) -> str:
-    """A name in which whatever cannot be printed or written in XML is replaced.
+    """A name in which characters that cannot be printed or written in XML are replaced.
 
     >>> one_line("w\\n<b>")
     'w�<b>'
@@ -134,7 +134,7 @@ def one_line(name: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Evenly spaced ranks in short.
+    """A short form of evenly spaced ranks.
 
     >>> ranks_text(range(4, 5)), ranks_text(range(0, 3)), ranks_text(range(0, 8, 4)), ranks_text(range(1, 16385, 4))
     ('4', '0 … 2', '0, 4', '1, 5 … 16,381')

@@ -1,4 +1,4 @@
-"""Who holds what, as an SVG: a bar a rank, to scale."""
+"""Draws a layout as an SVG: a bar for each rank, to scale."""
 
 from collections.abc import Iterator
 from textwrap import wrap
@@ -25,13 +25,13 @@ from crossframe.dtypes import itemsize
 from crossframe.layout import Layout, Sharding
 
 BAR, GAP, MARGIN = 26, 7, 14
-# More bars than this are not drawn; the first ones and the last are.
+# Maximum number of bars, and how many of them are the last ones.
 MOST_BARS, LAST_BARS = 24, 6
-# A shard of no more elements shows each of them as a cell.
+# Maximum number of elements of a shard whose elements are drawn as cells.
 MOST_CELLS = 64
-# Beside marked elements of one parameter so many others are named.
+# Maximum number of other parameters that are named in a drawing with marked elements.
 MOST_NAMED = 8
-# Room for what points at marked elements, and the narrowest frame around them.
+# Height of the pointer to marked elements, and minimum width of the frame around them.
 POINTER, LEAST_OUTLINE = 17, 4.0
 
 
@@ -43,21 +43,21 @@ def layout_svg(
     width: int = 760,
     mark: Mark | None = None,
 ) -> str:
-    """Which rank holds which elements of which parameter, and where padding lies, as an SVG.
+    """An SVG of the elements and the padding that each rank holds.
 
-    Each rank is a bar, its shard to scale; ranks that hold alike amounts are one bar. A parameter has one colour on all
-    ranks. Padding is hatched, and says what it is filled with. Units that lie alike are drawn once.
+    Each rank is a bar that shows its shard to scale; ranks with equal amounts are one bar. A parameter has the same colour on all
+    ranks. Padding is hatched and labelled with its value. Units of equal layout are drawn once.
 
     Args:
         drawn: a layout, or the sharding of a model.
-        unit: only the unit of this name.
-        rank: only what this rank of the mesh holds.
-        width: of the drawing, in pixels.
-        mark: a range of elements to point at; all other parameters turn pale.
+        unit: draw only the unit of this name.
+        rank: draw only this rank of the mesh.
+        width: width of the drawing in pixels.
+        mark: a range of elements to point at; all other parameters are pale.
 
     Raises:
-        LayoutError: nothing that can be drawn, no such unit, or no such elements to mark.
-        MeshError: no such rank.
+        LayoutError: `drawn` cannot be drawn, or the unit or the marked elements do not exist.
+        MeshError: `rank` is not a rank of the mesh.
 
     >>> from crossframe.layout import FlatLayout
     >>> from crossframe.params import ParamSpec
@@ -88,7 +88,7 @@ class _Panel:
         self.scale = (self.right - self.left) / max(1, self.numel)
 
     def draw(self, y: float, body: list[str]) -> float:
-        """Append the elements, from y downwards; returns where they end."""
+        """Append the SVG elements, from y downwards; returns the y at their end."""
         unit = self.unit
         if unit.title:
             body.append(text(MARGIN, y + FONT, cut(unit.title, self.right - MARGIN), "name bold"))
@@ -122,12 +122,12 @@ class _Panel:
         return y + height
 
     def _is_left_out(self, at: int) -> bool:
-        """Whether there are too many bars for this one. What is marked is always drawn."""
+        """Whether this bar is left out because there are too many. Marked bars are always drawn."""
         last = len(self.unit.groups) - LAST_BARS
         return MOST_BARS - LAST_BARS <= at < last and self.unit.marked[at] is None
 
     def _pointer(self, marked: tuple[int, int], y: float) -> Iterator[str]:
-        """A triangle that stands on the marked elements, and beside it which they are."""
+        """A triangle above the marked elements, and their range next to it."""
         unit, mark = self.unit, self.unit.mark
         assert mark is not None
         x = self._x(sum(marked) / 2)
@@ -143,7 +143,7 @@ class _Panel:
         yield text(at, y + FONT + 1, f"{where} of {label}", kind)
 
     def _outline(self, marked: tuple[int, int], y: float) -> str:
-        """A frame around the marked elements; however few they are, it is to be seen."""
+        """A frame around the marked elements, of a minimum width."""
         start, stop = marked
         wide = max((stop - start) * self.scale, LEAST_OUTLINE)
         x = min(self._x((start + stop) / 2) - wide / 2, self.right - wide)
@@ -184,7 +184,7 @@ class _Panel:
         return rect(self._x(held.start), y, held.numel * self.scale, BAR, kind, about)
 
     def _words(self, row: Row, held: Held, group: range, y: float) -> Iterator[str]:
-        """The longest label that fits into its box."""
+        """The longest label that fits in its box."""
         what, room = held.text(group), held.numel * self.scale
         middle, label = self._x((held.start + held.stop) / 2), self.unit.labels[row.i]
         candidates = (what, str(row.fill)) if row.padding else (f"{label} {what}", what, label)

@@ -1,4 +1,4 @@
-"""What a step does when, and what memory holds, as an SVG: lanes of bars to scale, and stacked areas below them."""
+"""Draws the timeline and the memory of a step as an SVG: lanes of bars to scale, and stacked areas below them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,25 +23,25 @@ from crossframe.draw.timeline import moment_text
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 MARGIN, LEFT, BAR, GAP, AREA = 14, 112, 26, 6, 150
-# A bar is never thinner than this, so that what takes next to no time is seen.
+# Minimum width of a bar, so that very short ones are visible.
 THINNEST = 0.5
-# Of a lane with more bars than this each pixel is drawn instead.
+# Lanes with more bars than this are drawn pixel by pixel.
 MOST_BARS = 1500
 FILLS = {"forward": 0, "backward": 1, ALL_GATHER: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 5}
-# Held throughout at the bottom, and PASSING above it.
+# Memory that is held throughout at the bottom, and PASSING above it.
 MEMORY_FILLS = dict(zip(("shards", "optimizer", *PASSING), (6, 7, 8, 9, 4, 10, 11, 12), strict=True))
 
 
 def plan_svg(cost: Cost, *, title: str = "", width: int = 860) -> str:
-    """A step as an SVG: lanes for computing and for each group of ranks that communicates, and memory by purpose below.
+    """An SVG of a step: lanes for compute and for each group of ranks that communicates, and memory by purpose below.
 
     Args:
         cost: from `crossframe.cost.step_cost`.
-        title: stands above it.
-        width: of the drawing, in pixels.
+        title: title above the drawing.
+        width: width of the drawing in pixels.
 
     Raises:
-        PlanError: no cost, or that of no events.
+        PlanError: `cost` is not a Cost, or has no events.
     """
     check_cost(cost)
     return _Drawing(cost, width).draw(title)
@@ -100,7 +100,7 @@ class _Drawing:
         return LEFT + seconds * self.scale
 
     def _phases(self, y: float, bottom: float) -> Iterator[str]:
-        """Where forwards and backwards begin, named where there is room."""
+        """Lines at the beginnings of forwards and backwards, with names if there is room."""
         found = phases(self.cost)
         for phase in found:
             if len(found) * 4 < self.right - LEFT:
@@ -118,7 +118,7 @@ class _Drawing:
         return rect(self._x(bar.start), y, width, BAR, _class(bar.kind) + thin, bar.about)
 
     def _sampled(self, bars: Sequence[Bar], y: float) -> Iterator[str]:
-        """Too many bars to tell apart: each pixel shows one kind, in proportion to time."""
+        """A lane with too many bars to distinguish: each pixel shows one kind, in proportion to time."""
         at, num_pixels = 0, int(self.right - LEFT)
         pixel = (self.right - LEFT) / num_pixels
         for kind, run in groupby(sampled(bars, self.seconds, num_pixels)):
@@ -136,7 +136,7 @@ class _Drawing:
             at = until
 
     def _names(self, bars: Sequence[Bar], y: float) -> Iterator[str]:
-        """The units' names, or the last parts of them, on the bars that have room for them."""
+        """The names of units, or the ends of these names, on bars that have room for them."""
         for bar in bars:
             candidates = (bar.unit, bar.unit.rpartition(".")[2])
             words = next((words for words in candidates if fits(words, (bar.stop - bar.start) * self.scale)), "")
@@ -145,7 +145,7 @@ class _Drawing:
 
     @cached_property
     def _purposes(self) -> list[tuple[str, int, int]]:
-        """What memory is held for, each with its fill and the most that it comes to."""
+        """The purposes of memory, each with its fill and its maximum."""
         most: dict[str, int] = {}
         for span in self.cost.spans:
             for purpose, held in span.memory.items():
@@ -154,7 +154,7 @@ class _Drawing:
 
     def _memory(self, y: float) -> Iterator[str]:
         peak, bottom = self.cost.peak_bytes, y + AREA
-        # Room for the words about the peak.
+        # Leave room for the text about the peak.
         scale = (AREA - 22) / max(1, peak)
         for at, label in bytes_ticks(peak):
             level = bottom - at * scale
@@ -186,7 +186,7 @@ class _Drawing:
         yield text(x - 9 if left else x + 9, level - 4, words, f"alarm{' end' if left else ''}")
 
     def _steps(self) -> list[tuple[float, float, dict[str, int]]]:
-        """Memory as steps from x to x. Of what changes within a pixel the highest and the last are kept."""
+        """Memory as steps from x to x. If it changes within a pixel, the highest and the last value are kept."""
         kept: list[tuple[float, dict[str, int], int]] = []
         column: list[tuple[float, dict[str, int], int]] = []
         for span in self.cost.spans:

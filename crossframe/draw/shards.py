@@ -1,6 +1,6 @@
-"""What a drawing of a layout shows: the units, those alike as one; the ranks, those alike as one; what each of them holds.
+"""The content of a drawing of a layout: units and ranks, with equal ones joined, and what each of them holds.
 
-No work here grows with the number of ranks.
+The work does not grow with the number of ranks.
 """
 
 import math
@@ -16,18 +16,18 @@ from crossframe.layout.sharding import LAYOUTS
 from crossframe.mesh import MeshSpec
 from crossframe.shown import shown
 
-# Up to so many ranks of a shard group are shown each by itself.
+# Maximum number of ranks of a shard group that are shown individually.
 EACH_BY_ITSELF = 8
 
 
 @dataclass(frozen=True)
 class Held:
-    """What each rank of a group of alike ones holds of one thing.
+    """The part of a parameter or padding that each rank of a group holds.
 
     Attributes:
-        start, stop: where it lies in the shard of the group's first rank, in elements.
-        range_text: which range of the parameter the first rank has.
-        each_text: how much each of them has.
+        start, stop: its range in the shard of the group's first rank, in elements.
+        range_text: the range of the parameter on the first rank.
+        each_text: the amount on each rank.
     """
 
     start: int
@@ -41,7 +41,7 @@ class Held:
         return self.stop - self.start
 
     def text(self, group: range) -> str:
-        """What this group of ranks holds, in words."""
+        """The text for this group of ranks."""
         return self.each_text if len(group) > 1 else self.range_text
 
 
@@ -51,11 +51,11 @@ class Mark:
 
     Attributes:
         parameter: name of the parameter.
-        start, stop: its elements, the parameter taken as one row-major line.
-        rank: of the mesh, the one whose part is meant; None for all that hold any of it.
+        start, stop: range of elements of the flattened parameter.
+        rank: the rank of the mesh whose part is marked; None for all ranks that hold any of it.
 
     Raises:
-        LayoutError: a range of no elements.
+        LayoutError: the range is empty.
     """
 
     parameter: str
@@ -68,9 +68,9 @@ class Mark:
             raise LayoutError(f"mark: expected a range of elements, got {shown(self.start)}:{shown(self.stop)}")
 
     def within(self, piece: Piece) -> tuple[int, int] | None:
-        """Where it lies in the shard of the piece's rank; None where the piece holds nothing of it.
+        """The range of the mark in the shard of the piece's rank; None if the piece has none of its elements.
 
-        The runs of a piece lie side by side in the shard, and so does whatever part of them a range of the parameter is.
+        The runs of a piece are adjacent in the shard, so that any range of the parameter is one range of the shard.
 
         >>> piece = Piece("w", 1, 0, 6, 2, 12, num_runs=3, stride=4)  # the right half of a (3, 4) matrix
         >>> Mark("w", 3, 11).within(piece), Mark("w", 4, 6).within(piece)
@@ -83,7 +83,7 @@ class Mark:
 
 
 def _held_before(piece: Piece, element: int) -> int:
-    """How many elements of a piece lie in front of this element of the parameter."""
+    """The number of elements of a piece before this element of the parameter."""
     behind = max(0, element - piece.param_start)
     rows, inside = divmod(behind, piece.stride) if piece.stride else (0, behind)
     return min(rows * piece.run_numel + min(inside, piece.run_numel), piece.numel)
@@ -91,13 +91,13 @@ def _held_before(piece: Piece, element: int) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter, or the padding of one kind behind it, over all groups of ranks.
+    """A parameter, or the padding of one kind after it, over all groups of ranks.
 
     Attributes:
-        i: the parameter's index; -1 for padding in front of the first one.
+        i: index of the parameter; -1 for padding before the first one.
         padding: kind of the padding; None for the parameter itself.
-        fill: what the padding is filled with.
-        held: for each group of ranks, None where they hold nothing of it.
+        fill: value of the padding.
+        held: the part of each group of ranks; None if they hold none of it.
     """
 
     i: int
@@ -108,14 +108,14 @@ class Row:
 
 @dataclass(frozen=True)
 class DrawnUnit:
-    """A unit, and the names of all that are laid out like it.
+    """A unit, and the names of all units with the same layout.
 
     Attributes:
-        names: of the units, in order; the first one is drawn. None of a layout by itself.
-        layout: how it lies.
+        names: names of the units in order, the first of which is drawn; empty for a single layout.
+        layout: the layout.
         mesh: the ranks that hold it.
-        rank: the one rank of the mesh to show; None for all.
-        mark: what is pointed at, if it is in this unit.
+        rank: the only rank of the mesh to show; None for all.
+        mark: the marked elements, if they are in this unit.
     """
 
     names: tuple[str, ...]
@@ -126,7 +126,7 @@ class DrawnUnit:
 
     @property
     def title(self) -> str:
-        """The unit's name, or the first and the last of those alike; "" of a layout by itself."""
+        """The name of the unit, or the first and the last of several names; "" for a single layout."""
         if not self.names:
             return ""
         first, last = (one_line(name) or ROOT for name in (self.names[0], self.names[-1]))
@@ -134,13 +134,13 @@ class DrawnUnit:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """The parameters' names as seen from inside their unit."""
+        """The names of the parameters relative to their unit."""
         unit = self.names[0] if self.names else ""
         return tuple(one_line(_inside(param.name, unit)) for param in self.layout.params)
 
     @property
     def kind(self) -> str:
-        """The layout's kind and options in words."""
+        """The kind and the options of the layout, as text."""
         layout = self.layout
         if isinstance(layout, FlatLayout):
             kept = f"aligned to {layout.alignment_numel}" if layout.keep_original else "originals not kept"
@@ -149,12 +149,12 @@ class DrawnUnit:
 
     @property
     def padding_numel(self) -> int:
-        """Elements of all ranks' shards together that belong to no parameter."""
+        """Number of elements of padding in the shards of all ranks."""
         return self.layout.gathered_numel - sum(param.numel for param in self.layout.params)
 
     @cached_property
     def groups(self) -> tuple[range, ...]:
-        """The ranks of the shard group, those that hold alike amounts of the same things together."""
+        """The ranks of the shard group; ranks with equal amounts of the same parameters are joined."""
         if self.rank is not None:
             shard_rank = self.mesh.coordinate(self.rank)[1]
             return (range(shard_rank, shard_rank + 1),)
@@ -162,7 +162,7 @@ class DrawnUnit:
 
     @cached_property
     def _marked_ranks(self) -> tuple[int, ...]:
-        """The place among the shards that is meant by the mark; where all are, those with its first element and its last."""
+        """The shard indices that the mark selects: that of its rank, or those of its first and last element."""
         mark = self.mark
         if mark is None:
             return ()
@@ -173,7 +173,7 @@ class DrawnUnit:
 
     @cached_property
     def marked(self) -> tuple[tuple[int, int] | None, ...]:
-        """Where the mark lies in the shard of each group's first rank, None where it does not."""
+        """The range of the mark in the shard of each group's first rank; None if it has none of its elements."""
         mark = self.mark
 
         def of(group: range) -> tuple[int, int] | None:
@@ -185,7 +185,7 @@ class DrawnUnit:
         return tuple(of(group) for group in self.groups)
 
     def group_text(self, group: range) -> str:
-        """The ranks of the mesh that a group stands for; over replicas, where it stands for many, the shards that they hold."""
+        """The ranks of the mesh that a group represents; with replicas and several shards, the shards that they hold."""
         if self.rank is not None:
             return f"rank {self.rank:,}"
         if len(group) > 1 and self.mesh.replicate > 1:
@@ -195,7 +195,7 @@ class DrawnUnit:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Parameters in order, each with the paddings behind it."""
+        """Parameters in order, each followed by its padding."""
         layout, count = self.layout, len(self.groups)
         index = {param.name: i for i, param in enumerate(layout.params)}
         held: dict[tuple[int, str, int], list[Held | None]] = {(i, "", 0): [None] * count for i in index.values()}
@@ -207,12 +207,12 @@ class DrawnUnit:
                 key = (self._behind(group[0], run), run.kind, run.fill)
                 text = f"{run.stop - run.start:,} {TIMES} {run.fill}"
                 held.setdefault(key, [None] * count)[at] = Held(run.start, run.stop, text, f"{text} each")
-        # A parameter's own key has no kind, and so comes first.
+        # The key of the parameter itself has no kind, so that it is first.
         order = sorted(held, key=lambda key: (key[0], _KINDS.index(key[1])))
         return tuple(Row(i, kind or None, fill, tuple(held[i, kind, fill])) for i, kind, fill in order)
 
     def _behind(self, rank: int, run: Padding) -> int:
-        """The index of the parameter that a padding of this rank lies behind."""
+        """The index of the parameter before a run of padding of this rank."""
         if self.layout.contiguous:
             return bisect_right(self._ends, rank * self.layout.padded_shard_numel + run.start) - 1
         return bisect_right(self._columns, run.start) - 1
@@ -236,12 +236,12 @@ def _inside(name: str, unit: str) -> str:
 def drawn_units(
     drawn: Layout | Sharding, unit: str | None, rank: int | None, mark: Mark | None = None
 ) -> tuple[DrawnUnit, ...]:
-    """The units to draw: all, neighbours that are laid out alike as one, or the one of that name. The bucket that holds what is
-    marked stands by itself.
+    """The units to draw: all, with neighbors of equal layout joined, or the one with this name. The bucket with marked elements
+    is not joined with others.
 
     Raises:
-        LayoutError: nothing that can be drawn, no such unit, or no such elements to mark.
-        MeshError: no such rank.
+        LayoutError: `drawn` cannot be drawn, or the unit or the marked elements do not exist.
+        MeshError: `rank` is not a rank of the mesh.
     """
     alone = isinstance(drawn, LAYOUTS)
     if isinstance(drawn, LAYOUTS):
@@ -283,10 +283,10 @@ def _check_mark(mark: Mark, chosen: Sequence[tuple[str, Layout]], mesh: MeshSpec
 
 
 def alike_ranks(layout: Layout, by_itself: Sequence[int] = ()) -> tuple[range, ...]:
-    """The ranks of a layout in order, neighbours that hold the same amounts of the same things together.
+    """The ranks of a layout in order; neighbors with equal amounts of the same parameters are joined.
 
-    Only where a parameter begins or ends does a rank differ from its neighbours. Few ranks are each a group of their own, and
-    so is whichever is to stand by itself.
+    A rank differs from its neighbors only if a parameter begins or ends in its shard. If there are few ranks, each is a group of
+    its own, and so is each rank in `by_itself`.
 
     >>> from crossframe.params import ParamSpec
     >>> alike_ranks(FlatLayout((ParamSpec("a", (1000,)), ParamSpec("b", (28,))), world_size=257, keep_original=False))
@@ -303,7 +303,7 @@ def alike_ranks(layout: Layout, by_itself: Sequence[int] = ()) -> tuple[range, .
 
 
 def _split(alone: Sequence[int]) -> Iterator[range]:
-    """Each of these ranks, and what lies between two of them."""
+    """Each of these ranks, and the ranges between two of them."""
     for i, rank in enumerate(alone):
         if i and rank > alone[i - 1] + 1:
             yield range(alone[i - 1] + 1, rank)
@@ -311,8 +311,8 @@ def _split(alone: Sequence[int]) -> Iterator[range]:
 
 
 def piece_texts(layout: Layout, i: int, piece: Piece) -> tuple[str, str]:
-    """What a piece has of parameter `i`, as a range and as an amount: in rows where the layout cuts between rows and the piece
-    has whole ones, else in elements.
+    """The range and the amount of a piece of parameter `i`, as text: in rows if the layout cuts between rows and the piece has
+    whole rows, otherwise in elements.
 
     >>> from crossframe.params import ParamSpec
     >>> layout = PerParamLayout((ParamSpec("w", (4, 3)), ParamSpec("v", (2, 4))), world_size=2, dims=(0, 1))

@@ -1,4 +1,4 @@
-"""What a drawing of a plan shows: lanes of bars, what was waited for, and when memory changes."""
+"""The content of a drawing of a plan: lanes of bars, waiting times, and phases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, COMPUTE, REDUC
 
 COMPUTE_LANE, SHARD_LANE, SMALLER_LANE, REPLICA_LANE = "compute", "shard group", "smaller group", "replicas"
 WAITING = "waiting"
-# In what a table and a legend call them; the first letters stand for them in a line of text.
+# The names of kinds in tables and legends.
 WORDS = {
     "forward": "forward",
     "backward": "backward",
@@ -24,7 +24,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that takes time. `kind` is a key of WORDS, `unit` the unit's name in one line, `about` says all of it."""
+    """An operation in time. `kind` is a key of WORDS, `unit` the unit's name in one line, and `about` a full description."""
 
     start: float
     stop: float
@@ -42,7 +42,7 @@ def check_cost(cost: Cost) -> None:
 
 
 def rank_of(cost: Cost) -> int:
-    """The rank whose step it is: who computes and steps, does so alone."""
+    """The rank of the step, which is the only rank in the groups of its computations."""
     return next(span.event.group[0] for span in cost.spans if span.event.kind in (COMPUTE, STEP))
 
 
@@ -52,7 +52,7 @@ def unit_text(event: Event) -> str:
 
 
 def lanes(cost: Cost) -> dict[str, list[Bar]]:
-    """The bars of a step by lane, in the order of time; lanes without bars are left out, but for "compute"."""
+    """The bars of a step by lane, in the order of time, without empty lanes other than "compute"."""
     found: dict[str, list[Bar]] = {name: [] for name in (COMPUTE_LANE, SHARD_LANE, SMALLER_LANE, REPLICA_LANE)}
     sharing = (len(span.event.group) for span in cost.spans if span.event.kind in (ALL_GATHER, REDUCE_SCATTER))
     shard_group = max(sharing, default=1)
@@ -91,10 +91,10 @@ def _waiting(since: float, until: Span) -> Bar:
 
 
 def sampled(bars: Sequence[Bar], total: float, num_cells: int) -> list[str]:
-    """A kind for each of so many equal stretches of time, "" where nothing runs.
+    """A kind for each of `num_cells` equal intervals of time; "" if nothing runs.
 
-    Of kinds that share a stretch, the one taken is that which has been taken least for its time so far. So each is seen in
-    proportion to its time, also where bars are shorter than a stretch.
+    If several kinds share an interval, the one is chosen that was chosen least so far in relation to its time. Each kind
+    therefore appears in proportion to its time, even if its bars are shorter than an interval.
 
     >>> sampled([Bar(0, 5, "forward", "", ""), Bar(5, 6, "waiting", "", "")], 8, 4)
     ['forward', 'forward', 'forward', '']
@@ -122,8 +122,8 @@ def sampled(bars: Sequence[Bar], total: float, num_cells: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Phase:
-    """A microbatch's forward or backward, from the end of the one before to the end of its computations; the last one to the
-    end of the step."""
+    """The forward or backward of a microbatch, from the end of the previous phase to the end of its computations. The last phase
+    extends to the end of the step."""
 
     microbatch: int
     name: str
@@ -132,7 +132,7 @@ class Phase:
 
 
 def phases(cost: Cost) -> list[Phase]:
-    """The phases of a step, one behind the other from 0 to its end."""
+    """The consecutive phases of a step, from 0 to its end."""
     found: list[Phase] = []
     for span in cost.spans:
         event = span.event
@@ -149,5 +149,5 @@ def phases(cost: Cost) -> list[Phase]:
 
 
 def step_seconds(cost: Cost) -> float:
-    """When the last of it is done. The optimizer waits for everything, so that this is the length of the step."""
+    """The time at which the last operation is done. It is the length of the step, since the optimizer waits for everything."""
     return max(span.stop_seconds for span in cost.spans)

@@ -1,17 +1,17 @@
-"""The little SVG that the drawings need: elements, colours for light and dark pages, hatches, text that fits, a legend."""
+"""SVG elements for the drawings: shapes, colours for light and dark pages, hatches, text that fits, and a legend."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
 
-# Widths of characters in parts of the font's size: that of a monospace font, and about that of a sans-serif one.
+# Width of a character relative to the font size, in a monospace font and on average in a sans-serif font.
 MONOSPACE, SANS = 0.602, 0.55
 FONT = 12
-# Fills that stay apart for most kinds of colour blindness, after Paul Tol's and Okabe and Ito's; ink is readable on each.
+# Fills that are distinguishable with most kinds of colour blindness, after Paul Tol and Okabe and Ito; ink is readable on each.
 _LIGHT = ("#8ab8e6", "#f2b26b", "#8fd0a8", "#e3a7cf", "#d9d26e", "#a6a3e0", "#7fd3d3", "#f0a095", "#c2c9a0", "#c9b29b",
           "#b9c3cf", "#e8d5a9", "#b7d4ea")  # fmt: skip
 _DARK = ("#2f669e", "#96591a", "#277248", "#8a3f72", "#716913", "#55519c", "#1d6f6f", "#9c443a", "#5f6a36", "#745a41",
          "#56616d", "#6e6340", "#3d5a75")  # fmt: skip
-# Things to tell apart take turns among so many; the others are for what has a fill of its own.
+# Number of fills that parameters cycle through; the other fills have fixed meanings.
 NUM_FILLS = 10
 _PAGE = {
     "paper": ("#ffffff", "#14171b"),
@@ -21,11 +21,11 @@ _PAGE = {
     "panel": ("#f5f7f9", "#1c2127"),
     "alarm": ("#c3261f", "#ff8379"),
 }
-# How each kind of padding is hatched: the angle of its lines.
+# The angle of the hatching of each kind of padding.
 _HATCHES = {"alignment": 45, "divisibility": 135, "shard": 90, "block": 0, "waiting": 45}
 
 
-# What a drawing needs besides if it points at something.
+# The style of drawings with marked elements.
 MARKING = (
     "<style>.crossframe rect.outline{fill:none;stroke:var(--alarm);stroke-width:2.5}"
     ".crossframe rect.pale{fill-opacity:.3}</style>"
@@ -65,7 +65,7 @@ def style() -> str:
 
 
 def fill_of(i: int) -> str:
-    """The class of the i-th of many things to tell apart: a colour, and when they are used up a paler one, and a paler one yet.
+    """The class of the i-th parameter: one of the colours, and paler versions of them if there are more parameters.
 
     >>> fill_of(3), fill_of(13), fill_of(33)
     ('fill3', 'fill3 second', 'fill3 third')
@@ -74,7 +74,7 @@ def fill_of(i: int) -> str:
 
 
 def document(width: float, height: float, about: str, body: Sequence[str]) -> str:
-    """A whole drawing of this size in pixels; `about` says in words what it shows."""
+    """A complete drawing of this size in pixels; `about` is its description."""
     about, width_text, height_text = escape(about), number(width), number(height)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="crossframe" width="{width_text}" height="{height_text}" '
@@ -105,7 +105,7 @@ def rect(x: float, y: float, width: float, height: float, kind: str, about: str 
 
 
 def text(x: float, y: float, content: str, kind: str = "") -> str:
-    """A line of text that stands on y."""
+    """A line of text with its baseline at y."""
     return f'<text x="{number(x)}" y="{number(y)}" class="{kind}">{escape(content)}</text>'
 
 
@@ -116,12 +116,12 @@ def path(d: str, kind: str, about: str = "") -> str:
 
 
 def fits(content: str, width: float, char: float = MONOSPACE) -> bool:
-    """Whether a text has room in so many pixels, a little air included."""
+    """Whether a text fits in this many pixels, with a small margin."""
     return len(content) * char * FONT + 6 <= width
 
 
 def cut(content: str, width: float, char: float = MONOSPACE) -> str:
-    """The text, or as much of its end as fits: names differ at their ends.
+    """The text, or as much of its end as fits, since names differ at their ends.
 
     >>> cut("blocks.0.weight", 86), cut("w", 80)
     ('…s.0.weight', 'w')
@@ -133,10 +133,13 @@ def cut(content: str, width: float, char: float = MONOSPACE) -> str:
 
 
 def legend(x: float, y: float, width: float, entries: Sequence[tuple[str, str]]) -> tuple[float, Iterator[str]]:
-    """Swatches with words, from y downwards in as many lines as it takes: its height, and its elements.
+    """A legend of swatches with texts, from y downwards.
 
     Args:
-        entries: (class of the swatch, words).
+        entries: (class of the swatch, text).
+
+    Returns:
+        Its height, and its SVG elements.
     """
     placed, at, line = [], x, 0
     for kind, words in entries:

@@ -1,4 +1,4 @@
-"""Who holds what, as a table of plain text."""
+"""Formats a layout as a table of plain text."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,21 +11,21 @@ _NOTHING = "·"
 
 
 def layout_text(drawn: Layout | Sharding, *, unit: str | None = None, rank: int | None = None, width: int = 100) -> str:
-    """Which rank holds which elements of which parameter, and where padding lies.
+    """A table of the elements and the padding that each rank holds.
 
-    A cell is the range that a rank holds of a parameter, in elements, or in rows where the layout cuts between rows. Padding
-    is written "3 × 42": three elements, filled with 42. Units that lie alike are shown once. Many ranks become rows of their
-    own, those that hold alike amounts as one.
+    A cell is the range of a parameter on a rank, in elements, or in rows if the layout cuts between rows. Padding is written "3
+    × 42": three elements with the value 42. Units of equal layout are shown once. If there are many ranks, they are rows of the
+    table, and ranks with equal amounts are joined.
 
     Args:
         drawn: a layout, or the sharding of a model.
-        unit: only the unit of this name.
-        rank: only what this rank of the mesh holds.
-        width: characters to a line; a table with a column a rank is shown if it is no wider.
+        unit: show only the unit of this name.
+        rank: show only this rank of the mesh.
+        width: characters per line. Ranks are columns if the table fits in it.
 
     Raises:
-        LayoutError: nothing that can be drawn, or no such unit.
-        MeshError: no such rank.
+        LayoutError: `drawn` cannot be drawn, or the unit does not exist.
+        MeshError: `rank` is not a rank of the mesh.
 
     >>> from crossframe.layout import FlatLayout
     >>> from crossframe.params import ParamSpec
@@ -48,7 +48,7 @@ def layout_text(drawn: Layout | Sharding, *, unit: str | None = None, rank: int 
 
 
 def summary_line(unit: DrawnUnit) -> str:
-    """Sizes of a unit's shard and of its padding."""
+    """The sizes of a unit's shard and of its padding."""
     layout = unit.layout
     shard, padding = layout.padded_shard_numel, unit.padding_numel
     padded = f"{padding:,} of padding ({percent_text(padding, layout.gathered_numel)})" if padding else "no padding"
@@ -57,7 +57,7 @@ def summary_line(unit: DrawnUnit) -> str:
 
 
 def mesh_line(unit: DrawnUnit) -> str:
-    """How many ranks hold a unit, where that is not plain from the drawing."""
+    """The number of ranks that hold a unit, if the drawing does not show it."""
     mesh = unit.mesh
     if mesh.replicate == 1:
         return f"{mesh.shard:,} ranks" if mesh.shard > EACH_BY_ITSELF else ""
@@ -96,7 +96,7 @@ def _label(unit: DrawnUnit, row: Row) -> str:
 
 
 def _facts(unit: DrawnUnit, row: Row) -> list[str]:
-    """Name, shape, and where the parameter starts: in the gathered buffer, or in every shard."""
+    """The name, the shape and the offset of a parameter, in the gathered buffer or in each shard."""
     if row.padding:
         return [_label(unit, row), "", ""]
     layout = unit.layout
@@ -125,7 +125,7 @@ def _by_rows(unit: DrawnUnit) -> str:
 
 
 def _merged(unit: DrawnUnit, row: Row) -> Iterator[tuple[str, str]]:
-    """Groups of ranks and what they hold; a rank alone joins neighbours that have as much of it."""
+    """Groups of ranks and the parts that they hold; single ranks are joined with neighbors that hold the same amount."""
     merged: list[tuple[range, Held]] = []
     for group, held in zip(unit.groups, row.held, strict=True):
         if held is None:
@@ -141,7 +141,7 @@ def _merged(unit: DrawnUnit, row: Row) -> Iterator[tuple[str, str]]:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Lines of cells as columns, the first `left` of them flush left, the others right.
+    """Align lines of cells as columns: the first `left` columns to the left, the others to the right.
 
     >>> print(aligned([["a", "bb"], ["ccc", "d"]], left=1))
     a    bb

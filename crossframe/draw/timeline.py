@@ -1,4 +1,4 @@
-"""What a step does when, and what it costs, as plain text."""
+"""Formats the timeline and the cost of a step as plain text."""
 
 import math
 from collections.abc import Iterator
@@ -32,16 +32,16 @@ _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def plan_text(cost: Cost, *, width: int = 100) -> str:
-    """A step in a few lines: what travels, how long it takes, where memory is highest, and a timeline.
+    """A step in a few lines: its communication, its time, its peak memory, and a timeline.
 
-    A letter of the timeline stands for a stretch of time. The last line is memory, from nothing to its peak.
+    Each letter of the timeline represents an interval of time. The last line is memory, from 0 to its peak.
 
     Args:
         cost: from `crossframe.cost.step_cost`.
-        width: characters to a line.
+        width: characters per line.
 
     Raises:
-        PlanError: no cost, or that of no events.
+        PlanError: `cost` is not a Cost, or has no events.
 
     >>> from crossframe.cost import step_cost
     >>> from crossframe.layout import FlatLayout
@@ -101,7 +101,7 @@ def _summary(cost: Cost) -> Iterator[tuple[str, str]]:
 
 
 def moment_text(cost: Cost) -> str:
-    """Where memory is highest, in words."""
+    """The moment of the highest memory, as text."""
     event = cost.peak.event
     if event.phase == "step":
         return "the optimizer's step"
@@ -127,7 +127,7 @@ def _timeline(cost: Cost, width: int) -> str:
 
 
 def _phase_line(cost: Cost, total: float, width: int) -> str:
-    """Where forwards and backwards begin; nothing where there are too many to see."""
+    """A line with the beginnings of forwards and backwards; empty if there are too many."""
     found = phases(cost)
     if 4 * len(found) > width:
         return ""
@@ -142,7 +142,7 @@ def _phase_line(cost: Cost, total: float, width: int) -> str:
 
 
 def _sparkline(cost: Cost, total: float, width: int) -> str:
-    """The highest memory in each cell, in eighths of the peak."""
+    """A line with the highest memory in each cell, in eighths of the peak."""
     highest, peak = [0] * width, max(1, cost.peak_bytes)
     moments = [(span.issue_seconds, span) for span in cost.spans]
     stops = [at for at, _ in moments[1:]] + [total]
@@ -155,10 +155,10 @@ def _sparkline(cost: Cost, total: float, width: int) -> str:
 
 
 def events_text(cost: Cost) -> str:
-    """Every event of a step as a row, in the order of issue: what, for whom, how much, among whom, when, and memory behind it.
+    """A table of all events of a step in the order of issue, with unit, size, ranks, times, and memory after each event.
 
     Raises:
-        PlanError: no cost, or that of no events.
+        PlanError: `cost` is not a Cost, or has no events.
     """
     check_cost(cost)
     lines = [["microbatch", "phase", "event", "unit", "ranks", "dtype", "bytes", "start", "duration", "memory"]]
