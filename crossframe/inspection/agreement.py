@@ -14,9 +14,9 @@ from crossframe.inspection.values import finite_or_none, side_of
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.lines import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
-from crossframe.verdict.bounds import bounds_for
-from crossframe.verdict.metrics import distance, ratio
-from crossframe.verdict.sides import Side, put_together
+from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.metrics import distance, ratio
+from crossframe.verdict.measure.sides import Side, put_together
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Disagreement:
         ranks: the ranks that differ from the majority; without a majority, all ranks that share the value.
         name: name of the value.
         difference: the difference of two ranks that disagree, relative to the larger value; inf if only one of them is finite.
-        rounding: whether rounding of one value can explain the difference (`crossframe.verdict.bounds`). Ranks that differ by
-            rounding drift apart.
+        rounding: whether rounding of one value can explain the difference (`crossframe.verdict.measure.bounds`). Ranks that
+            differ by rounding drift apart.
         by_majority: whether a majority of the ranks agrees.
     """
 

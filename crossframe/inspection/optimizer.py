@@ -23,8 +23,8 @@ from crossframe.verdict.diagnosis.moments import Moment, moment_departures
 from crossframe.verdict.diagnosis.of_optimizer import average_of, moment_of, update_of
 from crossframe.verdict.diagnosis.rules import SGD
 from crossframe.verdict.diagnosis.stated import MOMENTS, SGD_, Stated, stated_rule
-from crossframe.verdict.metrics import distance, norm
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.measure.metrics import distance, norm
+from crossframe.verdict.measure.quantities import Quantity
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.recording.reader import Run
-from crossframe.verdict.sides import Side, of_activation
+from crossframe.verdict.measure.sides import Side, of_activation
 
 LOSS = "loss"
 

@@ -16,7 +16,7 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD, PARAMETERS, UNSHARDED
 from crossframe.verdict import PairVerdict
 from crossframe.verdict.bits import not_same_program
-from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.result import Judged
 
 JUMP = 256.0

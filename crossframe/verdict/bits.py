@@ -20,12 +20,12 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import COMPILED, DETERMINISTIC, ENVIRONMENT, PROGRAM, SOURCE
 from crossframe.shown import shown
-from crossframe.verdict.clipping import clipped_on_one_side
-from crossframe.verdict.comparable import labels
-from crossframe.verdict.judge import judge
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import ACTIVATION, Quantity
-from crossframe.verdict.walk import walk
+from crossframe.verdict.measure.clipping import clipped_on_one_side
+from crossframe.verdict.measure.comparable import labels
+from crossframe.verdict.measure.judge import judge
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
+from crossframe.verdict.measure.walk import walk
 
 _DIGESTS = frozenset({SOURCE, ENVIRONMENT})
 # Settings that say how a run was started or is called, and not what it computes.

@@ -7,8 +7,6 @@ from crossframe.dtypes import coarser
 from crossframe.recording import Recording
 from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import bits_of
-from crossframe.verdict.clipping import clipped_on_one_side
-from crossframe.verdict.comparable import differing_settings, labels, why_incomparable
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_envelope, started_apart
 from crossframe.verdict.diagnosis import diagnose, diagnose_batches, follows_optimizer, needs_full_tensors
 from crossframe.verdict.diagnosis.stated import MOMENTS, rule_of
@@ -17,30 +15,32 @@ from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.evidence import UNDECIDED, bits_in_words, by_bits, by_cause, by_direction
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.islands import island_at
-from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
-from crossframe.verdict.locate import locate, locate_sketch, ranks_off
-from crossframe.verdict.pair import Pair
+from crossframe.verdict.measure.clipping import clipped_on_one_side
+from crossframe.verdict.measure.comparable import differing_settings, labels, why_incomparable
+from crossframe.verdict.measure.judge import Judgement, judge
+from crossframe.verdict.measure.locate import locate, locate_sketch, ranks_off
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.walk import walk
 from crossframe.verdict.precision import precisions_in_words
-from crossframe.verdict.quantities import Quantity
 from crossframe.verdict.result import PairVerdict
-from crossframe.verdict.walk import walk
 from crossframe.verdict.words import other_dtype
 
 
 def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequence[Recording] = ()) -> PairVerdict:
     """Say whether two recordings agree, and if not, where they first differ.
 
-    `crossframe.verdict.bounds` states what counts as agreement. In float64 a difference beyond its bound is a bug. In other
-    dtypes it is one only before the first update, after which an optimizer may have amplified rounding; later, and in dtypes too
-    coarse for a bound, the verdict is inconclusive. So it is if a difference uses more than `NEAR` of a bound coarser than
-    float64's. A float64 run that computes a part in float32 is judged by float32's bounds from there on
+    `crossframe.verdict.measure.bounds` states what counts as agreement. In float64 a difference beyond its bound is a bug. In
+    other dtypes it is one only before the first update, after which an optimizer may have amplified rounding; later, and in
+    dtypes too coarse for a bound, the verdict is inconclusive. So it is if a difference uses more than `NEAR` of a bound coarser
+    than float64's. A float64 run that computes a part in float32 is judged by float32's bounds from there on
     (`crossframe.verdict.islands`).
 
     Initial parameters must be equal bit for bit: unrelated values are another run (`crossframe.verdict.start`). What a rank
     gathers must be what the shards hold, unless both runs changed parameters between steps. NaN or infinity on one side alone is
     a bug in every dtype. Settings that differ make two runs incomparable only if they may cause the first difference
-    (`crossframe.verdict.comparable`), or if the numbers leave the question open.
+    (`crossframe.verdict.measure.comparable`), or if the numbers leave the question open.
 
     If the two compute or store parameters in different dtypes, the coarser one sets the bounds, and only its own perturbed runs
     measure them: see `crossframe.verdict.precision`.

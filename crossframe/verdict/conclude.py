@@ -2,13 +2,13 @@
 
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import UPDATE
-from crossframe.verdict.comparable import labels
 from crossframe.verdict.envelope import ENOUGH, Envelope, decisive
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.islands import Island
 from crossframe.verdict.kinds import Verdict
-from crossframe.verdict.locate import Divergence
-from crossframe.verdict.pair import Pair
+from crossframe.verdict.measure.comparable import labels
+from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.start import other_start, parted_replica
 from crossframe.verdict.unseen import unseen
 from crossframe.verdict.words import in_words

@@ -12,10 +12,10 @@ import numpy as np
 
 from crossframe.recording import Recording
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first_shape
-from crossframe.verdict.aligned import At, aligned
-from crossframe.verdict.metrics import distance
-from crossframe.verdict.quantities import finite
-from crossframe.verdict.sides import Side, activation_name, matched, of_activation
+from crossframe.verdict.measure.aligned import At, aligned
+from crossframe.verdict.measure.metrics import distance
+from crossframe.verdict.measure.quantities import finite
+from crossframe.verdict.measure.sides import Side, activation_name, matched, of_activation
 
 Of = tuple[str, str]
 """(module, use)."""

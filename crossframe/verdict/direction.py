@@ -57,7 +57,7 @@ import numpy as np
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording.lines import BACKWARD, OUTPUT, REDUCE
-from crossframe.verdict.quantities import ACTIVATION, Quantity, finite
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity, finite
 
 SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN = "slope", "size", "mean", "channels", "tanh", "gain"
 DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN)

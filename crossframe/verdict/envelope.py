@@ -43,12 +43,12 @@ from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.direction import OF_OWN_INPUT, Directions, Tally, directions_of
-from crossframe.verdict.judge import Judgement, judge
-from crossframe.verdict.metrics import distance, inner_distance, ratio, trimmed_distance
-from crossframe.verdict.pair import Pair
+from crossframe.verdict.measure.judge import Judgement, judge
+from crossframe.verdict.measure.metrics import distance, inner_distance, ratio, trimmed_distance
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import ACTIVATION, LATE_UPDATE, Quantity, finite
+from crossframe.verdict.measure.walk import walk
 from crossframe.verdict.precision import Implied
-from crossframe.verdict.quantities import ACTIVATION, LATE_UPDATE, Quantity, finite
-from crossframe.verdict.walk import walk
 
 FALSE_ALARMS = 1e-3
 """The rate of right pairs that are called a bug, where perturbed runs round as the other recording does."""
@@ -357,7 +357,7 @@ class Envelope:
 def _noise(pair: Pair, found: Sequence[tuple[int, Spread]]) -> tuple[str, ...]:
     """Parameters whose gradient is noise, as of a bias before a batch norm: at every recorded step it is no larger than the
     perturbed runs lie apart, and in the other recording no larger than rounding may leave of a sum that is zero
-    (`crossframe.verdict.zero_gradient`). How large such noise is differs between frameworks, and says nothing.
+    (`crossframe.verdict.measure.zero_gradient`). How large such noise is differs between frameworks, and says nothing.
 
     Args:
         found: by side, the spread of its perturbed runs.

@@ -8,11 +8,11 @@ from crossframe.verdict.diagnosis import Diagnosis, diagnose
 from crossframe.verdict.direction import GAIN, TANH, Directions, Found
 from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.findings import Findings
-from crossframe.verdict.judge import Judgement, judge
 from crossframe.verdict.kinds import Verdict
-from crossframe.verdict.locate import Divergence, locate, locate_sketch
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.measure.judge import Judgement, judge
+from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.words import called
 
 UNDECIDED = (Verdict.ROUNDING, Verdict.INCONCLUSIVE)

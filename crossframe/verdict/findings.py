@@ -5,8 +5,8 @@ import sys
 from dataclasses import replace
 
 from crossframe.recording.lines import FORWARD, UPDATE
-from crossframe.verdict.judge import Judgement
-from crossframe.verdict.quantities import ACTIVATION, Quantity
+from crossframe.verdict.measure.judge import Judgement
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.result import Judged
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype, unit_roundoff
-from crossframe.verdict.bounds import Bounds, bounds_for
-from crossframe.verdict.quantities import ACTIVATION, Quantity
+from crossframe.verdict.measure.bounds import Bounds, bounds_for
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
 _NARROW = "float32"
 # A float64 value drawn at random is one of float32 once in 2^29, so that eight of them, four a side, are no coincidence.

@@ -28,8 +28,8 @@ import math
 from crossframe.dtypes import FLOATING, coarser, unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, NORM, REDUCE, STATE, UPDATE
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import ACTIVATION, Quantity
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
 
 class Implied:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.direction import Directions
 from crossframe.verdict.kinds import Verdict
-from crossframe.verdict.locate import Divergence
+from crossframe.verdict.measure.locate import Divergence
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PairVerdict:
         steps: how many steps were compared.
         max_relative_loss_difference: over steps and ranks; inf where only one side is finite; None if not compared.
         max_relative_parameter_difference: over recorded steps and parameters, without `zero_gradient_parameters`.
-        zero_gradient_parameters: what differs for no reason (`crossframe.verdict.zero_gradient`).
+        zero_gradient_parameters: what differs for no reason (`crossframe.verdict.measure.zero_gradient`).
         first_divergence: the first quantity outside its bound, None where there is none.
         reason: the verdict's ground, in a sentence.
         loss_differences: the largest over ranks, a step.
@@ -52,7 +52,7 @@ class PairVerdict:
             runs.
         judged: everything that was compared, causes first.
         diagnosis: what the first divergence looks like; None where nothing known does.
-        settings: what the two state differently (`crossframe.verdict.comparable.differing_settings`), a sentence each.
+        settings: what the two state differently (`crossframe.verdict.measure.comparable.differing_settings`), a sentence each.
         notes: what else is not alike and makes no difference: samples in another order, gradients recorded before clipping and
             after it; a sentence each.
         parted: the judgement of the quantity that `first_divergence` is in.

@@ -4,8 +4,8 @@ import numpy as np
 
 from crossframe.recording import Recording
 from crossframe.recording.lines import PARAMETERS
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.sides import Sides, put_together
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.sides import Sides, put_together
 
 # Values drawn from another seed correlate with one another by about 1 / sqrt(numel); rounded or shifted ones by far more.
 _RELATED = 0.5

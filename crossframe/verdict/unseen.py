@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, REDUCE
-from crossframe.verdict.locate import Divergence
-from crossframe.verdict.pair import Pair
+from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.measure.pair import Pair
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
-from crossframe.verdict.judge import Judgement
-from crossframe.verdict.locate import Divergence, who
-from crossframe.verdict.quantities import ACTIVATION, Quantity
+from crossframe.verdict.measure.judge import Judgement
+from crossframe.verdict.measure.locate import Divergence, who
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.unseen import Unseen
 
 NOUNS = {

@@ -1,7 +1,7 @@
 """A convolutional net with batch norm over images of digits.
 
 Batch norm subtracts what the bias of the convolution before it added: that bias has a gradient of zero, and is here to show how
-such parameters are reported (`crossframe.verdict.zero_gradient`). Statistics are each rank's own, of its batch.
+such parameters are reported (`crossframe.verdict.measure.zero_gradient`). Statistics are each rank's own, of its batch.
 """
 
 from collections.abc import Iterator

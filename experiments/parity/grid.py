@@ -38,7 +38,7 @@ class Cell:
         settings: of the run in either framework.
         difference: the largest of any parameter at any recorded step, but for those in `apart`; with perturbed runs, what part
             of their envelope was used up where it was most.
-        apart: parameters whose gradient is zero in exact arithmetic (`crossframe.verdict.zero_gradient`).
+        apart: parameters whose gradient is zero in exact arithmetic (`crossframe.verdict.measure.zero_gradient`).
         within: whether the verdict is rounding or equal, and without perturbed runs the difference within the limit.
         why: the verdict's reason.
     """

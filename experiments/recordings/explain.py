@@ -29,7 +29,7 @@ from crossframe.recording.lines import BACKWARD, FORWARD
 from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROGRAM, SOURCE
 from crossframe.verdict import compare
-from crossframe.verdict.comparable import labels
+from crossframe.verdict.measure.comparable import labels
 from experiments.recordings.record_script import script_command
 
 TIMEOUT = 600.0

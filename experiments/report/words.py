@@ -8,7 +8,7 @@ from typing import Any
 from crossframe.draw.amounts import ROOT, one_line
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict import Bounds
-from crossframe.verdict.locate import who
+from crossframe.verdict.measure.locate import who
 from experiments.report.evidence import Worst
 
 _DISPLAY = {"jax": "JAX"}

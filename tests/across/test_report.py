@@ -29,8 +29,8 @@ from crossframe.trace import collectives, summary
 from crossframe.verdict import Divergence, PairVerdict, Verdict
 from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.diagnosis.fit import SIGNATURES
+from crossframe.verdict.measure.walk import ALL
 from crossframe.verdict.result import Judged
-from crossframe.verdict.walk import ALL
 from experiments.report import print_report, report_of, words, write_report
 from experiments.report.build import PairSeries
 from experiments.report.evidence import Worst, curves, heat_map, level, phases

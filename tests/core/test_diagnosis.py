@@ -34,7 +34,7 @@ from crossframe.verdict.diagnosis.of_values import is_shifted
 from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks, on_grid, weighted_ranks
 from crossframe.verdict.diagnosis.rules import AdamW, Average
 from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
-from crossframe.verdict.metrics import norm
+from crossframe.verdict.measure.metrics import norm
 from tests.core.random_layouts import QUICK
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -12,12 +12,12 @@ import pytest
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
-from crossframe.verdict.judge import judge
-from crossframe.verdict.locate import locate, locate_sketch
-from crossframe.verdict.metrics import distance
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity, finite
-from crossframe.verdict.walk import walk
+from crossframe.verdict.measure.judge import judge
+from crossframe.verdict.measure.locate import locate, locate_sketch
+from crossframe.verdict.measure.metrics import distance
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import Quantity, finite
+from crossframe.verdict.measure.walk import walk
 from tests.conftest import EXHAUSTIVE
 from tests.core.faulty import CLIP, DECAY, RATE, Faults, manifest, record
 
@@ -39,7 +39,7 @@ def seen_as(change: Callable[[np.ndarray], np.ndarray], *names: str):
     return lambda step, rank, name, now, old: change(now) if name in names else now
 
 
-def mean_of(change: Callable[[int, str, list[np.ndarray]], np.ndarray]):
+def mean_of(change: Callable[[int, str, list[np.ndarray]], Any]) -> Any:
     return lambda step, name, grads, old: change(step, name, [grad[name].astype(np.float64) for grad in grads])
 
 
@@ -62,7 +62,7 @@ def in_bfloat16(step: int, name: str, grads: list[np.ndarray]) -> np.ndarray:
 
 
 def summed_in_bfloat16(step: int, name: str, grads: list[np.ndarray]) -> np.ndarray:
-    total = grads[0].astype(ml_dtypes.bfloat16)
+    total: Any = grads[0].astype(ml_dtypes.bfloat16)
     for grad in grads[1:]:
         total = total + grad.astype(ml_dtypes.bfloat16)
     return total.astype(np.float64) / len(grads)
@@ -256,7 +256,8 @@ def both_ways(
         yield first_diagnosis(Pair(clean, wrong) if side else Pair(wrong, clean), options["dtype"])
 
 
-SINGLE, DOUBLE = {"dtype": "float32", "world_size": 3}, {"dtype": "float64", "world_size": 2}
+SINGLE: dict[str, Any] = {"dtype": "float32", "world_size": 3}
+DOUBLE: dict[str, Any] = {"dtype": "float64", "world_size": 2}
 # What is said of both sides alike, so that nobody is called wrong.
 OF_BOTH = ("constant_factor", "transposed", "padding_shift", "norm_epsilon", "tanh_gelu", "mixed_parameters")
 IN_DOUBLE = ("gradients summed", "cast before the sum", "rank 1 missing", "lookup not counted", "head not counted",
@@ -360,7 +361,7 @@ def test_what_sgd_did_otherwise_is_said(name: str, clean: Clean, tmp_path: Path)
 
 
 def test_adams_decay_belongs_in_its_gradient(clean: Clean, tmp_path: Path) -> None:
-    adam = SINGLE | {"optimizer": "Adam"}
+    adam: dict[str, Any] = {**SINGLE, "optimizer": "Adam"}
     right = record(tmp_path / "right", Faults(decay=0.0, coupled=DECAY), **adam)
     for _, found in both_ways(right, tmp_path, Faults(decay=DECAY), **adam):
         assert found is not None and found.signature == "weight_decay", found
@@ -415,10 +416,10 @@ BY_SKETCH: dict[str, str] = {
 def test_sketches_are_enough_for_what_is_linear(
     name: str, clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("verdict.sides", "recording.writer"):
+    for module in ("verdict.measure.sides", "recording.writer"):
         monkeypatch.setattr(f"crossframe.{module}.WHOLE", 16)
     UNDER_TEST["world_size"] = 3
-    options = SINGLE | {"detail": "sketch"}
+    options: dict[str, Any] = {**SINGLE, "detail": "sketch"}
     wrong = record(tmp_path / "wrong", FAULTS[name][1], noise=1, **options)
     quantity, found = first_diagnosis(Pair(clean(**options), wrong), "float32")
     assert quantity.sketched

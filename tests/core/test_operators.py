@@ -10,7 +10,7 @@ from crossframe.operators import Judged, Operator, SourceLine, Trace, find, sign
 from crossframe.operators.target import JUMP, target_of
 from crossframe.recording.lines import FORWARD, UPDATE
 from crossframe.verdict import compare
-from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.result import Judged as Compared
 from experiments.recordings.explain import answer
 from tests.core.synthetic import record

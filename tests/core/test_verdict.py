@@ -12,8 +12,8 @@ from crossframe.errors import RecordingError
 from crossframe.layout import FlatLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.walk import walk
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.walk import walk
 from tests.core import synthetic
 
 

@@ -6,7 +6,7 @@ import pytest
 from crossframe.recording import Recording
 from crossframe.recording.lines import twin_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.aligned import aligned, rows_of
+from crossframe.verdict.measure.aligned import aligned, rows_of
 from tests.core import synthetic
 
 

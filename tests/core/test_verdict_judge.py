@@ -10,12 +10,12 @@ from crossframe.layout import PerParamLayout
 from crossframe.names import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Schedule
-from crossframe.verdict.judge import judge
-from crossframe.verdict.locate import locate
-from crossframe.verdict.metrics import distance, norm
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.measure.judge import judge
+from crossframe.verdict.measure.locate import locate
+from crossframe.verdict.measure.metrics import distance, norm
+from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
 from crossframe.verdict.words import in_words
-from crossframe.verdict.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
 from tests.core import synthetic
 
 NAN, INF = math.nan, math.inf

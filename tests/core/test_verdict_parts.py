@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from crossframe.verdict import Verdict, bounds_for, overall
-from crossframe.verdict.judge import Judgement, judge
-from crossframe.verdict.metrics import (
+from crossframe.verdict.measure.judge import Judgement, judge
+from crossframe.verdict.measure.metrics import (
     distance,
     gradient_scale,
     norm,
@@ -15,7 +15,7 @@ from crossframe.verdict.metrics import (
     ratio,
     root_mean_square,
 )
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.measure.quantities import Quantity
 
 
 def of_gradient(a, b, noise_scale):

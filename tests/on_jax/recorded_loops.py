@@ -1,5 +1,7 @@
 """Training loops of others, recorded: one device, FSDP by hand, and replicas, of the small model."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax_backend import Recorder, apply_updates, make_mesh, shard, sharded_optim
 from tests.on_jax.small import UNITS, small_batch, small_loss, small_map, small_params
 
 STEPS = 5
-TOLD = {
+TOLD: dict[str, Any] = {
     "steps": STEPS,
     "dense": 1,
     "every": 2,

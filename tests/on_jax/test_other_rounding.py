@@ -7,8 +7,8 @@ import pytest
 
 import jax_backend
 from crossframe.mesh import MeshSpec
-from crossframe.verdict.bounds import bounds_for
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend.other_rounding import other_rounding
 from tests.on_jax.recorded_loops import mesh_of
 from tests.on_jax.small import EPS, WIDE, wide
@@ -86,7 +86,7 @@ def test_a_seed_that_is_traced_gives_what_it_gives_otherwise():
         np.testing.assert_allclose(each, fun(x), rtol=bounds_for("float32").loss)
         assert (each == jax.jit(lambda seed=seed: other_rounding(fun, seed)(x))()).all()
     assert not (found[0] == found[1]).all()
-    assert compiled._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+    assert compiled._cache_size() == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("numel", [2, 7, 100_003 if WIDE == "float64" else 203])

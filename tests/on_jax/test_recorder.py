@@ -16,7 +16,7 @@ from crossframe.recording.batches import digest_of, row_ids
 from crossframe.recording.dims import Order
 from crossframe.recording.twins import moved
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.measure.bounds import bounds_for
 from jax_backend import Recorder
 from jax_backend.recorder.modules import Dims, module_paths
 from jax_backend.recorder.of_arrays import state_by_path

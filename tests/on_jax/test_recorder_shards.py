@@ -13,8 +13,8 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
 from crossframe.recording.twins import moved
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.bounds import bounds_for
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
 from jax_backend.recorder.inner import with_inner
@@ -45,6 +45,7 @@ def test_every_layout_is_rounding_away_from_one_device(tmp_path, one_device, lay
     found = Recording.open(tmp_path / "r")
     verdict = compare(one_device, found)
     assert verdict.verdict is Verdict.ROUNDING, verdict.reason
+    assert verdict.max_relative_parameter_difference is not None
     assert 0 < verdict.max_relative_parameter_difference < ATOL
     assert found.manifest.settings["losses"] == "by rank" and "inside of steps" in found.manifest.settings["recorded"]
     # What is put together from pieces is what the loop had, moments too.
@@ -142,11 +143,11 @@ def test_a_fault_inside_is_found_where_it_begins(tmp_path):
 
     for name, loss in (("right", telling), ("wrong", faulty)):
         sharded = sharded_small()
-        with Recorder(tmp_path / name, sharded, **(TOLD | {"steps": 1})) as recorder:
+        with Recorder(tmp_path / name, sharded, **{**TOLD, "steps": 1}) as recorder:
             train(recorder, sharded, loss, steps=1)
     verdict = compare(*(Recording.open(tmp_path / name) for name in ("right", "wrong")))
     first = verdict.first_divergence
-    assert verdict.verdict is Verdict.BUG
+    assert verdict.verdict is Verdict.BUG and first is not None
     assert (first.step, first.phase, first.event, first.unit) == (0, "forward", "output", "blocks.1"), verdict.reason
 
 
@@ -190,7 +191,7 @@ def test_twins_of_shards_are_moved_in_canonical_order_and_round_otherwise(tmp_pa
     runs = []
     for twin in (0, 1):
         sharded = sharded_small(dtype="float32")
-        with Recorder(tmp_path / "r", sharded, twin=twin, **(TOLD | {"steps": 1})) as recorder:
+        with Recorder(tmp_path / "r", sharded, twin=twin, **{**TOLD, "steps": 1}) as recorder:
             train(recorder, recorder.params, small_loss, steps=1)
         runs.append(Recording.open(tmp_path / "r" / f"twin{twin:05d}" if twin else tmp_path / "r"))
     run, twin = runs

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from crossframe.verdict.bounds import bounds_for
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.metrics import distance, norm
 from torch_backend.other_rounding import OtherRounding
 
 
@@ -92,7 +92,7 @@ def test_training_differs_by_rounding_alone_in_forward_backward_and_the_optimize
         def loop():
             for _ in range(steps):
                 model(x).square().mean().backward()
-                grads = [param.grad.clone() for param in model.parameters()]
+                grads = [param.grad.clone() for param in model.parameters()]  # type: ignore[union-attr]
                 optimizer.step()
                 optimizer.zero_grad()
             return grads, [param.detach().clone() for param in model.parameters()]

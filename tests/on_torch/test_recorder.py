@@ -16,10 +16,10 @@ from crossframe.errors import AgreementError, RecordingError, UsageError
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.bounds import bounds_for
 from crossframe.verdict.diagnosis.reduction import sum_error
 from crossframe.verdict.diagnosis.stated import stated_rule
-from crossframe.verdict.metrics import distance
+from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.metrics import distance
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.recorded_loops import (
     KINDS,

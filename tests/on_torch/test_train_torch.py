@@ -20,7 +20,7 @@ from crossframe import checkpoint
 from crossframe.checkpoint import CheckpointError
 from crossframe.errors import AgreementError, CrossframeError, UsageError
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER
-from crossframe.verdict.bounds import bounds_for
+from crossframe.verdict.measure.bounds import bounds_for
 from experiments import train_torch
 from experiments.data import text_batch
 from experiments.models import model_named

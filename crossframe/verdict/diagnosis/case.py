@@ -10,11 +10,11 @@ from crossframe.dtypes import FLOATING, coarser, unit_roundoff
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
-from crossframe.verdict.comparable import labels
 from crossframe.verdict.diagnosis.fit import Contrast
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity
-from crossframe.verdict.sides import Side, activation_name, of_activation, on_rank, put_together
+from crossframe.verdict.measure.comparable import labels
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.sides import Side, activation_name, of_activation, on_rank, put_together
 
 At = tuple[int, str, str]
 """An activation: (microbatch, module, use)."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from crossframe.verdict.diagnosis.fit import Fit, Story, believed, factor_between
 from crossframe.verdict.diagnosis.rules import SGD, AdamW
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 TINY = np.finfo(np.float64).tiny
 Rule = AdamW | SGD

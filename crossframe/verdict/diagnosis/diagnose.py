@@ -9,18 +9,18 @@ from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD
-from crossframe.verdict.bounds import bounds_for
-from crossframe.verdict.comparable import labels
 from crossframe.verdict.diagnosis import of_counts, of_layers, of_modules, of_optimizer, of_values
 from crossframe.verdict.diagnosis.batches import Other, fed_to, other_batches
 from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.fit import SIGNATURES, Fit, best
-from crossframe.verdict.judge import Judgement
-from crossframe.verdict.locate import Divergence
-from crossframe.verdict.metrics import distance, norm
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import ACTIVATION, Quantity
-from crossframe.verdict.walk import walk
+from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.comparable import labels
+from crossframe.verdict.measure.judge import Judgement
+from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.measure.metrics import distance, norm
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
+from crossframe.verdict.measure.walk import walk
 
 Limit = Callable[[Quantity], float]
 

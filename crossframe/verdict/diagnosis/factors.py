@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from crossframe.recording import Manifest
 from crossframe.verdict.diagnosis.fit import Contrast, believed
-from crossframe.verdict.metrics import norm
+from crossframe.verdict.measure.metrics import norm
 
 BY_CHANCE = 0.05
 """The rate at which a factor that has nothing to do with the run's counts is called by one of them."""

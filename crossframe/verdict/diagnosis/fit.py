@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.dtypes import FLOATING, unit_roundoff
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 SIGNATURES = (
     "lost_step",

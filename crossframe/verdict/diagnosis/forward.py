@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.verdict.diagnosis.fit import Contrast, believed
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 _SAMPLE = 4096
 TINY = np.finfo(np.float64).tiny

@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.verdict.diagnosis.fit import Contrast, believed, factor_between, says_nothing
 from crossframe.verdict.diagnosis.forward import Normed, one_side
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_ROWS = 4
 """By how many rows positions may be off."""

@@ -12,7 +12,7 @@ import numpy as np
 from crossframe.verdict.diagnosis.departures import FEW, TINY
 from crossframe.verdict.diagnosis.fit import Fit, Story, believed, factor_between
 from crossframe.verdict.diagnosis.rules import Average
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 Offer = Callable[[str, str, float, float, Story], None]
 """Takes a signature, how it is said, its rest, its error and its story."""

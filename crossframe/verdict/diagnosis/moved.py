@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 
 from crossframe.verdict.diagnosis.fit import Contrast, believed, says_nothing
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_SHIFT = 64
 

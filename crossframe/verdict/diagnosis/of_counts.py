@@ -11,8 +11,8 @@ from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Fit, Story, believed
 from crossframe.verdict.diagnosis.reduction import sum_error
 from crossframe.verdict.diagnosis.tied import rows_looked_up
-from crossframe.verdict.metrics import distance, norm
-from crossframe.verdict.sides import put_together
+from crossframe.verdict.measure.metrics import distance, norm
+from crossframe.verdict.measure.sides import put_together
 
 
 def uneven_weights(case: Case) -> Iterator[Fit]:

@@ -20,7 +20,7 @@ from crossframe.verdict.diagnosis.forward import (
     two_masks_of,
 )
 from crossframe.verdict.diagnosis.reduction import on_grid
-from crossframe.verdict.metrics import norm
+from crossframe.verdict.measure.metrics import norm
 
 LOWER = ("bfloat16", "float16", "float32")
 """Dtypes in which a part of a run in a finer one may compute, the coarsest first."""

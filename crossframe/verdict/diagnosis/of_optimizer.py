@@ -15,8 +15,8 @@ from crossframe.verdict.diagnosis.fit import Fit, roundoff_of
 from crossframe.verdict.diagnosis.moments import Moment, Other, moment_departures
 from crossframe.verdict.diagnosis.rules import SGD, Average
 from crossframe.verdict.diagnosis.stated import MOMENTS, Stated, rule_of, stated_rule
-from crossframe.verdict.metrics import distance, norm
-from crossframe.verdict.sides import put_together
+from crossframe.verdict.measure.metrics import distance, norm
+from crossframe.verdict.measure.sides import put_together
 
 
 def optimizer(case: Case) -> Iterator[Fit]:

@@ -9,7 +9,7 @@ from crossframe.recording.lines import COUNT, NORM, PARAMETERS, REDUCE, STATE, U
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Fit, Story, believed
 from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, weighted_ranks
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 SHARDED = (PARAMETERS, UNSHARDED, REDUCE, STATE, UPDATE)
 """Phases whose quantities are put together from ranks' pieces."""

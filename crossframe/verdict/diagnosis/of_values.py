@@ -13,7 +13,7 @@ from crossframe.verdict.diagnosis.moved import same_as, shift_of, transposition_
 from crossframe.verdict.diagnosis.of_ranks import SHARDED, factor_of_ranks, low_precision_reduction, missing_rank
 from crossframe.verdict.diagnosis.reduction import mixed_ranks
 from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 
 def constant_factor(case: Case) -> Iterator[Fit]:

@@ -9,7 +9,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.reduction import divide_factors
 from crossframe.verdict.diagnosis.fit import Contrast, believed, says_nothing
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 LOW = ("bfloat16", "float16")
 MANY = 8

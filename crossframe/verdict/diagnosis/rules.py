@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossframe.verdict.metrics import norm
+from crossframe.verdict.measure.metrics import norm
 
 
 @dataclass(frozen=True)

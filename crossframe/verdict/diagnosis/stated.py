@@ -13,7 +13,7 @@ from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
 from crossframe.verdict.diagnosis.departures import Rule, Update, read_off
 from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
 from crossframe.verdict.diagnosis.rules import SGD, AdamW
-from crossframe.verdict.sides import put_together
+from crossframe.verdict.measure.sides import put_together
 
 ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
 MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}

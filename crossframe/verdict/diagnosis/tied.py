@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.verdict.diagnosis.fit import Contrast, factor_between
-from crossframe.verdict.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm
 
 COUNTS = (0, 1, 2)
 

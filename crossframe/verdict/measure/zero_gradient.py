@@ -21,8 +21,8 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.lines import REDUCE
-from crossframe.verdict.metrics import norm, root_mean_square
-from crossframe.verdict.sides import put_together
+from crossframe.verdict.measure.metrics import norm, root_mean_square
+from crossframe.verdict.measure.sides import put_together
 
 _TELLABLE = 0.01
 

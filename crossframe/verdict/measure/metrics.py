@@ -70,7 +70,7 @@ def parameter_scale(size: float, numel: int, total_update_norm: float, learning_
 
 def gradient_scale(size: float, noise_scale: float) -> float:
     """What a gradient's difference is measured by: its norm, or where that is less, what rounding may leave of a sum that is zero
-    (`crossframe.verdict.bounds.Bounds.noise_scale`)."""
+    (`crossframe.verdict.measure.bounds.Bounds.noise_scale`)."""
     return max(size, noise_scale)
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from crossframe.recording import Recording
 from crossframe.recording.lines import REDUCE, STATE, UPDATE
 from crossframe.recording.sketch import Sketch
-from crossframe.verdict.metrics import distance, norm
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity
-from crossframe.verdict.sides import put_together
+from crossframe.verdict.measure.metrics import distance, norm
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.sides import put_together
 
 # What a gradient's share of a momentum is: by torch's names of an optimizer's state.
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")

@@ -8,11 +8,11 @@ import numpy as np
 from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, UPDATE
-from crossframe.verdict.bounds import Bounds, bounds_for
-from crossframe.verdict.metrics import distance, norm, root_mean_square
-from crossframe.verdict.quantities import finite
-from crossframe.verdict.sides import Sides, matched, on_rank, put_together
-from crossframe.verdict.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
+from crossframe.verdict.measure.bounds import Bounds, bounds_for
+from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
+from crossframe.verdict.measure.quantities import finite
+from crossframe.verdict.measure.sides import Sides, matched, on_rank, put_together
+from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
 
 
 class Pair:
@@ -52,7 +52,7 @@ class Pair:
 
     @cached_property
     def zero_gradient(self) -> tuple[str, ...]:
-        """Parameters that are reported apart (`crossframe.verdict.zero_gradient`)."""
+        """Parameters that are reported apart (`crossframe.verdict.measure.zero_gradient`)."""
         return zero_gradient_parameters(self.a, self.b, self.steps, self.sizes, self.rounds_in)
 
     @property

@@ -8,7 +8,7 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import GROUPS, PER_RANK
 from crossframe.recording.lines import FORWARD, STATE, UNSHARDED, UPDATE
 from crossframe.shown import shown
-from crossframe.verdict.locate import Divergence
+from crossframe.verdict.measure.locate import Divergence
 
 # Settings that both recordings may state, and the first phase of a step whose numbers they change; None: no number by itself.
 _MANIFEST = {"model": None, "steps": None, "dtype": None, "seed": FORWARD, "learning_rate": UPDATE}

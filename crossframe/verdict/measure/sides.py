@@ -8,8 +8,8 @@ from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Recording
 from crossframe.recording.lines import REDUCE, activation_key
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
-from crossframe.verdict.metrics import norm
-from crossframe.verdict.quantities import finite
+from crossframe.verdict.measure.metrics import norm
+from crossframe.verdict.measure.quantities import finite
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ class Bounds:
     def noise_scale(self, terms: int, typical: float, numel: int) -> float:
         """The norm below which a gradient is measured by this instead of by itself.
 
-        Averaging n terms errs by at most n * u times their mean magnitude (see `crossframe.verdict.zero_gradient`), which is
-        taken to be that of a `typical` element, the root mean square over all gradients. Both sides may err, so
+        Averaging n terms errs by at most n * u times their mean magnitude (`crossframe.verdict.measure.zero_gradient`), which
+        is taken to be that of a `typical` element, the root mean square over all gradients. Both sides may err, so
         2 * terms * u * typical an element, times sqrt(numel) in norm. The scale is the norm at which this absolute error is
         just what the bound allows: a direction in which the terms cancel is not held against a relative bound that no
         summation can meet.

@@ -7,7 +7,7 @@ import numpy as np
 
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, REDUCE, STATE, UPDATE
 from crossframe.recording.sketch import Sketch
-from crossframe.verdict.metrics import norm
+from crossframe.verdict.measure.metrics import norm
 
 ACTIVATION = "activation"
 LATE_UPDATE = "late update"
@@ -35,8 +35,8 @@ class Quantity:
         sketches: of both sides, where the elements are not there.
         within: "" for a comparison of both recordings; "a" or "b" where that one alone contradicts itself: a is then what its own
             shards say, and b what was seen.
-        grown: what one side was multiplied by to undo its clipping (`crossframe.verdict.clipping`); what rounding does was
-            multiplied too.
+        grown: what one side was multiplied by to undo its clipping (`crossframe.verdict.measure.clipping`); the effect of
+            rounding was multiplied too.
     """
 
     step: int

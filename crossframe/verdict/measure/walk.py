@@ -29,13 +29,13 @@ from crossframe.recording.lines import (
 )
 from crossframe.recording.step_runs import Run
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from crossframe.verdict.aligned import At, aligned
-from crossframe.verdict.clipping import clipped_on_one_side
-from crossframe.verdict.judge import judge
-from crossframe.verdict.metrics import gradient_scale, parameter_scale
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity
-from crossframe.verdict.sides import Side, Sides, activation_name, matched, of_activation, on_rank, put_together
+from crossframe.verdict.measure.aligned import At, aligned
+from crossframe.verdict.measure.clipping import clipped_on_one_side
+from crossframe.verdict.measure.judge import judge
+from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.sides import Side, Sides, activation_name, matched, of_activation, on_rank, put_together
 
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")

@@ -8,9 +8,9 @@ import numpy as np
 from crossframe.layout import Sharding
 from crossframe.recording.lines import COUNT, FORWARD, NORM, STATE
 from crossframe.recording.manifest import Manifest
-from crossframe.verdict.judge import Judgement, not_finite
-from crossframe.verdict.pair import Pair
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.measure.judge import Judgement, not_finite
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import Quantity
 
 
 @dataclass(frozen=True)

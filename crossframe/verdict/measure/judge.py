@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossframe.verdict.metrics import distance, ratio
-from crossframe.verdict.quantities import Quantity
+from crossframe.verdict.measure.metrics import distance, ratio
+from crossframe.verdict.measure.quantities import Quantity
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What two recordings are compared by: their quantities in order, how far each differs, and how far it may differ."""
