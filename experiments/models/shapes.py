@@ -10,9 +10,9 @@ from crossframe.errors import CrossframeError, ParamError, UsageError
 from crossframe.files import FileError, read_bytes
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
-from experiments.models import MODELS
 from experiments.models.definition import ModelShapes
 from experiments.models.llama import LLAMA_3_8B, LLAMA_3_405B, LlamaConfig
+from experiments.models.registry import MODELS
 
 LLAMAS: dict[str, LlamaConfig] = {"llama-3-8b": LLAMA_3_8B, "llama-3-405b": LLAMA_3_405B}
 # What a file says of a parameter, and what JSON has for it. The first two are needed.
