@@ -9,7 +9,7 @@ from crossframe.errors import PlanError
 from crossframe.shown import shown
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, COMPUTE, REDUCE_SCATTER, STEP, Event
 
-COMPUTE_LANE, SHARD_LANE, SMALLER_LANE, REPLICA_LANE = "compute", "shard group", "smaller group", "replicas"
+COMPUTE_LANE, SHARD_LANE, RESHARD_LANE, REPLICA_LANE = "compute", "shard group", "reshard group", "replicas"
 WAITING = "waiting"
 # The names of kinds in tables and legends.
 WORDS = {
@@ -53,7 +53,7 @@ def unit_text(event: Event) -> str:
 
 def lanes(cost: Cost) -> dict[str, list[Bar]]:
     """The bars of a step by lane, in the order of time, without empty lanes other than "compute"."""
-    found: dict[str, list[Bar]] = {name: [] for name in (COMPUTE_LANE, SHARD_LANE, SMALLER_LANE, REPLICA_LANE)}
+    found: dict[str, list[Bar]] = {name: [] for name in (COMPUTE_LANE, SHARD_LANE, RESHARD_LANE, REPLICA_LANE)}
     sharing = (len(span.event.group) for span in cost.spans if span.event.kind in (ALL_GATHER, REDUCE_SCATTER))
     shard_group = max(sharing, default=1)
     done = 0.0
@@ -68,7 +68,7 @@ def lanes(cost: Cost) -> dict[str, list[Bar]]:
         elif event.kind == ALL_REDUCE:
             found[REPLICA_LANE].append(_bar(span, event.kind))
         elif event.kind in COLLECTIVES:
-            lane = SHARD_LANE if len(event.group) == shard_group else SMALLER_LANE
+            lane = SHARD_LANE if len(event.group) == shard_group else RESHARD_LANE
             found[lane].append(_bar(span, event.kind))
     return {name: bars for name, bars in found.items() if bars or name == COMPUTE_LANE}
 

@@ -183,5 +183,5 @@ def _check_group_size(group_size: int, world_size: int) -> None:
     if group_size in (1, world_size):
         means = "False (keep the parameters)" if group_size == 1 else "True (reshard to the shard group)"
         raise MeshError(
-            f"reshard_after_forward={group_size} on {world_size} ranks is no smaller group: it means {means}; pass that"
+            f"reshard_after_forward={group_size} on {world_size} ranks is not a reshard group: it means {means}; pass that"
         )

@@ -111,7 +111,7 @@ class LiveUnit:
         """
         if type(self.reshard_after_forward) is not int:
             raise PlanError(
-                f"unit {self.name!r}: expected the size of a smaller group to reshard to, got "
+                f"unit {self.name!r}: expected the size of a reshard group, got "
                 f"reshard_after_forward={self.reshard_after_forward!r}; plan the unit with a number"
             )
         self._signal(UnitStep.reshard_to_group)

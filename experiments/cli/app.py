@@ -383,7 +383,7 @@ def plan(
     shard: Annotated[int | None, typer.Option(help="Hybrid: ranks that hold one copy of the model.")] = None,
     face: Annotated[str, typer.Option(help="fsdp1 or fsdp2.")] = "fsdp1",
     reshard_after_forward: Annotated[
-        str | None, typer.Option(help="FSDP2: true, false, or ranks of a smaller group.")
+        str | None, typer.Option(help="FSDP2: true, false, or the size of a reshard group.")
     ] = None,
     layout: Annotated[str | None, typer.Option(help="flat, per_param or ragged. Default: the face's")] = None,
     backward_prefetch: Annotated[str, typer.Option(help="pre, post or none.")] = "pre",

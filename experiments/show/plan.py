@@ -64,7 +64,7 @@ class PlanOptions:
     Attributes:
         shard: ranks that hold one copy of the model; hybrid strategies need it.
         kind: of LAYOUT_KINDS; None: what the face's torch has, flat (FSDP1) or per_param (FSDP2).
-        reshard_after_forward: "true", "false" or the size of a smaller group; None: as the strategy says. FSDP2 alone.
+        reshard_after_forward: "true", "false" or the size of a reshard group; None: that of the strategy. FSDP2 only.
         tokens: of one rank and microbatch.
 
     Raises:

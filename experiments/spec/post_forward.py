@@ -1,4 +1,4 @@
-"""R08: resharding to a smaller group beside torch's, which goes wrong where dim 0 is uneven and on other dims."""
+"""R08: reshard groups beside torch's, which goes wrong where dim 0 is uneven and on other dims."""
 
 from itertools import product
 from typing import Any
@@ -28,11 +28,11 @@ WRONG_ROWS = (
 
 
 OTHER_DIM = (
-    "torch fails on a parameter sharded on another dim: it cuts dim 0 for the smaller group (RuntimeError where that is "
+    "torch fails on a parameter sharded on another dim: it cuts dim 0 for the reshard group (RuntimeError where that is "
     "uneven), and cannot gather again what it cut (IndexError); "
     "the core's chunks put together are the parameter"
 )
-NO_SMALLER = "no smaller group"
+NO_GROUP = "not a reshard group"
 
 
 def groups(tallies: Tallies, scope: Scope) -> None:
@@ -51,7 +51,7 @@ def _our_group(spec: MeshSpec, rank: int, k: int) -> str | list[int]:
     try:
         return list(post_forward_group(spec, rank, k))
     except MeshError as error:
-        return NO_SMALLER if NO_SMALLER in str(error) else "refused"
+        return NO_GROUP if NO_GROUP in str(error) else "refused"
 
 
 def _torch_group(mesh_info: FSDPMeshInfo, k: int) -> str | list[int]:
@@ -60,7 +60,7 @@ def _torch_group(mesh_info: FSDPMeshInfo, k: int) -> str | list[int]:
     except ValueError:
         return "refused"
     if smaller is None or smaller is mesh_info:
-        return NO_SMALLER
+        return NO_GROUP
     coordinate = smaller.mesh.get_coordinate()
     assert coordinate is not None
     return smaller.mesh.mesh[coordinate[0]].tolist()
@@ -101,7 +101,7 @@ def _gathers_again(param: nn.Parameter, dim: int, size: int, k: int, rank: int) 
 
 
 def smaller_groups(tallies: Tallies, scope: Scope) -> None:
-    """Every world size up to 8, every smaller group, up to 17 rows: what each rank's tensor holds."""
+    """Every world size up to 8, every reshard group, up to 17 rows: what each rank's tensor holds."""
     pairs = [(size, k) for size in range(2, 9) for k in range(2, size) if size % k == 0]
     shapes: list[Shape] = [shape for rows in range(1, 18) for shape in ((rows,), (rows, 3))]
     for shape in scope.take(shapes, num_quick=8):

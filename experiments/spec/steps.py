@@ -15,7 +15,7 @@ from experiments.spec.torch_steps import Held, run_step
 from experiments.spec.watch import Sent, planned
 
 PADDED_GROUP = (
-    "torch gathers its padded buffer from the smaller group where dim 0 is uneven; the core gathers the parameter's own "
+    "torch gathers its padded buffer from the reshard group where dim 0 is uneven; the core gathers the parameter's own "
     "chunks, which are fewer elements"
 )
 PADDED_REPLICAS = (
@@ -86,7 +86,7 @@ def _shown(plan: Sequence[Event]) -> list[Event]:
 
 
 def _padded(step: Step, event: Event) -> int:
-    """Bytes as torch pads: a gather from a smaller group is as large as one from all ranks, and under NO_SHARD a flat parameter
+    """Bytes as torch pads: a gather from a reshard group is as large as one from all ranks, and under NO_SHARD a flat parameter
     is a multiple of all ranks."""
     (unit,) = [unit for unit in step.units() if unit.name == event.unit]
     layout, size = unit.buckets[0].layout, itemsize(event.dtype)

@@ -47,7 +47,7 @@ CASES = {
     "no_shard": {"strategy": Strategy.NO_SHARD},
     "no_shard low": {"strategy": Strategy.NO_SHARD, "policy": PrecisionPolicy("bfloat16")},
     "hybrid": {"strategy": Strategy.HYBRID_SHARD, "shard": 2},
-    "smaller group": {"face": Face.FSDP2, "reshards": 2, "per_param": True},
+    "reshard group": {"face": Face.FSDP2, "reshards": 2, "per_param": True},
     "no_sync": {"microbatches": 3, "sync": Sync.LAST},
     "prefetch": {"forward_prefetch": 2, "backward_prefetch": Prefetch.BACKWARD_POST},
     "one rank": {"world_size": 1},
@@ -116,13 +116,13 @@ def test_R08_R10_collectives_lie_in_the_lane_of_their_ranks():
     }
     assert kinds("hybrid")["replicas"] == {ALL_REDUCE}
     assert kinds("no_shard") == {"compute": {"forward", "backward", "waiting"}, "replicas": {ALL_REDUCE}}
-    assert kinds("smaller group")["smaller group"] == {ALL_GATHER}
-    assert kinds("smaller group")["shard group"] == {ALL_GATHER, REDUCE_SCATTER}
-    smaller = lanes(cost_of(**CASES["smaller group"]))["smaller group"]
-    assert all("backward, among ranks 0, 1\n" in bar.about for bar in smaller)
+    assert kinds("reshard group")["reshard group"] == {ALL_GATHER}
+    assert kinds("reshard group")["shard group"] == {ALL_GATHER, REDUCE_SCATTER}
+    bars = lanes(cost_of(**CASES["reshard group"]))["reshard group"]
+    assert all("backward, among ranks 0, 1\n" in bar.about for bar in bars)
     assert list(kinds("one rank")) == ["compute"]
     drawn = texts(plan_svg(cost_of(**CASES["hybrid"])))
-    assert {"compute", "shard group", "replicas"} <= set(drawn) and "smaller group" not in drawn
+    assert {"compute", "shard group", "replicas"} <= set(drawn) and "reshard group" not in drawn
 
 
 def moments_of(cost):
@@ -372,6 +372,6 @@ def test_bars_too_many_to_tell_apart_lie_where_the_samples_do(monkeypatch):
         runs = zip(starts, [*starts[1:], len(kinds)], strict=True)
         expected += [(kinds[at], LEFT + at, until - at) for at, until in runs if kinds[at]]
     drawn = [box for box in boxes(plan_svg(cost), "fill|hatch") if "too many" in box.about]
-    assert [(kind_of(box).removeprefix("hatch-"), box.x, box.width) for box in drawn] == expected
+    assert [(kind_of(box).removeprefix("hatch-"), box.x, box.width) for box in drawn] == expected  # type: ignore[union-attr]
     assert {(box.height, box.kind.endswith(" thin")) for box in drawn} == {(BAR, True), (BAR, False)}
     assert all(box.kind.endswith(" thin") == box.kind.startswith("fill") for box in drawn)

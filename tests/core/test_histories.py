@@ -216,7 +216,7 @@ def test_R12_a_refusal_that_does_not_say_what_it_should_is_seen(operation, metho
     pair = PLAIN.pair()
     assert not pair.take(operation)  # as it is, it says it
     if error is None:
-        with pytest.raises(PlanError, match="expected the size of a smaller group") as caught:
+        with pytest.raises(PlanError, match="expected the size of a reshard group") as caught:
             unit_of(pair).reshard_to_group()
         error = type(caught.value)("unit 'u': no number")
     setattr(unit_of(pair), method, raiser(error))

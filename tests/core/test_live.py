@@ -151,7 +151,7 @@ def test_unshard_singleton_param_writeback(kind, ranks):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reshards", [True, False, 2])
 def test_unshard_params_respects_reshard(reshards, policy):
-    """R21: between forward and backward memory returns to what it was, full, a smaller group's shard, or the shard; the
+    """R21: between forward and backward memory returns to what it was: full, the part in a reshard group, or the shard; the
     low-precision copy of mixed precision is freed."""
     for kind in MAKE:
         case = replace(
@@ -470,7 +470,7 @@ def test_R25_values_of_another_shape_and_unknown_names_are_refused_and_a_unit_wi
             unit.edit(0, name, np.zeros(shape))
     unit.unshard()
     with pytest.raises(
-        PlanError, match=r"unit 'b': expected the size of a smaller group .*plan the unit with a number"
+        PlanError, match=r"unit 'b': expected the size of a reshard group, .*plan the unit with a number"
     ):
         unit.reshard_to_group()
     assert unit.state.exposure is Exposure.FULL
