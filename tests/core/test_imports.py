@@ -39,9 +39,9 @@ EDGES = {
     "optax": {"jax_backend/optim.py", "jax_backend/checkpoint_state.py"},
 }
 PACKAGES = ("crossframe", "torch_backend", "jax_backend", "experiments", "tests")
-# Users import the files at the top of these packages by name, be they vocabulary that everything imports (crossframe.errors,
-# torch_backend.api) or entry points that import everything: each counts by itself, not as part of one folder.
-INSTALLED = ("crossframe", "torch_backend", "jax_backend")
+# The files at the top of these packages are imported by name, be they vocabulary for everything (crossframe.errors,
+# torch_backend.api) or entry points to everything: each counts by itself, not as part of one folder.
+ONE_BY_ONE = ("crossframe", "torch_backend")
 
 
 @cache
@@ -121,7 +121,7 @@ def folder_of(module: str) -> str:
     if (ROOT / module.replace(".", "/")).is_dir():
         return f"{module}.__init__"
     folder = module.rpartition(".")[0]
-    return module if folder in INSTALLED else folder
+    return module if folder in ONE_BY_ONE else folder
 
 
 @pytest.mark.parametrize("part", [pytest.param(str, id="modules"), pytest.param(folder_of, id="folders")])
