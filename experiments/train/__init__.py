@@ -1,1 +1,1 @@
-"""What `experiments/train_torch.py` is made of: settings, the sharded model, checkpoints, metrics."""
+"""What training runs share: settings, the sharded model, checkpoints, metrics, resuming, and processes of ranks."""
