@@ -393,7 +393,7 @@ def read(path: Path | str) -> Saved:
         raise CheckpointError(f"{error}; restore it from a copy") from None
     except (ValueError, KeyError, TypeError, IndexError):
         raise CheckpointError(
-            f"{shown_path(path / INDEX)}: is no index of a checkpoint; restore it from a copy"
+            f"{shown_path(path / INDEX)}: is not an index of a checkpoint; restore it from a copy"
         ) from None
     if not isinstance(content, dict) or digest != _digest(content) or content.get("format") not in FORMATS:
         raise CheckpointError(

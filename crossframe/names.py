@@ -205,7 +205,7 @@ class ParamMap:
             ("path", [path for entry in self.entries for path in entry.paths]),
         ):
             if twice := sorted(value for value, times in Counter(values).items() if times > 1):
-                raise MappingError(f"a map is one to one, but these stand twice as {field}: {twice}")
+                raise MappingError(f"a map is one to one, but these occur twice as {field}: {twice}")
 
     @classmethod
     def of(cls, *tables: Iterable[MapEntry]) -> "ParamMap":

@@ -56,12 +56,12 @@ def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool
         if not all_reduce:
             if face is Face.FSDP1:
                 raise PlanError(
-                    "FSDP1 cannot put off the sum over replicas: use no_sync, or FSDP2's set_requires_all_reduce"
+                    "FSDP1 cannot postpone the sum over replicas: use no_sync, or FSDP2's set_requires_all_reduce"
                 )
             return (*steps, step.KEEP_PARTIAL)
         steps += [step.ALL_REDUCE]
     elif not all_reduce:
-        raise PlanError(f"there is no sum over replicas to put off: the mesh has one replica of {mesh.shard} shards")
+        raise PlanError(f"there is no sum over replicas to postpone: the mesh has one replica of {mesh.shard} shards")
     return (*steps, step.DIVIDE_AFTER, step.CAST_TO_KEPT, step.ACCUMULATE)
 
 

@@ -148,15 +148,15 @@ class TensorFile:
         size = self._file.size
         length = int.from_bytes(self._file.read(0, min(8, size)), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-            raise FileError(self.path, "is no file of tensors: its header is longer than the file, or too long")
+            raise FileError(self.path, "is not a file of tensors: its header is longer than the file, or too long")
         try:
             header = parse_json(bytes(self._file.read(8, 8 + length)))
         except ValueError as error:
             raise FileError(
-                self.path, f"is no file of tensors: its header is not JSON ({shown_error(error)})"
+                self.path, f"is not a file of tensors: its header is not JSON ({shown_error(error)})"
             ) from None
         if not isinstance(header, dict):
-            raise FileError(self.path, f"is no file of tensors: its header is {shown(header)}")
+            raise FileError(self.path, f"is not a file of tensors: its header is {shown(header)}")
         header.pop("__metadata__", None)
         return {name: self._checked(name, fields, 8 + length) for name, fields in header.items()}
 

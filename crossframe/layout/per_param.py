@@ -84,7 +84,7 @@ class PerParamLayout:
             size = param.shape[dim]
             if found[-1] and size % self.world_size:
                 raise LayoutError(
-                    f"parameter {param.name!r} of shape {shown(param.shape)}: dim {found[-1]} has size {size}, which is no "
+                    f"parameter {param.name!r} of shape {shown(param.shape)}: dim {found[-1]} has size {size}, which is not a "
                     f"multiple of the world size {self.world_size}; shard it on dim 0, which may be uneven, or pad its size"
                 )
         return tuple(found) if any(found) else None

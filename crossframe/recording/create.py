@@ -162,7 +162,7 @@ def _replaceable(path: Path, overwrite: bool) -> list[Path]:
     old = [entry for entry in entries if _is_folder(entry) or _is_begun(entry)]
     if foreign := [each.name for entry in old for each in _foreign(entry)]:
         raise RecordingError(
-            f"{shown_path(path)}: {shown(foreign[0])} is no part of a recording; move it, nothing was deleted"
+            f"{shown_path(path)}: {shown(foreign[0])} is not part of a recording; move it, nothing was deleted"
         )
     return [entry for entry in entries if entry.name == MANIFEST_NAME] + old
 

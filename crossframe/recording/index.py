@@ -223,7 +223,7 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
             _check_param(fields, manifest, where)
             if fields["name"] in own.counted:
                 raise RecordingError(
-                    f"{where}: the count of {shown(fields['name'])} stands twice in step {step}; record again"
+                    f"{where}: the count of {shown(fields['name'])} occurs twice in step {step}; record again"
                 )
             own.counted[fields["name"]] = len(own.counted)
         case "activation":
@@ -231,7 +231,7 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
             at = (fields["microbatch"], fields["name"], fields["use"])
             if at in own.activations:
                 raise RecordingError(
-                    f"{where}: the {at[2]} of {shown(at[1])} stands twice in step {step}; record again"
+                    f"{where}: the {at[2]} of {shown(at[1])} occurs twice in step {step}; record again"
                 )
             own.activations[at] = fields
             own.add_bytes(lines.activation_key(at[2], at[0], at[1]), math.prod(fields["shape"]), fields)
@@ -241,7 +241,7 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
             key = (fields["phase"], fields["name"], slot)
             if key in own.tensors:
                 raise RecordingError(
-                    f"{where}: {key[0]!r} of {shown(key[1])} stands twice in step {step}; record again"
+                    f"{where}: {key[0]!r} of {shown(key[1])} occurs twice in step {step}; record again"
                 )
             own.tensors[key] = fields
             own.add_bytes(lines.tensor_key(*key), fields["stop"] - fields["start"], fields)
@@ -287,7 +287,7 @@ def _check_activation(fields: dict[str, Any], manifest: Manifest, where: str) ->
     use = fields["use"]
     if use not in (lines.INPUT, lines.OUTPUT) or fields["unit"] != manifest.maker(fields["name"], use):
         raise RecordingError(
-            f"{where}: an activation {shown(use)} of unit {shown(fields['unit'])}: the manifest has none such"
+            f"{where}: an activation {shown(use)} of unit {shown(fields['unit'])}: the manifest has no such activation"
         )
     shape, order = fields["shape"], fields["order"]
     sizes = len(shape) <= MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)

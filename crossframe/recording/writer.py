@@ -101,7 +101,7 @@ class RecordingWriter:
         """Make all steps from the open one up to `stop` dense. All ranks of a run call this at the same step."""
         if type(stop) is not int or stop <= self._step:
             raise RecordingError(
-                f"rank {self.rank}: expected the end of a dense window behind step {self._step}, got {stop!r}"
+                f"rank {self.rank}: expected the end of a dense window after step {self._step}, got {stop!r}"
             )
         self._dense_until = max(self._dense_until, stop)
 

@@ -239,7 +239,7 @@ def test_what_both_commands_refuse(tmp_path, command):
         (("--dim", "w=1"), "dim: only the per_param layout"),
         (("--layout", "per_param", "--dim", "w"), "dim: expected PATTERN=DIM"),
         (("--layout", "per_param", "--dim", "x=1"), "dim: no parameter matches 'x': expected names like 'w'"),
-        (("--layout", "per_param", "--dim", "w=1"), "dim 1 has size 3, which is no multiple"),
+        (("--layout", "per_param", "--dim", "w=1"), "dim 1 has size 3, which is not a multiple"),
         (("--layout", "per_param", "--dim", "w=7"), "expected a dim from 0 to 1"),
         (("--unit", "nope"), "no unit is named 'nope'"),
         (("--where", "x[0]"), "where: no parameter is named 'x'"),

@@ -99,7 +99,7 @@ def test_what_was_damaged_is_refused_by_name(tmp_path):
     cut = lambda path: (path / file).write_bytes((path / file).read_bytes()[:-1])  # noqa: E731
     assert f"{file} has other content" in damaged("edited", lambda path: edit(path, file))
     assert f"{file} has" in (said := damaged("cut", cut)) and "cut off" in said
-    assert "no index" in damaged("no json", lambda path: edit(path, "index.json"))
+    assert "is not an index" in damaged("no json", lambda path: edit(path, "index.json"))
     text = lambda path: (path / "index.json").read_text()  # noqa: E731
     change = lambda path: (path / "index.json").write_text(text(path).replace('"w"', '"v"'))  # noqa: E731
     assert "index.json: has other content" in damaged("renamed", change)
@@ -175,10 +175,10 @@ except CheckpointError as error:
         )
         for job in range(4)
     ]
-    assert all(job.stdout.readline() == "ready\n" for job in jobs)
+    assert all(job.stdout.readline() == "ready\n" for job in jobs)  # type: ignore[union-attr]
     for job in jobs:
-        job.stdin.write("\n")
-        job.stdin.flush()
+        job.stdin.write("\n")  # type: ignore[union-attr]
+        job.stdin.flush()  # type: ignore[union-attr]
     said = [job.communicate(timeout=60)[0].strip() for job in jobs]
     assert sorted(said) == ["saved", "told", "told", "told"]
     assert [file.name for file in tmp_path.iterdir()] == ["c"]
@@ -221,7 +221,7 @@ def test_what_its_writer_told_of_it_is_given_back_and_what_json_has_not_is_refus
     assert read(path).about == about and read(saved(tmp_path / "d", made("flat", 2))).about == {}
     for wrong in ({"at": (1, 2)}, {3: "x"}, {"x": object()}, [1]):
         with pytest.raises(CheckpointError, match="about: expected a dict of what JSON has"):
-            check_about(wrong)
+            check_about(wrong)  # type: ignore[arg-type]
 
 
 def test_a_file_that_the_finishing_rank_sees_otherwise_is_refused(tmp_path):
@@ -267,7 +267,7 @@ def test_what_the_disk_refuses_and_what_is_no_path_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank00000.safetensors: cannot be written \(.*No such file"):
         write_rank(tmp_path / "c", "0" * 16, 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
     with pytest.raises(CheckpointError, match="as a path with a name, got None"):
-        read(None)
+        read(None)  # type: ignore[arg-type]
 
 
 def test_R31_R37_what_is_kept_of_a_shared_parameter_has_all_its_names_and_lies_as_it_does():

@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_listed_in_order():
     )
     with pytest.raises(MappingError) as caught:
         ParamMap(tuple(MapEntry(name, f"{name}{i}") for i in range(2) for name in reversed(names)))
-    assert str(caught.value) == f"a map is one to one, but these stand twice as name: {sorted(names)}"
+    assert str(caught.value) == f"a map is one to one, but these occur twice as name: {sorted(names)}"
 
 
 # Heads apart, and several arrays as one
@@ -293,6 +293,6 @@ def test_rows_that_are_none_are_refused(path, rows):
 def test_paths_that_are_none_are_refused():
     for path in ((), ("a", ""), ["a"]):
         with pytest.raises(MappingError, match=r"an entry needs a path: expected a non-empty string, or a tuple"):
-            MapEntry("w", path)
+            MapEntry("w", path)  # type: ignore[arg-type]
     with pytest.raises(MappingError, match=r"twice as path: \['b'\]"):
         ParamMap((MapEntry("v", "b"), MapEntry("w", ("a", "b"))))

@@ -47,10 +47,10 @@ except RecordingError as error:
         subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    tokens = [job.stdout.readline().strip() for job in jobs]
+    tokens = [job.stdout.readline().strip() for job in jobs]  # type: ignore[union-attr]
     for job in jobs:
-        job.stdin.write("\n")
-        job.stdin.flush()
+        job.stdin.write("\n")  # type: ignore[union-attr]
+        job.stdin.flush()  # type: ignore[union-attr]
     said = [job.communicate(timeout=60)[0].strip() for job in jobs]
     # A job that overwrites and begins after another has finished records too.
     assert said.count("recorded") == 1 or (overwrite and "recorded" in said), said
@@ -132,7 +132,7 @@ def test_folders_with_names_like_ours_stay(tmp_path, name):
 def test_a_step_file_of_the_users_is_not_deleted(tmp_path):
     synthetic.write_run(tmp_path, synthetic.manifest())
     (tmp_path / "rank00000" / "step-by-step.safetensors").write_text("mine")
-    with pytest.raises(RecordingError, match=r"'step-by-step\.safetensors' is no part of a recording"):
+    with pytest.raises(RecordingError, match=r"'step-by-step\.safetensors' is not part of a recording"):
         create_recording(tmp_path, synthetic.manifest(), overwrite=True)
 
 

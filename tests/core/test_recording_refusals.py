@@ -136,7 +136,7 @@ def test_a_rank_that_is_missing(directory):
         (
             '"use": "output"',
             '"use": "output", "unit": "bloc"',
-            r"an activation 'output' of unit 'bloc': the manifest has none such",
+            r"an activation 'output' of unit 'bloc': the manifest has no such activation",
         ),
         ('"event": "loss"', '"event": "batch", "digest": "' + "0" * 64 + '", "sample_ids": []', r"has no loss"),
     ],
@@ -180,7 +180,7 @@ def test_a_tensor_that_stands_twice(directory):
     lines = path.read_text().splitlines(keepends=True)
     i = next(i for i, line in enumerate(lines) if '"tensor"' in line)
     path.write_text("".join([*lines[:i], lines[i], *lines[i:]]))
-    refused("stands twice in step 0", directory)
+    refused("occurs twice in step 0", directory)
 
 
 def test_tensors_that_are_cut_off_or_missing(directory):
@@ -291,7 +291,7 @@ def test_links_and_files_named_like_a_rank_stay(tmp_path, directory):
 
 def test_a_recording_with_other_files_among_its_own_is_not_deleted(directory):
     (directory / "rank00000" / "thesis.tex").write_text("")
-    with pytest.raises(RecordingError, match=r"'thesis\.tex' is no part of a recording"):
+    with pytest.raises(RecordingError, match=r"'thesis\.tex' is not part of a recording"):
         create_recording(directory, synthetic.manifest(), overwrite=True)
     assert Recording.open(directory).num_steps == 3
 
