@@ -45,7 +45,7 @@ class PairSeries:
 
     @property
     def parted(self) -> str:
-        """The quantity where both part first, as `crossframe.verdict.Judged` names it; "" where none is, or it has no name."""
+        """The first quantity in which both differ, by its name in `crossframe.verdict.result.Judged`; "" if there is none."""
         return self.verdict.parted.name if self.verdict.parted else ""
 
 

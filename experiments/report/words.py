@@ -115,7 +115,7 @@ def what_parted(where: dict[str, Any], name: str) -> str:
 
     Args:
         where: a divergence as JSON.
-        name: as `crossframe.verdict.Judged` has it: the parameter, "output of" a module, or the slot of a parameter.
+        name: as `crossframe.verdict.result.Judged` has it: the parameter, "output of" a module, or the slot of a parameter.
 
     >>> where = {"phase": "reduce", "event": "all_reduce", "rank": 1, "parameter": "h.0.w", "start": 0, "stop": 1512}
     >>> what_parted(where, "h.0.w")

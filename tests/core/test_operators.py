@@ -1,12 +1,14 @@
 """Where two traces of operators part, on traces made by hand."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of
+from crossframe.operators.source import UserCode
 from crossframe.operators.target import JUMP, target_of
 from crossframe.recording.lines import FORWARD, UPDATE
 from crossframe.verdict import compare
@@ -106,3 +108,13 @@ def test_explain_looks_where_a_difference_jumps(tmp_path, differences, phase, na
     target = target_of(a, b, replace(compare(a, b), judged=(*forward, last), dtype="float32"))
     assert target is not None and (target.phase, target.name) == (phase, name)
     assert target.tolerance == pytest.approx(tolerance)
+
+
+@pytest.mark.parametrize(
+    "module", ["experiments.entry", "experiments.cli.app", "experiments.cli.console", "crossframe.mesh"]
+)
+def test_lines_of_the_command_are_not_the_users(module):
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    assert not UserCode().has(spec.origin)
+    assert UserCode().has(spec.origin.replace("/experiments/", "/own/").replace("/crossframe/", "/own/"))
