@@ -6,7 +6,7 @@ freed if it reshards; in backward it is gathered again, computes its gradients, 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from crossframe.dtypes import itemsize
@@ -19,6 +19,7 @@ from crossframe.reduction import ReductionStep, reduction_steps
 from crossframe.shown import shown
 from crossframe.step import Action, ModelStep, StepSettings, UnitStep
 from crossframe.step.model import Do
+from crossframe.step.unit import reshard_choice
 from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
 from crossframe.units import enclosing_unit
@@ -108,12 +109,15 @@ def plan_units(
         buckets.setdefault(name, []).append(PlannedBucket(layout, policy.resolve(layout.dtype)))
     units = []
     for name, members in buckets.items():
-        if reshard_after_forward is None:
-            reshards: bool | int = strategy.reshards_after_forward and name != ""
-        else:
-            reshards = _choice(reshard_after_forward, members[0].layout)
-        keeps = face is Face.FSDP1 and not strategy.reshards_after_forward
-        units.append(PlannedUnit(name, tuple(members), reshards, keeps, face))
+        settings = StepSettings.of_strategy(strategy)
+        if name == "":
+            settings = settings.as_root()
+        if reshard_after_forward is not None:
+            settings = replace(
+                settings, reshard_after_forward=reshard_choice(reshard_after_forward, members[0].layout.world_size)
+            )
+        keeps = face is Face.FSDP1 and settings.keep_without_reduction
+        units.append(PlannedUnit(name, tuple(members), settings.reshard_after_forward, keeps, face))
     return tuple(units)
 
 
@@ -128,14 +132,6 @@ def _pairs(layouts: Sequence[tuple[str, Layout]]) -> Sequence[tuple[str, Layout]
     if not pairs or not all(isinstance(name, str) and isinstance(layout, LAYOUTS) for name, layout in layouts):
         raise PlanError(f"expected a list of (unit name, layout), got {shown(layouts)}")
     return layouts
-
-
-def _choice(asked: bool | int, layout: Layout) -> bool | int:
-    if type(asked) is int and asked in (1, layout.world_size):
-        return asked == layout.world_size and asked > 1
-    if type(asked) is int:
-        post_forward(layout, asked)  # refuses what is no smaller group
-    return asked
 
 
 def step_plan(

@@ -63,13 +63,12 @@ class PrecisionPolicy:
         >>> policy.input_dtype("int64", Face.FSDP2, is_root=True)
         'int64'
         """
-        if self.cast_forward_inputs is None:
-            casts = face is Face.FSDP2
-        else:
-            casts = self.cast_forward_inputs
-        if face is Face.FSDP1 and is_root:
-            casts = casts or self.cast_root_forward_inputs
-        return _cast(dtype, self.param_dtype if casts else None)
+        return _cast(dtype, self.param_dtype if self.casts_inputs(face, is_root=is_root) else None)
+
+    def casts_inputs(self, face: Face, *, is_root: bool) -> bool:
+        """Whether floating inputs of a unit are cast to `param_dtype` (R35)."""
+        casts = face is Face.FSDP2 if self.cast_forward_inputs is None else self.cast_forward_inputs
+        return casts or (face is Face.FSDP1 and is_root and self.cast_root_forward_inputs)
 
     def result_dtype(self, dtype: str) -> str:
         """The dtype to which an output is cast after a unit's forward."""

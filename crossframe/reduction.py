@@ -5,7 +5,7 @@ reductions in numpy, torch and JAX execute that list.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from crossframe.dtypes import itemsize
@@ -75,11 +75,15 @@ class DivideFactors:
     """The factors to divide by: `before` the sums, `between` the sum over shards and that over replicas, and `after` both.
 
     Their product is the number of ranks, or the user's own factor (R27).
+
+    Attributes:
+        averaged: whether the collectives themselves divide by `between` and `after`.
     """
 
     before: float
     after: float
     between: float = 1.0
+    averaged: bool = field(default=False, repr=False)
 
 
 def divide_factors(num_ranks: int) -> DivideFactors:
@@ -123,8 +127,8 @@ def mean_factors(num_ranks: int, dtype: str, *, replicate: int = 1) -> DivideFac
     if dtype not in ("float32", "bfloat16"):
         return divide_factors(num_ranks)
     if replicate == 1:
-        return DivideFactors(1.0, float(num_ranks))
-    return DivideFactors(1.0, float(replicate), float(num_ranks // replicate))
+        return DivideFactors(1.0, float(num_ranks), averaged=True)
+    return DivideFactors(1.0, float(replicate), float(num_ranks // replicate), averaged=True)
 
 
 def custom_factors(factor: float, dtype: str = "float32", *, sum_only: bool = False) -> DivideFactors:

@@ -15,6 +15,7 @@ from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.shown import shown
 from crossframe.step import StepSettings
+from crossframe.step.unit import reshard_choice
 from torch_backend.compat._composable import register, replicated_params
 from torch_backend.compat._fully_shard_api import (
     CPUOffloadPolicy,
@@ -108,11 +109,11 @@ def fully_shard(
     dims = None if dp_mesh_dims is None else _record("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
     data = find_mesh(mesh, dims)
     ranks = data.unit_mesh()
-    group_size = _group_size(reshard_after_forward, ranks.shards.size)
-    reshard: bool | int = reshard_after_forward is not False and group_size != 1
-    if group_size is not None and group_size > 1:
-        reshard = group_size
-    parts = ShardParts(data, ranks, mp_policy, shard_placement_fn, layout, block_fn, group_size)
+    step = StepSettings(
+        reshard_after_forward=_reshard_choice(reshard_after_forward, ranks.shards.size),
+        keep_root=reshard_after_forward is None,
+    )
+    parts = ShardParts(data, ranks, mp_policy, shard_placement_fn, layout, block_fn, step)
     ignored = set(ignored_params or ())
     for root in modules:
         ignored |= replicated_params(root)
@@ -123,10 +124,10 @@ def fully_shard(
         ranks,
         Choices(
             Face.FSDP2,
-            StepSettings(reshard_after_forward=reshard, keep_root=reshard_after_forward is None),
-            input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+            step,
+            input_dtype=policy.param_dtype if policy.policy.casts_inputs(Face.FSDP2, is_root=False) else None,
             output_dtype=policy.output_dtype,
-            settings=_settings(ranks.spec, policy, group_size),
+            settings=_settings(ranks.spec, policy),
         ),
         is_unit=is_sharded,
         parts=parts,
@@ -136,8 +137,8 @@ def fully_shard(
         pinned=isinstance(offload, CPUOffloadPolicy) and offload.pin_memory,
         ignored=ignored,
     )
-    if unit.step.settings.reshards_to_group:
-        unit.when_agreed = functools.partial(_keep_parts, unit, data, int(reshard))
+    if step.reshards_to_group:
+        unit.when_agreed = functools.partial(_keep_parts, unit, data, int(step.reshard_after_forward))
     _attach(modules, unit)
     return module
 
@@ -184,22 +185,18 @@ def _record(argument: str, given: Any, *kinds: type) -> Any:
     raise UsageError(f"fully_shard: expected {argument} to be of type {expected}, got {shown(given)}")
 
 
-def _group_size(asked: Any, size: int) -> int | None:
-    """The size of the group that keeps the parameters between forward and backward; None where the question is which of all
-    and none. 1 means none."""
+def _reshard_choice(asked: Any, num_shards: int) -> bool | int:
+    """`reshard_after_forward` as the step machine takes it."""
     if asked is None or isinstance(asked, bool):
-        return None
-    if not isinstance(asked, int) or asked < 1 or size % asked:
+        return asked is not False
+    if not isinstance(asked, int):
         raise MeshError(
-            f"fully_shard: expected reshard_after_forward to be True, False, None or a number that divides the {size} ranks of "
-            f"the shard axis, got {asked!r}"
+            f"fully_shard: expected reshard_after_forward to be True, False, None or a number, got {shown(asked)}"
         )
-    if asked == 1:
-        warnings.warn(
-            "reshard_after_forward=1 means a group of one rank, which keeps everything: as False. True reshards",
-            stacklevel=3,
-        )
-    return None if asked == size else asked
+    choice = reshard_choice(asked, num_shards)
+    if choice is False:
+        warnings.warn("reshard_after_forward=1 keeps the parameters, as False does; True reshards", stacklevel=3)
+    return choice
 
 
 def _keep_parts(unit: Unit, data: DataMesh, group_size: int) -> None:
@@ -210,12 +207,11 @@ def _keep_parts(unit: Unit, data: DataMesh, group_size: int) -> None:
         bucket.part = GroupShard(bucket.layout, group, mesh)
 
 
-def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy, group_size: int | None) -> dict[str, str]:
+def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy) -> dict[str, str]:
     """What all ranks must have alike, in words."""
     return {
         "mesh": f"{spec.replicate} x {spec.shard} (replicate x shard)",
         "mp_policy": str(policy),
-        "smaller group": str(group_size),
     }
 
 

@@ -174,12 +174,17 @@ def post_forward_group(mesh: MeshSpec, rank: int, group_size: int) -> range:
     return range(first, first + group_size)
 
 
-def _check_group_size(group_size: int, world_size: int) -> None:
+def check_reshard_group(group_size: int, world_size: int) -> None:
+    """Raise MeshError unless the size of a reshard group is that of groups that divide the shard group."""
     if type(group_size) is not int or group_size < 1 or world_size % group_size:
         raise MeshError(
             f"reshard_after_forward={shown(group_size)}: expected the size of a group that divides the {world_size} ranks of a "
             "shard group"
         )
+
+
+def _check_group_size(group_size: int, world_size: int) -> None:
+    check_reshard_group(group_size, world_size)
     if group_size in (1, world_size):
         means = "False (keep the parameters)" if group_size == 1 else "True (reshard to the shard group)"
         raise MeshError(

@@ -5,9 +5,10 @@ from enum import IntEnum
 from typing import Any, assert_never
 
 from crossframe.errors import StateError
+from crossframe.layout.sharding import check_reshard_group
 from crossframe.lifecycle import Activity, Exposure, Move, Residency, UnitState
 from crossframe.shown import shown
-from crossframe.strategy import Prefetch
+from crossframe.strategy import Prefetch, Strategy
 
 
 class Action(IntEnum):
@@ -87,6 +88,12 @@ class StepSettings:
                     f"{name}: got {shown(value)}, which is not a valid choice; pass {_KINDS.get(name, 'a bool')}"
                 )
 
+    @classmethod
+    def of_strategy(cls, strategy: Strategy, **settings: Any) -> "StepSettings":
+        """The settings that a sharding strategy of FSDP1 means (R13, R14, R15), with others."""
+        reshards = strategy.reshards_after_forward
+        return cls(reshard_after_forward=reshards, keep_root=True, keep_without_reduction=not reshards, **settings)
+
     def as_root(self) -> "StepSettings":
         """The settings of a unit that turns out to be the root (R13)."""
         return replace(self, reshard_after_forward=False) if self.keep_root else self
@@ -103,6 +110,21 @@ class StepSettings:
 
 
 _KINDS = {"reshard_after_forward": "a bool or a number of ranks", "backward_prefetch": "a Prefetch or None"}
+
+
+def reshard_choice(asked: bool | int, num_shards: int) -> bool | int:
+    """`reshard_after_forward` in its simplest form (R08): the whole shard group means True, a group of one rank means False.
+
+    Raises:
+        MeshError: a number that does not divide the shard group.
+
+    >>> [reshard_choice(asked, 4) for asked in (True, False, 4, 2, 1)]
+    [True, False, True, 2, False]
+    """
+    if isinstance(asked, bool):
+        return asked
+    check_reshard_group(asked, num_shards)
+    return asked == num_shards and asked > 1 if asked in (1, num_shards) else asked
 
 
 class StepCount:

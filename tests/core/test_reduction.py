@@ -51,7 +51,7 @@ def test_R26_the_values_that_torch_takes(num_ranks, before, after):
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_R26_fsdp2_averages_in_the_collective_for_two_dtypes_and_splits_for_the_others(num_ranks):
     for dtype in ("float32", "bfloat16"):
-        assert mean_factors(num_ranks, dtype) == DivideFactors(1.0, num_ranks)
+        assert mean_factors(num_ranks, dtype) == DivideFactors(1.0, num_ranks, averaged=True)
     for dtype in ("float64", "float16"):
         assert mean_factors(num_ranks, dtype) == divide_factors(num_ranks)
 

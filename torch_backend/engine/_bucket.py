@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout, reduced_layout
 from crossframe.precision import PrecisionPolicy
+from crossframe.reduction import Missing, missing_grad
 from crossframe.trace import FREE, RESHARD_TO_GROUP, Event
-from crossframe.unshard import Truth, UnshardRequest, authoritative
+from crossframe.unshard import Truth, UnshardRequest, authoritative, shows_grad
 from crossframe.writeback import check_full
 from torch_backend.compat._dtypes import dtype_name, torch_dtype
 from torch_backend.engine._unused_params import Unused
@@ -185,7 +186,7 @@ class Bucket:
     ) -> None:
         """Issue the reduction of full gradients, in the layout's order."""
         layout, self._reduced = self.layout, range(len(grads))
-        if self._face is Face.FSDP2:
+        if missing_grad(self._face, unit_used=True) is Missing.NONE:
             # Of each parameter: whether it has a gradient, or lacks one that it could have.
             has = [grad is not None for grad in grads]
             lacks = (
@@ -309,7 +310,7 @@ class Bucket:
         if self.truth is Truth.FULL_STORAGE:
             return own
         has = torch.tensor([grad is not None for grad in own], dtype=torch.uint8, device=self.device)
-        shown = self.mesh.shards.gather_all(has).amax(0).tolist()
+        shown = [shows_grad(ranks) for ranks in self.mesh.shards.gather_all(has).T.tolist()]
         if not any(shown):
             return [None] * len(own)
         shard = torch.zeros_like(self.store.buffer, dtype=torch_dtype(self.precision.kept))

@@ -52,25 +52,25 @@ def choices_of(
     mesh: MeshSpec,
 ) -> Choices:
     """What the arguments of a constructor mean to the engine."""
-    reshards = strategy.strategy.reshards_after_forward
-    casts = precision.cast_forward_inputs
+    policy = precision.policy
+    input_dtype, root_input_dtype = (
+        precision.param_dtype if policy.casts_inputs(Face.FSDP1, is_root=is_root) else None for is_root in (False, True)
+    )
     return Choices(
         Face.FSDP1,
-        StepSettings(
-            reshard_after_forward=reshards,
-            keep_root=True,
-            keep_without_reduction=not reshards,
+        StepSettings.of_strategy(
+            strategy.strategy,
             backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
             forward_prefetch=forward_prefetch,
         ),
         refuses_double_backward=True,
-        input_dtype=precision.param_dtype if casts else None,
-        root_input_dtype=precision.param_dtype if precision.cast_root_forward_inputs else None,
+        input_dtype=input_dtype,
+        root_input_dtype=root_input_dtype,
         settings={
             "strategy": strategy.name,
             "mesh": f"{mesh.replicate} x {mesh.shard} (replicate x shard)",
             "use_orig_params": str(use_orig_params),
-            "mixed_precision": str(precision.policy),
+            "mixed_precision": str(policy),
             "backward_prefetch": str(backward_prefetch),
             "forward_prefetch": str(forward_prefetch),
         },

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from crossframe.errors import UnsupportedError, UsageError
 from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
+from crossframe.step import StepSettings
 from torch_backend.compat._fully_shard_api import MixedPrecisionPolicy
 from torch_backend.compat._torch_classes import as_ours
 from torch_backend.exposure import DTensorExposure, Exposure, PieceExposure
@@ -32,7 +33,7 @@ class ShardParts:
         data, ranks: the ranks, as a mesh and as process groups.
         policy: as the user gave it, torch's own record too: tensor subclasses are passed that very object.
         placement_fn, kind, block_fn: the arguments `shard_placement_fn`, `layout` and `block_fn`.
-        group_size: how many ranks keep the parameters between forward and backward (R08); None: all or one.
+        step: whether they reshard to smaller groups (R08).
 
     Raises:
         UsageError: a layout that there is not, or `block_fn` for one without blocks.
@@ -45,7 +46,7 @@ class ShardParts:
     placement_fn: PlacementFn | None
     kind: str
     block_fn: BlockFn | None
-    group_size: int | None = None
+    step: StepSettings
     _placed: dict[str, Placed] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,10 +67,10 @@ class ShardParts:
         """One bucket per dtype; a parameter that says itself what is gathered of it is a bucket by itself."""
         if not is_extended(local_of(entry.param)):
             return entry.param.dtype
-        if (self.group_size or 1) > 1:
+        if self.step.reshards_to_group:
             raise UnsupportedError(
                 f"parameter {entry.spec.name!r} says by fsdp_pre_all_gather what is gathered of its shard, but not of parts that "
-                f"{self.group_size} ranks keep; pass reshard_after_forward=True or False"
+                f"{self.step.reshard_after_forward} ranks keep; pass reshard_after_forward=True or False"
             )
         return entry.spec.name
 

@@ -119,8 +119,6 @@ class GradStore:
             factors = factors_of(
                 self._mesh.spec, self._face, self._reduced_name, choices.divide_factor, sum_only=choices.sum_only
             )
-        # Where a face says that the collectives average, the division after them is part of these.
-        averages = choices.divide_factor is None and not choices.sum_only and factors.before == 1
         for this in steps:
             match this:
                 case ReductionStep.CAST_TO_REDUCED:
@@ -148,10 +146,10 @@ class GradStore:
                     work.wait()
                 case ReductionStep.DIVIDE_AFTER:
                     hook = choices.all_reduce_hook
-                    if hook is not None and not averages:
+                    if hook is not None and not factors.averaged:
                         hook(value)
                     _divide(value, factors.after)
-                    if hook is not None and averages:
+                    if hook is not None and factors.averaged:
                         hook(value)
                 case ReductionStep.CAST_TO_KEPT:
                     value = value.to(self._kept)

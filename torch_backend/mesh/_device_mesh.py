@@ -10,6 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crossframe.errors import AssertedError, UsageError
+from crossframe.layout import post_forward_group
+from crossframe.mesh import MeshSpec
 from torch_backend.compat._fully_shard_api import DataParallelMeshDims
 from torch_backend.ranks._collectives import Alone, Communicator, UnitMesh, default_process_group
 
@@ -48,7 +50,11 @@ class DataMesh:
     def group_mesh(self, size: int) -> DeviceMesh:
         """The (replicate, shard) mesh of groups of `size` ranks, over which a unit is sharded between forward and backward (R08).
         All ranks must ask for it."""
-        groups = self.mesh.mesh.reshape(-1, size)
+        ranks = self.mesh.mesh.flatten().tolist()
+        spec = MeshSpec(shard=self.shard_axis.size(), replicate=len(ranks) // self.shard_axis.size())
+        groups = [
+            [ranks[r] for r in post_forward_group(spec, first, size)] for first in range(0, spec.world_size, size)
+        ]
         return _kept(self.mesh, size, lambda: DeviceMesh(self.mesh.device_type, groups))
 
     @property

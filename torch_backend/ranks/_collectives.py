@@ -206,7 +206,7 @@ class UnitMesh:
     @property
     def group_rank(self) -> int:
         """This rank's place in the group that one rank may act for (R19)."""
-        return self.shards.rank if self.spec.shard > 1 else self.replicas.rank
+        return self.spec.group_rank(self.replicas.rank * self.spec.shard + self.shards.rank)
 
 
 class Alone(Communicator):
