@@ -184,23 +184,22 @@ class Bucket:
     def start_reduction(
         self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None, all_reduce: bool = True
     ) -> None:
-        """Issue the reduction of full gradients, in the layout's order."""
+        """Issue the reduction of full gradients, in the layout's order.
+
+        Where the interface tells parameters without a gradient on any rank from those with zeros (R29), ranks exchange which of
+        their trained parameters have none. Per parameter, frozen parameters do not travel.
+        """
         layout, self._reduced = self.layout, range(len(grads))
         if missing_grad(self._face, unit_used=True) is Missing.NONE:
-            # Of each parameter: whether it has a gradient, or lacks one that it could have.
-            has = [grad is not None for grad in grads]
-            lacks = (
-                []
-                if all(has)
-                else [not h and leaf.requires_grad for h, leaf in zip(has, self.buffer.leaves, strict=True)]
-            )
-            self.unused.lack(lacks)
-            if lacks and not layout.contiguous:
-                trained = tuple(h or lack for h, lack in zip(has, lacks, strict=True))
-                if not all(trained):
-                    layout = self._layout_of(trained)
-                    self._reduced = [i for i, some in enumerate(trained) if some]
-                    grads = [grads[i] for i in self._reduced]
+            present = [grad is not None for grad in grads]
+            leaves = () if all(present) else self.buffer.leaves
+            unused = [not some and leaf.requires_grad for some, leaf in zip(present, leaves, strict=False)]
+            self.unused.lack(unused)
+            travels = tuple(some or lacks for some, lacks in zip(present, unused, strict=False))
+            if not layout.contiguous and not all(travels):
+                layout = self._layout_of(travels)
+                self._reduced = [i for i, some in enumerate(travels) if some]
+                grads = [grads[i] for i in self._reduced]
         self.grads.start(grads, layout, unit=unit, hook=hook, all_reduce=all_reduce)
 
     def _layout_of(self, trained: tuple[bool, ...]) -> Layout:

@@ -96,10 +96,13 @@ class GradStore:
         self._streams.reduction_read()
 
     def advance(self) -> bool:
-        """Wait for the collective that is under way and issue the next. Returns whether there was none."""
-        with self._streams.reducing():
-            if self._under_way is not None and next(self._under_way, self) is self:
-                self._under_way = None
+        """Wait for the collective in flight and issue the next. Returns whether the reduction is over."""
+        if self._under_way is not None:
+            with self._streams.reducing():
+                try:
+                    next(self._under_way)
+                except StopIteration:
+                    self._under_way = None
         return self._under_way is None
 
     def take(self) -> Tensor:
@@ -113,7 +116,7 @@ class GradStore:
         self._under_way = self.arrived = self.partial = None
 
     def _reduce(self, value: Tensor, layout: Layout, unit: str, steps: Sequence[ReductionStep]) -> Iterator[None]:
-        """The core's steps. Between two of them, wherever one waits for other ranks, the host may do something else."""
+        """Execute the core's steps. Yields after issuing each collective, so that the host may do something else meanwhile."""
         factors, choices = self._factors, self._choices
         if choices.divide_factor is not None or choices.sum_only:
             factors = factors_of(
