@@ -146,7 +146,7 @@ class _Held:
             unit.check_summon()
             unit.show_shards()
             for bucket in unit.buckets:
-                bucket.exposure.adopt()
+                bucket.registrar.adopt()
         self.named = [(unit.name, each.bucket, each.layout) for unit in found for each in unit.buckets]
         units = tuple((name, layout) for name, _, layout in self.named)
         self.sharding = Sharding(units, MeshSpec(mesh.spec.shard))

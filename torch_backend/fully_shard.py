@@ -245,22 +245,22 @@ class _Hooks:
     @_disable_dynamo
     def before(self, inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A forward begins."""
-        schedule = self._unit.schedule or begin_as_root(inner)
+        executor = self._unit.executor or begin_as_root(inner)
         if not self._to_run:
             self._to_run.update(self._modules)
-        return schedule.begin_forward(self._unit, args, kwargs)
+        return executor.begin_forward(self._unit, args, kwargs)
 
     @_disable_dynamo
     def after(self, inner: nn.Module, args: Any, output: Any) -> Any:
         """A forward is over. Without an output and with an exception under way, the module has raised, or its first use has."""
-        schedule = self._unit.schedule
-        if schedule is None:
+        executor = self._unit.executor
+        if executor is None:
             return None
         self._to_run.discard(inner)
         if output is None and sys.exc_info()[0] is not None:
             self._to_run.clear()
-            return schedule.abandon_forward(self._unit)
-        return schedule.end_forward(self._unit, output, whole=not self._to_run)
+            return executor.abandon_forward(self._unit)
+        return executor.end_forward(self._unit, output, whole=not self._to_run)
 
     def show_sharded(self, inner: nn.Module, *_: Any) -> None:
         """A state dict is about to be made."""
@@ -276,4 +276,4 @@ class _Hooks:
         """A state dict has been loaded."""
         make_real(self._unit)
         for bucket in self._unit.buckets:
-            bucket.exposure.adopt_loaded()
+            bucket.registrar.adopt_loaded()

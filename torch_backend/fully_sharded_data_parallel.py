@@ -22,12 +22,11 @@ from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, Shar
 from torch_backend.compat._torch_classes import as_ours
 from torch_backend.engine._build import build_unit
 from torch_backend.engine._clipping import clip_grad_norm
-from torch_backend.engine._schedule import Schedule
+from torch_backend.engine._executor import StepExecutor
 from torch_backend.engine._unit import UNIT, unit_of
 from torch_backend.engine._unit_tree import named_units, units_in
 from torch_backend.engine._unshard import summon_units
 from torch_backend.engine._unsupported import refuse_ddp, refuse_to_pickle
-from torch_backend.exposure import Exposure, FlatExposure, FlatParameter, OriginalExposure
 from torch_backend.fsdp1._arguments import (
     check_arguments,
     check_uniform,
@@ -46,6 +45,7 @@ from torch_backend.modules._materialise import prepare, sync_states
 from torch_backend.modules._owned_params import OwnedParam
 from torch_backend.ranks._collectives import UnitMesh
 from torch_backend.ranks._comm_hook import set_comm_hook
+from torch_backend.registration import FlatParameter, FlatRegistrar, OriginalRegistrar, Registrar
 from torch_backend.state._state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -98,9 +98,9 @@ def __getattr__(name: str) -> Any:
 
 
 # What is wrapped may be compiled; what happens around it may not.
-_begin_forward = _disable_dynamo(Schedule.begin_forward)
-_end_forward = _disable_dynamo(Schedule.end_forward)
-_abandon_forward = _disable_dynamo(Schedule.abandon_forward)
+_begin_forward = _disable_dynamo(StepExecutor.begin_forward)
+_end_forward = _disable_dynamo(StepExecutor.end_forward)
+_abandon_forward = _disable_dynamo(StepExecutor.abandon_forward)
 
 
 class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
@@ -263,7 +263,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     @property
     def params(self) -> list[nn.Parameter]:
         """What stands for the parameters of this unit alone: its flat parameter, or its original ones."""
-        return [param for bucket in unit_of(self).buckets for param in bucket.exposure.managed()]
+        return [param for bucket in unit_of(self).buckets for param in bucket.registrar.managed()]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the wrapper lacks are the wrapped module's."""
@@ -280,26 +280,26 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
         unit = unit_of(self)
-        schedule = unit.schedule or self._begin_as_root()
+        executor = unit.executor or self._begin_as_root()
         if self._full_in_eval and unit.state.activity == Activity.IDLE:
             self._follow_mode()
-        args, kwargs = _begin_forward(schedule, unit, args, kwargs)
+        args, kwargs = _begin_forward(executor, unit, args, kwargs)
         try:
             output = self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            _abandon_forward(schedule, unit)
+            _abandon_forward(executor, unit)
             raise
-        _end_forward(schedule, unit, output)
+        _end_forward(executor, unit, output)
         return output
 
     @_disable_dynamo
-    def _begin_as_root(self) -> Schedule:
+    def _begin_as_root(self) -> StepExecutor:
         named = list(_named_fsdp_modules(self))
         for name, wrapper in named:
             check_uniform(self, name, wrapper)
-        schedule = Schedule(named_units(self, Face.FSDP1), face=type(self).__name__)
+        executor = StepExecutor(named_units(self, Face.FSDP1), face=type(self).__name__)
         self._lower_buffers()
-        return schedule
+        return executor
 
     def _lower_buffers(self) -> None:
         named = list(_named_fsdp_modules(self))
@@ -320,7 +320,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         if policy.param_dtype is not None or policy.reduce_dtype is not None:
             unit.compute_in(PrecisionPolicy() if full else policy)
         unit.choices.input_dtype, unit.choices.root_input_dtype = (None, None) if full else self._input_dtypes
-        if unit.schedule is not None and unit.schedule.root is unit:
+        if unit.executor is not None and unit.executor.root is unit:
             if not full:
                 self._lower_buffers()
             else:
@@ -329,8 +329,8 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost unit; asked before the first forward, this instance is taken to be it."""
-        schedule = unit_of(self).schedule or self._begin_as_root()
-        return schedule.root is unit_of(self)
+        executor = unit_of(self).executor or self._begin_as_root()
+        return executor.root is unit_of(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
@@ -358,11 +358,11 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; full gradients that accumulated under `no_sync` are forgotten too."""
-        schedule = unit_of(self).schedule
-        if schedule is not None:
-            schedule.recover()
+        executor = unit_of(self).executor
+        if executor is not None:
+            executor.recover()
         super().zero_grad(set_to_none)
-        units = schedule.units if schedule is not None else units_in(self, Face.FSDP1)
+        units = executor.units if executor is not None else units_in(self, Face.FSDP1)
         for unit in units:
             unit.drop_grads()
 
@@ -403,14 +403,14 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             raise StateError(
                 "clip_grad_norm_ on an inner unit would see a part of the gradients; call it on the outermost"
             )
-        schedule = unit_of(self).schedule
-        assert schedule is not None
-        schedule.check_summon()
+        executor = unit_of(self).executor
+        assert executor is not None
+        executor.check_summon()
         managed = {
-            id(param) for unit in schedule.units for bucket in unit.buckets for param in bucket.exposure.managed()
+            id(param) for unit in executor.units for bucket in unit.buckets for param in bucket.registrar.managed()
         }
         others = [param for param in self.parameters() if id(param) not in managed]
-        return clip_grad_norm(schedule.units, others, max_norm, norm_type)
+        return clip_grad_norm(executor.units, others, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce gradients in the place of this class, division included.
@@ -468,8 +468,8 @@ class _Parts:
         """See Parts."""
         return ShardStore(layout, self._ranks.rank, full, device, pinned=pinned)
 
-    def exposure(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
+    def registrar(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Registrar:
         """See Parts."""
         if self._wrapper._use_orig_params:
-            return OriginalExposure(owned, store, leaves, self._device_mesh)
-        return FlatExposure(self._wrapper.module, owned, store, leaves, self._device_mesh)
+            return OriginalRegistrar(owned, store, leaves, self._device_mesh)
+        return FlatRegistrar(self._wrapper.module, owned, store, leaves, self._device_mesh)

@@ -41,7 +41,7 @@ def local_pieces(model: nn.Module, rank: int) -> Iterator[LocalPiece]:
         for each in named.buckets:
             bucket, layout = each.bucket, each.layout
             index = {spec.name: i for i, spec in enumerate(layout.params)}
-            grads = bucket.exposure.grads()
+            grads = bucket.registrar.grads()
             for piece in layout.pieces(rank):
                 i = index[piece.name]
                 values = bucket.store.pieces[i]

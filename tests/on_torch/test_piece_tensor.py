@@ -1,4 +1,4 @@
-"""PieceTensor: what parameters are under a flat or ragged layout (pieces/, exposure/_pieces.py)."""
+"""PieceTensor: what parameters are under a flat or ragged layout (pieces/, registration/_pieces.py)."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOptionalMemberAccess=false
 # pyright: reportPrivateImportUsage=false, reportReturnType=false
@@ -539,7 +539,7 @@ def _adopts(rank: int, world_size: int, kind: str) -> None:
     pieces = bucket.store.pieces
 
     def aliased() -> bool:
-        params = bucket.exposure.managed()
+        params = bucket.registrar.managed()
         return all(p.local.data_ptr() == piece.data_ptr() for p, piece in zip(params, pieces, strict=True))
 
     assert aliased()
@@ -561,7 +561,7 @@ def _adopts(rank: int, world_size: int, kind: str) -> None:
             assert isinstance(p, PieceTensor) and same_bits(p.detach().full_tensor(), expected[name]), name
     state = {name: value + 1 if isinstance(value, Tensor) else value for name, value in _plain(model).items()}
     model.load_state_dict(state, assign=True)
-    assert aliased() and next(iter(model.parameters())) is bucket.exposure.managed()[0]
+    assert aliased() and next(iter(model.parameters())) is bucket.registrar.managed()[0]
     for name, value in _plain(model).items():
         assert same_bits(value, state[name]), name
     # Also on a rank that holds none of it: all ranks refuse alike.
@@ -607,14 +607,14 @@ def test_R25_a_model_that_is_converted_takes_its_gradients_along(ranks, kind):
 def _accumulates(rank: int, world_size: int) -> None:
     """However gradients were touched between two reductions, the second is added to what is there."""
     (own,) = [shard(nn.Linear(3, 5), "flat")]
-    exposure = unit_of(own).buckets[0].exposure
+    registrar = unit_of(own).buckets[0].registrar
     store = unit_of(own).buckets[0].store
-    weight, bias = exposure.managed()
+    weight, bias = registrar.managed()
     generator = torch.Generator().manual_seed(1)
 
     def reduced() -> list[Tensor]:
         shard_of_grads = torch.randn(store.buffer.numel(), generator=generator)
-        exposure.add_grad(shard_of_grads, (0, 1), frozenset())
+        registrar.add_grad(shard_of_grads, (0, 1), frozenset())
         return [part.clone() for part in store.split(shard_of_grads)]
 
     def grads() -> list[Tensor]:
@@ -639,15 +639,15 @@ def _accumulates(rank: int, world_size: int) -> None:
     g = reduced()
     assert torch.equal(grads()[0], f[0] + g[0]) and torch.equal(grads()[1], 2 * f[1] + g[1])
     own.zero_grad()
-    exposure.add_grad(torch.ones_like(store.buffer), (0, 1), {0})
+    registrar.add_grad(torch.ones_like(store.buffer), (0, 1), {0})
     assert weight.grad is None and bias.grad is not None
-    exposure.add_grad(torch.ones_like(store.buffer), (0, 1), {1})
+    registrar.add_grad(torch.ones_like(store.buffer), (0, 1), {1})
     assert (weight.grad.local == 1).all() and (bias.grad.local == 1).all()
     own.zero_grad()
     weight.requires_grad_(False)
     reduced()
     assert weight.grad is None and bias.grad is not None
-    assert piece_tensor(store.pieces[0], exposure.places[0]).place is weight.place
+    assert piece_tensor(store.pieces[0], registrar.places[0]).place is weight.place
 
 
 def test_R29_gradients_accumulate_whatever_was_done_to_them(ranks):

@@ -33,7 +33,7 @@ from tests.on_torch.recorded_loops import (
     where,
 )
 from torch_backend.recorder import Recorder
-from torch_backend.recorder.tree import choose_units, named_places
+from torch_backend.recorder.tree import choose_units, named_modules
 
 FINE = (Verdict.EQUAL, Verdict.ROUNDING)
 PARALLEL = [kind for kind in KINDS if kind != "one"]
@@ -384,6 +384,6 @@ def test_units_of_a_plain_model_are_chosen_by_name_class_or_policy():
 
 def test_wrappers_are_in_no_name():
     model = torch.compile(Net(), backend="eager")
-    names = [place.name for place in named_places(model)]  # type: ignore[arg-type]
+    names = [place.name for place in named_modules(model)]  # type: ignore[arg-type]
     assert names[:3] == ["", "", "embed"]
-    assert all(place.compiled for place in list(named_places(model))[1:])  # type: ignore[arg-type]
+    assert all(place.compiled for place in list(named_modules(model))[1:])  # type: ignore[arg-type]

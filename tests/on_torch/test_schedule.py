@@ -172,7 +172,7 @@ def _variant(rank, world_size, mode, cls, settings):
         piece = next((q for q in bucket.layout.pieces(rank) if q.name == name), None)
         if piece is None:
             continue
-        shown = bucket.exposure.flat_param if mode == "flat" else bucket.exposure.params[i]
+        shown = bucket.registrar.flat_param if mode == "flat" else bucket.registrar.params[i]
         if p.grad is None:
             # R29: FSDP1 gives zeros inside a used unit and nothing in an unused one.
             assert shown.grad is None or not _local(shown.grad).flatten()[piece.shard_start : piece.shard_stop].any()

@@ -148,7 +148,7 @@ class Work:
 def _watch(device):
     """Let the engine queue on the device's streams, and note what it does with memory. Returns what undoes it."""
     from torch_backend.engine import _bucket as bucket
-    from torch_backend.engine import _schedule as schedule
+    from torch_backend.engine import _executor as executor
     from torch_backend.memory._gather import GatherBuffer
     from torch_backend.memory._grads import GradStore
     from torch_backend.memory._reshard_group import GroupShard
@@ -248,7 +248,7 @@ def _watch(device):
         return take
 
     patch(torch.Tensor, "record_stream", lambda _: lambda tensor, stream: device.kept_back.add(_key(tensor)))
-    for module in (bucket, schedule):
+    for module in (bucket, executor):
         patch(module, "streams_of", lambda _: lambda _: streams)
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
         patch(Communicator, name, collective)

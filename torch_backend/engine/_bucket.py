@@ -18,8 +18,6 @@ from crossframe.unshard import Truth, UnshardRequest, authoritative, shows_grad
 from crossframe.writeback import check_full
 from torch_backend.compat._dtypes import dtype_name, torch_dtype
 from torch_backend.engine._unused_params import Unused
-from torch_backend.exposure import Exposure
-from torch_backend.exposure._registration import has_grad_hooks
 from torch_backend.memory._gather import GatherBuffer, views_of
 from torch_backend.memory._grads import GradStore, ReductionChoices
 from torch_backend.memory._reshard_group import GroupShard
@@ -28,6 +26,8 @@ from torch_backend.memory._streams import streams_of
 from torch_backend.observe import observers
 from torch_backend.ranks._collectives import UnitMesh
 from torch_backend.ranks._comm_hook import CommHook
+from torch_backend.registration import Registrar
+from torch_backend.registration._modules import has_grad_hooks
 
 
 class Writeback(Enum):
@@ -48,7 +48,7 @@ class Bucket:
         store: this rank's shard.
         buffer: the full parameters in use.
         grads: gradients on their way from full to sharded.
-        exposure: what the user's module shows.
+        registrar: what the user's module shows.
         origins: of each parameter, what tells it from others once it is sharded.
         unused: under FSDP2, what no rank's backward reached (R29).
         reduction_choices: what the user changed in how gradients are reduced.
@@ -64,7 +64,7 @@ class Bucket:
         policy: PrecisionPolicy,
         face: Face,
         limited: bool,
-        make_exposure: Callable[[ShardStore, list[nn.Parameter]], Exposure],
+        make_registrar: Callable[[ShardStore, list[nn.Parameter]], Registrar],
     ) -> None:
         """
         Args:
@@ -74,13 +74,13 @@ class Bucket:
             policy: what the user asked for in precision.
             face: whose particulars hold.
             limited: see `limit_all_gathers` in [Note: streams].
-            make_exposure: from the shard and the unsharded parameters to what shows them.
+            make_registrar: from the shard and the unsharded parameters to what shows them.
         """
         self.layout, self.store = store.layout, store
         self.mesh, self._policy, self._face, self._limited = mesh, policy, face, limited
         self.reduction_choices = ReductionChoices()
         self._provide(device)
-        self.exposure = make_exposure(store, self.buffer.leaves)
+        self.registrar = make_registrar(store, self.buffer.leaves)
         self.unused = Unused(mesh)
         # Which parameters the reduction under way is of; and layouts of what travels, by which parameters are trained.
         self._reduced: Sequence[int] = ()
@@ -130,7 +130,7 @@ class Bucket:
         """Issue the all-gather: of the shard, or of what a smaller group holds."""
         part = self.part
         if part is not None and part.buffer is not None:
-            self.exposure.show_sharded()
+            self.registrar.show_sharded()
             self._streams.gather_after(self._part_taken)
             self.buffer.start(part.give(), part.communicator, unit=unit, phase=phase, layout=part.layout)
         else:
@@ -140,13 +140,13 @@ class Bucket:
         """Wait for the all-gather: the full parameters are readable. Returns whether other leaves are in use since."""
         if not self.buffer.finish():
             return False
-        self.exposure.take_leaves(self.buffer.leaves)
+        self.registrar.take_leaves(self.buffer.leaves)
         return True
 
     def free(self, *, unit: str, phase: str) -> None:
         """Free the full parameters, or what a smaller group holds of them."""
         if self.part is not None and self.part.buffer is not None:
-            self.exposure.show_sharded()
+            self.registrar.show_sharded()
             self.part.give()
             return
         self.buffer.free()
@@ -158,7 +158,7 @@ class Bucket:
         assert self.part is not None
         self.part.take(self.buffer.full, self.buffer.leaves)
         self._part_taken = self._streams.moment()
-        self.exposure.show_part(self.part)
+        self.registrar.show_part(self.part)
         self.buffer.free()
         assert self.part.buffer is not None
         self._tell(RESHARD_TO_GROUP, unit, phase, self.layout.gathered_numel - self.part.buffer.numel())
@@ -217,16 +217,16 @@ class Bucket:
                 shard, device = self.grads.take(), self.store.buffer.device
                 if shard.device != device:
                     # The host must not run ahead of the copy where it adds to what is there, or calls what the user hooked.
-                    waits = any(grad is not None for grad in self.exposure.grads())
-                    waits = waits or any(has_grad_hooks(param) for param in self.exposure.managed())
+                    waits = any(grad is not None for grad in self.registrar.grads())
+                    waits = waits or any(has_grad_hooks(param) for param in self.registrar.managed())
                     shard = shard.to(device, non_blocking=not waits)
                 unused = self.unused.everywhere(self._streams.join_host)
-                self.exposure.add_grad(shard, self._reduced, unused)
+                self.registrar.add_grad(shard, self._reduced, unused)
         return True
 
     def reset(self) -> None:
         """Back to the shard: nothing full, and no gradient half done (R17)."""
-        self.exposure.show_sharded()
+        self.registrar.show_sharded()
         if self.part is not None and self.part.buffer is not None:
             self.part.give()
         self.buffer.free()
@@ -255,14 +255,14 @@ class Bucket:
             shown.free()
         elif aside and shown.is_shard:
             full = full.clone()
-        self.exposure.summon(views_of(self.layout, full), grads)
+        self.registrar.summon(views_of(self.layout, full), grads)
 
     def dismiss(self, writeback: Writeback) -> None:
         """End `summon`, in the order of R24: writeback, as asked for, then what was shown is freed."""
         full = grads = None
         try:
             if self._shown is not None:
-                full, grads = self.exposure.dismiss()
+                full, grads = self.registrar.dismiss()
             match writeback:
                 case Writeback.NOTHING:
                     pass
@@ -270,7 +270,7 @@ class Bucket:
                     if full is not None:
                         self.store.write(full)
                     if self._shown_grads is not None and grads is not None:
-                        self.exposure.write_grads(grads)
+                        self.registrar.write_grads(grads)
                 case Writeback.FIRST:
                     self._write_from_first(full)
                 case _:
@@ -283,7 +283,7 @@ class Bucket:
     def check_shown(self) -> None:
         """Raise ParamError unless what the user has made of what is shown can be written back (R20)."""
         if self._shown is not None:
-            for spec, value in zip(self.layout.params, self.exposure.left(), strict=True):
+            for spec, value in zip(self.layout.params, self.registrar.left(), strict=True):
                 check_full(spec, tuple(value.shape))
 
     @contextmanager
@@ -305,7 +305,7 @@ class Bucket:
 
     def _gather_grads(self, unit: str) -> list[Tensor | None]:
         """Full gradients in the layout's order, None where no rank has one; what a rank lacks counts as zeros (R22)."""
-        own = self.exposure.grads()
+        own = self.registrar.grads()
         if self.truth is Truth.FULL_STORAGE:
             return own
         has = torch.tensor([grad is not None for grad in own], dtype=torch.uint8, device=self.device)
@@ -344,7 +344,7 @@ class Bucket:
         """Gather and reduce by another policy from now on. The full parameters must have been freed."""
         self._policy = policy
         self._provide(self.device, partial=self.grads.partial)
-        self.exposure.take_leaves(self.buffer.leaves)
+        self.registrar.take_leaves(self.buffer.leaves)
 
     # Moved or converted by the user
 
@@ -366,4 +366,4 @@ class Bucket:
         self.place(replace(self.layout, params=params, **options))  # type: ignore[type-var]
         self.store.cut()
         self._provide(device, partial=self.grads.partial)
-        self.exposure.follow(self.buffer.leaves, fn)
+        self.registrar.follow(self.buffer.leaves, fn)

@@ -14,10 +14,10 @@ from crossframe.units import Order
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._choices import Choices
 from torch_backend.engine._unit import Unit
-from torch_backend.exposure import Exposure
 from torch_backend.memory._store import ShardStore
 from torch_backend.modules._owned_params import OwnedParam, local_of, owned_params
 from torch_backend.ranks._collectives import UnitMesh
+from torch_backend.registration import Registrar
 
 
 class Parts(Protocol):
@@ -37,7 +37,7 @@ class Parts(Protocol):
         """This rank's shard of them."""
         ...
 
-    def exposure(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
+    def registrar(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Registrar:
         """What the module shows of them."""
         ...
 
@@ -100,7 +100,7 @@ def build_unit(
                 policy=policy,
                 face=face,
                 limited=limited,
-                make_exposure=lambda store, leaves, members=members: parts.exposure(members, store, leaves),
+                make_registrar=lambda store, leaves, members=members: parts.registrar(members, store, leaves),
             )
         )
         buckets[-1].origins = [origin_of(entry.param) for entry in members]

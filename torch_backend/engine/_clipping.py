@@ -52,13 +52,13 @@ def clip_grad_norm(units: Sequence[Unit], others: Iterable[nn.Parameter], max_no
         shards = unit.mesh.shards
         gradients_over([shards])
         for bucket in unit.buckets:
-            device, whole_grads = bucket.device, bucket.exposure.whole_grads()
+            device, whole_grads = bucket.device, bucket.registrar.whole_grads()
             scaled.extend(whole_grads)
-            parts = [() if whole is None else whole.groups for whole in bucket.exposure.wholes]
+            parts = [() if whole is None else whole.groups for whole in bucket.registrar.wholes]
             if not any(parts):
                 gradients_over([shards]).extend(whole_grads)
                 continue
-            for grad, over in zip(bucket.exposure.grads(), parts, strict=True):
+            for grad, over in zip(bucket.registrar.grads(), parts, strict=True):
                 found = gradients_over([shards, *map(Communicator, over)])
                 if grad is not None:
                     found.append(grad)

@@ -14,7 +14,7 @@ from torch_backend.compat._dtypes import dtype_name
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit
 from torch_backend.engine._unit_tree import NamedUnit, named_units
-from torch_backend.exposure._registration import RegisteredParams
+from torch_backend.registration._modules import RegisteredParams
 
 
 def make_real(unit: Unit) -> None:
@@ -40,8 +40,8 @@ def _make_real(unit: Unit, devices: Mapping[Tensor, torch.device]) -> None:
 
 def _registered(bucket: Bucket) -> list[nn.Parameter]:
     """What the module registers for each parameter of a bucket under FSDP2."""
-    assert isinstance(bucket.exposure, RegisteredParams)
-    return bucket.exposure.registered_params()
+    assert isinstance(bucket.registrar, RegisteredParams)
+    return bucket.registrar.registered_params()
 
 
 def check_real(named: Sequence[NamedUnit]) -> None:

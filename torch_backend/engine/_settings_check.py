@@ -28,7 +28,7 @@ def describe_units(named_units: Sequence[NamedUnit], face: str) -> list[tuple[st
     for named in named_units:
         for each in named.buckets:
             bucket = each.bucket
-            bucket.exposure.sync_requires_grad()  # what a user froze since the unit was made counts
+            bucket.registrar.sync_requires_grad()  # what a user froze since the unit was made counts
             cuts = _cuts(bucket.layout)
             for i, (spec, leaf) in enumerate(zip(each.params, bucket.buffer.leaves, strict=True)):
                 settings = {

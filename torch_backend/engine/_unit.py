@@ -27,7 +27,7 @@ from torch_backend.observe import tell_local_grads
 from torch_backend.ranks._collectives import UnitMesh
 
 if TYPE_CHECKING:
-    from torch_backend.engine._schedule import Schedule
+    from torch_backend.engine._executor import StepExecutor
 
 
 class Unit:
@@ -38,7 +38,7 @@ class Unit:
         step: its step machine, which owns its state and its step settings.
         mesh: the ranks that it is sharded and replicated over; one of its buckets may have other ranks.
         choices: the user's.
-        schedule: the schedule of the root that this unit runs under, once that has run.
+        executor: the step executor of the root that this unit runs under, once that has run.
         num_modules: how many modules it has; they are gathered and reduced together.
         when_agreed: what needs all ranks and waits until these have agreed that they have the same units; None: nothing.
         is_converting: whether its parameters are being moved or converted.
@@ -54,10 +54,10 @@ class Unit:
         self.buckets = list(buckets)
         self.mesh, self.choices = mesh, choices
         self.step = UnitStep(name, choices.step)
-        self.step.choose(conceal_after_forward=all(bucket.exposure.conceals_after_forward for bucket in self.buckets))
+        self.step.choose(conceal_after_forward=all(bucket.registrar.conceals_after_forward for bucket in self.buckets))
         self.when_agreed: Callable[[], None] | None = None
         self.is_converting = False
-        self.schedule: Schedule | None = None
+        self.executor: StepExecutor | None = None
         self.count_steps(StepCount())
         # The use that a forward is in the midst of.
         self.current_use: Use | None = None
@@ -87,7 +87,7 @@ class Unit:
         self._steps = steps
         self.step.count_steps(steps)
         for bucket in self.buckets:
-            count_steps(bucket.exposure.managed(), steps)
+            count_steps(bucket.registrar.managed(), steps)
 
     @property
     def device(self) -> torch.device | None:
@@ -97,12 +97,12 @@ class Unit:
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether any of its parameters is a part of a DTensor."""
-        return any(bucket.exposure.wholes for bucket in self.buckets)
+        return any(bucket.registrar.wholes for bucket in self.buckets)
 
     def refuse_tensor_parallelism(self, advice: str) -> None:
         """Raise UnsupportedError if any of its parameters is a part of a DTensor."""
         for bucket in self.buckets:
-            for spec, whole in zip(bucket.layout.params, bucket.exposure.wholes, strict=False):
+            for spec, whole in zip(bucket.layout.params, bucket.registrar.wholes, strict=False):
                 if whole is not None:
                     raise UnsupportedError(
                         f"unit {self.name!r}: parameter {spec.name!r} is a part of a DTensor of placements "
@@ -153,7 +153,7 @@ class Unit:
 
     def _adopt(self) -> None:
         for bucket in self.buckets:
-            bucket.exposure.adopt()
+            bucket.registrar.adopt()
 
     def _gather(self, phase: str) -> None:
         try:
@@ -170,7 +170,7 @@ class Unit:
     def _reuse(self, phase: str) -> None:
         for bucket in self.buckets:
             if bucket.buffer.is_shard:
-                bucket.exposure.adopt()
+                bucket.registrar.adopt()
 
     def _wait(self, phase: str) -> None:
         changed = [bucket.finish() for bucket in self.buckets]
@@ -179,13 +179,13 @@ class Unit:
 
     def _expose(self, phase: str) -> None:
         for bucket in self.buckets:
-            bucket.exposure.sync_requires_grad()
-            bucket.exposure.show_full()
+            bucket.registrar.sync_requires_grad()
+            bucket.registrar.show_full()
         self.step.trained = any(leaf.requires_grad for leaf in self.leaves)
 
     def _expose_again(self, phase: str) -> None:
         for bucket in self.buckets:
-            bucket.exposure.show_full()
+            bucket.registrar.show_full()
 
     def _adopt_expose_again(self, phase: str) -> None:
         self._adopt()
@@ -200,8 +200,8 @@ class Unit:
         aliases, self._used = anchored(self, use, self.leaves), []
         for bucket in self.buckets:
             start = len(self._used)
-            used = bucket.exposure.used_params(aliases[start : start + len(bucket.buffer.leaves)])
-            bucket.exposure.use(used)
+            used = bucket.registrar.used_params(aliases[start : start + len(bucket.buffer.leaves)])
+            bucket.registrar.use(used)
             self._used += used
 
     def _use_again(self, phase: str) -> None:
@@ -209,12 +209,12 @@ class Unit:
         start = 0
         for bucket in self.buckets if self._used else ():
             stop = start + len(bucket.buffer.leaves)
-            bucket.exposure.use(self._used[start:stop])
+            bucket.registrar.use(self._used[start:stop])
             start = stop
 
     def _end_use(self, phase: str) -> None:
         for bucket in self.buckets:
-            bucket.exposure.unuse()
+            bucket.registrar.unuse()
 
     def _end_backward(self, phase: str) -> None:
         if self._used:
@@ -223,7 +223,7 @@ class Unit:
 
     def _conceal(self, phase: str) -> None:
         for bucket in self.buckets:
-            bucket.exposure.show_sharded()
+            bucket.registrar.show_sharded()
 
     def _free(self, phase: str) -> None:
         for bucket in self.buckets:
@@ -239,8 +239,8 @@ class Unit:
         self._grads.keep(lambda: self._accumulated)
 
     def _reduce(self, phase: str) -> None:
-        assert self.schedule is not None
-        self.schedule.reduce(self)
+        assert self.executor is not None
+        self.executor.reduce(self)
 
     @property
     def summoned(self) -> bool:
@@ -286,20 +286,20 @@ class Unit:
     def collect(self, use: Use | None, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Autograd delivers the gradients of one use of the unit; see [Note: anchors]."""
         if self.state.activity != Activity.BACKWARD:
-            if self.step.settings.reshard_after_forward or self.schedule is None:
+            if self.step.settings.reshard_after_forward or self.executor is None:
                 raise StateError(
                     f"unit {self.name!r}: gradients of its parameters came, but none of its output, so that they were "
                     "computed without the parameters; return the tensors that the loss is made of, as they are or in a "
                     "tuple, list, dict, set or dataclass"
                 )
-            self.schedule.begin_backward(self)
+            self.executor.begin_backward(self)
         self._grads.add(indices, grads)
         # What a nested backward delivers (reentrant checkpointing inside the unit) is a part; the rest is to come.
         if torch._C._current_graph_task_id() == self._task:
             if use is not None:
                 self._uses.discard(use)
-            if not self._uses and self.schedule is not None:
-                self.schedule.backward_done(self)
+            if not self._uses and self.executor is not None:
+                self.executor.backward_done(self)
 
     @property
     def has_grads(self) -> bool:
@@ -348,8 +348,8 @@ class Unit:
         Raises:
             StateError: in a forward or backward, or while parameters are summoned.
         """
-        if self.schedule is not None:
-            self.schedule.recover()
+        if self.executor is not None:
+            self.executor.recover()
         if self.state != UnitState():
             self.run(self.step.edit(), "summon")
             self.reshard("summon")
@@ -357,11 +357,11 @@ class Unit:
         others: list[Mapping[int, nn.Parameter]] = []
         for bucket in self.buckets:
             if bucket.store.buffer.is_meta:
-                others.append(bucket.exposure.put_back())
+                others.append(bucket.registrar.put_back())
             else:
                 others.append({})
-                bucket.exposure.adopt()
-            bucket.exposure.deregister()
+                bucket.registrar.adopt()
+            bucket.registrar.deregister()
         self.is_converting = True
         try:
             yield
@@ -370,10 +370,10 @@ class Unit:
             for bucket, put_back in zip(self.buckets, others, strict=True):
                 bucket.convert(fn)
                 if put_back:
-                    bucket.exposure.put_in(put_back)
+                    bucket.registrar.put_in(put_back)
                     if not bucket.store.buffer.is_meta:
-                        bucket.exposure.adopt()
-                count_steps(bucket.exposure.managed(), self._steps)
+                        bucket.registrar.adopt()
+                count_steps(bucket.registrar.managed(), self._steps)
             self._follow_leaves()
 
     def compute_in(self, policy: PrecisionPolicy) -> None:

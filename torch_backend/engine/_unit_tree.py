@@ -117,14 +117,14 @@ def _named(unit: Unit, bucket: Bucket, at: tuple[str, ...], paths: _Paths) -> It
         at: the paths of the unit's modules.
     """
     found: list[list[tuple[int, str]]] = [[] for _ in bucket.layout.params]
-    for i, module, attribute in bucket.exposure.registered:
+    for i, module, attribute in bucket.registrar.registered:
         found[i] += [(place, f"{path}.{attribute}" if path else attribute) for place, path in paths.get(module, ())]
     for spec, registrations in zip(bucket.layout.params, found, strict=True):
         if registrations:
             # The sort is stable: of one module's attributes the first registered stays first.
             name, *aliases = dict.fromkeys(name for _, name in sorted(registrations, key=lambda each: each[0]))
             yield replace(spec, name=name, aliases=tuple(aliases))
-        elif unit.schedule is not None:  # its module was taken out of the model, which once was named
+        elif unit.executor is not None:  # its module was taken out of the model, which once was named
             yield spec
         else:
             yield replace(spec, name=f"{', '.join(at)}.{spec.name}".lstrip("."), aliases=())

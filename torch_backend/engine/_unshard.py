@@ -98,8 +98,8 @@ def _end_on_first(units: Sequence[Unit], failed: bool) -> None:
 
 def _check(units: Sequence[Unit], request: UnshardRequest) -> None:
     for unit in units:
-        if unit.schedule is not None:
-            unit.schedule.check_summon()
+        if unit.executor is not None:
+            unit.executor.check_summon()
         unit.check_summon()
     if request.warning:
         warnings.warn(request.warning, stacklevel=6)

@@ -24,7 +24,7 @@ from crossframe.lifecycle import Residency
 from crossframe.reduction import custom_factors
 from torch_backend.compat._fully_shard_api import AllGather, ReduceScatter
 from torch_backend.engine._deferred_init import check_real, make_real
-from torch_backend.engine._schedule import Schedule
+from torch_backend.engine._executor import StepExecutor
 from torch_backend.engine._unit import Unit, unit_of
 from torch_backend.engine._unit_tree import NamedUnit, named_units, units_in
 from torch_backend.engine._unsupported import refuse_ddp, refuse_to_pickle
@@ -116,22 +116,22 @@ class FSDPModule(nn.Module):
         Raises:
             StateError: on an inner unit.
         """
-        schedule = unit_of(self).schedule
-        if schedule is None:
+        executor = unit_of(self).executor
+        if executor is None:
             return
-        if schedule.root is not unit_of(self):
+        if executor.root is not unit_of(self):
             raise StateError("reset_iter_state: call it on the outermost FSDPModule; it resets the inner ones too")
-        schedule.reset()
+        executor.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one before the optimizer steps. Behind one that is not, computation need not
         wait for its reductions, and gradients are not to be read."""
-        _schedule(self).is_last_backward = is_last_backward
+        _executor(self).is_last_backward = is_last_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the gathers of the next forward wait for this event, recorded behind the optimizer's step, and not for all that the
         device was given since. It holds once."""
-        _schedule(self).post_optim_event = event
+        _executor(self).post_optim_event = event
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients. Without, they accumulate in full on each rank (R15)."""
@@ -287,7 +287,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-def begin_as_root(module: nn.Module) -> Schedule:
+def begin_as_root(module: nn.Module) -> StepExecutor:
     """Take `module` to be the root of the units in it, which is used for the first time.
 
     Raises:
@@ -305,7 +305,7 @@ def begin_as_root(module: nn.Module) -> Schedule:
     for each in named:
         make_real(each.unit)
     check_real(named)
-    return Schedule(named, face="fully_shard")
+    return StepExecutor(named, face="fully_shard")
 
 
 def _check_shared(named: Sequence[NamedUnit]) -> None:
@@ -373,9 +373,9 @@ def _units_of(modules: Any, method: str) -> list[Unit]:
     return list(dict.fromkeys(unit_of(module) for module in modules))
 
 
-def _schedule(module: nn.Module) -> Schedule:
-    """The schedule of a module; one that has not run is taken to be a root."""
-    return unit_of(module).schedule or begin_as_root(module)
+def _executor(module: nn.Module) -> StepExecutor:
+    """The step executor of a module; one that has not run is taken to be a root."""
+    return unit_of(module).executor or begin_as_root(module)
 
 
 def _check_bool(method: str, value: Any) -> None:

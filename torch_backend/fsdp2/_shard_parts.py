@@ -1,4 +1,4 @@
-"""Builds the layout, shard and exposure of a unit of `fully_shard` from the user's options."""
+"""Builds the layout, shard and registrar of a unit of `fully_shard` from the user's options."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -14,13 +14,13 @@ from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, 
 from crossframe.step import StepSettings
 from torch_backend.compat._fully_shard_api import MixedPrecisionPolicy
 from torch_backend.compat._torch_classes import as_ours
-from torch_backend.exposure import DTensorExposure, Exposure, PieceExposure
 from torch_backend.memory._extension import ExtendedStore, is_extended
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._device_mesh import DataMesh
 from torch_backend.mesh._placement import Placed, PlacementFn, place
 from torch_backend.modules._owned_params import OwnedParam, local_of
 from torch_backend.ranks._collectives import UnitMesh
+from torch_backend.registration import DTensorRegistrar, PieceRegistrar, Registrar
 
 BlockFn = Callable[[nn.Parameter], int]
 
@@ -104,11 +104,11 @@ class ShardParts:
         mesh: Any = self.data.shard_axis
         return ExtendedStore(layout, rank, full[0], device, mesh=mesh, module=module, policy=self.policy)
 
-    def exposure(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Exposure:
+    def registrar(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Registrar:
         """What the module shows of a bucket."""
         if store.layout.contiguous:
-            return PieceExposure(owned, store, leaves, self.data.mesh, self.ranks.shards.rank)
-        return DTensorExposure(owned, store, leaves, [self._place(entry) for entry in owned])
+            return PieceRegistrar(owned, store, leaves, self.data.mesh, self.ranks.shards.rank)
+        return DTensorRegistrar(owned, store, leaves, [self._place(entry) for entry in owned])
 
     def _place(self, entry: OwnedParam) -> Placed:
         name = entry.spec.name

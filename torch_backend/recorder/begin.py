@@ -21,7 +21,7 @@ from crossframe.recording.twins import moved
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.recorder.model import ModelView
-from torch_backend.recorder.tree import class_name, innermost, named_places
+from torch_backend.recorder.tree import class_name, innermost, named_modules
 
 _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"
@@ -72,7 +72,7 @@ def manifest_of(
             found[GROUPS] = others
     if view.left_out:
         found["not_recorded"] = list(view.left_out)
-    if alone := [place.name for place in named_places(model) if _sees_its_rank(place.module)]:
+    if alone := [place.name for place in named_modules(model) if _sees_its_rank(place.module)]:
         found[PER_RANK] = alone
     if twin:
         found["twin"] = twin

@@ -99,11 +99,11 @@ def ours(model: nn.Module) -> Engine:
         unit.check_whole()
         unit.unit.refuse_tensor_parallelism(_NO_TENSOR_PARALLELISM)
         for each in unit.buckets:
-            exposure = each.bucket.exposure
+            registrar = each.bucket.registrar
             places: list[list[Registered]] = [[] for _ in each.params]
-            for i, module, attribute in exposure.registered:
+            for i, module, attribute in registrar.registered:
                 places[i].append((module, attribute))
-            managed = exposure.managed()
+            managed = registrar.managed()
             is_flat = getattr(managed[0], "_fsdp_flattened", False)
             buckets.append(Bucket(unit.name, unit.paths, each.layout, managed, places, is_flat))
     compute = name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None
@@ -129,7 +129,7 @@ def ours(model: nn.Module) -> Engine:
     )
 
 
-def torch_fsdp1(found: Sequence[tree.Place]) -> Engine:
+def torch_fsdp1(found: Sequence[tree.NamedModule]) -> Engine:
     """torch's FullyShardedDataParallel: each wrapper has a flat parameter, which says what is in it and what of that is here."""
     wrappers: list[tuple[str, Any, Any]] = [(place.name, place.module, place.module._handle) for place in found]
     root, handles = wrappers[0][1], [(name, handle) for name, _, handle in wrappers if handle is not None]
@@ -189,7 +189,7 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
     return Bucket(name, (name,), layout, params, places, not keeps, ranges)
 
 
-def torch_fsdp2(model: nn.Module, found: Sequence[tree.Place]) -> Engine:
+def torch_fsdp2(model: nn.Module, found: Sequence[tree.NamedModule]) -> Engine:
     """torch's fully_shard: each parameter is a DTensor, and belongs to the unit of the nearest module that was sharded."""
     params = {name: each for name, each in _registrations(model).items() if isinstance(each[0], DTensor)}
     meshes = {param.device_mesh: param for param, _, _ in params.values()}
@@ -265,7 +265,7 @@ def _registrations(model: nn.Module) -> dict[str, tuple[Any, list[Registered], l
     """Every parameter of a floating dtype by its first name: itself, where it is registered, its other names."""
     by_param: dict[int, str] = {}
     found: dict[str, tuple[Any, list[Registered], list[str]]] = {}
-    for place in tree.named_places(model, every_name=True):
+    for place in tree.named_modules(model, every_name=True):
         for attribute, param in place.module._parameters.items():
             if param is None or dtype_name(param.dtype) not in FLOATING:
                 continue

@@ -105,7 +105,7 @@ def view_of(model: nn.Module, units: Any = None) -> ModelView:
         UsageError: no parameters, units given for a sharded model.
         UnsupportedError: tensor parallelism; meshes that differ between units; a layout that the core has otherwise.
     """
-    places = list(tree.named_places(model))
+    places = list(tree.named_modules(model))
     if units_in(model):
         engine = ours(model)
     elif found := [place for place in places if tree.is_torch_fsdp1(place.module)]:
@@ -119,7 +119,7 @@ def view_of(model: nn.Module, units: Any = None) -> ModelView:
     return _view(model, places, engine)
 
 
-def _view(model: nn.Module, places: Sequence[tree.Place], engine: Engine) -> ModelView:
+def _view(model: nn.Module, places: Sequence[tree.NamedModule], engine: Engine) -> ModelView:
     (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
     if not engine.buckets:
         raise UsageError("the model has no parameters of a floating dtype: there is nothing to record")

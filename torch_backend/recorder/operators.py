@@ -23,7 +23,7 @@ from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.recorder.compiled import CompiledGraphs, CompiledOperator
 from torch_backend.recorder.interior import interior_of
 from torch_backend.recorder.judging import exact_of
-from torch_backend.recorder.tree import named_places
+from torch_backend.recorder.tree import named_modules
 from torch_backend.recorder.watch import Hook, in_backward, quietly
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ class OperatorTrace(TorchDispatchMode):
     def __init__(self, model: nn.Module, request: Request) -> None:
         super().__init__()
         self._request = request
-        places = list(named_places(model))
+        places = list(named_modules(model))
         self._names = {place.module: place.name for place in places}
         # A hook inside of a compiled module would cut the graph in two.
         self._watched = [place.module for place in places if not place.compiled]

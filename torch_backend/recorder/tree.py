@@ -16,7 +16,7 @@ _SHARDED = "FSDPModule"
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedModule:
     """A module by its canonical name.
 
     Attributes:
@@ -28,7 +28,7 @@ class Place:
     compiled: bool
 
 
-def named_places(model: nn.Module, *, every_name: bool = False) -> Iterator[Place]:
+def named_modules(model: nn.Module, *, every_name: bool = False) -> Iterator[NamedModule]:
     """All modules by canonical name, outer ones first; a wrapper and what it wraps have one name.
 
     Args:
@@ -37,12 +37,12 @@ def named_places(model: nn.Module, *, every_name: bool = False) -> Iterator[Plac
     yield from _places(model, "", False, None if every_name else set())
 
 
-def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] | None) -> Iterator[Place]:
+def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] | None) -> Iterator[NamedModule]:
     if seen is not None:
         if module in seen:
             return
         seen.add(module)
-    yield Place(name, module, compiled)
+    yield NamedModule(name, module, compiled)
     compiled = compiled or COMPILED in module._modules or module._compiled_call_impl is not None
     for attribute, child in module._modules.items():
         if child is not None:
@@ -73,7 +73,7 @@ def is_torch_fsdp1(module: nn.Module) -> bool:
 
 def innermost(model: nn.Module) -> nn.Module:
     """The user's own model inside of all wrappers."""
-    return [place.module for place in named_places(model) if not place.name][-1]
+    return [place.module for place in named_modules(model) if not place.name][-1]
 
 
 def class_name(module: nn.Module) -> str:
@@ -95,7 +95,7 @@ def choose_units(model: nn.Module, units: Any) -> set[str]:
     Raises:
         UsageError: names that no module has, or something else.
     """
-    named = {place.name: place.module for place in named_places(model)}
+    named = {place.name: place.module for place in named_modules(model)}
     if units is None:
         return _repeated(named)
     if hasattr(units, "overrides") or (callable(units) and not isinstance(units, type)):

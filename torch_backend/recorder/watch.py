@@ -22,7 +22,7 @@ from torch_backend.compat._dtypes import dtype_name
 from torch_backend.modules._inputs import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder.model import ModelView
-from torch_backend.recorder.tree import named_places
+from torch_backend.recorder.tree import named_modules
 
 
 class Sink:
@@ -114,7 +114,7 @@ class Watch:
         self.is_dense = False
         self.microbatches = 0
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
-        self._root = [place.module for place in named_places(model) if not place.name and not place.compiled][-1]
+        self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = [
             model.register_forward_pre_hook(Hook(self._model_begins), prepend=True, with_kwargs=True),
             *self._around(self._root, ""),

@@ -20,9 +20,9 @@ from crossframe.layout import Layout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec
 from torch_backend.compat._dtypes import dtype_name, to_numpy
 from torch_backend.engine._bucket import Bucket
-from torch_backend.exposure import FlatExposure
 from torch_backend.memory._store import cuts_of
 from torch_backend.pieces._piece_tensor import PieceTensor
+from torch_backend.registration import FlatRegistrar
 
 Named = Sequence[tuple[str, Bucket, Layout]]
 
@@ -82,7 +82,7 @@ class _Bucket:
     @property
     def is_flat(self) -> bool:
         """Whether one flat parameter stands for all."""
-        return isinstance(self.bucket.exposure, FlatExposure)
+        return isinstance(self.bucket.registrar, FlatRegistrar)
 
     def elements(self, i: int, value: Tensor) -> Tensor:
         """What a value that lies like parameter i has of it here, 1-D."""
@@ -262,8 +262,8 @@ def prime(optimizer: Optimizer) -> None:
 
 def _held(unit: str, bucket: Bucket, layout: Any, held: set[int]) -> _Bucket | None:
     """The part of a bucket that an optimizer holds; UnsupportedError for a part of a line."""
-    params, num = bucket.exposure.managed(), len(layout.params)
-    if isinstance(bucket.exposure, FlatExposure):
+    params, num = bucket.registrar.managed(), len(layout.params)
+    if isinstance(bucket.registrar, FlatRegistrar):
         params = params * num
     indices = [i for i, param in enumerate(params) if id(param) in held and param.requires_grad]
     if not indices:

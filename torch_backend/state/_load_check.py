@@ -20,11 +20,11 @@ from torch.overrides import is_tensor_like
 from crossframe.errors import AgreementError, StateDictError
 from crossframe.state import FLAT_PARAM, StateKind, state_key
 from torch_backend.engine._unit import UNIT, Unit, unit_of
-from torch_backend.exposure._registration import ShardedParams
 from torch_backend.mesh._tensor_parallel import Whole
 from torch_backend.pieces._piece_moves import is_over
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.ranks._consensus import agree, spans_ranks, withdraw
+from torch_backend.registration._modules import ShardedParams
 
 TITLE = "loading of a state dict"
 
@@ -185,9 +185,9 @@ class _Expected:
 
     def _take_shapes(self, unit: Unit) -> None:
         for bucket in unit.buckets:
-            if not isinstance(bucket.exposure, ShardedParams):
-                wholes = bucket.exposure.wholes or [None] * len(bucket.layout.params)
-                for i, owner, attribute in bucket.exposure.registered:
+            if not isinstance(bucket.registrar, ShardedParams):
+                wholes = bucket.registrar.wholes or [None] * len(bucket.layout.params)
+                for i, owner, attribute in bucket.registrar.registered:
                     whole = wholes[i]
                     shape = bucket.layout.params[i].shape if whole is None else whole.shape
                     self._shapes.setdefault(owner, {})[attribute] = shape, whole

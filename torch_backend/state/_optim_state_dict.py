@@ -26,9 +26,9 @@ from torch_backend.compat._dtypes import dtype_name, torch_dtype
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import unit_of
 from torch_backend.engine._unit_tree import named_units
-from torch_backend.exposure import FlatExposure
 from torch_backend.memory._gather import views_of
 from torch_backend.pieces._piece_moves import PHASE
+from torch_backend.registration import FlatRegistrar
 from torch_backend.state._state_dict import HasStateDicts, as_rows, kind_of, places_of
 
 State = dict[str, dict[str, Any]]
@@ -50,7 +50,7 @@ class Owned:
     @functools.cached_property
     def shown(self) -> tuple[ParamSpec, ...]:
         """The parameters with the shapes that a state dict shows: under tensor parallelism those of the DTensors."""
-        wholes = self.bucket.exposure.wholes
+        wholes = self.bucket.registrar.wholes
         if not wholes:
             return self.specs
         return tuple(
@@ -61,11 +61,11 @@ class Owned:
     @property
     def is_flat(self) -> bool:
         """Whether one flat parameter stands for all."""
-        return isinstance(self.bucket.exposure, FlatExposure)
+        return isinstance(self.bucket.registrar, FlatRegistrar)
 
     @property
     def params(self) -> list[nn.Parameter]:
-        return self.bucket.exposure.managed()
+        return self.bucket.registrar.managed()
 
     def members(self, at: int) -> range:
         """The indices of the parameters that the optimizer's parameter `at` stands for."""
@@ -230,7 +230,7 @@ def save(
 
 def refuse_rank0_only(names: Names, what: str) -> None:
     """Raise UnsupportedError for state of tensor parallelism, of which no single rank has all."""
-    if any(each.bucket.exposure.wholes for each in names.owned):
+    if any(each.bucket.registrar.wholes for each in names.owned):
         raise UnsupportedError(
             f"optimizer state of tensor parallel parameters is {what} on every rank, each with its own parts of DTensors; use "
             "rank0_only=False"
@@ -354,7 +354,7 @@ def _whole(each: Owned, values: Tensor, indices: list[int], *, kept: bool, offlo
 
 def _shown(bucket: Bucket, i: int, value: Tensor) -> Tensor:
     """A full value of a parameter's state, under tensor parallelism as a DTensor."""
-    whole = bucket.exposure.wholes[i] if bucket.exposure.wholes else None
+    whole = bucket.registrar.wholes[i] if bucket.registrar.wholes else None
     return value if whole is None else whole.dtensor(value)
 
 

@@ -16,11 +16,11 @@ from crossframe.errors import StateDictError
 from crossframe.state import state_key
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import unit_of
-from torch_backend.exposure._pieces import PieceExposure
-from torch_backend.exposure._registration import Place as Registration
 from torch_backend.pieces._piece_moves import from_rows, is_over, part_of_dtensor, to_dtensors
 from torch_backend.pieces._piece_place import Place
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor, same_place
+from torch_backend.registration._modules import Registration
+from torch_backend.registration._pieces import PieceRegistrar
 from torch_backend.state._sharded_tensors import rows_of_sharded_tensor
 
 
@@ -31,8 +31,8 @@ def show_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_m
     """
     unit = unit_of(module)
     for bucket in unit.buckets:
-        exposure = bucket.exposure
-        if not isinstance(exposure, PieceExposure):
+        registrar = bucket.registrar
+        if not isinstance(registrar, PieceRegistrar):
             continue
         named = [
             (key, value.place.index)
@@ -42,9 +42,9 @@ def show_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_m
             and not isinstance(value, nn.Parameter)
         ]
         if named:
-            exposure.adopt()
+            registrar.adopt()
             indices = sorted({i for _, i in named})
-            dtensors = to_dtensors([exposure.places[i] for i in indices], bucket.store.buffer, unit=unit.name)
+            dtensors = to_dtensors([registrar.places[i] for i in indices], bucket.store.buffer, unit=unit.name)
             shown = dict(zip(indices, dtensors, strict=True))
             state.update({key: shown[i] for key, i in named})
 
@@ -60,8 +60,10 @@ def take_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     """
     unit = unit_of(module)
     for bucket in unit.buckets:
-        if isinstance(bucket.exposure, PieceExposure):
-            take(bucket, bucket.exposure.places, state, paths_of(module, bucket.exposure.registered, prefix), unit.name)
+        if isinstance(bucket.registrar, PieceRegistrar):
+            take(
+                bucket, bucket.registrar.places, state, paths_of(module, bucket.registrar.registered, prefix), unit.name
+            )
 
 
 def paths_of(module: nn.Module, registered: Iterable[Registration], prefix: str) -> dict[int, list[str]]:

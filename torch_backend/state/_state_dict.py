@@ -23,11 +23,11 @@ from crossframe.errors import StateDictError, UnsupportedError, UsageError
 from crossframe.state import FLAT_PARAM, FSDP_WRAPPED, StateKind, state_key
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit, unit_of
-from torch_backend.exposure import FlatExposure, FlatParameter
 from torch_backend.mesh._tensor_parallel import as_params
 from torch_backend.pieces._piece_moves import dtensor_of_rows, to_rows
 from torch_backend.pieces._piece_place import Place
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_param
+from torch_backend.registration import FlatParameter, FlatRegistrar
 from torch_backend.state._load_check import check_load, strictly
 from torch_backend.state._redistribute import paths_of, take
 from torch_backend.state._sharded_tensors import sharded_tensor
@@ -71,10 +71,10 @@ class HasStateDicts(HasStateDictType):
         if not self._has_params:
             return None
         bucket = unit_of(self).buckets[0]
-        if isinstance(bucket.exposure, FlatExposure):
-            return bucket.exposure.flat_param
+        if isinstance(bucket.registrar, FlatRegistrar):
+            return bucket.registrar.flat_param
         return FlatParameter(
-            bucket.store.buffer, requires_grad=any(param.requires_grad for param in bucket.exposure.managed())
+            bucket.store.buffer, requires_grad=any(param.requires_grad for param in bucket.registrar.managed())
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -149,8 +149,8 @@ def has_entries(config: Any, unit: Unit) -> bool:
 
 
 def _check_idle(unit: Unit) -> None:
-    if unit.schedule is not None:
-        unit.schedule.recover()
+    if unit.executor is not None:
+        unit.executor.recover()
     unit.check_summon()
 
 
@@ -163,7 +163,7 @@ def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
     _check_idle(unit)
     unit.show_shards()
     for bucket in unit.buckets:
-        bucket.exposure.adopt()
+        bucket.registrar.adopt()
     if kind is StateKind.LOCAL:
         yield
         return
@@ -173,11 +173,11 @@ def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
                 full = _full_params(bucket, config, unit)
             else:
                 full = _piece_params(bucket, wrapper._device_mesh)
-            bucket.exposure.show_state(full)
+            bucket.registrar.show_state(full)
         yield
     finally:
         for bucket in unit.buckets:
-            bucket.exposure.hide_state()
+            bucket.registrar.hide_state()
 
 
 def _full_params(bucket: Bucket, config: StateDictConfig, unit: Unit) -> list[nn.Parameter]:
@@ -188,13 +188,13 @@ def _full_params(bucket: Bucket, config: StateDictConfig, unit: Unit) -> list[nn
             return _piece_params(bucket, None)
         device = torch.device("cpu") if config.offload_to_cpu else bucket.device
         copies = [value.to(device, copy=True) for value in full]
-        return as_params(copies, [False] * len(copies), bucket.exposure.wholes)
+        return as_params(copies, [False] * len(copies), bucket.registrar.wholes)
 
 
 def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[Place]:
     """Where the parameters of a bucket lie."""
     ranks: Any = mesh
-    wholes = bucket.exposure.wholes or [None] * len(bucket.layout.params)
+    wholes = bucket.registrar.wholes or [None] * len(bucket.layout.params)
     return [Place(bucket.store, i, ranks, bucket.mesh.shards, whole) for i, whole in enumerate(wholes)]
 
 
@@ -214,7 +214,7 @@ def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     unit = unit_of(wrapper)
     if unit.summoned:  # copies, since what the user sees is freed when they leave
         for bucket in unit.buckets:
-            for keys in paths_of(wrapper, bucket.exposure.registered, prefix).values():
+            for keys in paths_of(wrapper, bucket.registrar.registered, prefix).values():
                 state.update({key: state[key].detach().clone() for key in keys if key in state})
         return
     config = config_of(wrapper)
@@ -250,7 +250,7 @@ def _own_shard(bucket: Bucket, config: StateDictConfig) -> ShardedTensor:
     layout, store = bucket.layout, bucket.store
     start, stop = layout.shard_range(store.rank)  # type: ignore[attr-defined]
     shape = (layout.flat_numel,)  # type: ignore[attr-defined]
-    trained = any(param.requires_grad for param in bucket.exposure.managed())
+    trained = any(param.requires_grad for param in bucket.registrar.managed())
     own = store.buffer[: stop - start].detach().requires_grad_(trained)
     local = sharded_tensor(own, shape, layout.padded_shard_numel, bucket.mesh.shards, requires_grad=trained)
     return local.cpu() if config.offload_to_cpu else local
@@ -323,13 +323,13 @@ def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
         unit.show_shards()
         unit.free_before_edit()
         for bucket in unit.buckets:
-            bucket.exposure.adopt()
+            bucket.registrar.adopt()
             if kind is StateKind.LOCAL:
                 _take_own_shard(bucket, state, prefix + FLAT_PARAM, unit.name)
                 continue
             places = places_of(bucket, wrapper._device_mesh)
-            take(bucket, places, state, paths_of(wrapper, bucket.exposure.registered, prefix), unit.name)
-            bucket.exposure.show_state(_piece_params(bucket, wrapper._device_mesh))
+            take(bucket, places, state, paths_of(wrapper, bucket.registrar.registered, prefix), unit.name)
+            bucket.registrar.show_state(_piece_params(bucket, wrapper._device_mesh))
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{FSDP_WRAPPED}.{key.removeprefix(prefix)}"] = state.pop(key)
 
@@ -348,7 +348,7 @@ def _take_own_shard(bucket: Bucket, state: dict[str, Any], key: str, unit: str) 
             f"{stop - start} of them this rank's; got {came}. It loads on as many ranks as saved it; to load on another number, "
             "save a sharded or a full one"
         )
-    if isinstance(bucket.exposure, FlatExposure):
+    if isinstance(bucket.registrar, FlatRegistrar):
         state[key] = torch.cat([own.to(store.buffer), store.buffer[stop - start :]])
     else:
         del state[key]
@@ -366,14 +366,14 @@ def _end_load(wrapper: Any, incompatible: Any) -> None:
     for bucket in unit.buckets:
         if kind_of(wrapper) is not StateKind.LOCAL:
             _take_assigned(bucket)
-            bucket.exposure.hide_state()
-        bucket.exposure.adopt_loaded()
+            bucket.registrar.hide_state()
+        bucket.registrar.adopt_loaded()
 
 
 @torch.no_grad()
 def _take_assigned(bucket: Bucket) -> None:
     """With `assign=True` the module has registered others instead of the pieces."""
-    for i, owner, attribute in bucket.exposure.registered:
+    for i, owner, attribute in bucket.registrar.registered:
         left = owner._parameters.get(attribute)
         if isinstance(left, PieceTensor) and left.local.data_ptr() != bucket.store.pieces[i].data_ptr():
             bucket.store.pieces[i].copy_(left.local)

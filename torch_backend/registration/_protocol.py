@@ -1,4 +1,4 @@
-"""Exposure: the interface between the engine and what a module registers."""
+"""Registrar: the interface between the engine and what a module registers."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
@@ -9,7 +9,7 @@ from torch_backend.memory._reshard_group import GroupShard
 from torch_backend.mesh._tensor_parallel import Wholes
 
 
-class Exposure(Protocol):
+class Registrar(Protocol):
     """What an engine asks of a face, for one bucket."""
 
     # Whether the module shows the shards again at the end of a forward after which full memory is kept.

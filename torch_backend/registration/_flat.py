@@ -1,4 +1,4 @@
-"""FlatExposure: FSDP1 with use_orig_params=False. The module registers one FlatParameter."""
+"""FlatRegistrar: FSDP1 with use_orig_params=False. The module registers one FlatParameter."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 
@@ -6,8 +6,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.state import FLAT_PARAM
-from torch_backend.exposure._registration import (
-    Place,
+from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._store import ShardStore
+from torch_backend.mesh._tensor_parallel import in_use, wholes_of
+from torch_backend.modules._owned_params import OwnedParam
+from torch_backend.registration._modules import (
+    Registration,
     add_grad_to,
     adopt_data,
     full_params,
@@ -19,10 +23,6 @@ from torch_backend.exposure._registration import (
     sync_requires_grad,
     unshadow,
 )
-from torch_backend.memory._reshard_group import GroupShard
-from torch_backend.memory._store import ShardStore
-from torch_backend.mesh._tensor_parallel import in_use, wholes_of
-from torch_backend.modules._owned_params import OwnedParam
 
 
 class FlatParameter(nn.Parameter):
@@ -32,7 +32,7 @@ class FlatParameter(nn.Parameter):
     _fsdp_flattened = True
 
 
-class FlatExposure:
+class FlatRegistrar:
     """One flat parameter. While the unit is not in use, attributes yield NaN in the parameters' shapes and dtypes: code may
     ask a parameter for these at any time, and what reads values that are not here notices."""
 
@@ -73,7 +73,7 @@ class FlatExposure:
         self.unuse()
 
     @property
-    def registered(self) -> list[Place]:
+    def registered(self) -> list[Registration]:
         """Where each parameter would be registered."""
         return self._places
 

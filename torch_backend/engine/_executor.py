@@ -34,21 +34,24 @@ from torch_backend.ranks._failure import abandon, rejoin
 _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, tuple, list, Mapping, Set)
 
 
-# Of a tensor that units have returned: which did, and the tensor's version then, behind which it has another graph.
+# On a tensor that units have returned: (version, units). An in-place operation gives it a new version and graph, and a new hook.
 _WATCHING = "_crossframe_watching"
 
 
 @torch.no_grad()
-def _begin_backwards(watching: "list[tuple[Schedule, Unit, Any]]", grad: torch.Tensor) -> None:
-    for schedule, unit, _ in reversed(watching):
-        schedule.begin_backward(unit)
+def _begin_backwards(watching: "list[tuple[StepExecutor, Unit, Any]]", grad: torch.Tensor) -> None:
+    for executor, unit, _ in reversed(watching):
+        executor.begin_backward(unit)
 
 
-class Schedule:
-    """The units under one root, in order, and what of a step is under way.
+class StepExecutor:
+    """Runs the step machine for all units under one root: sends it signals, and executes its actions.
 
     Attributes:
         units: in module pre-order; the root's comes first.
+        root: the root's unit.
+        is_last_backward: whether computation waits for the reductions at the end of a backward.
+        post_optim_event: the event that the gathers of the next step wait for, instead of all earlier work.
     """
 
     def __init__(self, named_units: Sequence[NamedUnit], *, face: str) -> None:
@@ -56,18 +59,18 @@ class Schedule:
 
         Args:
             named_units: every unit of the tree, the root's first.
-            face: the interface in use, for the agreement between ranks.
+            face: the API in use, for the agreement between ranks.
 
         Raises:
             RunOrderError: a unit that ran as a root before. One that ran below another root leaves that for this one.
             AgreementError: other ranks have other units.
         """
         for each in named_units:
-            schedule = each.unit.schedule
-            if schedule is not None and schedule.root is each.unit:
+            executor = each.unit.executor
+            if executor is not None and executor.root is each.unit:
                 raise RunOrderError(
                     f"unit {each.name!r} has already run on its own, as a root; run the forward of the outermost sharded "
-                    "module first, so that its units are scheduled together"
+                    "module first, so that its units run as one model"
                 )
         check_agreement(named_units, face)
         for each in named_units:
@@ -85,7 +88,7 @@ class Schedule:
         for each in named_units:
             each.unit.place(each.name, [bucket.layout for bucket in each.buckets])
             each.unit.count_steps(steps)
-            each.unit.schedule = self
+            each.unit.executor = self
         self._groups = list(
             {
                 communicator.ranks: communicator.group
@@ -100,7 +103,6 @@ class Schedule:
         self._input_hooks: list[Any] = []
         # Units whose reduction is in flight, the oldest first.
         self._in_flight: deque[Unit] = deque()
-        # Whether computation waits at the end of a backward for its reductions; and what gathers of the next step wait for.
         self.is_last_backward = True
         self.post_optim_event: Any = None
 

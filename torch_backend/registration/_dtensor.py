@@ -1,4 +1,4 @@
-"""DTensorExposure: FSDP2 with the per-parameter layout. Sharded parameters are DTensors."""
+"""DTensorRegistrar: FSDP2 with the per-parameter layout. Sharded parameters are DTensors."""
 
 import functools
 from collections.abc import Callable, Sequence, Set
@@ -12,18 +12,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from crossframe.errors import ReplacedError
 from crossframe.layout import PerParamLayout
 from torch_backend.compat._composable import replaced_by_replicate
-from torch_backend.exposure._registration import (
-    ShardedParams,
-    call_grad_hooks,
-    register,
-)
 from torch_backend.memory._reshard_group import GroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._placement import Placed
 from torch_backend.modules._owned_params import OwnedParam
+from torch_backend.registration._modules import (
+    ShardedParams,
+    call_grad_hooks,
+    register,
+)
 
 
-class DTensorExposure(ShardedParams):
+class DTensorRegistrar(ShardedParams):
     """DTensor parameters while sharded; while unsharded the leaves themselves, or under tensor parallelism DTensors of them."""
 
     def __init__(

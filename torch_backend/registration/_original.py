@@ -1,4 +1,4 @@
-"""OriginalExposure: FSDP1 with use_orig_params=True. The original parameters stay registered."""
+"""OriginalRegistrar: FSDP1 with use_orig_params=True. The original parameters stay registered."""
 
 from collections.abc import Callable, Sequence, Set
 
@@ -7,7 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import ReplacedError
-from torch_backend.exposure._registration import (
+from torch_backend.memory._store import ShardStore
+from torch_backend.mesh._tensor_parallel import wholes_of
+from torch_backend.modules._owned_params import OwnedParam
+from torch_backend.registration._modules import (
     RegisteredParams,
     add_grad_to,
     adopt_data,
@@ -16,12 +19,9 @@ from torch_backend.exposure._registration import (
     register,
     set_grad,
 )
-from torch_backend.memory._store import ShardStore
-from torch_backend.mesh._tensor_parallel import wholes_of
-from torch_backend.modules._owned_params import OwnedParam
 
 
-class OriginalExposure(RegisteredParams):
+class OriginalRegistrar(RegisteredParams):
     """The user's own parameter objects, kept for good. Sharded, each is a 1-D view of the piece held here; where nothing is
     sharded, it keeps its shape.
 

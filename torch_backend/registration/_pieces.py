@@ -1,4 +1,4 @@
-"""PieceExposure: FSDP2 with a flat or ragged layout. Sharded parameters are PieceTensors."""
+"""PieceRegistrar: FSDP2 with a flat or ragged layout. Sharded parameters are PieceTensors."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_backend.exposure._registration import (
+from torch_backend.memory._store import ShardStore
+from torch_backend.modules._owned_params import OwnedParam
+from torch_backend.pieces._piece_place import Place
+from torch_backend.pieces._piece_tensor import check_like, piece_param, piece_tensor
+from torch_backend.ranks._collectives import Communicator
+from torch_backend.registration._modules import (
     ShardedParams,
     call_grad_hooks,
     copy_into,
     point_at,
     register,
 )
-from torch_backend.memory._store import ShardStore
-from torch_backend.modules._owned_params import OwnedParam
-from torch_backend.pieces._piece_place import Place
-from torch_backend.pieces._piece_tensor import check_like, piece_param, piece_tensor
-from torch_backend.ranks._collectives import Communicator
 
 
 class _Sum(NamedTuple):
@@ -27,7 +27,7 @@ class _Sum(NamedTuple):
     views: dict[int, Tensor]
 
 
-class PieceExposure(ShardedParams):
+class PieceRegistrar(ShardedParams):
     """PieceTensor parameters while sharded, the leaves themselves while unsharded, both truly registered.
 
     [Note: one addition] All gradients of a bucket are views of the one buffer that its first reduction made, as long as nobody

@@ -1,4 +1,4 @@
-"""Code shared by the exposures: register parameters, shadow attributes, adopt parameters that the user replaced."""
+"""Code shared by the registrars: register parameters, shadow attributes, adopt parameters that the user replaced."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -13,41 +13,41 @@ from torch_backend.mesh._tensor_parallel import Wholes, as_params, in_use
 from torch_backend.modules._owned_params import OwnedParam
 
 # A parameter's index in the layout, and a module and attribute under which it is registered.
-Place = tuple[int, nn.Module, str]
+Registration = tuple[int, nn.Module, str]
 
 
-def registrations(owned: Sequence[OwnedParam]) -> Iterator[Place]:
+def registrations(owned: Sequence[OwnedParam]) -> Iterator[Registration]:
     """Every place of every parameter; a shared parameter has several."""
     for i, entry in enumerate(owned):
         for module, attribute in entry.registrations:
             yield i, module, attribute
 
 
-def shadow(places: Sequence[Place], aliases: Sequence[Tensor]) -> None:
+def shadow(where: Sequence[Registration], aliases: Sequence[Tensor]) -> None:
     """Let attributes yield `aliases`, whatever is registered under them."""
-    for i, module, attribute in places:
+    for i, module, attribute in where:
         module.__dict__[attribute] = aliases[i]
 
 
-def unshadow(places: Sequence[Place]) -> None:
+def unshadow(where: Sequence[Registration]) -> None:
     """Let attributes yield what is registered."""
-    for _, module, attribute in places:
+    for _, module, attribute in where:
         module.__dict__.pop(attribute, None)
 
 
-def register(places: Sequence[Place], params: Sequence[nn.Parameter]) -> None:
-    """Register `params`, one a parameter of the layout, under all its places."""
-    for i, owner, attribute in places:
+def register(where: Sequence[Registration], params: Sequence[nn.Parameter]) -> None:
+    """Register `params`, one a parameter of the layout, under all its names."""
+    for i, owner, attribute in where:
         owner._parameters[attribute] = params[i]
 
 
 def left_by_user(
-    places: Sequence[Place], shown: Sequence[nn.Parameter], wholes: Wholes, layout: Layout
+    where: Sequence[Registration], shown: Sequence[nn.Parameter], wholes: Wholes, layout: Layout
 ) -> list[Tensor]:
     """The data that a user who was shown `shown` has left there: what replaced a parameter under any of its names counts, what
     deleted one does not. Of DTensors, this rank's parts."""
     current = list(shown)
-    for i, owner, attribute in places:
+    for i, owner, attribute in where:
         registered = owner._parameters.get(attribute)
         if registered is not None and registered is not shown[i]:
             current[i] = registered
@@ -127,7 +127,7 @@ class RegisteredParams:
 
     Attributes:
         params: what the optimizer holds, in the layout's order.
-        wholes: see Exposure.
+        wholes: see Registrar.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RegisteredParams:
             ]
 
     @property
-    def registered(self) -> list[Place]:
+    def registered(self) -> list[Registration]:
         """Where each parameter is registered."""
         return self._places
 
@@ -273,7 +273,7 @@ class RegisteredParams:
 
 
 class ShardedParams(RegisteredParams):
-    """What FSDP2's exposures share, whatever the type of a sharded parameter."""
+    """What FSDP2's registrars share, whatever the type of a sharded parameter."""
 
     conceals_after_forward = False
     _shown: Sequence[nn.Parameter] = ()
