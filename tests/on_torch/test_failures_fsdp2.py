@@ -83,7 +83,7 @@ DIFFERENT = {
     ),
     "a smaller group": (
         lambda: _fsdp2(_net(width=8), reshard_after_forward=2),
-        "the smaller group of unit 'blocks.0' differs: rank 0, 2, 3: None; rank 1: 2",
+        "the reshard_after_forward of unit 'blocks.0' differs: rank 0, 2, 3: True; rank 1: 2",
     ),
     "mp_policy": (
         lambda: _fsdp2(_net(width=8), mp_policy=LOW),

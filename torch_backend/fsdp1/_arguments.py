@@ -53,9 +53,6 @@ def choices_of(
 ) -> Choices:
     """What the arguments of a constructor mean to the engine."""
     policy = precision.policy
-    input_dtype, root_input_dtype = (
-        precision.param_dtype if policy.casts_inputs(Face.FSDP1, is_root=is_root) else None for is_root in (False, True)
-    )
     return Choices(
         Face.FSDP1,
         StepSettings.of_strategy(
@@ -64,8 +61,9 @@ def choices_of(
             forward_prefetch=forward_prefetch,
         ),
         refuses_double_backward=True,
-        input_dtype=input_dtype,
-        root_input_dtype=root_input_dtype,
+        input_dtype=precision.param_dtype if policy.casts_inputs(Face.FSDP1, is_root=False) else None,
+        # Apart from the other, because that one needs parameters of the unit's own.
+        root_input_dtype=precision.param_dtype if precision.cast_root_forward_inputs else None,
         settings={
             "strategy": strategy.name,
             "mesh": f"{mesh.replicate} x {mesh.shard} (replicate x shard)",
