@@ -103,7 +103,7 @@ def test_R28_a_sum_over_replicas_that_is_put_off_ends_with_what_waits():
         reduction_steps(MeshSpec(2), Face.FSDP2, all_reduce=False)
     for wrong in ((4, Face.FSDP1), (MeshSpec(4), "fsdp1")):
         with pytest.raises(PlanError, match="expected a MeshSpec and a Face"):
-            reduction_steps(*wrong)
+            reduction_steps(*wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
