@@ -473,6 +473,22 @@ def test_edits_that_differ_between_runs_are_found(tmp_path):
     assert "or its loop changed parameters between steps" in found.reason
 
 
+def test_an_edit_that_rounding_leaves_out_of_one_run_is_rounding(tmp_path):
+    """As where a loop scales down only what exceeds a largest norm."""
+    dense = synthetic.manifest(schedule=Schedule(dense=3, every=1))
+
+    def loop(*edited):
+        return lambda phase, step, rank, name, array: (
+            array * (1 + 4 * U) if phase == "unsharded" and (step, name) in edited else array
+        )
+
+    both = synthetic.record(tmp_path / "a", dense, tamper=loop((1, "block.w"), (2, "block.w")))
+    once = synthetic.record(tmp_path / "b", dense, tamper=loop((2, "block.w")))
+    never = synthetic.record(tmp_path / "c", dense)
+    assert [compare(*runs).verdict for runs in ((both, once), (once, both))] == [Verdict.ROUNDING] * 2
+    assert compare(once, never).verdict is Verdict.BUG
+
+
 def test_only_the_first_steps_are_compared(tmp_path):
     a, b = pair(tmp_path, tamper=only("reduce", "block.w", lambda array: 3 * array, step=2))
     assert compare(a, b).verdict is Verdict.BUG

@@ -208,7 +208,8 @@ class Recurrent(nn.Module):
         return self.head(torch.stack(found, 1)), state
 
 
-def test_a_state_that_goes_from_step_to_step_is_no_batch(tmp_path):
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_state_that_goes_from_step_to_step_is_no_batch(tmp_path, copied):
     def run(name: str, *, reordered: bool) -> Recording:
         torch.manual_seed(0)
         model = Recurrent(reordered=reordered).double()
@@ -218,7 +219,7 @@ def test_a_state_that_goes_from_step_to_step_is_no_batch(tmp_path):
             states = [torch.zeros(len(tokens), 8, dtype=torch.float64)] * 2  # one for each microbatch
             for step in range(3):
                 for i, tokens in enumerate(batches(step, 0, 1, 2)):
-                    half = states[i][: len(tokens)]
+                    half = torch.cat([states[i]]) if copied else states[i][: len(tokens)]
                     logits, states[i] = model(tokens[:, :-1], half.detach())
                     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
                 optimizer.step()

@@ -4,6 +4,7 @@
 when they ran first. Gradients are taken either way: hooks of tensors fire where autograd delivers, once for each use.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# As many states of recurrent models are remembered: two for each of the last microbatches.
+_NUM_STATES = 32
+
+
 class Watch:
     """The hooks on one model.
 
@@ -108,9 +113,12 @@ class Watch:
         self._withheld: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
         self._before: tuple[set[str], set[tuple[int, str, str]]] = set(), set()
         self._awaits_backward = False
-        # What the model gave and the script still has; and what the model was given last.
+        # Outputs of the model whose memory the script still has, and copies of those that may be states of a recurrent model,
+        # since they have the shape and dtype of an input. And the memory, shapes and dtypes of the last inputs.
         self._given: list[StorageWeakRef] = []
+        self._states: deque[Tensor] = deque(maxlen=_NUM_STATES)
         self._came: set[int] = set()
+        self._shapes: set[tuple[torch.Size, torch.dtype]] = set()
         self.is_dense = False
         self.microbatches = 0
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
@@ -263,10 +271,9 @@ class Watch:
         with quietly():
             inputs = [tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
             self._came = {_storage_of(each) for each in inputs}
-            # The state of a recurrent model, which it gave before, is no sample.
+            self._shapes = {(each.shape, each.dtype) for each in inputs if each.is_floating_point()}
             self._given = [storage for storage in self._given if not storage.expired()]
-            carried = {storage.cdata for storage in self._given}
-            self._say(self._sink.batch, [each for each in inputs if _storage_of(each) not in carried] or inputs)
+            self._say(self._sink.batch, [each for each in inputs if not self._is_carried(each)] or inputs)
 
     def backward_begins(self) -> None:
         """The last forward was one of training, whatever its mode."""
@@ -291,8 +298,16 @@ class Watch:
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
             self._inside = False
-            outputs = (each for each in tensors_in(output) if _is_plain(each) and _storage_of(each) not in self._came)
+            outputs = [each for each in tensors_in(output) if _is_plain(each) and _storage_of(each) not in self._came]
             self._given += [StorageWeakRef(each.untyped_storage()) for each in outputs]
+            self._states.extend(each.detach().clone() for each in outputs if (each.shape, each.dtype) in self._shapes)
+
+    def _is_carried(self, tensor: Tensor) -> bool:
+        """Whether the model returned this input earlier, so that it is the state of a recurrent model and no sample. The script
+        may have copied it, as `torch.cat` does."""
+        if any(storage.cdata == _storage_of(tensor) for storage in self._given):
+            return True
+        return any(_is_same(state, tensor) for state in self._states)
 
 
 # Nodes of autograd's graph that move or cast values, and compute none.
@@ -334,6 +349,10 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, list):
         return [_cloned(each) for each in value]
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)
 
 
 def _storage_of(tensor: Tensor) -> int:
