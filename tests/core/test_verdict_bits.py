@@ -46,6 +46,14 @@ def pair(tmp_path):
     return record
 
 
+def test_a_quantity_of_another_dtype_is_located(pair):
+    def wider(phase, step, rank, name, array):
+        return (array * (1 + 1e-6)).astype(np.float64) if (phase, step, name) == ("backward", 0, "block.w") else array
+
+    found = compare(*pair(wider))
+    assert found.first_divergence and (found.first_divergence.step, found.first_divergence.parameter) == (0, "block.w")
+
+
 def test_other_bits_in_one_program_are_no_rounding(pair):
     found = compare(*pair(nudged("output", "block")))
     assert found.first_divergence and found.first_divergence.module == "block"

@@ -489,17 +489,6 @@ def test_an_edit_that_rounding_leaves_out_of_one_run_is_rounding(tmp_path):
     assert compare(once, never).verdict is Verdict.BUG
 
 
-def test_gathered_values_of_another_dtype_are_located(tmp_path):
-    dense = synthetic.manifest(schedule=Schedule(dense=3, every=1))
-
-    def narrower(phase, step, rank, name, array):
-        return (2 * array).astype(np.float32) if phase == "unsharded" and (step, name) == (1, "block.w") else array
-
-    a = synthetic.record(tmp_path / "a", dense)
-    where = compare(a, synthetic.record(tmp_path / "b", dense, tamper=narrower)).first_divergence
-    assert where is not None and (where.step, where.phase, where.parameter) == (1, "unsharded", "block.w")
-
-
 def test_only_the_first_steps_are_compared(tmp_path):
     a, b = pair(tmp_path, tamper=only("reduce", "block.w", lambda array: 3 * array, step=2))
     assert compare(a, b).verdict is Verdict.BUG
