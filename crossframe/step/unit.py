@@ -216,7 +216,7 @@ class UnitStep:
 
     def unshard(self) -> Actions:
         """The unsharded parameters are needed now."""
-        return _AND_WAIT[self.gather()]
+        return self.gather() + _WAIT
 
     def expose(self) -> Actions:
         """The module shall show the unsharded parameters, which are in memory."""
@@ -419,7 +419,7 @@ def _single(action: Action) -> Actions:
 
 
 _GATHER, _GATHER_FROM_GROUP, _REUSE = map(_single, (Action.GATHER, Action.GATHER_FROM_GROUP, Action.REUSE))
-_AND_WAIT = {gather: (*gather, Action.WAIT) for gather in (_NONE, _GATHER, _GATHER_FROM_GROUP, _REUSE)}
+_WAIT = _single(Action.WAIT)
 _EXPOSE, _EXPOSE_AGAIN, _CONCEAL = map(_single, (Action.EXPOSE, Action.EXPOSE_AGAIN, Action.CONCEAL))
 _ADOPT_EXPOSE_AGAIN = _single(Action.ADOPT_EXPOSE_AGAIN)
 _USE, _USE_AGAIN, _END_USE = map(_single, (Action.USE, Action.USE_AGAIN, Action.END_USE))

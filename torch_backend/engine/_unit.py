@@ -415,7 +415,7 @@ class Unit:
                 stack.callback(bucket.dismiss, self._writeback)
 
 
-_EXECUTE: dict[Action, Callable[[Unit, str], None]] = {
+_METHODS: dict[Action, Callable[[Unit, str], None]] = {
     Action.GATHER: Unit._gather,
     Action.GATHER_FROM_GROUP: Unit._gather_from_group,
     Action.REUSE: Unit._reuse,
@@ -436,6 +436,7 @@ _EXECUTE: dict[Action, Callable[[Unit, str], None]] = {
     Action.SUMMON: Unit._summon,
     Action.DISMISS: Unit._dismiss,
 }
+_EXECUTE = tuple(_METHODS[action] for action in Action)  # by number: actions of every hook look here
 
 
 # Where a sharded module keeps its unit: in its `__dict__`, so that it is no attribute of the user's module tree.
