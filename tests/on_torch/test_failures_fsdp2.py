@@ -247,7 +247,7 @@ def _mesh_disagree(rank, world_size, what):
         return _message(lambda: model(batch(0, rank)[0]))
 
 
-@pytest.mark.parametrize("what", ["one axis and two", "transposed"])
+@pytest.mark.parametrize("what", [pytest.param("one axis and two", marks=pytest.mark.exhaustive), "transposed"])
 def test_R10_ranks_that_disagree_on_the_mesh_are_told_so(fragile, what):
     messages = fragile.run(4, _mesh_disagree, what)
     fragile.stop()  # ranks that did not meet leave in the store where they have been

@@ -441,7 +441,7 @@ def _one_shard(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_R14_one_shard_trains_as_torch(ranks, num_ranks):
     assert ranks.run(num_ranks, _one_shard) == [[]] * num_ranks
 
