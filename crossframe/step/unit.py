@@ -23,8 +23,8 @@ class Action(IntEnum):
     REUSE = 2  # the unsharded parameters are there; adopt where the shard itself is their storage (R14)
     WAIT = 3  # wait until the unsharded parameters are readable
     EXPOSE = 4  # register the unsharded parameters on the module
-    EXPOSE_AGAIN = 5  # the same for a backward, which trains what the forward did
-    ADOPT_EXPOSE_AGAIN = 6  # the same, after adopting: nothing was gathered that could have
+    EXPOSE_AGAIN = 5  # the same for a backward, where `requires_grad` stays as it was in the forward
+    ADOPT_EXPOSE_AGAIN = 6  # adopt first: the unit kept its parameters, so no GATHER has adopted since the forward
     CONCEAL = 7  # register the sharded parameters on the module
     USE = 8  # let the module compute with the unsharded parameters, as part of a new graph
     USE_AGAIN = 9  # let a recomputation use the tensors of the last forward
@@ -219,14 +219,14 @@ class UnitStep:
         return self.gather() + _WAIT
 
     def expose(self) -> Actions:
-        """The module shall show the unsharded parameters, which are in memory."""
+        """The module must show the unsharded parameters, which are in memory."""
         if self.state.exposure == Exposure.FULL:
             return _NONE
         self.move(Move.EXPOSE)
         return _EXPOSE
 
     def conceal(self) -> Actions:
-        """The module shall show the sharded parameters, whatever memory holds."""
+        """The module must show the sharded parameters, whatever memory holds."""
         if self.state.exposure != Exposure.FULL:
             return _NONE
         self.move(Move.CONCEAL)
@@ -257,7 +257,7 @@ class UnitStep:
         return concealed + _RESHARD_TO_GROUP
 
     def keep(self) -> None:
-        """The next forward shall take the unsharded parameters as they are: the user asked for them, or a backward that reduced
+        """The next forward uses the unsharded parameters as they are: the user asked for them, or a backward that reduced
         nothing left them (R15)."""
         self._kept = True
 
@@ -374,7 +374,7 @@ class UnitStep:
             self.state.after(Move.SUMMON, self.name)
 
     def summon(self, *, visible: bool) -> Actions:
-        """The user shall be shown unsharded parameters in full precision (R18, R19). They are gathered in any case: the user
+        """The user asks for unsharded parameters in full precision (R18, R19). They are gathered in any case: the user
         sees, and may write back, what the shards hold now. The backend adopts before this signal.
 
         Args:

@@ -197,6 +197,15 @@ def test_R29_unreached_units_are_waited_for_where_they_count_as_zeros():
     assert backend.reduced == ["b", "a", ""]
 
 
+def test_R16_a_unit_whose_backward_is_over_is_not_prefetched():
+    backend = Backend(["", "a", "b"])
+    _, a, b = backend.units
+    a.backward_prefetch_units = (b,)
+    backend.forward()
+    backend.backward()
+    assert backend.memory[b].done.count(Action.GATHER) == 2
+
+
 def test_recomputation_in_backward_gathers_nothing():
     backend = Backend(["", "a"])
     backend.forward()

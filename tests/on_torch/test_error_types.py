@@ -120,7 +120,7 @@ MISTAKES: dict[str, Any] = {
     "scalar parameter": lambda p: p.wrapped(_with_scalar()),
     "two dtypes": lambda p: p.wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())),
     "frozen and trained in one flat parameter": lambda p: p.wrapped(_frozen_bias()),
-    "init function that is none": lambda p: p.wrapped(nn.Linear(2, 2, device="meta"), param_init_fn=3),
+    "invalid init function": lambda p: p.wrapped(nn.Linear(2, 2, device="meta"), param_init_fn=3),
     "policy over wrapped modules": lambda p: p.wrapped(
         nn.Sequential(p.wrapped()), auto_wrap_policy=p.wrap.ModuleWrapPolicy({nn.Linear})
     ),
@@ -129,7 +129,7 @@ MISTAKES: dict[str, Any] = {
     ),
     "clipping an inner unit": lambda p: _used(p.nested())[0].clip_grad_norm_(1.0),
     "hook on an inner unit": lambda p: _used(p.nested())[0].register_comm_hook(None, print),
-    "hook that is none": lambda p: p.wrapped().register_comm_hook(None, 3),
+    "invalid hook": lambda p: p.wrapped().register_comm_hook(None, 3),
     "two hooks": _hooked_twice,
     "summoned twice": _summoned_twice,
     "summoned on rank 0 with writeback": lambda p: _summon(p, rank0_only=True, writeback=True),
@@ -154,7 +154,7 @@ MISTAKES: dict[str, Any] = {
     "uneven on dim 1": lambda p: p.fsdp.fully_shard(
         nn.Linear(3, 4), shard_placement_fn=lambda param: Shard(param.ndim - 1)
     ),
-    "placement that is none": lambda p: p.fsdp.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda param: 3),
+    "invalid placement": lambda p: p.fsdp.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda param: 3),
     "placement beyond the dims": lambda p: p.fsdp.fully_shard(
         nn.Linear(2, 2), shard_placement_fn=lambda param: Shard(5)
     ),
@@ -164,7 +164,7 @@ MISTAKES: dict[str, Any] = {
     "prefetch of a plain module": lambda p: p.sharded().set_modules_to_forward_prefetch([nn.Linear(1, 1)]),
     "backward prefetch of a plain module": lambda p: p.sharded().set_modules_to_backward_prefetch([nn.Linear(1, 1)]),
     "contexts of plain modules": lambda p: p.fsdp.share_comm_ctx([nn.Linear(1, 1)]),
-    "method that is none": lambda p: p.fsdp.register_fsdp_forward_method(p.sharded(), "nothing"),
+    "missing method": lambda p: p.fsdp.register_fsdp_forward_method(p.sharded(), "nothing"),
     "no mesh dims": lambda p: p.fsdp.DataParallelMeshDims(),
     "still on meta": lambda p: p.fsdp.fully_shard(nn.Linear(4, 4, device="meta"))(torch.ones(4, 4)),
     "sharded state dict of another shape": lambda p: p.sharded().load_state_dict(nn.Linear(4, 5).state_dict()),

@@ -31,7 +31,7 @@ from torch_backend.registration._modules import has_grad_hooks
 
 
 class Writeback(Enum):
-    """What remains of edits of full parameters: nothing, each rank's slice of its own (R20), or the first rank's (R23)."""
+    """Which edits of full parameters persist: none, each rank's slice of its own (R20), or those of the first rank (R23)."""
 
     NOTHING = "nothing"
     OWN = "own"
@@ -39,7 +39,7 @@ class Writeback(Enum):
 
 
 class Bucket:
-    """One layout, and what is held under it.
+    """One layout and the memory of its parameters.
 
     Attributes:
         layout: where everything lies.
@@ -52,7 +52,7 @@ class Bucket:
         origins: of each parameter, what tells it from others once it is sharded.
         unused: under FSDP2, what no rank's backward reached (R29).
         reduction_choices: what the user changed in how gradients are reduced.
-        part: what is held between forward and backward, under resharding to a smaller group (R08); None without that.
+        part: the reshard group's shard between forward and backward (R08); None without a reshard group.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Bucket:
             mesh: the ranks that share the parameters.
             device: where to compute.
             policy: what the user asked for in precision.
-            face: whose particulars hold.
+            face: the API whose rules hold where the two differ.
             limited: see `limit_all_gathers` in [Note: streams].
             make_registrar: from the shard and the unsharded parameters to what shows them.
         """
@@ -82,7 +82,7 @@ class Bucket:
         self._provide(device)
         self.registrar = make_registrar(store, self.buffer.leaves)
         self.unused = Unused(mesh)
-        # Which parameters the reduction under way is of; and layouts of what travels, by which parameters are trained.
+        # The indices of the parameters in the reduction in flight; and the reduced layouts, by which parameters are trained.
         self._reduced: Sequence[int] = ()
         self._layouts: dict[tuple[bool, ...], Layout] = {}
         self.origins: list[object] = []
@@ -127,7 +127,7 @@ class Bucket:
     # Full parameters in use
 
     def gather(self, *, unit: str, phase: str) -> None:
-        """Issue the all-gather: of the shard, or of what a smaller group holds."""
+        """Issue the all-gather of the shards, or of the reshard group's shards."""
         part = self.part
         if part is not None and part.buffer is not None:
             self.registrar.show_sharded()
@@ -137,14 +137,14 @@ class Bucket:
             self.buffer.start(self.store.buffer, self.mesh.shards, unit=unit, phase=phase)
 
     def finish(self) -> bool:
-        """Wait for the all-gather: the full parameters are readable. Returns whether other leaves are in use since."""
+        """Wait until the unsharded parameters are readable. Returns whether their tensors have been replaced."""
         if not self.buffer.finish():
             return False
         self.registrar.take_leaves(self.buffer.leaves)
         return True
 
     def free(self, *, unit: str, phase: str) -> None:
-        """Free the full parameters, or what a smaller group holds of them."""
+        """Free the unsharded parameters, or the reshard group's shard."""
         if self.part is not None and self.part.buffer is not None:
             self.registrar.show_sharded()
             self.part.give()
@@ -154,7 +154,7 @@ class Bucket:
             self._tell(FREE, unit, phase, self.layout.gathered_numel)
 
     def free_to_part(self, *, unit: str, phase: str) -> None:
-        """Free all of the full parameters but the part that a smaller group needs to gather them again (R08)."""
+        """Free the unsharded parameters and keep the reshard group's shard (R08)."""
         assert self.part is not None
         self.part.take(self.buffer.full, self.buffer.leaves)
         self._part_taken = self._streams.moment()
@@ -216,7 +216,7 @@ class Bucket:
             with self._streams.reducing():
                 shard, device = self.grads.take(), self.store.buffer.device
                 if shard.device != device:
-                    # The host must not run ahead of the copy where it adds to what is there, or calls what the user hooked.
+                    # The host waits for the copy if it adds to an existing gradient or calls a hook of the user.
                     waits = any(grad is not None for grad in self.registrar.grads())
                     waits = waits or any(has_grad_hooks(param) for param in self.registrar.managed())
                     shard = shard.to(device, non_blocking=not waits)
@@ -258,7 +258,7 @@ class Bucket:
         self.registrar.summon(views_of(self.layout, full), grads)
 
     def dismiss(self, writeback: Writeback) -> None:
-        """End `summon`, in the order of R24: writeback, as asked for, then what was shown is freed."""
+        """End `summon` in the order of R24: write edits back as requested, then free the shown parameters."""
         full = grads = None
         try:
             if self._shown is not None:
@@ -281,14 +281,14 @@ class Bucket:
             self._shown = self._shown_grads = None
 
     def check_shown(self) -> None:
-        """Raise ParamError unless what the user has made of what is shown can be written back (R20)."""
+        """Raise ParamError unless the values in the shown parameters can be written back (R20)."""
         if self._shown is not None:
             for spec, value in zip(self.layout.params, self.registrar.left(), strict=True):
                 check_full(spec, tuple(value.shape))
 
     @contextmanager
     def gathered(self, values: Tensor, unit: str) -> Iterator[list[Tensor]]:
-        """Inside, the whole of what is laid out like the shard, in the layout's order: views of memory that is freed then.
+        """Inside, full tensors gathered from `values`, in the layout's order: views of memory that is freed on exit.
 
         Args:
             values: shape (padded_shard_numel,), in any dtype.

@@ -151,7 +151,7 @@ class StepExecutor:
         self._await_shards()
 
     def _await_shards(self) -> None:
-        """Gathers see what has been written to shards so far."""
+        """Let all-gathers wait for earlier writes to the shards."""
         self._streams = {streams_of(unit.device) for unit in self.units if unit.device is not None}
         for streams in self._streams:
             if self.post_optim_event is None:
@@ -176,7 +176,7 @@ class StepExecutor:
                     hooks[earlier] = hooks.pop(earlier)
 
     def _forget_inputs(self) -> None:
-        """Inputs may outlive their step (a prompt that is trained), and shall not keep its hooks."""
+        """Remove the hooks of inputs, which may outlive their step (a trained prompt)."""
         for hook in self._input_hooks:
             hook.remove()
         self._input_hooks.clear()

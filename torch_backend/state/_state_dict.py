@@ -199,7 +199,7 @@ def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[Place]:
 
 
 def _piece_params(bucket: Bucket, mesh: DeviceMesh | None) -> list[nn.Parameter]:
-    """The shard's pieces, each as a part of its parameter. They alias the shard."""
+    """This rank's piece of each parameter, as views of the shard."""
     return [
         piece_param(piece, place, requires_grad=False)
         for piece, place in zip(bucket.store.pieces, places_of(bucket, mesh), strict=True)
@@ -207,7 +207,7 @@ def _piece_params(bucket: Bucket, mesh: DeviceMesh | None) -> list[nn.Parameter]
 
 
 def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """The module's state dict is made: leave the wrapper out of the names, and turn pieces into what was asked for."""
+    """State dict hook: remove the wrapper from the names, and convert pieces to the configured kind."""
     inside = f"{prefix}{FSDP_WRAPPED}."
     for key in [key for key in state if key.startswith(inside)]:
         state[prefix + key.removeprefix(inside)] = state.pop(key)
@@ -241,7 +241,7 @@ def _buffers(wrapper: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def is_piece_of(value: Any, bucket: Bucket) -> bool:
-    """Whether a value is a part of one of a bucket's parameters, or of what is laid out like them."""
+    """Whether a value is a piece of a bucket's parameter, or of a tensor with the same layout."""
     return isinstance(value, PieceTensor) and value.place.store is bucket.store
 
 
@@ -275,7 +275,7 @@ def _replace_pieces(bucket: Bucket, state: dict[str, Any], wrapper: HasStateDict
 def as_rows(
     bucket: Bucket, values: Tensor, places: list[Place], *, use_dtensor: bool, unit: str
 ) -> list[DTensor | ShardedTensor]:
-    """A sharded state dict's tensors, of parameters of a bucket or of what is laid out like them.
+    """The tensors of a sharded state dict, for a bucket's parameters or tensors with the same layout.
 
     Args:
         values: shape (padded_shard_numel,), laid out like the bucket's shard.
@@ -357,7 +357,7 @@ def _take_own_shard(bucket: Bucket, state: dict[str, Any], key: str, unit: str) 
 
 
 def _end_load(wrapper: Any, incompatible: Any) -> None:
-    """A state dict has been loaded: what is sharded is registered again, and wrappers are left out of what is reported."""
+    """After loading a state dict: register the sharded parameters again, and remove wrappers from the reported names."""
     unit = unit_of(wrapper)
     for names in incompatible:
         names[:] = [state_key(name) for name in names]

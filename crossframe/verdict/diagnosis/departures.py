@@ -1,6 +1,6 @@
 """How an optimizer's update departs from the rule that it should follow.
 
-One side's update is explained by its rule, from that side's own values before the step and its own moments behind it: that side
+One side's update is explained by its rule, from that side's own values before the step and its own moments after it: that side
 is right. The other side's is explained by the rule with one thing changed, from its own values too: that names the fault.
 Constants that are not among the usual ones (another decay, another epsilon) are fitted, and said.
 """
@@ -27,7 +27,7 @@ class Update:
 
     Attributes:
         before, after: the parameter.
-        moments: behind this step's gradient: (m, v) of AdamW, (buffer,) of SGD.
+        moments: after this step's gradient: (m, v) of AdamW, (buffer,) of SGD.
         roundoff: of the dtype of the parameter.
     """
 
@@ -196,14 +196,14 @@ def _fit_epsilon(rule: AdamW, wrong: Update) -> AdamW:
 
 
 def _of_decay(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
-    """The decay that explains an update: what is left without any, as a multiple of the parameter before."""
+    """The decay that explains an update: the residual without decay, as a multiple of the parameter before the step."""
     size = norm(wrong.before)
     if isinstance(rule, SGD) or not size:
         return  # SGD's is in its buffer
     bare = replace(rule, decay=0.0)
     left = wrong.after - bare.updated(wrong.before, *wrong.moments)
     decay = -factor_between(wrong.before, left) / rule.rate
-    # What rounding may leave of a decay that is none.
+    # The decay that rounding alone may suggest.
     unsure = wrong.error(bare) / size / rule.rate
     if abs(decay - rule.decay) <= 2 * unsure:
         return  # below the resolution of the dtype, which both sides may be off by

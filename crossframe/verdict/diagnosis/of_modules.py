@@ -163,7 +163,7 @@ def low_precision(case: Case) -> Iterator[Fit]:
     """A module computed in a lower dtype than the run's own, as norms that cast what they are given to float32 do.
 
     Each element of the wrong side is then a number of that dtype, or is one once it is divided by the module's weight, which is
-    often multiplied behind the cast back; of the right side at most half are. They differ by no more than `MOST_ROUNDINGS`.
+    often multiplied after the cast back; of the right side at most half are. They differ by no more than `MOST_ROUNDINGS`.
     """
     params = parameters_of(case) if case.quantity.module else None
     weight = params[0] if params is not None and params[1] is None and params[0].ndim == 1 else None

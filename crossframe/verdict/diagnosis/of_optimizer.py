@@ -184,7 +184,7 @@ def _clipping(case: Case, recording: Recording, stated: Stated) -> float:
 
 
 def _other_moments(case: Case, slot: str) -> Iterator[Other]:
-    """What may have stood in the place of the wrong side's moment before the step."""
+    """Values that the wrong side may have used instead of its moment before the step."""
     step, wrong = case.step, case.wrong
     own = case.moment(wrong, step - 1, case.name, slot)
     if step == 0 or own is None:
