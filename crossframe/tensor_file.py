@@ -41,7 +41,8 @@ def carrier(dtype: np.dtype) -> np.dtype:
     >>> carrier(np.dtype("float32")).name, carrier(numpy_dtype("bfloat16")).name
     ('float32', 'uint16')
     """
-    return dtype if dtype.kind in "fu" and dtype.isbuiltin == 1 else _CARRIERS[dtype.itemsize]
+    # By name: numpy's `isbuiltin` says 0 of some float32 dtypes, such as that of an array that was pickled.
+    return np.dtype(dtype.name) if dtype.name in _TAGS else _CARRIERS[dtype.itemsize]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[int, str]:
@@ -56,7 +57,8 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[int, s
     Raises:
         OSError: the file cannot be written.
     """
-    stored = {name: np.ascontiguousarray(array).view(carrier(array.dtype)) for name, array in tensors.items()}
+    native = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("=")) for name, array in tensors.items()}
+    stored = {name: array.view(carrier(array.dtype)) for name, array in native.items()}
     # Larger items first, so that each array is aligned to its item size.
     order = sorted(stored, key=lambda name: (-stored[name].itemsize, name))
     header, offset = {}, 0
