@@ -40,9 +40,9 @@ from jax_backend import (
     sharded_optimizer,
     value_and_grad,
 )
-from jax_backend.mesh import rank_partition
+from jax_backend.mesh._device_mesh import rank_partition
 from jax_backend.nnx import split, with_params
-from jax_backend.processes import everyones
+from jax_backend.ranks._processes import everyones
 
 DEFAULTS = TrainSettings(Path("runs/gpt-jax"), layout="flat")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -11,22 +11,23 @@ except ModuleNotFoundError as error:
     raise ImportError("jax_backend needs JAX: pip install 'crossframe[jax]'") from None
 
 from jax_backend.checkpoint import load_checkpoint, save_checkpoint
-from jax_backend.clip import clip_grad_norm
-from jax_backend.compiled import compiled_trace
-from jax_backend.exchange import from_torch, to_torch
-from jax_backend.init import init
-from jax_backend.local_grads import LocalGrads
-from jax_backend.mesh import make_mesh, per_rank
-from jax_backend.optim import apply_updates, sharded_optimizer
+from jax_backend.engine._clipping import clip_grad_norm
+from jax_backend.engine._jit_step import NOT_HONOURED
+from jax_backend.engine._scan import scan
+from jax_backend.engine._value_and_grad import Result, value_and_grad
+from jax_backend.mesh._device_mesh import make_mesh, per_rank
+from jax_backend.optimizer._sharded_optimizer import apply_updates, sharded_optimizer
+from jax_backend.programs._compiled_trace import compiled_trace
+from jax_backend.programs._trace import trace_of
 from jax_backend.recorder import Recorder
-from jax_backend.scan import scan
-from jax_backend.sharded import ShardedParams, pieces_of, shard, shards_of
-from jax_backend.summon import Holder, Summoned, summon_full_params
-from jax_backend.trace import trace_of
-from jax_backend.transform import Result, value_and_grad
-from jax_backend.tree import Bucket, ParamTree
-from jax_backend.under_jit import NOT_HONOURED
-from jax_backend.unshard import unshard, writeback
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._deferred_init import init
+from jax_backend.shards._exchange import from_torch, to_torch
+from jax_backend.shards._local_grads import LocalGrads
+from jax_backend.shards._param_tree import ParamTree
+from jax_backend.shards._sharded_params import ShardedParams, pieces_of, shard, shards_of
+from jax_backend.shards._summon import Holder, Summoned, summon_full_params
+from jax_backend.shards._unshard import unshard, writeback
 
 __all__ = [
     "NOT_HONOURED",

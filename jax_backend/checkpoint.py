@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from crossframe.checkpoint import MODEL, STATE, Saved, abandon, begin, check_about, finish, read, write_rank
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
-from jax_backend.checkpoint_parts import Part
-from jax_backend.checkpoint_state import StateLeaves
-from jax_backend.mesh import device_of, mesh_spec
-from jax_backend.processes import everyones, together
-from jax_backend.sharded import ShardedParams, mesh_of
+from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.ranks._processes import everyones, together
+from jax_backend.shards._sharded_params import ShardedParams, mesh_of
+from jax_backend.state._checkpoint_parts import Part
+from jax_backend.state._optimizer_state import StateLeaves
 
 
 def save_checkpoint(

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
 from jax_backend.activations import INPUT, OUTPUT, is_anyone_listening, module_scope, tell
-from jax_backend.mesh import per_rank
-from jax_backend.sharded import shard
-from jax_backend.summon import Holder
+from jax_backend.mesh._device_mesh import per_rank
+from jax_backend.shards._sharded_params import shard
+from jax_backend.shards._summon import Holder
 
 
 def split(module: nnx.Module) -> tuple[Any, dict, dict]:

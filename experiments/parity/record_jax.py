@@ -36,12 +36,12 @@ from jax_backend import (
 )
 from jax_backend.nnx import state_of, watch, with_params
 from jax_backend.other_rounding import other_rounding
-from jax_backend.recorder.begin import program
-from jax_backend.recorder.inner import with_inner
-from jax_backend.recorder.modules import module_paths
-from jax_backend.recorder.of_shards import OfShards
-from jax_backend.recorder.operators import OperatorTrace
-from jax_backend.recorder.writers import Seen, Writers
+from jax_backend.recorder._begin import program
+from jax_backend.recorder._interior import with_inner
+from jax_backend.recorder._modules import module_paths
+from jax_backend.recorder._operators import OperatorTrace
+from jax_backend.recorder._shards import OfShards
+from jax_backend.recorder._writers import Seen, Writers
 
 
 def record_jax(settings: RunSettings, output: Path, *, twins: int = 0, overwrite: bool = False) -> None:

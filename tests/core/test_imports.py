@@ -36,12 +36,13 @@ MAY_YET = {
 # JAX's libraries stay at its edges.
 EDGES = {
     "flax": {"jax_backend/nnx.py", "jax_backend/linen.py"},
-    "optax": {"jax_backend/optim.py", "jax_backend/checkpoint_state.py"},
+    "equinox": {"jax_backend/equinox.py"},
+    "optax": {"jax_backend/optimizer/_sharded_optimizer.py", "jax_backend/state/_optimizer_state.py"},
 }
 PACKAGES = ("crossframe", "torch_backend", "jax_backend", "experiments", "tests")
 # The files at the top of these packages are imported by name, be they vocabulary for everything (crossframe.errors,
 # torch_backend.api) or entry points to everything: each counts by itself, not as part of one folder.
-ONE_BY_ONE = ("crossframe", "torch_backend")
+ONE_BY_ONE = ("crossframe", "torch_backend", "jax_backend")
 
 
 @cache
@@ -137,8 +138,9 @@ def test_imports_have_no_cycles(part):
         pytest.fail("a cycle: " + ", ".join(edges[a][b] for a, b in pairwise(reversed(error.args[1]))))
 
 
-def test_no_private_module_of_torch_backend_is_unused():
-    edges = {module: names for module, names in graph().items() if is_of(module, "torch_backend")}
+@pytest.mark.parametrize("package", ["torch_backend", "jax_backend"])
+def test_no_private_module_is_unused(package):
+    edges = {module: names for module, names in graph().items() if is_of(module, package)}
     reached: set[str] = set()
     # torch has a folder _fully_shard, from which scripts import.
     new = {module for module in edges if "._" not in module or is_of(module, "torch_backend._fully_shard")}
@@ -148,7 +150,7 @@ def test_no_private_module_of_torch_backend_is_unused():
     assert sorted(edges.keys() - reached) == []
 
 
-def test_flax_and_optax_stay_at_the_edges_of_the_jax_backend():
+def test_flax_equinox_and_optax_stay_at_the_edges():
     for source in (ROOT / "jax_backend").rglob("*.py"):
         where = source.relative_to(ROOT).as_posix()
         for library, edges in EDGES.items():
@@ -158,7 +160,9 @@ def test_flax_and_optax_stay_at_the_edges_of_the_jax_backend():
 def test_collectives_are_called_in_one_file_of_each_backend():
     for package, marks in {
         "torch_backend": ("dist.all_", "dist.reduce", "dist.broadcast", "dist.scatter", "dist._all_gather"),
-        "jax_backend": ("lax.psum", "lax.all_gather", "lax.pmean", "lax.all_to_all"),
+        "jax_backend": (
+            *("lax.psum", "lax.all_gather", "lax.pmean", "lax.all_to_all", "lax.ppermute", "lax.reduce_scatter"),
+        ),
     }.items():
         for source in (ROOT / package).rglob("*.py"):
             if source.name.lstrip("_") != "collectives.py":

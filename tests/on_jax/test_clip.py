@@ -11,7 +11,7 @@ from crossframe import MeshSpec
 from crossframe.errors import UsageError
 from crossframe.grad_norm import clip_coefficient, combine, partial
 from jax_backend import clip_grad_norm, make_mesh, shard, unshard
-from jax_backend.padding import padding_of
+from jax_backend.shards._padding import padding_of
 
 from .small import UNITS, WIDE, small_map, small_params, wide
 

@@ -9,8 +9,8 @@ import pytest
 from crossframe import MeshSpec
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, difference
 from jax_backend import compiled_trace, make_mesh, scan, shard, trace_of, value_and_grad
-from jax_backend.compiled import events_of
-from jax_backend.trace import FOREIGN
+from jax_backend.programs._compiled_trace import events_of
+from jax_backend.programs._trace import FOREIGN
 
 from .small import ITEMSIZE, UNITS, small_batch, small_loss, small_params, wide
 from .test_meshes_and_layouts import MODES, stacked_loss, stacked_params
@@ -78,7 +78,9 @@ def test_R14_resharding_in_a_scan_saves_memory(mode):
         sharded = shard(params, mesh, stacked=("blocks",), reshard_after_forward=reshards)
         step = value_and_grad(loss, mesh, mode=mode)
         compiled = jax.jit(step).lower(sharded, np.zeros((2, width))).compile()
-        temporaries[reshards] = compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        temporaries[reshards] = analysis.temp_size_in_bytes
     # What is kept otherwise: every layer's full parameters but the one in use.
     assert temporaries[False] - temporaries[True] > (num_layers - 2) * ITEMSIZE * width * width
 

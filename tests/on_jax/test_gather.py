@@ -13,8 +13,8 @@ from crossframe.faces import Face
 from crossframe.reduction import DivideFactors, divide_factors
 from crossframe.reference import ReferenceUnit
 from jax_backend import make_mesh, shard, shards_of, unshard, value_and_grad
-from jax_backend.collectives import all_reduce
-from jax_backend.gather import divide
+from jax_backend.engine._gather import divide
+from jax_backend.ranks._collectives import all_reduce
 from tests.conftest import EXHAUSTIVE
 
 from .small import UNITS, WIDE, canonical, linear_loss, mesh_of_size, small_map, small_params
@@ -116,6 +116,7 @@ def test_R05_gradients_hold_0_in_the_padding():
 def test_local_gradients_are_each_ranks_own_before_any_division(world_size):
     rng = np.random.default_rng(6)
     result, _, grads = reduced(world_size, lambda shape: rng.normal(size=shape), WIDE)
+    assert result.local_grads is not None
     for unit, layout in result.grads.tree.units:
         assert result.local_grads.lines[unit].shape == (world_size, layout.gathered_numel)
         for rank in range(world_size):

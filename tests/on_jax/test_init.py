@@ -11,9 +11,9 @@ from flax import nnx
 from crossframe import MeshSpec
 from crossframe.errors import UsageError
 from jax_backend import init, make_mesh, shard
-from jax_backend.build import Options, build_tree
-from jax_backend.init import program_of
 from jax_backend.nnx import params_of
+from jax_backend.shards._build import Options, build_tree
+from jax_backend.shards._deferred_init import program_of
 
 from .small import SIZES, UNITS, small_map, small_params
 

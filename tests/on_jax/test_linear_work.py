@@ -8,12 +8,12 @@ import pytest
 
 from crossframe.names import identity_map
 from jax_backend import shard, sharded_optimizer
-from jax_backend.checkpoint_state import StateLeaves
-from jax_backend.padding import zero_padding
-from jax_backend.recorder.modules import module_paths
-from jax_backend.recorder.of_shards import OfShards
-from jax_backend.sharded import mesh_of
-from jax_backend.when_needed import _Run
+from jax_backend.programs._late_gathers import _Run
+from jax_backend.recorder._modules import module_paths
+from jax_backend.recorder._shards import OfShards
+from jax_backend.shards._padding import zero_padding
+from jax_backend.shards._sharded_params import mesh_of
+from jax_backend.state._optimizer_state import StateLeaves
 
 from .small import mesh_of_size
 from .work import assert_linear

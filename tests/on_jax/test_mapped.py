@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe import MeshSpec
 from jax_backend import make_mesh
-from jax_backend.mapped import mapped
+from jax_backend.mesh._shard_map import mapped
 from tests.on_jax.small import WIDE
 
 

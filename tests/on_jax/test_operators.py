@@ -9,8 +9,8 @@ from jax.extend.core import Primitive
 
 from crossframe.operators import Request, find
 from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
-from jax_backend.recorder.judging import judge
-from jax_backend.recorder.operators import OperatorTrace
+from jax_backend.recorder._judging import judge
+from jax_backend.recorder._operators import OperatorTrace
 
 SCRIPT = """
 import math

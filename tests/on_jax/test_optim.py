@@ -12,7 +12,7 @@ import pytest
 from crossframe import MeshSpec
 from crossframe.errors import UnsupportedError, UsageError
 from jax_backend import apply_updates, make_mesh, shard, sharded_optimizer, unshard, value_and_grad
-from jax_backend.padding import zero_padding
+from jax_backend.shards._padding import zero_padding
 
 from .small import ATOL, UNITS, WIDE, mesh_of_size, small_batch, small_loss, small_map, small_params, wide
 

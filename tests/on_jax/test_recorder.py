@@ -18,8 +18,8 @@ from crossframe.recording.twins import moved
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.bounds import bounds_for
 from jax_backend import Recorder
-from jax_backend.recorder.modules import Dims, module_paths
-from jax_backend.recorder.of_arrays import state_by_path
+from jax_backend.recorder._arrays import state_by_path
+from jax_backend.recorder._modules import Dims, module_paths
 from tests.on_jax.recorded_loops import mesh_of, placed, record
 from tests.on_jax.small import canonical, small_batch, small_loss, small_map, small_params, wide
 

@@ -17,8 +17,8 @@ from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
-from jax_backend.recorder.inner import with_inner
-from jax_backend.recorder.of_shards import OfShards
+from jax_backend.recorder._interior import with_inner
+from jax_backend.recorder._shards import OfShards
 from tests.on_jax.recorded_loops import STEPS, TOLD, record, sharded_small, train
 from tests.on_jax.small import ATOL, EPS, WIDE, canonical, small_batch, small_loss, small_map, small_params, wide
 

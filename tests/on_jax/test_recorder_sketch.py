@@ -10,8 +10,8 @@ from crossframe.recording import Recording
 from crossframe.recording.sketch import sketches_of
 from jax_backend import Recorder, make_mesh, shard
 from jax_backend.activations import tell
-from jax_backend.recorder import sketch
-from jax_backend.recorder.sketch import sketch_of
+from jax_backend.recorder import _sketch as sketch
+from jax_backend.recorder._sketch import sketch_of
 from tests.on_jax.recorded_loops import TOLD, train
 from tests.on_jax.small import wide
 
@@ -33,7 +33,7 @@ def test_every_bit_of_the_fingerprint_and_the_sums_are_those_of_the_core(dtype, 
 
 
 def test_64_bits_are_left_as_the_loop_chose_them():
-    before = jax.config.jax_enable_x64
+    before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", False)
     try:
         found = sketch_of("w", np.arange(1000.0))
@@ -62,10 +62,10 @@ def test_a_recording_of_sketches_says_of_all_quantities_what_a_full_one_does(tmp
         tell("up", "output", hidden)
         return ((hidden @ params["down"]["w"] - batch["y"]) ** 2).mean()
 
-    found = {}
+    found, told = {}, dict(TOLD, steps=1)
     for detail in ("full", "sketch"):
         sharded = shard(params, make_mesh(MeshSpec(2), jax.devices("cpu")), units=("up",))
-        with Recorder(tmp_path / detail, sharded, detail=detail, **(TOLD | {"steps": 1})) as recorder:
+        with Recorder(tmp_path / detail, sharded, detail=detail, **told) as recorder:
             train(recorder, sharded, loss, steps=1)
         found[detail] = Recording.open(tmp_path / detail)
     full, sketched = found["full"], found["sketch"]

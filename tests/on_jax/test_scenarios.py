@@ -25,16 +25,7 @@ from crossframe.names import MapEntry, ParamMap
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
 from crossframe.unshard import UnshardRequest
-from jax_backend import (
-    make_mesh,
-    pieces_of,
-    shard,
-    shards_of,
-    summon_full_params,
-    trace_of,
-    unshard,
-    value_and_grad,
-)
+from jax_backend import make_mesh, pieces_of, shard, shards_of, summon_full_params, trace_of, unshard, value_and_grad
 from jax_backend.nnx import ShardedModule
 from tests.conftest import EXHAUSTIVE
 
@@ -399,6 +390,7 @@ def test_with_grads_none_grads(kind):
         assert summoned.grads["fixed"]["v"] is None
         np.testing.assert_array_equal(summoned.grads["w"], [0.5] * 3)
         summoned.grads["w"] = None
+    assert summoned.sharded_grads is not None
     for rank in range(2):
         assert not any(piece.any() for piece in pieces_of(summoned.sharded_grads, rank).values())
     same(unshard(summoned.sharded), given)

@@ -7,7 +7,8 @@ from crossframe import MeshSpec
 from crossframe.plan import plan_units, step_plan
 from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, collectives, difference
-from jax_backend import gather, shard, trace_of, value_and_grad
+from jax_backend import shard, trace_of, value_and_grad
+from jax_backend.engine import _gather as gather
 
 from .small import (
     ITEMSIZE,

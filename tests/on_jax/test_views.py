@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.layout import views as expected_views
-from jax_backend.views import views
+from jax_backend.shards._views import views
 from tests.conftest import EXHAUSTIVE
 from tests.on_jax.small import wide
 

@@ -10,7 +10,9 @@ import pytest
 
 from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER
-from jax_backend import compiled_trace, on_rank, shard, shards_of, under_jit, value_and_grad
+from jax_backend import compiled_trace, shard, shards_of, value_and_grad
+from jax_backend.engine import _jit_step as under_jit
+from jax_backend.engine import _shard_map_step as on_rank
 from tests.conftest import EXHAUSTIVE
 
 from .small import UNITS, WIDE, mesh_of_size, small_batch, small_loss, small_map, small_params, wide

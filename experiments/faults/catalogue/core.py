@@ -94,7 +94,7 @@ def padding_of_the_next() -> Iterator[None]:
     world_size=3,
 )
 def ranks_reversed() -> Iterator[None]:
-    from jax_backend import gather
+    from jax_backend.engine import _gather as gather
 
     right = gather.all_gather
 
@@ -151,7 +151,7 @@ def replicas_never_meet() -> Iterator[None]:
 def norm_counts_replicas() -> Iterator[None]:
     from jax import numpy as jnp
 
-    from jax_backend import clip
+    from jax_backend.engine import _clipping as clip
 
     class Doubled:
         """jax.numpy, whose sums are over two replicas."""
@@ -173,7 +173,7 @@ def norm_counts_replicas() -> Iterator[None]:
     clip=0.5,
 )
 def clip_epsilon() -> Iterator[None]:
-    from jax_backend import clip
+    from jax_backend.engine import _clipping as clip
 
     with patched(clip, "EPSILON", 1e-2):
         yield

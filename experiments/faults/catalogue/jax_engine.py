@@ -34,7 +34,7 @@ def psum_in_the_loss() -> Iterator[None]:
     Answer(*LOCAL, unit="blocks.0", parameter="blocks.0.attention.query.weight", signature="transposed"),
 )
 def gradient_transposed() -> Iterator[None]:
-    from jax_backend import gather
+    from jax_backend.engine import _gather as gather
 
     right, path = gather.joined, "blocks.0.attention.query.kernel"
 
@@ -71,7 +71,7 @@ def kernels_loaded_transposed() -> Iterator[None]:
 def gathered_in_bfloat16() -> Iterator[None]:
     from jax import numpy as jnp
 
-    from jax_backend import gather
+    from jax_backend.engine import _gather as gather
 
     right = gather.all_gather
 
@@ -90,7 +90,7 @@ def gathered_in_bfloat16() -> Iterator[None]:
     accumulate=3,
 )
 def waiting_replaced() -> Iterator[None]:
-    from jax_backend.local_grads import LocalGrads
+    from jax_backend.shards._local_grads import LocalGrads
 
     with patched(LocalGrads, "__add__", lambda self, other: other):
         yield

@@ -1,0 +1,168 @@
+"""What a loss function and a step may be given: checked before anything runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from crossframe.errors import UsageError
+from crossframe.faces import Face
+from crossframe.precision import PrecisionPolicy
+from jax_backend.mesh._device_mesh import mesh_spec, num_ranks
+from jax_backend.shards._local_grads import LocalGrads
+from jax_backend.shards._sharded_params import ShardedParams
+from jax_backend.tree import dtype_name, leaves_by_path
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Which of `loss_fn(params, state, batch, rng) -> (loss, (state, aux))` the user's function takes and returns."""
+
+    has_state: bool
+    has_rng: bool
+    has_aux: bool
+    has_weight: bool = False
+
+    def call(self, loss_fn: Callable, params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Any]:
+        """Call it on one rank; always (loss, weight, state, aux), with None for what is not declared.
+
+        Raises:
+            UsageError: a result of another form, a loss that is no floating scalar, or another state than came in.
+        """
+        args = [params, *([state] if self.has_state else []), batch, *([rng] if self.has_rng else [])]
+        result = loss_fn(*args)
+        if not (self.has_state or self.has_aux):
+            loss, new_state, aux = result, None, None
+        else:
+            loss, rest = _pair(result, f"({self._returns})")
+            if self.has_state and self.has_aux:
+                new_state, aux = _pair(rest, f"({self._returns})")
+            else:
+                new_state, aux = (rest, None) if self.has_state else (None, rest)
+        weight = None
+        if self.has_weight:
+            loss, weight = _pair(loss, "(loss, weight) in the place of the loss")
+            if np.shape(weight) != ():
+                raise UsageError(f"loss_fn: expected a scalar weight, got shape {np.shape(weight)}; return its sum")
+            weight = jnp.asarray(weight)
+        self._check_loss(loss)
+        if self.has_state:
+            _check_state_kept(state, new_state)
+        return loss, weight, new_state, aux
+
+    def cast_batch(self, batch: Any, policy: PrecisionPolicy, face: Face) -> Any:
+        """One rank's batch in the dtype of compute, where the policy says so (R35); integers never."""
+
+        def cast(leaf: Any) -> Any:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return leaf
+            return leaf.astype(policy.input_dtype(str(leaf.dtype), face, is_root=True))
+
+        return jax.tree.map(cast, batch)
+
+    @property
+    def _returns(self) -> str:
+        if self.has_state and self.has_aux:
+            return "loss, (state, aux)"
+        return "loss, state" if self.has_state else "loss, aux"
+
+    def _check_loss(self, loss: Any) -> None:
+        if isinstance(loss, tuple | list | dict) or not hasattr(loss, "dtype"):
+            raise UsageError(
+                f"loss_fn: expected a scalar loss, got {type(loss).__name__}; if it also returns state or aux, "
+                "declare them by has_state=True, has_aux=True"
+            )
+        if np.shape(loss) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise UsageError(
+                f"loss_fn: expected a floating scalar as loss, got shape {np.shape(loss)} and dtype {loss.dtype}; "
+                "return the mean over this rank's batch"
+            )
+
+    def check_step(
+        self, sharded: Any, batch: Any, state: Any, rng: Any, mesh: Mesh, accumulated: LocalGrads | None
+    ) -> None:
+        """Raise UsageError unless a step can run on these arguments."""
+        ranks = num_ranks(mesh)
+        _check_sharded(sharded, mesh)
+        if accumulated is not None and (
+            not isinstance(accumulated, LocalGrads) or accumulated.tree != sharded.tree or not accumulated.lines
+        ):
+            raise UsageError(
+                f"accumulated: expected None or LocalGrads of the same parameters, got {type(accumulated).__name__}; a step "
+                "made with reduces=False returns them as grads"
+            )
+        for path, leaf in leaves_by_path(batch).items():
+            shape = np.shape(leaf)
+            if not shape or shape[0] % ranks:
+                raise UsageError(
+                    f"batch leaf {path!r}: expected a leading dim divisible by {ranks} ranks, got shape {shape}; "
+                    "drop or pad the last samples, and count those that are there by has_weight=True"
+                )
+        for name, declared, value in (("state", self.has_state, state), ("rng", self.has_rng, rng)):
+            if declared and value is None:
+                raise UsageError(f"{name}: expected one, since has_{name}=True, got None; pass {name}=... to the step")
+            if not declared and value is not None:
+                raise UsageError(f"{name}: expected None, got one; pass has_{name}=True to value_and_grad")
+        for path, leaf in leaves_by_path(state).items():
+            shape = np.shape(leaf)
+            if not shape or shape[0] != ranks:
+                raise UsageError(
+                    f"state leaf {path!r}: expected a leading rank axis of size {ranks}, got shape {shape}; "
+                    "make it with jax_backend.per_rank"
+                )
+
+
+def _pair(result: Any, expected: str) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise UsageError(f"loss_fn: expected to return {expected}, got {got}; see has_state and has_aux")
+    return result
+
+
+def _check_state_kept(before: Any, after: Any) -> None:
+    old, new = leaves_by_path(before), leaves_by_path(after)
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise UsageError(
+            f"loss_fn: expected the state to keep its structure, with leaves {list(old)}, got {list(new)}; "
+            "return every leaf that came in"
+        )
+    for path, leaf in old.items():
+        expected, got = ((np.shape(x), dtype_name(x)) for x in (leaf, new[path]))
+        if expected != got:
+            raise UsageError(
+                f"loss_fn: state leaf {path!r}: expected shape and dtype {expected} as it came in, got {got}; "
+                "cast or reshape it back"
+            )
+
+
+def _check_sharded(sharded: Any, mesh: Mesh) -> None:
+    if not isinstance(sharded, ShardedParams):
+        raise UsageError(f"expected ShardedParams, got {type(sharded).__name__}; make them with jax_backend.shard")
+    ranks = mesh_spec(mesh).shard
+    if sharded.tree.world_size != ranks:
+        raise UsageError(
+            f"expected parameters sharded over the mesh's {ranks} ranks, got {sharded.tree.world_size}; "
+            "shard them on the mesh that value_and_grad was given"
+        )
+    for leaf in jax.tree.leaves(sharded):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise UsageError(
+                "the shards were given away (donated) to a step that ran before: use what that step returned in their place"
+            )
+    expected = {bucket.name: bucket.shapes() for bucket in sharded.tree.buckets}
+    got = {name: jax.tree.map(np.shape, arrays) for name, arrays in sharded.buckets.items()}
+    if missing := sorted(bucket.name for bucket in sharded.tree.buckets if bucket.name not in got):
+        raise UsageError(
+            f"the shards lack what is frozen, {missing}: pass all parameters, params.with_trainable(trained), and not the "
+            "trainable ones alone"
+        )
+    if expected != got:
+        wrong = {name: (shape, got[name]) for name, shape in expected.items() if got[name] != shape}
+        raise UsageError(
+            f"expected arrays of these shapes by unit, got those: {wrong}; do not reshape the leaves of shards"
+        )

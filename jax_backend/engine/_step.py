@@ -1,0 +1,150 @@
+"""What both modes of a step share: what it was given, and which buckets are gathered outside and inside of what runs again."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from crossframe.plan import plan_units
+from crossframe.precision import PrecisionPolicy
+from crossframe.strategy import Strategy
+from jax_backend.engine._gather import Reduction
+from jax_backend.engine._loss_contract import Contract
+from jax_backend.engine._remat import reshard_after_forward
+from jax_backend.engine._scan import Stack, StackedLeaf
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._param_tree import ParamTree
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `value_and_grad` was given.
+
+    Attributes:
+        loss_fn, mesh: as there.
+        contract: which parts the loss function has.
+        strategy: as the mesh has it.
+        reduction: of gradients.
+        local_grads: whether they are returned too.
+    """
+
+    loss_fn: Callable
+    mesh: Mesh
+    contract: Contract
+    strategy: Strategy
+    reduction: Reduction
+    local_grads: bool
+
+    @property
+    def probes(self) -> bool:
+        """Whether each rank's own gradients are asked for."""
+        return self.local_grads or not self.reduction.now
+
+    def rank_loss(self, params: Any, state: Any, batch: Any, rng: Any, policy: PrecisionPolicy) -> tuple[Any, ...]:
+        """The user's function on one rank: (loss, weight or None, state, aux)."""
+        batch = self.contract.cast_batch(batch, policy, self.reduction.face)
+        return self.contract.call(self.loss_fn, params, state, batch, rng)
+
+    def frees(self, tree: ParamTree) -> dict[str, bool]:
+        """By unit, whether backward gathers it again (R13, R14)."""
+        planned = plan_units(
+            tree.units,
+            self.strategy,
+            face=self.reduction.face,
+            reshard_after_forward=tree.reshard_after_forward,
+            policy=tree.policy,
+        )
+        return {unit.name: bool(unit.reshard_after_forward) and self.reduction.mesh.shard > 1 for unit in planned}
+
+
+class Source(NamedTuple):
+    """What a bucket is gathered from.
+
+    Attributes:
+        line: the shard, or under jit all of them.
+        probe: None, or what takes a rank's own gradient.
+        waiting: None, or a rank's own gradient of earlier microbatches.
+    """
+
+    line: Any
+    probe: Any = None
+    waiting: Any = None
+
+
+def sources_of(
+    lines: Mapping[str, Any], probes: Mapping[str, Any], waiting: Mapping[str, Any] | None
+) -> dict[str, Source]:
+    """The same by bucket."""
+    return {name: Source(line, probes.get(name), (waiting or {}).get(name)) for name, line in lines.items()}
+
+
+def over_shards(
+    tree: ParamTree,
+    step: Step,
+    gather: Callable[[Bucket, Source], Any],
+    apply: Callable[[dict[str, Any], dict[str, Source]], Any],
+) -> Callable[[dict[str, Source]], Any]:
+    """`apply(full, stacked)` as a function of what buckets are gathered from, which gathers when the plan says.
+
+    Args:
+        gather: a bucket that is not stacked.
+        apply: given what was gathered, by bucket, and the sources of stacked buckets, whose layers are gathered one by one.
+    """
+    frees = step.frees(tree)
+    plain = [bucket for bucket in tree.buckets if bucket.num_layers is None]
+    stacked = [bucket.name for bucket in tree.buckets if bucket.num_layers is not None]
+
+    def run(sources: dict[str, Source]) -> Any:
+        # What is kept is gathered outside of the region that runs again.
+        kept = {bucket.name: gather(bucket, sources[bucket.name]) for bucket in plain if not frees[bucket.unit]}
+        inside = {name: source for name, source in sources.items() if name not in kept}
+
+        def rest(kept: dict[str, Any], inside: dict[str, Source]) -> Any:
+            freed = {bucket.name: gather(bucket, inside[bucket.name]) for bucket in plain if bucket.name not in kept}
+            return apply(kept | freed, {name: inside[name] for name in stacked})
+
+        return (reshard_after_forward(rest) if any(frees.values()) else rest)(kept, inside)
+
+    return run
+
+
+def params_of(
+    tree: ParamTree,
+    full: Mapping[str, Any],
+    stacked: Mapping[str, Source],
+    gather_layer: Callable[[Bucket, Source], dict[str, jax.Array]],
+    frees: Mapping[str, bool],
+) -> Any:
+    """The user's pytree on one rank: full parameters, and in the place of stacked units what `scan` goes through.
+
+    Args:
+        frees: by unit, whether backward gathers it again.
+    """
+    shown = dict(full)
+    for unit in {tree.by_name[name].unit: None for name in stacked}:
+        members = tuple(bucket for bucket in tree.buckets if bucket.unit == unit)
+        stack = Stack(
+            tree, members, {bucket.name: stacked[bucket.name] for bucket in members}, gather_layer, frees[unit]
+        )
+        for bucket in members:
+            shown[bucket.name] = {path: StackedLeaf(stack, path) for path in tree.paths_of(bucket)}
+    return tree.params(shown)
+
+
+def probes_of(tree: ParamTree, step: Step) -> dict[str, jax.Array]:
+    """By bucket, zeros of the shape of a rank's own gradient; none unless they are asked for."""
+    found = {}
+    for bucket in tree.trainable if step.probes else ():
+        precision = tree.policy.resolve(bucket.layout.dtype)
+        stack = () if bucket.num_layers is None else (bucket.num_layers,)
+        dtype = precision.gathered if step.reduction.now else precision.accumulated(step.reduction.face)
+        found[bucket.name] = jnp.zeros((*stack, bucket.layout.gathered_numel), dtype)
+    return found
+
+
+def kept(bucket: Bucket, line: jax.Array, policy: PrecisionPolicy) -> jax.Array:
+    """A reduced gradient in the dtype that the policy keeps it in."""
+    return line.astype(policy.resolve(bucket.layout.dtype).kept)

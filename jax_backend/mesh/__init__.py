@@ -1,0 +1,1 @@
+"""The mesh of devices, which is the core's grid of ranks, and shard_map over it."""

@@ -1,0 +1,1 @@
+"""optax on sharded parameters."""

@@ -1,0 +1,263 @@
+"""optax over sharded parameters: on the shards where that is right, and on parameters in their true shapes where it is not.
+
+[Note: what an optimizer sees] Under the flat and the ragged layout a leaf of ShardedParams is a whole bucket in one line. A
+transformation that treats each element by itself (Adam), or all elements of the model alike (clipping by the global norm), gives
+the same there as on parameters. One that depends on leaves (LAMB, Adafactor, Muon, a mask by ndim or name) does not: it is tried
+on small parameters first (`_optimizer_probe`), and rejected. Under the per-parameter layout leaves are parameters, but padded:
+optax is given them without the padding, in the user's own shapes and axis order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossframe.errors import UsageError
+from jax_backend.mesh._device_mesh import SHARD_AXIS, check_mesh
+from jax_backend.optimizer._optimizer_probe import check_init, check_update
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._padding import zero_padding
+from jax_backend.shards._param_tree import ParamTree
+from jax_backend.shards._sharded_params import ShardedParams, mesh_of
+
+
+def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None) -> Any:
+    """`tx` for ShardedParams: what it gives on full parameters, of which each rank has its shard.
+
+    `init(params)` and `update(grads, state, params)` take the parameters with what is frozen, or without; updates are of what is
+    trained: `jax_backend.apply_updates(params, updates)`. Under "flat" and "ragged" the state is what `tx` makes of
+    ShardedParams. Under "per_param" it is what `tx` makes of a dict of parameters by path of the user's leaf, its parts joined by
+    ".", in the user's shapes and axis order, a shared one once; masks and labels are of that dict. There a leaf of the state that
+    has the path and the shape of a parameter is stored sharded, the dim that is cut padded with 0; all others are replicated.
+    Padding of updates is 0 always (R05). Call `update` inside jit.
+
+    Args:
+        tx: any of optax's.
+        mesh: where the state lies; None: where the parameters lie that `init` is given outside of jit. Inside, without one, XLA
+            chooses where.
+
+    Returns:
+        An optax.GradientTransformationExtraArgs.
+
+    Raises:
+        UnsupportedError: by init or the first update, under "flat" and "ragged": a transformation that gives other updates or
+            state on buckets than on parameters, as far as small examples show (see `jax_backend.optimizer._optimizer_probe`).
+        UsageError: no transformation; or a state of other parameters.
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise UsageError(f"expected a transformation of optax, got {type(tx).__name__}; for instance optax.adamw(1e-3)")
+    if mesh is not None:
+        check_mesh(mesh)
+    wrapped: Any = optax.with_extra_args_support(tx)
+    meshes: dict[ParamTree, Mesh] = {}
+    tried: set[ParamTree] = set()
+
+    def mesh_for(params: ShardedParams) -> Mesh | None:
+        if mesh is None and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+            meshes[params.tree] = mesh_of(params)
+        return mesh if mesh is not None else meshes.get(params.tree)
+
+    def init(params: Any) -> Any:
+        params = _trainable(params, "params")
+        own = mesh_for(params)
+        if params.tree.is_per_param:
+            return _placed(_padded(tx.init(_named(params)), params.tree), params.tree, own)
+        check_init(tx, params.tree)
+        return _placed(tx.init(params), params.tree, own)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        grads = _trainable(grads, "grads")
+        params, tree = (None if params is None else _trainable(params, "params")), grads.tree
+        own = mesh_for(grads)
+        if tree.is_per_param:
+            expected = jax.eval_shape(tx.init, _named(grads))
+            extra = {key: _named(value) if isinstance(value, ShardedParams) else value for key, value in extra.items()}
+            given = _stripped(state, expected, tree)
+            updates, state = wrapped.update(_named(grads), given, None if params is None else _named(params), **extra)
+            updates, state = _unnamed(updates, tree), _padded(state, tree)
+        else:
+            if tree not in tried:
+                check_update(wrapped, tree, extra, with_params=params is not None)
+                tried.add(tree)
+            updates, state = wrapped.update(grads, state, params, **extra)
+            zeroed = {name: zero_padding(tree.by_name[name], array) for name, array in updates.shards.items()}
+            updates = ShardedParams(zeroed, tree)
+        return _placed(updates, tree, own), _placed(state, tree, own)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+def apply_updates(params: ShardedParams, updates: ShardedParams) -> ShardedParams:
+    """The parameters after updates of what is trained, each in its own dtype; what is frozen stays as it is."""
+    return params.with_trainable(optax.apply_updates(params.trainable, updates))  # type: ignore[arg-type,return-value]
+
+
+def _trainable(given: Any, what: str) -> ShardedParams:
+    if not isinstance(given, ShardedParams):
+        raise UsageError(
+            f"{what}: expected ShardedParams, got {type(given).__name__}; shard makes them, and value_and_grad their gradients; "
+            "LocalGrads are reduced by a step first"
+        )
+    return given.trainable
+
+
+# Parameters in true shapes, by path
+
+
+def _named(params: ShardedParams) -> dict[str, jax.Array]:
+    tree, found = params.tree, {}
+    for path, (bucket, i) in tree.trained_leaves.items():
+        spec = bucket.layout.params[i]
+        array = _cut(params.shards[bucket.name][spec.name], spec.shape, bucket.num_layers)
+        entry = tree.param_map.by_name[spec.name]
+        found[path] = _by_layer(lambda layer, entry=entry, path=path: entry.from_canonical(layer, path), bucket)(array)
+    return found
+
+
+def _unnamed(named: Mapping[str, Any], tree: ParamTree) -> ShardedParams:
+    shards: dict[str, Any] = {}
+    for bucket in tree.trainable:
+        shards[bucket.name] = {}
+        for i, spec in enumerate(bucket.layout.params):
+            entry = tree.param_map.by_name[spec.name]
+            array = _by_layer(entry.to_canonical, bucket)(*(named[path] for path in entry.paths))
+            stack = () if bucket.num_layers is None else (bucket.num_layers,)
+            shards[bucket.name][spec.name] = _grown(array, (*stack, *bucket.leaf_shape(i)))
+    return ShardedParams(shards, tree)
+
+
+def _by_layer(function: Any, bucket: Bucket) -> Any:
+    return function if bucket.num_layers is None else jax.vmap(function)
+
+
+def _cut(array: jax.Array, shape: tuple[int, ...], num_layers: int | None) -> jax.Array:
+    stack = () if num_layers is None else (slice(None),)
+    return array[(*stack, *(slice(size) for size in shape))]
+
+
+def _grown(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.pad(array, [(0, wide - size) for size, wide in zip(array.shape, shape, strict=True)])
+
+
+# State
+
+
+def _key(path: tuple[Any, ...]) -> str:
+    """The last key of a path, if it is one of a dict."""
+    key = getattr(path[-1], "key", None) if path else None
+    return key if isinstance(key, str) else ""
+
+
+def mirrored_leaf(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:
+    """Whether a leaf of the state, in its true shape, is of a parameter: then (its padded shape, the dim that is cut)."""
+    key = _key(path)
+    found = tree.trained_leaves.get(key)
+    if found is None:
+        return None
+    bucket, i = found
+    layout = bucket.layout
+    entry = tree.param_map.by_name[layout.params[i].name]
+    stack = 0 if bucket.num_layers is None else 1
+    shape = entry.leaf_shape(layout.params[i].shape, key)
+    if tuple(leaf.shape) != ((bucket.num_layers, *shape) if stack else shape):
+        return None
+    if entry.split is None:
+        cut = layout.shard_dims[i]  # type: ignore[attr-defined]
+        dim = cut if entry.axes is None else entry.axes[cut]
+    else:
+        dim = max(range(len(shape)), key=lambda d: shape[d])
+    dim += stack
+    rows = -(-leaf.shape[dim] // layout.world_size) * layout.world_size
+    return (*leaf.shape[:dim], rows, *leaf.shape[dim + 1 :]), dim
+
+
+def _padded(state: Any, tree: ParamTree) -> Any:
+    def padded(path: tuple[Any, ...], leaf: Any) -> Any:
+        leaf = jnp.asarray(leaf)
+        found = mirrored_leaf(path, leaf, tree)
+        return leaf if found is None else _grown(leaf, found[0])
+
+    return jax.tree_util.tree_map_with_path(padded, state)
+
+
+def _stripped(state: Any, expected: Any, tree: ParamTree) -> Any:
+    _check_state(state, expected, tree)
+    return jax.tree.map(lambda leaf, true: leaf[tuple(slice(size) for size in true.shape)], state, expected)
+
+
+def _check_state(state: Any, expected: Any, tree: ParamTree) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, true in jax.tree_util.tree_flatten_with_path(expected)[0]:
+        found = mirrored_leaf(path, true, tree)
+        shapes[jax.tree_util.keystr(path)] = true.shape if found is None else found[0]
+    got = {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+    if wrong := sorted(key for key in shapes.keys() | got.keys() if shapes.get(key) != got.get(key)):
+        raise UsageError(
+            f"state: expected that of this transformation and these parameters, got other leaves or shapes at {wrong[:10]}; "
+            "make it with init of the same sharded_optimizer"
+        )
+
+
+def _placed(made: Any, tree: ParamTree, mesh: Mesh | None) -> Any:
+    """The same, told to lie on the mesh as the parameters do; what is of no parameter is replicated."""
+    if mesh is None:
+        return made
+    per_param = tree.is_per_param
+
+    def placed(path: tuple[Any, ...], leaf: Any) -> Any:
+        partition = P()
+        if isinstance(leaf, ShardedParams):
+            return _placed_shards(leaf, mesh)
+        if per_param:
+            partition = _stored_partition(path, leaf, tree)
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, partition))
+
+    return jax.tree_util.tree_map_with_path(placed, made, is_leaf=lambda node: isinstance(node, ShardedParams))
+
+
+def true_shape(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[int, ...] | None:
+    """Of a leaf of the state as it is stored: its shape without padding, if it is stored as a parameter is; else None."""
+    found = _stored(path, leaf, tree)
+    return None if found is None else found[0]
+
+
+def _stored_partition(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> P:
+    found = _stored(path, leaf, tree)
+    return P() if found is None else P(*(None,) * found[1], SHARD_AXIS)
+
+
+def _stored(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:
+    """(shape without padding, the dim that is cut) of a leaf that is stored as a parameter is."""
+    key = _key(path)
+    found = tree.trained_leaves.get(key) if tree.is_per_param else None
+    if found is None:
+        return None
+    bucket, i = found
+    spec = bucket.layout.params[i]
+    entry = tree.param_map.by_name[spec.name]
+    stack = () if bucket.num_layers is None else (bucket.num_layers,)
+    true = jax.ShapeDtypeStruct((*stack, *entry.leaf_shape(spec.shape, key)), leaf.dtype)
+    padded = mirrored_leaf(path, true, tree)
+    return (true.shape, padded[1]) if padded is not None and padded[0] == leaf.shape else None
+
+
+def _placed_shards(shards: ShardedParams, mesh: Mesh) -> ShardedParams:
+    def placed(bucket: Bucket, arrays: Any) -> Any:
+        fits = lambda array, shape: getattr(array, "shape", None) == shape  # noqa: E731
+        if not bucket.is_per_param:
+            partition = bucket.partitions() if fits(arrays, bucket.shapes()) else P()
+            # Masks of optax leave nothing where a bucket would be.
+            return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, partition)), arrays)
+        partitions = bucket.partitions()
+        return {
+            name: jax.lax.with_sharding_constraint(array, NamedSharding(mesh, partitions[name]))
+            for name, array in arrays.items()
+        }
+
+    named = {name: placed(shards.tree.by_name[name], arrays) for name, arrays in shards.shards.items()}
+    return ShardedParams(named, shards.tree)

@@ -1,0 +1,1 @@
+"""Programs as jaxprs and as XLA compiled them: their collectives, and a jaxpr that is rewritten."""

@@ -1,0 +1,163 @@
+"""What XLA made of a step, as the core's events, read from the compiled program.
+
+Under jit no collective is written down before XLA places it, and under shard_map XLA may still merge or split what is. An event
+says what the program does: a reduce-scatter that became an all-reduce is an all-reduce. The bucket is read from the scope
+that was put around what XLA had to work with.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from crossframe.dtypes import itemsize
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
+from jax_backend.programs._trace import FOREIGN
+from jax_backend.ranks._collectives import WEIGHTS, any_label
+
+_KINDS = {
+    "all-gather": ALL_GATHER,
+    "all-reduce": ALL_REDUCE,
+    "reduce-scatter": REDUCE_SCATTER,
+    "all-to-all": ALL_TO_ALL,
+    "ragged-all-to-all": ALL_TO_ALL,
+}
+_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "s64": "int64",
+    "s32": "int32",
+    "s16": "int16",
+    "s8": "int8",
+    "u64": "uint64",
+    "u32": "uint32",
+    "u16": "uint16",
+    "u8": "uint8",
+    "pred": "bool",
+}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_OPERATION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z\-]+)\(")
+_SHAPE = re.compile(r"\b(" + "|".join(_DTYPES) + r")\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+def compiled_trace(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: Any) -> list[Event]:
+    """The collectives of one call of a step on one rank, as XLA compiled it, in the order of its schedule. Nothing is run.
+
+    Args:
+        step: what `value_and_grad` returned, or any function that calls it.
+        args, kwargs: its arguments.
+        mesh: the mesh that it runs on.
+        rank: whose groups the events name.
+
+    Returns:
+        Events; of a loop those of an iteration, as often as it runs, or once where XLA does not know that; of a condition
+        those of all branches. What belongs to no unit, such as the mean of the losses, is of "<loss_fn>". Several arrays in
+        one collective are an event each.
+    """
+    compiled = jax.jit(step).lower(*args, **kwargs).compile()
+    program = compiled.as_text()
+    assert program is not None
+    return list(events_of(program, rank))
+
+
+def events_of(program: str, rank: int = 0) -> Iterator[Event]:
+    """The same of a compiled program's text."""
+    computations, entry = _computations(program)
+    return _events(computations, entry, rank)
+
+
+def _computations(program: str) -> tuple[dict[str, list[str]], str]:
+    found: dict[str, list[str]] = {}
+    entry, current = "", ""
+    for line in program.splitlines():
+        line = line.strip()
+        if started := _COMPUTATION.match(line):
+            current = started[2]
+            found[current] = []
+            entry = current if started[1] else entry
+        elif current:
+            found[current].append(line)
+    return found, entry
+
+
+def _events(computations: dict[str, list[str]], name: str, rank: int) -> Iterator[Event]:
+    for line in computations[name]:
+        operation = _OPERATION.match(line)
+        if operation is None:
+            continue
+        result, kind = operation[1], operation[2].removesuffix("-start")
+        if kind in _KINDS:
+            yield from _collective(line, result, kind, rank)
+        elif kind in ("while", "call", "conditional", "fusion", "async"):
+            called = _CALLED.findall(line) + re.findall(r"%?([\w.\-]+)", "".join(_BRANCHES.findall(line)))
+            inner = [event for each in called if each in computations for event in _events(computations, each, rank)]
+            trips = _TRIPS.search(line)
+            yield from inner * (int(trips[1]) if trips else 1)
+
+
+def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[Event]:
+    scope = (_NAME.search(line) or ("", ""))[1]
+    label = any_label(scope)
+    if label == WEIGHTS:
+        return
+    unit, _, index = (FOREIGN if label is None else label).partition("#")
+    group = group_of(line, rank)
+    phase = "backward" if "transpose(" in scope else "forward"
+    shapes = _SHAPE.findall(result)
+    if f"{kind}-start(" in line and kind == "all-gather":  # what goes in stands there too
+        shapes = shapes[len(shapes) // 2 :]
+    for dtype, dims in shapes:
+        numel = int(np.prod([int(size) for size in dims.split(",") if size], dtype=int))
+        num_bytes = numel * itemsize(_DTYPES[dtype]) * (len(group) if kind == "reduce-scatter" else 1)
+        yield Event(_KINDS[kind], unit, phase, _DTYPES[dtype], num_bytes, group, bucket=int(index or 0))
+
+
+def group_of(line: str, rank: int) -> tuple[int, ...]:
+    """The ranks that take part in a collective, this one among them, from any of the ways in which XLA writes groups.
+
+    >>> group_of("replica_groups={{0,1},{2,3}}, dimensions={0}", 2)
+    (2, 3)
+    >>> group_of("replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 2)
+    (0, 2)
+    >>> group_of("replica_groups=mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}, dimensions={0}", 2)
+    (2, 3)
+    >>> group_of("replica_groups=mesh['x'=2,'y'=2] {'y'}", 2)
+    (2, 3)
+    """
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?)\))? \{([^}]*)\}", line):
+        axes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
+        devices = _iota(mesh[2] or str(list(axes.values())).replace(" ", ""), int(np.prod(list(axes.values()))))
+        chosen = re.findall(r"'([^']*)'", mesh[3])
+        grid = devices.reshape(list(axes.values()))
+        within = [i for i, name in enumerate(axes) if name in chosen]
+        table = np.moveaxis(grid, within, range(-len(within), 0)).reshape(
+            -1, int(np.prod([grid.shape[i] for i in within]))
+        )
+    elif iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line):
+        shape = [int(size) for size in iota[1].split(",")]
+        table = _iota(iota[2], int(np.prod(shape))).reshape(shape)
+    else:
+        groups = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", line)
+        table = [[int(r) for r in each.split(",")] for each in re.findall(r"\{([\d,]+)\}", groups[1])] if groups else []
+    for each in table:
+        if rank in each:
+            return tuple(sorted(int(r) for r in each))
+    return (rank,)
+
+
+def _iota(text: str, numel: int) -> np.ndarray:
+    """`[2,2]T(1,0)`: the numbers from 0 on in that shape, transposed, in a line."""
+    dims = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if dims is None:
+        return np.arange(numel)
+    grid = np.arange(numel).reshape([int(size) for size in dims[1].split(",")])
+    return (grid.transpose([int(i) for i in dims[2].split(",")]) if dims[2] else grid).reshape(-1)

@@ -1,0 +1,100 @@
+"""What a step really does, as the core's events, read from its jaxpr.
+
+The kind of an event is that of the jaxpr's primitive, its bytes are those of the primitive's operands, its group that of the
+primitive's mesh axis; only the bucket is read from the scope that `jax_backend.collectives` put there. So the trace does not
+repeat what that file believes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
+from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS, mesh_spec
+from jax_backend.ranks._collectives import WEIGHTS, scope_label
+
+FOREIGN = "<loss_fn>"
+"""The unit of a collective that is no unit's: the loss function issued it."""
+
+_KINDS = {
+    "all_gather": ALL_GATHER,
+    "all_gather_invariant": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "psum": ALL_REDUCE,
+    "psum2": ALL_REDUCE,
+    "psum_invariant": ALL_REDUCE,
+}
+
+
+def trace_of(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: Any) -> list[Event]:
+    """The collectives of one call of a step on one rank, in the order of the jaxpr. Nothing is run.
+
+    XLA may reorder or merge them, and a program does not say when memory is given back: compare by
+    `crossframe.trace.difference(..., ordered=False, kinds=COLLECTIVES)`.
+
+    Args:
+        step: what `value_and_grad` returned, or any function that calls it.
+        args, kwargs: its arguments.
+        mesh: the mesh that it runs on.
+        rank: whose groups the events name.
+
+    Returns:
+        Events; a collective inside a scan counts once an iteration, inside a while loop once, in a cond once a branch.
+        A collective of the loss function's own has the unit "<loss_fn>".
+    """
+    spec = mesh_spec(mesh)
+    groups = {
+        SHARD_AXIS: tuple(spec.shard_group(rank)),
+        REPLICATE_AXIS: tuple(spec.replicate_group(rank)),
+    }
+    return list(_events(jax.make_jaxpr(step)(*args, **kwargs).jaxpr, groups, "forward"))
+
+
+def _events(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> Iterator[Event]:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _KINDS:
+            yield from _event(equation, _KINDS[name], groups, phase)
+        # Of what backward does, the outermost equation says so: a remat, under which forward's part runs again, or a loop.
+        backward = "transpose(" in str(equation.source_info.name_stack)
+        for inner in _inner_jaxprs(equation.params):
+            found = list(_events(inner, groups, "backward" if backward else phase))
+            yield from found * (equation.params["length"] if name == "scan" else 1)
+
+
+def _event(equation: Any, kind: str, groups: Mapping[str, tuple[int, ...]], phase: str) -> Iterator[Event]:
+    scopes = str(equation.source_info.name_stack)
+    label = scope_label(kind, scopes)
+    if label == WEIGHTS:
+        return
+    unit, _, index = (FOREIGN if label is None else label).partition("#")
+    # The unsharded side: what an all-gather fills, what the others take in.
+    for var in equation.outvars if kind == ALL_GATHER else equation.invars:
+        backward = phase == "backward" or "transpose(" in scopes
+        dtype = np.dtype(var.aval.dtype)
+        num_bytes = int(np.prod(var.aval.shape, dtype=int)) * dtype.itemsize
+        group = _group(equation.params, groups)
+        yield Event(
+            kind, unit, "backward" if backward else "forward", dtype.name, num_bytes, group, bucket=int(index or 0)
+        )
+
+
+def _group(params: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The ranks over which a collective goes: those of its mesh axis, or of all of them."""
+    named = params.get("axis_name", params.get("axes"))
+    axes = [axis for axis in (named if isinstance(named, tuple | list) else (named,)) if axis in groups]
+    if len(axes) == 1:
+        return groups[axes[0]]
+    return tuple(sorted({s + r - groups[SHARD_AXIS][0] for s in groups[SHARD_AXIS] for r in groups[REPLICATE_AXIS]}))
+
+
+def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns"):
+                yield item
+            elif hasattr(item, "jaxpr") and hasattr(item.jaxpr, "eqns"):
+                yield item.jaxpr

@@ -1,0 +1,1 @@
+"""Communication between ranks: all collectives, and agreement between processes."""

@@ -1,0 +1,207 @@
+"""Parameters as anyone's loop has them: a pytree of arrays, cut over devices by their own shardings or not at all."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from crossframe.errors import UsageError
+from crossframe.layout import FlatLayout, Layout, PerParamLayout
+from crossframe.names import MapEntry, ParamMap, identity_map
+from crossframe.params import ParamSpec
+from crossframe.recording.twins import moved
+from crossframe.units import enclosing_unit
+from jax_backend.recorder._grid import Grid
+from jax_backend.state._optimizer_state import counts_of, fields_in_torch
+from jax_backend.tree import dtype_name, leaves_by_path, path_name
+
+Pieces = dict[str, dict[str, tuple[int, int, Any]]]
+"""By unit, of each parameter (start, stop, values)."""
+
+
+class OfArrays:
+    """Where the parameters of a pytree lie, in canonical names. A rank's piece is the rows that the core's layout per parameter
+    gives it, as its own device has them where it holds them.
+
+    Args:
+        params: floating arrays.
+        mesh, param_map, units: as of `Recorder`.
+
+    Attributes:
+        grid: the ranks.
+        units: (unit, layout), the root first.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        mesh: Mesh | None = None,
+        param_map: ParamMap | None = None,
+        units: Iterable[str] | None = None,
+    ) -> None:
+        leaves = leaves_by_path(params)
+        wrong = {path: type(leaf).__name__ for path, leaf in leaves.items() if not _is_floating(leaf)}
+        if wrong or not leaves:
+            raise UsageError(f"params: expected a pytree of floating arrays, got {wrong or 'none'}; leave out all else")
+        self.grid = Grid.of(leaves.values(), mesh)
+        self.param_map = identity_map(leaves) if param_map is None else param_map
+        self.param_map.check(self.param_map.by_name, leaves)
+        specs = [_spec(entry, [leaves[path] for path in entry.paths]) for entry in self.param_map.entries]
+        self.units = _units(
+            specs, list_modules(self.param_map) if units is None else tuple(units), self.grid.spec.shard
+        )
+        self._shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+
+    def pieces(self, values: Any) -> dict[int, Pieces]:
+        """What each rank of this process holds of a pytree like the parameters, such as their gradients; None has no pieces."""
+        return self._pieces({path: leaf for path, leaf in leaves_by_path(values).items() if leaf is not None})
+
+    def state(self, state: Any) -> tuple[dict[str, dict[int, Pieces]], dict[str, float]]:
+        """(by slot what each rank holds of the optimizer's state, by parameter the count of its steps)."""
+        found = state_by_path(
+            state, lambda path, leaf: leaf if np.shape(leaf) == self._shapes[path] else None, self._shapes
+        )
+        slots = {slot: self._pieces(leaves) for slot, leaves in found.slots.items()}
+        return slots, {self.param_map.by_path[path].name: count for path, count in found.counts.items()}
+
+    def moved(self, params: Any, twin: int) -> Any:
+        """The parameters as a perturbed run of the run begins with them (`crossframe.recording.twins`), where they lie."""
+
+        leaves, found = leaves_by_path(params), {}
+        for entry in self.param_map.entries:
+            values = entry.to_canonical(*(_whole(leaves[path]) for path in entry.paths))
+            values = moved(entry.name, values, twin)
+            found |= {path: placed_like(leaves[path], entry.from_canonical(values, path)) for path in entry.paths}
+        return jax.tree.unflatten(jax.tree.structure(params), [found[path] for path in leaves])
+
+    def _pieces(self, leaves: Mapping[str, Any]) -> dict[int, Pieces]:
+        found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
+        for unit, layout in self.units:
+            copies = {}
+            for spec in layout.params:
+                paths = self.param_map.by_name[spec.name].paths
+                if all(path in leaves for path in paths):
+                    copies[spec.name] = canonical_copies(self.grid, self.param_map, spec.name, leaves)
+            add_pieces(found, self.grid, unit, layout, copies)
+        return found
+
+
+def canonical_copies(grid: Grid, param_map: ParamMap, name: str, leaves: Mapping[str, Any]) -> dict[int, np.ndarray]:
+    """A parameter, in a line, as each rank of this process has it."""
+    entry = param_map.by_name[name]
+    by_path, found, made = [grid.copies(leaves[path]) for path in entry.paths], {}, {}
+    for rank in grid.here:
+        parts = [copies[rank] for copies in by_path]
+        key = tuple(map(id, parts))
+        if key not in made:  # ranks mostly share one
+            made[key] = np.ascontiguousarray(entry.to_canonical(*parts)).reshape(-1)
+        found[rank] = made[key]
+    return found
+
+
+def add_pieces(
+    found: dict[int, Pieces], grid: Grid, unit: str, layout: Layout, copies: Mapping[str, Mapping[int, np.ndarray]]
+) -> None:
+    """Cut parameters that each rank has in full as a layout of rows says, and put them to the pieces."""
+    for rank in grid.here:
+        for piece in layout.pieces(grid.spec.coordinate(rank)[1]):
+            if piece.name in copies:
+                start, stop = piece.param_start, piece.param_stop
+                found[rank].setdefault(unit, {})[piece.name] = (start, stop, copies[piece.name][rank][start:stop])
+
+
+class StateByPath:
+    """What an optimizer keeps of leaves, by slot and path, and how often it has stepped them."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, dict[str, Any]] = {}
+        self.counts: dict[str, float] = {}
+
+
+def state_by_path(state: Any, take: Any, paths: Iterable[str]) -> StateByPath:
+    """Find, in a state of optax, what is of a parameter: a leaf whose path ends with the parameter's.
+
+    Args:
+        take: (path of the parameter, leaf) to its values, or None if it is none of it.
+        paths: of the parameters.
+    """
+    found, names, counts, known = StateByPath(), fields_in_torch(state), counts_of(state), set(paths)
+    for key, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        for first in range(len(key) + 1):
+            path, before = path_name(key[first:]), key[:first]
+            if path not in known or (values := take(path, leaf)) is None:
+                continue
+            field = jax.tree_util.keystr(before)
+            slot = names.get(field, slot_name(path_name(before)))
+            if path in found.slots.get(slot, {}):  # kept twice: the paths of both tell them apart
+                slot = slot_name(path_name(before))
+            found.slots.setdefault(slot, {})[path] = values
+            if (count := counts.get(field)) is not None:
+                found.counts[path] = count
+            break
+    return found
+
+
+def slot_name(name: str) -> str:
+    """A name under which a recording takes a slot."""
+    return re.sub(r"[^\w.]", "_", name).lstrip("._")[-64:] or "state"
+
+
+def list_modules(param_map: ParamMap) -> tuple[str, ...]:
+    """The modules of the longest list of modules, by names such as "blocks.0": those that mostly are units.
+
+    >>> list_modules(identity_map(["inp.w", "blocks.0.w", "blocks.1.a.w", "blocks.1.b.w", "heads.0.w"]))
+    ('blocks.0', 'blocks.1')
+    """
+    lists: dict[str, dict[str, None]] = {}
+    for entry in param_map.entries:
+        parts = entry.name.split(".")
+        for i, part in enumerate(parts[1:-1], 1):
+            if part.isdecimal():
+                lists.setdefault(".".join(parts[:i]), {})[".".join(parts[: i + 1])] = None
+    longest = max(lists.values(), key=len, default={})
+    return tuple(longest) if len(longest) > 1 else ()
+
+
+def placed_like(leaf: Any, values: np.ndarray) -> Any:
+    """Values where a leaf lies."""
+    if not isinstance(leaf, jax.Array):
+        return values
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
+
+
+def _whole(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise UsageError(
+            "a perturbed run of several processes: expected ShardedParams, got arrays of other processes too"
+        )
+    return np.asarray(leaf)
+
+
+def _spec(entry: MapEntry, leaves: list[Any]) -> ParamSpec:
+    return ParamSpec(entry.name, entry.canonical_shape(*(tuple(leaf.shape) for leaf in leaves)), dtype_name(leaves[0]))
+
+
+def _units(specs: list[ParamSpec], names: tuple[str, ...], world_size: int) -> tuple[tuple[str, Layout], ...]:
+    known, owned = frozenset({"", *names}), {name: [] for name in ("", *names)}
+    for spec in specs:
+        owned[enclosing_unit(spec.name.rpartition(".")[0], known)].append(spec)
+    if empty := [name for name in names if not owned[name]]:
+        raise UsageError(f"units: expected modules that own parameters, but {empty} own none")
+    found: list[tuple[str, Layout]] = []
+    for unit, members in owned.items():
+        buckets: dict[tuple[str, bool], list[ParamSpec]] = {}
+        for spec in members:
+            buckets.setdefault((spec.dtype, bool(spec.shape)), []).append(spec)
+        # What has no dims cannot be cut by rows.
+        for (_, has_dims), params in buckets.items():
+            kept = tuple(params)
+            found.append((unit, PerParamLayout(kept, world_size) if has_dims else FlatLayout(kept, world_size, True)))
+    return tuple(found)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)

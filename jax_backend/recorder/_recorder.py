@@ -1,0 +1,425 @@
+"""`Recorder`: a training loop of anyone's in JAX, recorded."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from crossframe.errors import RecordingError, UsageError
+from crossframe.names import ParamMap
+from crossframe.operators import Request
+from crossframe.recording import Batch, Schedule
+from crossframe.recording.batches import digest_of, row_ids
+from crossframe.recording.known_settings import LOSSES, MEAN
+from crossframe.recording.twins import twin_number
+from crossframe.trace import Event
+from jax_backend.engine._value_and_grad import Result, value_and_grad
+from jax_backend.other_rounding import other_rounding
+from jax_backend.programs._trace import trace_of
+from jax_backend.recorder._arrays import OfArrays
+from jax_backend.recorder._begin import About, begun, check_directory, kept, manifest_of, place_of
+from jax_backend.recorder._interior import Inner, with_inner
+from jax_backend.recorder._modules import check_channels_last
+from jax_backend.recorder._operators import OperatorTrace
+from jax_backend.recorder._shards import OfShards
+from jax_backend.recorder._writers import Seen, Writers
+from jax_backend.shards._sharded_params import ShardedParams
+
+# Steps whose losses wait on a device, so that the loop need not wait for them.
+_MOST_WAITING = 2
+MORE = ("grads", "grad_norm", "learning_rate")
+"""What a wrapped step may return besides."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A step that is not written yet: no tensors of it are."""
+
+    step: int
+    batches: Mapping[int, Batch]
+    loss: Any
+    grad_norm: Any
+    events: Sequence[Event]
+    rates: Sequence[Any] = ()
+
+
+class Recorder:
+    """Records a loop, whichever way it trains.
+
+        with Recorder("runs/mine", params) as recorder:
+            step = recorder.wrap(step)      # step(params, opt_state, batch) -> (params, opt_state, loss)
+            for batch in data:
+                params, opt_state, loss = step(params, opt_state, batch)
+
+    or, where the loop has more to tell,
+
+        with Recorder("runs/mine", params) as recorder:
+            params = recorder.params
+            for batch in data:
+                loss, grads = loss_and_grads(params, batch)
+                updates, opt_state = optimizer.update(grads, opt_state, params)
+                params = optax.apply_updates(params, updates)
+                recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)
+
+    The parameters are ShardedParams, or any pytree of floating arrays, on one device or cut over a mesh by NamedSharding, as in
+    FSDP by hand. Each device is a rank. Its piece of a parameter is what lies on it, where that is a run of rows in canonical
+    order; else the rows that the core's layout gives it, as the devices of its copy of the model have them. All processes
+    record, into one directory that they can write to.
+
+    Of every step the loss is kept, and what the batch was; of recorded steps gradients, parameters and optimizer state, as far
+    as they are given. What is inside of a step (full parameters as each rank's forward sees them, inputs and outputs of
+    modules, each rank's own gradients, collectives) a function under jit does not tell: it is recorded through
+    `recorder.value_and_grad` alone, at dense steps. The manifest's settings say what was recorded.
+
+    Args:
+        directory: where to record to.
+        params: the parameters that the run begins with.
+        mesh: whose devices are the ranks; None: the one that the parameters lie on, or one device. A copy of the model goes over
+            the axes that cut any parameter; along the others there are replicas.
+        param_map: canonical (torch) names and axis orders; None: the paths of the pytree. ShardedParams have their own.
+        units: modules that count as units; None: the members of the longest list of modules. ShardedParams have their own.
+        every, dense: tensors are recorded at every so many steps, and all of the first steps.
+        windows: (start, stop) of further steps of which all is recorded; `open_window` opens one while the loop runs.
+        detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes a tensor), or "auto": sketches of a model of more
+            than a million parameters.
+        steps: how many the loop will take, if that is known; the last one is then recorded too.
+        samples: batch to what of it is told apart; None: all of it. A loop in torch tells the inputs of its model: to be compared
+            with one, give those alone.
+        channels_last: canonical names of modules, or (name, "input" or "output"), whose activations have their channels in the
+            last dim where torch has them in dim 1; all others then lie as in torch. None: convolutions of the map have them last,
+            and of other images the shapes of both recordings tell when they are compared. To be given only where those fit both
+            ways, as of 8 channels of 8 x 8, and values do not tell either.
+        twin: 0, or which perturbed run of the run this is (`crossframe.recording.twins`): `recorder.params` are one unit in the
+            last place away, what is wrapped rounds otherwise, and it lies inside the run's own recording. None: as the
+            environment variable CROSSFRAME_TWIN says.
+        overwrite: replace a recording that is there.
+        name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is that in which the run computes;
+            None: that of most parameters. `settings` is JSON, such as {"optimizer": "AdamW", "weight_decay": 0.1}.
+
+    Raises:
+        UsageError: arguments of other kinds; parameters that cannot be recorded.
+        RecordingError: a directory that cannot be recorded to.
+        AgreementError: another process failed.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        params: Any,
+        *,
+        mesh: Mesh | None = None,
+        param_map: ParamMap | None = None,
+        units: Iterable[str] | None = None,
+        every: int = 100,
+        dense: int = 2,
+        windows: Iterable[tuple[int, int]] = (),
+        detail: str = "auto",
+        steps: int | None = None,
+        samples: Callable[[Any], Any] | None = None,
+        channels_last: Iterable[str | tuple[str, str]] | None = None,
+        twin: int | None = None,
+        overwrite: bool = False,
+        name: str = "model",
+        dtype: str | None = None,
+        strategy: str | None = None,
+        learning_rate: float | None = None,
+        seed: int | None = None,
+        terms: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        if detail not in ("auto", "full", "sketch"):
+            raise UsageError(f"detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
+        if isinstance(params, ShardedParams):
+            if given := [
+                what
+                for what, value in (("mesh", mesh), ("param_map", param_map), ("units", units))
+                if value is not None
+            ]:
+                raise UsageError(f"{' and '.join(given)}: expected none beside ShardedParams, which have their own")
+            self._source: OfArrays | OfShards = OfShards(params)
+        else:
+            self._source = OfArrays(params, mesh, param_map, units)
+        self.twin, self._overwrite, self._samples = twin_number(twin), overwrite, samples
+        self._channels_last = check_channels_last(channels_last)
+        self._path = place_of(directory, self.twin)
+        schedule = Schedule(dense, every, tuple(windows))
+        self._request, self._trace = Request.from_environment(), None
+        if self._request is not None:
+            # The run is made again for the operators of one step: what it records besides is of no interest.
+            self._path, self._overwrite = Path(self._request.directory, "recording"), True
+            schedule, detail = Schedule(0, 10**9), "sketch"
+            self._trace = OperatorTrace(self._request)
+        self._about = About(
+            schedule, detail, steps, name, dtype, strategy, learning_rate, seed, terms, settings or {}, self.twin
+        )
+        self._schedule, self._dense_until = schedule, 0
+        self.params = self._source.moved(params, self.twin) if self.twin else params
+        self._initial: Any = kept(self._source, self.params, detail)
+        self._writers: Writers | None = None
+        self._step, self._closed = 0, False
+        self._waiting: list[_Waiting] = []
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._inner: list[Inner] = []
+        self._local_grads: Any = None
+        self._events: list[Event] = []
+        self._num_microbatches = 0
+
+    def __enter__(self) -> Self:
+        check_directory(self._path, self._overwrite)
+        if self._trace is not None:
+            self._trace.begin_step(self._step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        if self._trace is not None:
+            self._trace.end()
+        if self._writers is None:
+            if kind is None:
+                raise RecordingError(
+                    f"{self._path}: no step was recorded; call recorder.step, or a step that was wrapped"
+                )
+            return
+        try:
+            if kind is None:
+                self._write_waiting(0)
+        finally:
+            self._writers.__exit__(kind, error, trace)
+
+    def is_dense(self) -> bool:
+        """Whether what is inside of the step that goes on is recorded."""
+        return self._step < self._dense_until or self._schedule.is_dense(self._step)
+
+    def open_window(self, num_steps: int) -> None:
+        """Record everything of the next steps, on demand."""
+        if type(num_steps) is not int or num_steps < 1:
+            raise UsageError(f"open_window: expected a number of steps of at least 1, got {num_steps!r}")
+        self._dense_until = max(self._dense_until, self._step + num_steps)
+        if self._writers is not None:
+            self._write_waiting(0)
+            self._open_window()
+
+    def _open_window(self) -> None:
+        assert self._writers is not None
+        if self._dense_until > self._step:
+            for writer in self._writers.by_rank.values():
+                writer.open_window(self._dense_until)
+
+    def step(
+        self,
+        *,
+        loss: Any,
+        params: Any,
+        grads: Any = None,
+        opt_state: Any = None,
+        batch: Any = None,
+        grad_norm: Any = None,
+        learning_rate: Any = None,
+    ) -> None:
+        """The end of a step of the optimizer.
+
+        Args:
+            loss: the mean over all ranks, a scalar; or, of shape (ranks,), each rank's own, as Result.losses.
+            params: after the step.
+            grads: what the optimizer is given, before it is clipped, reduced over ranks: a pytree like the parameters.
+            opt_state: of optax, after the step. What Adam and momentum keep is recorded under torch's names.
+            batch: what the step was fed: a pytree of arrays, of which each rank has what lies on its device, or else its part of
+                the leading dim; or a `crossframe.recording.Batch` for each rank of this process, in order.
+            grad_norm: the norm of the gradients as the loop computed it, before they are clipped.
+            learning_rate: of this step, a scalar. None: what `optax.inject_hyperparams` keeps of it in `opt_state`, if anything.
+        """
+        if self._closed:
+            raise RecordingError(f"{self._path}: the recording is closed; call step inside of the with block")
+        self._check(loss=loss, params=params, grads=grads, opt_state=opt_state)
+        if self._trace is not None and self._trace.active:
+            self._trace.finish(loss)
+        if self._writers is None:
+            said = {"batch": batch, "gradients": grads, "gradient norm": grad_norm, "optimizer state": opt_state,
+                    "inside of steps": self._inner or None}  # fmt: skip
+            self._start([what for what, value in said.items() if value is not None], by_rank=np.shape(loss) != ())
+        assert self._writers is not None
+        rates = _rates_in(opt_state) if learning_rate is None else (learning_rate,)
+        waiting = _Waiting(self._step, self._batches(batch), loss, grad_norm, self._events, rates)
+        if self._writers.records(self._step):
+            self._write_waiting(0)
+            seen = self._seen(waiting)
+            seen.initial, self._initial = self._initial, None
+            seen.grads, seen.state, seen.updated = grads, opt_state, params
+            if self._writers.is_dense(self._step):
+                seen.inner, seen.local_grads = self._inner, self._local_grads
+            self._writers.write(self._step, seen)
+        else:
+            self._waiting.append(waiting)
+            self._write_waiting(_MOST_WAITING)
+        self._step += 1
+        if self._step == 1:
+            self.params = None  # nobody needs the first ones any more
+        self._begin_step()
+        if self._trace is not None:
+            self._trace.begin_step(self._step)
+
+    def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The same step, which records itself each time it is called.
+
+        Args:
+            step: a function `(params, opt_state, batch) -> (params, opt_state, loss)`, jitted or not, where `params` are a pytree
+                like those that the Recorder was given, `opt_state` is optax's, and `loss` is the mean over ranks or each rank's
+                own. It may return a fourth thing, a dict with "grads" (reduced, before they are clipped) and "grad_norm": else
+                gradients are not seen. What is inside of it is not seen either (see `value_and_grad`).
+
+        Returns:
+            A function that takes and returns what `step` does. In a perturbed run it begins with `recorder.params`, whatever it
+            is first given, rounds otherwise, is jitted, and leaves parameters where they lay.
+        """
+        run = step
+        if self.twin:  # one program for all perturbed runs, which JAX may keep from one process to the next
+            run = functools.partial(
+                jax.jit(lambda twin, *args: other_rounding(step, twin)(*args)), np.uint32(self.twin)
+            )
+
+        @functools.wraps(step)
+        def recorded(params: Any, opt_state: Any, batch: Any) -> Any:
+            if self._step == 0 and self.twin:
+                params = self.params
+            shardings = jax.tree.map(lambda leaf: leaf.sharding if isinstance(leaf, jax.Array) else None, params)
+            found = run(params, opt_state, batch)
+            if not isinstance(found, tuple) or len(found) not in (3, 4):
+                got = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+                raise UsageError(
+                    f"wrap: expected a step that returns (params, opt_state, loss), or those and a dict, got {got}"
+                )
+            more = found[3] if len(found) == 4 else {}
+            if not isinstance(more, Mapping) or set(more) - set(MORE):
+                raise UsageError(
+                    f"wrap: expected as the fourth result of the step a dict with keys among {MORE}, got {more!r}"
+                )
+            if self.twin:
+                kept = jax.tree.map(
+                    lambda leaf, at: leaf if at is None else jax.device_put(leaf, at), found[0], shardings
+                )
+                found = (kept, *found[1:])
+            self.step(params=found[0], opt_state=found[1], loss=found[2], batch=batch, **more)
+            return found
+
+        return recorded
+
+    def value_and_grad(self, loss_fn: Callable, **options: Any) -> Callable[..., Result]:
+        """`jax_backend.value_and_grad` of the Recorder's ShardedParams, which at dense steps also records what is inside: full
+        parameters as each rank's forward sees them, what modules tell (`jax_backend.activations`), and each rank's own gradients.
+        Several calls before `step` are its microbatches.
+
+        [Note: a recorded step has the bits of one that is not] What a program also returns may change how the rest of it rounds:
+        XLA may make one fused multiply-add of a product and a sum, unless the product is a result too. So what the step returns
+        is always of the program that records nothing. At dense steps another one runs besides, which takes as long again; what
+        it shows of the inside is the step's but for rounding.
+
+        Args:
+            options: of `value_and_grad`. In a perturbed run the loss rounds otherwise.
+
+        Returns:
+            Its step, to be called outside of jit, as it looks whether the step is dense.
+        """
+        if not isinstance(self._source, OfShards):
+            raise UsageError(
+                "value_and_grad: expected a Recorder of ShardedParams, got one of a pytree of arrays; make them with "
+                "jax_backend.shard, or record what the loop has by recorder.step"
+            )
+        mesh, has_aux, has_state = (
+            self._source.grid.mesh,
+            options.pop("has_aux", False),
+            options.get("has_state", False),
+        )
+        twin: Callable = functools.partial(other_rounding, seed=self.twin) if self.twin else lambda fun: fun
+        plain = value_and_grad(twin(loss_fn), mesh, has_aux=has_aux, **options)
+        reduces = options.get("reduces", True)
+        told = with_inner(loss_fn, has_state=has_state, has_aux=has_aux)
+        dense = value_and_grad(twin(told), mesh, has_aux=True, **(options | {"local_grads": reduces}))
+        events: list[list[Event]] = []
+
+        def step(*args: Any, **kwargs: Any) -> Result:
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+                raise UsageError(
+                    "recorder.value_and_grad: expected arrays, got tracers; call its step outside of jit and grad"
+                )
+            if self._trace is not None and self._trace.active:
+                inside = dense(*args, **kwargs)
+                self._trace.microbatch(inside.losses, inside.aux[1].activations.values)
+                return inside._replace(aux=inside.aux[0])
+            if not events:
+                events.append(trace_of(plain, *args, mesh=mesh, **kwargs))
+            self._events += [_at(event, self._num_microbatches) for event in events[0]]
+            self._num_microbatches += 1
+            result = plain(*args, **kwargs)
+            if self.is_dense():
+                inside = dense(*args, **kwargs)
+                self._inner.append(inside.aux[1])
+                self._local_grads = inside.local_grads if reduces else None
+            return result
+
+        return step
+
+    def _check(self, **given: Any) -> None:
+        if traced := [
+            what for what, value in given.items() if any(isinstance(x, Tracer) for x in jax.tree.leaves(value))
+        ]:
+            raise UsageError(
+                f"step: expected arrays, got tracers in {traced}; call recorder.step outside of jit and grad"
+            )
+        size = self._source.grid.spec.world_size
+        if np.shape(given["loss"]) not in ((), (size,)):
+            raise UsageError(
+                f"loss: expected a scalar, or one for each of {size} ranks, got shape {np.shape(given['loss'])}"
+            )
+
+    def _start(self, recorded: list[str], *, by_rank: bool) -> None:
+        says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
+        manifest = begun(self._path, manifest_of(self._source, self._about, says), overwrite=self._overwrite)
+        self._writers = Writers(self._path, manifest, self._source, self._channels_last)
+        self._open_window()
+
+    def _batches(self, batch: Any) -> dict[int, Batch]:
+        grid = self._source.grid
+        if isinstance(batch, Sequence) and batch and all(isinstance(each, Batch) for each in batch):
+            if len(batch) != len(grid.here):
+                raise UsageError(f"batch: expected one for each of {len(grid.here)} ranks here, got {len(batch)}")
+            return dict(zip(grid.here, batch, strict=True))
+        leaves, found = jax.tree.leaves(batch if self._samples is None else self._samples(batch)), {}
+        for rank in grid.here:
+            own = [grid.rows(leaf, rank) for leaf in leaves]
+            found[rank] = Batch(digest_of(own), row_ids(own))
+        return found
+
+    def _seen(self, waiting: _Waiting) -> Seen:
+        losses = self._source.grid.numbers(waiting.loss)
+        norm = None if waiting.grad_norm is None else float(waiting.grad_norm)
+        rates = [float(rate) for rate in waiting.rates]
+        return Seen(waiting.batches, losses, grad_norm=norm, rates=rates, events=waiting.events)
+
+    def _write_waiting(self, most: int) -> None:
+        """Write the oldest steps that wait, until so many are left."""
+        assert self._writers is not None
+        while len(self._waiting) > most:
+            oldest = self._waiting.pop(0)
+            self._writers.write(oldest.step, self._seen(oldest))
+
+
+def _at(event: Event, microbatch: int) -> Event:
+    return replace(event, microbatch=microbatch)
+
+
+def _rates_in(opt_state: Any) -> tuple[Any, ...]:
+    """The learning rates that `optax.inject_hyperparams` keeps in a state."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(getattr(node, "hyperparams", None), Mapping))
+    kept = (node.hyperparams.get("learning_rate") for node in nodes if hasattr(node, "hyperparams"))
+    return tuple(rate for rate in kept if rate is not None and np.shape(rate) == ())

@@ -1,0 +1,218 @@
+"""Parameters as `jax_backend.shard` lays them out."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from crossframe.checkpoint import state_layout
+from crossframe.layout import Layout, PerParamLayout, Piece
+from crossframe.names import MapEntry, ParamMap
+from crossframe.params import ParamSpec
+from crossframe.recording.twins import moved
+from jax_backend.mesh._device_mesh import mesh_spec
+from jax_backend.optimizer._sharded_optimizer import true_shape
+from jax_backend.recorder._arrays import Pieces, slot_name, state_by_path
+from jax_backend.recorder._grid import Grid
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._param_tree import ParamTree
+from jax_backend.shards._sharded_params import ShardedParams, mesh_of, shards_of
+from jax_backend.shards._unshard import unshard, writeback
+from jax_backend.state._optimizer_state import counts_of, fields_in_torch
+from jax_backend.tree import leaves_by_path
+
+
+class OfShards:
+    """Where the parameters of ShardedParams lie, in canonical names. Each layer of a stacked unit is a unit, called as torch's
+    list of blocks has it. What is cut on another dim than its first is recorded by rows.
+
+    Attributes:
+        grid: the ranks.
+        units: (unit, layout), the root first.
+    """
+
+    def __init__(self, sharded: ShardedParams) -> None:
+        mesh, self.tree = mesh_of(sharded), sharded.tree
+        self.grid = Grid(mesh_spec(mesh), tuple(mesh.devices.flat), mesh)
+        self._units = {bucket.name: _units(bucket) for bucket in self.tree.buckets}
+        self.units = tuple(unit for units in self._units.values() for unit in units)
+        self.param_map = _map_by_layer(self.tree)
+        self._found_pieces: dict[tuple[str, int], list[dict[str, Piece]]] = {}
+
+    def pieces(self, values: ShardedParams) -> dict[int, Pieces]:
+        """What each rank of this process holds of parameters, of their gradients or of what an optimizer keeps."""
+        found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
+        for name, arrays in values.buckets.items():
+            if _is_by_rows(bucket := self.tree.by_name[name]):
+                continue
+            # Padding is behind the last row, where a parameter is padded at all.
+            for spec in bucket.layout.params:
+                self._add_whole(found, bucket, spec.name, self.grid.copies(arrays[spec.name]))
+        for rank in self.grid.here:
+            place = self.grid.spec.coordinate(rank)[1]
+            for name, buffer in shards_of(values, rank).items():
+                if _is_by_rows(bucket := self.tree.by_name[name]):
+                    lines = [buffer] if bucket.num_layers is None else buffer
+                    for (unit, layout), line in zip(self._units[name], lines, strict=True):
+                        for p in layout.pieces(place):
+                            piece = (p.param_start, p.param_stop, line[p.shard_start : p.shard_stop])
+                            found[rank].setdefault(unit, {})[p.name] = piece
+        return found
+
+    def state(self, state: Any) -> tuple[dict[str, dict[int, Pieces]], dict[str, float]]:
+        """(by slot what each rank holds of the optimizer's state, by parameter the count of its steps)."""
+        names, counts = fields_in_torch(state), counts_of(state)
+        nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, ShardedParams))[0]
+        slots: dict[str, dict[int, Pieces]] = {}
+        stepped: dict[str, float] = {}
+        for key, node in nodes:
+            if isinstance(node, ShardedParams) and (kept := _of_parameters(node)).shards:
+                field = jax.tree_util.keystr(key)
+                slot = names.get(field, slot_name(field))
+                slots[slot if slot not in slots else slot_name(field)] = self.pieces(kept)
+                if field in counts:
+                    stepped |= {spec.name: counts[field] for name in kept.shards for spec in self._specs(name)}
+        leaves = self.tree.trained_leaves if self.tree.is_per_param else {}
+        by_path = state_by_path(state, self._cut, leaves)
+        for slot, kept in by_path.slots.items():
+            found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
+            for bucket, i in dict.fromkeys(leaves.values()):
+                name = bucket.layout.params[i].name
+                entry = self.tree.param_map.by_name[name]
+                if all(path in kept for path in entry.paths):
+                    copies = [kept[path] for path in entry.paths]
+                    whole = entry.to_canonical if bucket.num_layers is None else _each_layer(entry)
+                    of_rank = {rank: whole(*(copy[rank] for copy in copies)) for rank in self.grid.here}
+                    self._add_whole(found, bucket, name, of_rank)
+            slots[slot] = found
+        for path, count in by_path.counts.items():
+            bucket, i = leaves[path]
+            stepped |= dict.fromkeys(_names(bucket, bucket.layout.params[i].name), count)
+        return slots, stepped
+
+    def _cut(self, path: str, leaf: Any) -> dict[int, np.ndarray] | None:
+        """A leaf of the state as each rank has it, without padding; None if it is of no parameter."""
+        shape = true_shape((jax.tree_util.DictKey(path),), leaf, self.tree)
+        if shape is None:
+            return None
+        cut = tuple(slice(size) for size in shape)
+        return {rank: whole[cut] for rank, whole in self.grid.copies(leaf).items()}
+
+    def moved(self, params: ShardedParams, twin: int) -> ShardedParams:
+        """The parameters as a perturbed run of the run begins with them (`crossframe.recording.twins`)."""
+        leaves, changed = leaves_by_path(full := unshard(params)), {}
+        for name, bucket in self.tree.bucket_of.items():
+            entry, called = self.tree.param_map.by_name[name], _names(bucket, name)
+            arrays = [np.asarray(leaves[path]) for path in entry.paths]
+            layers = [arrays] if bucket.num_layers is None else list(zip(*arrays, strict=True))
+            made = [moved(own, entry.to_canonical(*parts), twin) for own, parts in zip(called, layers, strict=True)]
+            for path in entry.paths:
+                parts = [entry.from_canonical(each, path) for each in made]
+                changed[path] = parts[0] if bucket.num_layers is None else np.stack(parts)
+        owners = dict(self.tree.shared)
+        values = [changed[owners.get(path, path)] for path in leaves]
+        return writeback(params, jax.tree.unflatten(jax.tree.structure(full), values))
+
+    def full(self, leaves: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+        """By unit the parameters in full, in canonical shapes, out of one rank's leaves; of those that are not there none."""
+        found: dict[str, dict[str, np.ndarray]] = {}
+        for bucket in self.tree.buckets:
+            for spec in bucket.layout.params:
+                entry = self.tree.param_map.by_name[spec.name]
+                if all(path in leaves for path in entry.paths):
+                    value = entry.to_canonical(*(leaves[path] for path in entry.paths))
+                    found.setdefault(bucket.unit, {})[spec.name] = value
+        return found
+
+    def whole(self, bucket: str, line: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+        """By unit the same out of a bucket's gathered buffer."""
+        lines = [line] if self.tree.by_name[bucket].num_layers is None else list(line)
+        found: dict[str, dict[str, np.ndarray]] = {}
+        for (unit, layout), each in zip(self._units[bucket], lines, strict=True):
+            views = self.tree.views(bucket, each).values()
+            found.setdefault(unit, {}).update(zip((spec.name for spec in layout.params), views, strict=True))
+        return found
+
+    def _specs(self, bucket: str) -> Iterator[ParamSpec]:
+        for _, layout in self._units[bucket]:
+            yield from layout.params
+
+    def _add_whole(self, found: dict[int, Pieces], bucket: Bucket, name: str, copies: Mapping[int, np.ndarray]) -> None:
+        """Cut a parameter that each rank has in full by rows, and put the pieces to the others."""
+        i = bucket.indices[name]
+        for rank, whole in copies.items():
+            by_layer = self._pieces_at(bucket.name, self.grid.spec.coordinate(rank)[1])
+            layers = [whole] if bucket.num_layers is None else whole
+            for (unit, layout), pieces, each in zip(self._units[bucket.name], by_layer, layers, strict=True):
+                called = layout.params[i].name
+                if piece := pieces.get(called):
+                    start, stop = piece.param_start, piece.param_stop
+                    found[rank].setdefault(unit, {})[called] = (start, stop, each.reshape(-1)[start:stop])
+
+    def _pieces_at(self, bucket: str, place: int) -> list[dict[str, Piece]]:
+        """What a place of the shard group holds of a bucket, by parameter, a layer each. Such a layout is cut by rows, so that
+        a parameter has one piece at most."""
+        if (bucket, place) not in self._found_pieces:
+            layouts = [layout for _, layout in self._units[bucket]]
+            self._found_pieces[bucket, place] = [
+                {piece.name: piece for piece in layout.pieces(place)} for layout in layouts
+            ]
+        return self._found_pieces[bucket, place]
+
+
+def _is_by_rows(bucket: Bucket) -> bool:
+    return not isinstance(bucket.layout, PerParamLayout) or bucket.layout.on_dim_0
+
+
+def _units(bucket: Bucket) -> tuple[tuple[str, Layout], ...]:
+    """A bucket's units as they are recorded: a layer each, if it is stacked."""
+    layout = bucket.layout if _is_by_rows(bucket) else PerParamLayout(bucket.layout.params, bucket.layout.world_size)
+    if bucket.num_layers is None:
+        return ((bucket.unit, layout),)
+    return tuple(
+        (_inside(bucket.unit, layer)(bucket.unit), state_layout(layout, "", layout.dtype, _inside(bucket.unit, layer)))
+        for layer in range(bucket.num_layers)
+    )
+
+
+def _inside(unit: str, layer: int) -> Callable[[str], str]:
+    """A stacked unit's name, or that of what is in it, to that in one of its layers."""
+    return lambda name: f"{unit}.{layer}{name.removeprefix(unit)}"
+
+
+def _names(bucket: Bucket, name: str) -> list[str]:
+    """What a parameter is called in a recording, layer by layer."""
+    if bucket.num_layers is None:
+        return [name]
+    return [_inside(bucket.unit, layer)(name) for layer in range(bucket.num_layers)]
+
+
+def _map_by_layer(tree: ParamTree) -> ParamMap:
+    entries = []
+    for entry in tree.param_map.entries:
+        bucket = tree.bucket_of[entry.name]
+        if bucket.num_layers is None:
+            entries.append(entry)
+            continue
+        for layer, name in enumerate(_names(bucket, entry.name)):
+            paths = tuple(f"{path}[{layer}]" for path in entry.paths)
+            entries.append(replace(entry, name=name, path=paths if isinstance(entry.path, tuple) else paths[0]))
+    return ParamMap(tuple(entries))
+
+
+def _each_layer(entry: MapEntry) -> Callable[..., np.ndarray]:
+    return lambda *stacks: np.stack([entry.to_canonical(*parts) for parts in zip(*stacks, strict=True)])
+
+
+def _of_parameters(node: ShardedParams) -> ShardedParams:
+    """What of a node of the state has the arrays of buckets: masks and empty nodes have not."""
+    return ShardedParams(
+        {
+            name: arrays
+            for name, arrays in node.shards.items()
+            if jax.tree.leaves(arrays) and jax.tree.map(np.shape, arrays) == node.tree.by_name[name].shapes()
+        },
+        node.tree,
+    )

@@ -1,0 +1,165 @@
+"""One recorded step of a run in one process: what its ranks saw, written by one writer each."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from crossframe.mesh import MeshSpec
+from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
+from crossframe.recording.dims import Order, channels_first
+from crossframe.recording.lines import activation_key
+from crossframe.trace import Event
+from jax_backend.recorder._arrays import OfArrays, Pieces
+from jax_backend.recorder._interior import Inner
+from jax_backend.recorder._modules import Dims
+from jax_backend.recorder._shards import OfShards
+from jax_backend.recorder._sketch import sketch_of
+from jax_backend.shards._local_grads import LocalGrads
+
+
+@dataclass
+class Seen:
+    """What a step showed. Of arrays a pytree as the parameters are, or None.
+
+    Attributes:
+        batches: by rank.
+        losses: by rank.
+        initial: what each rank holds of the parameters before the first step.
+        grads: reduced gradients, before they are clipped.
+        grad_norm: their norm, if the loop computed it.
+        rates: the learning rates of the step, if they are known.
+        state: the optimizer's, after the step.
+        updated: the parameters after the step.
+        inner: of each microbatch what is inside of it; none at steps that are not dense.
+        local_grads: each rank's own.
+        events: the collectives of rank 0.
+    """
+
+    batches: Mapping[int, Batch]
+    losses: Mapping[int, float]
+    initial: Mapping[int, Pieces] | None = None
+    grads: Any = None
+    grad_norm: float | None = None
+    rates: Sequence[float] = ()
+    state: Any = None
+    updated: Any = None
+    inner: Sequence[Inner] = ()
+    local_grads: LocalGrads | None = None
+    events: Sequence[Event] = field(default_factory=list)
+
+
+class Writers:
+    """The writers of this process's ranks. A context manager as `RecordingWriter` is one."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        manifest: Manifest,
+        source: OfArrays | OfShards,
+        channels_last: Collection[str | tuple[str, str]] | None = None,
+    ) -> None:
+        self.source, self._manifest = source, manifest
+        self._dims = Dims(source.param_map, channels_last)
+        self._sketches = manifest.detail == "sketch"
+        self._sizes = {name: spec.numel for name, spec in manifest.params.items()}
+        self.by_rank = {rank: RecordingWriter(directory, manifest, rank) for rank in source.grid.here}
+
+    def records(self, step: int) -> bool:
+        """Whether tensors of a step are recorded."""
+        return any(writer.records(step) for writer in self.by_rank.values())
+
+    def is_dense(self, step: int) -> bool:
+        """Whether what is inside of a step is recorded."""
+        return any(writer.is_dense(step) for writer in self.by_rank.values())
+
+    def write(self, step: int, seen: Seen) -> None:
+        """Write a step and end it; of one that is not recorded what is no tensor."""
+        records, spec = self.records(step), self._manifest.mesh
+        if seen.initial is not None:
+            self._put("parameters", step, seen.initial)
+        if records and seen.grads is not None:
+            self._put("reduced_grads", step, self.source.pieces(seen.grads))
+        if records and seen.updated is not None:
+            self._put("updated", step, self.source.pieces(seen.updated))
+        slots, counts = self.source.state(seen.state) if records and seen.state is not None else ({}, {})
+        for slot, by_rank in slots.items():
+            self._put("state", step, by_rank, slot)
+        for rank, writer in self.by_rank.items():
+            batch = seen.batches[rank]
+            writer.batch(step, batch.digest, batch.sample_ids)
+            writer.loss(step, seen.losses[rank])
+            writer.counts(step, counts)
+            if seen.grad_norm is not None:
+                writer.grad_norm(step, seen.grad_norm)
+            writer.collectives(step, of_rank(seen.events, spec, rank))
+            if seen.inner and writer.is_dense(step):
+                self._put_inner(writer, step, rank, seen)
+            writer.end_step(step, seen.rates)
+
+    def _put(self, method: str, step: int, by_rank: Mapping[int, Pieces], *slot: str) -> None:
+        for rank, by_unit in by_rank.items():
+            for unit, pieces in by_unit.items():
+                kept = {
+                    name: (start, stop, self._kept(name, values, self._sizes[name], start))
+                    for name, (start, stop, values) in pieces.items()
+                }
+                getattr(self.by_rank[rank], method)(step, unit, *slot, kept)
+
+    def _kept(self, name: str, values: Any, numel: int, start: int = 0) -> Any:
+        """An array as it is written: large ones as sketches, if the recording has those.
+
+        Args:
+            numel: of all that it is a piece of.
+        """
+        if not self._sketches or numel <= WHOLE or isinstance(values, Sketch):
+            return values
+        return sketch_of(name, values, start)
+
+    def _whole(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        return {name: self._kept(name, values, values.size) for name, values in arrays.items()}
+
+    def _put_inner(self, writer: RecordingWriter, step: int, rank: int, seen: Seen) -> None:
+        assert isinstance(self.source, OfShards)
+        params = {path: _row(leaf, rank, self.source) for path, leaf in seen.inner[0].params.items()}
+        for unit, full in self.source.full(params).items():
+            writer.unsharded(step, unit, self._whole(full))
+        for microbatch, inner in enumerate(seen.inner):
+            told = inner.activations
+            for (module, use), value in zip(told.names, told.values, strict=True):
+                array = self._dims.canonical(module, use, _row(value, rank, self.source))
+                order, key = self._dims.order(module, use, array), activation_key(use, microbatch, module)
+                kept, moved = self._kept(key, array, array.size), None
+                if isinstance(kept, Sketch) and order is not Order.TORCH:
+                    moved = self._kept(key, channels_first(array), array.size)
+                writer.activation(step, microbatch, module, use, kept, array.shape, order=order, moved=moved)
+        for bucket, lines in seen.local_grads.lines.items() if seen.local_grads is not None else ():
+            for unit, grads in self.source.whole(bucket, _row(lines, rank, self.source)).items():
+                writer.local_grads(step, unit, self._whole(grads))
+
+    def finish(self) -> None:
+        """Write the ends."""
+        for writer in self.by_rank.values():
+            writer.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with ExitStack() as stack:  # each closes its file, whatever becomes of another's
+            for writer in self.by_rank.values():
+                stack.callback(writer.__exit__, kind, error, trace)
+
+
+def _row(array: Any, rank: int, source: OfShards) -> np.ndarray:
+    """A rank's part of what has a leading dim of ranks."""
+    return source.grid.rows(array, rank)[0]
+
+
+def of_rank(events: Sequence[Event], spec: MeshSpec, rank: int) -> list[Event]:
+    """The events of rank 0 as another rank has them: it does the same in groups of its own."""
+    groups = {tuple(of(0)): tuple(of(rank)) for of in (spec.replicate_group, spec.shard_group)}
+    return [replace(event, group=groups.get(tuple(event.group), tuple(event.group))) for event in events]

@@ -1,0 +1,1 @@
+"""The pytree of shards: where every parameter lies, how shards are made, and their full values (unshard, writeback, summon)."""

@@ -1,0 +1,246 @@
+"""From a pytree of full parameters to its static description: which bucket of which unit each leaf belongs to (R01, R11)."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from crossframe.errors import LayoutError, MappingError, UnitError, UsageError
+from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
+from crossframe.names import MapEntry, ParamMap, identity_map
+from crossframe.params import ParamSpec
+from crossframe.precision import PrecisionPolicy
+from crossframe.shown import shown
+from crossframe.units import Slot, assign_units
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._param_tree import ParamTree
+from jax_backend.tree import dtype_name, leaves_by_path
+
+
+@dataclass(frozen=True)
+class Options:
+    """How parameters are to be sharded: the arguments of `jax_backend.shard`, which says what they mean."""
+
+    units: Iterable[str] = ()
+    param_map: ParamMap | None = None
+    layout: str = "flat"
+    mp_policy: PrecisionPolicy | None = None
+    reshard_after_forward: bool | None = None
+    frozen: Collection[str] | Callable[[str], bool] = ()
+    shared: Mapping[str, str] | None = None
+    stacked: Iterable[str] = ()
+    dims: Callable[[ParamSpec], int] | None = None
+    blocks: Callable[[ParamSpec], int] | None = None
+    keep_original: bool = True
+    unit_layouts: Mapping[str, Layout] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("units", "stacked"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        if not callable(self.frozen):
+            object.__setattr__(self, "frozen", _names("frozen", self.frozen, " or a predicate"))
+        kinds: dict[str, tuple[str, bool]] = {
+            "shared": ("a mapping of paths, or None", self.shared is None or isinstance(self.shared, Mapping)),
+            "unit_layouts": (
+                "a mapping of units to layouts, or None",
+                self.unit_layouts is None or isinstance(self.unit_layouts, Mapping),
+            ),
+            "param_map": ("a ParamMap, or None", self.param_map is None or isinstance(self.param_map, ParamMap)),
+            "dims": ("a function of a ParamSpec, or None", self.dims is None or callable(self.dims)),
+            "blocks": ("a function of a ParamSpec, or None", self.blocks is None or callable(self.blocks)),
+            "keep_original": ("a bool", isinstance(self.keep_original, bool)),
+            "layout": (f"one of {LAYOUT_KINDS}", isinstance(self.layout, str)),
+        }
+        for name, (expected, holds) in kinds.items():
+            if not holds:
+                raise UsageError(f"{name}: expected {expected}, got {shown(getattr(self, name))}")
+        if self.layout not in LAYOUT_KINDS:
+            raise UsageError(f"layout: expected one of {LAYOUT_KINDS}, got {self.layout!r}")
+        if self.mp_policy is not None and not isinstance(self.mp_policy, PrecisionPolicy):
+            raise UsageError(
+                f"mp_policy: expected a PrecisionPolicy, got {type(self.mp_policy).__name__}; for bfloat16 compute "
+                "pass crossframe.precision.PrecisionPolicy('bfloat16', reduce_dtype='float32')"
+            )
+        if self.reshard_after_forward not in (None, True, False) or isinstance(self.reshard_after_forward, float):
+            raise UsageError(
+                f"reshard_after_forward: expected None, True or False, got {self.reshard_after_forward!r}; resharding to a "
+                "smaller group has no counterpart in JAX, where backward computes again from the shards"
+            )
+        for name, kind in (("dims", "per_param"), ("blocks", "ragged")):
+            if getattr(self, name) is not None and self.layout != kind:
+                raise UsageError(f"{name}: expected None with layout={self.layout!r}; it is of layout={kind!r}")
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the user wants this parameter frozen: named, or below a module that is."""
+        if callable(self.frozen):
+            return bool(self.frozen(name))
+        return any(name == given or name.startswith(f"{given}.") for given in self.frozen)
+
+    def layout_of(self, specs: tuple[ParamSpec, ...], world_size: int) -> Layout:
+        """The layout of one bucket."""
+        if self.layout == "per_param":
+            return PerParamLayout(specs, world_size, tuple(map(self.dims, specs)) if self.dims else None)
+        if self.layout == "ragged":
+            return RaggedLayout(specs, world_size, tuple(map(self.blocks, specs)) if self.blocks else None)
+        compute_dtype = self.mp_policy.param_dtype if self.mp_policy is not None else None
+        return FlatLayout(specs, world_size, self.keep_original, compute_dtype)
+
+
+def _names(option: str, given: Any, also: str = "") -> tuple[str, ...]:
+    """The names that an option was given; UsageError if it is something else."""
+    if isinstance(given, str):
+        raise UsageError(
+            f"{option}: expected names in a tuple or list{also}, got the string {shown(given)}; pass ({shown(given)},)"
+        )
+    names = tuple(given) if isinstance(given, Iterable) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"{option}: expected names in a tuple or list{also}, got {shown(given if names is None else names)}"
+        )
+    return names
+
+
+def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
+    """Describe a pytree of parameters.
+
+    Args:
+        params: arrays, or jax.ShapeDtypeStruct.
+        world_size: the number of ranks in a shard group.
+
+    Raises:
+        UsageError, MappingError, UnitError, LayoutError: see `jax_backend.shard`.
+    """
+    leaves = leaves_by_path(params)
+    if not leaves:
+        raise UsageError("expected a pytree with at least one parameter, got none")
+    _check_leaves(leaves)
+    shared = _checked_shared(options.shared or {}, leaves)
+    own = {path: leaf for path, leaf in leaves.items() if path not in shared}
+    param_map = identity_map(own) if options.param_map is None else options.param_map
+    param_map.check(param_map.by_name, own)
+    stacked = tuple(options.stacked)
+    num_layers = {unit: _num_layers(unit, param_map, leaves) for unit in stacked}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for path, owner in shared.items():
+        aliases[owner] = (*aliases.get(owner, ()), path)
+    slots = [_slot(entry, [leaves[path] for path in entry.paths], options, stacked) for entry in param_map.entries]
+    place = {slot.name: i for i, slot in enumerate(slots)}
+    buckets: list[Bucket] = []
+    for unit in assign_units(_modules(place), slots, (*options.units, *stacked)):
+        # The map's order is torch's, and holds also where a module's parameters do not stand together in it.
+        specs = [
+            replace(
+                spec, aliases=tuple(a for path in param_map.by_name[spec.name].paths for a in aliases.get(path, ()))
+            )
+            for spec in sorted(unit.params, key=lambda spec: place[spec.name])
+        ]
+        buckets += _buckets(unit.name, specs, world_size, options, num_layers.get(unit.name))
+    names = [bucket.name for bucket in buckets]
+    if unknown := sorted(set(options.unit_layouts or ()) - set(names)):
+        raise LayoutError(f"unit_layouts: {unknown} are not units that own parameters: expected among {names}")
+    return ParamTree(
+        tuple(buckets),
+        param_map,
+        tuple(leaves),
+        jax.tree.structure(params),
+        options.mp_policy or PrecisionPolicy(),
+        options.reshard_after_forward,
+        tuple(shared.items()),
+    )
+
+
+def _buckets(
+    unit: str, specs: list[ParamSpec], world_size: int, options: Options, num_layers: int | None
+) -> list[Bucket]:
+    members: dict[tuple[str, ...], list[ParamSpec]] = {}
+    for spec in specs:
+        # A flat unit of two dtypes is refused (R11).
+        dtype = () if options.layout == "flat" else (spec.dtype,)
+        members.setdefault((*dtype, *(() if spec.requires_grad else ("frozen",))), []).append(spec)
+    buckets = []
+    for index, (what, owned) in enumerate(sorted(members.items(), key=lambda item: not item[1][0].requires_grad)):
+        name = unit if index == 0 else ":".join((unit, *what))
+        given = (options.unit_layouts or {}).get(name)
+        layout = (
+            options.layout_of(tuple(owned), world_size) if given is None else _checked(given, name, owned, world_size)
+        )
+        buckets.append(Bucket(name, unit, layout, index, owned[0].requires_grad, num_layers))
+    return buckets
+
+
+def _check_leaves(leaves: Mapping[str, Any]) -> None:
+    if strange := sorted(path for path, leaf in leaves.items() if not hasattr(leaf, "shape")):
+        raise UsageError(f"expected an array at every leaf, got other objects at {strange}; wrap them in jnp.asarray")
+    if integer := sorted(path for path, leaf in leaves.items() if not jnp.issubdtype(leaf.dtype, jnp.floating)):
+        kinds = {path: str(leaves[path].dtype) for path in integer}
+        raise UsageError(f"expected floating parameters, got {kinds}; integers, counters and rng keys go with state")
+    if wide := sorted(p for p, leaf in leaves.items() if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype):
+        raise UsageError(
+            f"parameters {wide} are float64, which JAX would silently round; "
+            "call jax.config.update('jax_enable_x64', True), or cast them to float32"
+        )
+
+
+def _checked_shared(shared: Mapping[str, str], leaves: Mapping[str, Any]) -> dict[str, str]:
+    for path, owner in shared.items():
+        if missing := sorted({path, owner} - set(leaves)):
+            raise UsageError(f"shared: {missing} are no leaves of the parameters: expected among {list(leaves)}")
+        if owner in shared:
+            raise UsageError(f"shared: {path!r} is to be {owner!r}, which is shared itself; name {shared[owner]!r}")
+        one, other = ((tuple(leaves[p].shape), dtype_name(leaves[p])) for p in (path, owner))
+        if one != other:
+            raise UsageError(f"shared: {path!r} of {one} cannot be {owner!r} of {other}: expected one shape and dtype")
+    return dict(shared)
+
+
+def _num_layers(unit: str, param_map: ParamMap, leaves: Mapping[str, Any]) -> int:
+    entries = [entry for entry in param_map.entries if entry.name.startswith(f"{unit}.")]
+    if joined := [entry.name for entry in entries if len(entry.paths) > 1]:
+        raise UnitError(
+            f"stacked unit {unit!r}: expected parameters of one leaf each, but several are joined in {joined}"
+        )
+    sizes = {path: leaves[path].shape[:1] for entry in entries for path in entry.paths}
+    if not sizes:
+        raise UnitError(f"stacked: {unit!r} is no module with parameters")
+    if len(set(sizes.values())) > 1 or () in sizes.values():
+        raise UnitError(f"stacked unit {unit!r}: expected one leading dim, the layers, at all its leaves, got {sizes}")
+    return next(iter(sizes.values()))[0]
+
+
+def _slot(entry: MapEntry, leaves: list[Any], options: Options, stacked: tuple[str, ...]) -> Slot:
+    is_stacked = any(entry.name.startswith(f"{unit}.") for unit in stacked)
+    shape = entry.canonical_shape(*(tuple(leaf.shape)[is_stacked:] for leaf in leaves))
+    if len(dtypes := {dtype_name(leaf) for leaf in leaves}) > 1:
+        raise MappingError(
+            f"parameter {entry.name!r}: expected one dtype at all of {entry.paths}, got {sorted(dtypes)}"
+        )
+    module, _, attribute = entry.name.rpartition(".")
+    trained = not options.is_frozen(entry.name)
+    return Slot(module, attribute, entry.name, shape, dtypes.pop(), trained)
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Every module that encloses a parameter, in the order of first appearance, the root first."""
+    modules = {"": None}
+    for name in names:
+        parts = name.split(".")[:-1]
+        modules |= {".".join(parts[: i + 1]): None for i in range(len(parts))}
+    return list(modules)
+
+
+def _checked(layout: Layout, unit: str, specs: list[ParamSpec], world_size: int) -> Layout:
+    if layout.world_size != world_size:
+        raise LayoutError(f"unit {unit!r}: expected a layout over {world_size} ranks, got one over {layout.world_size}")
+    expected, got = ({_key(spec) for spec in some} for some in (specs, layout.params))
+    if expected != got:
+        raise LayoutError(
+            f"unit {unit!r}: expected a layout of {sorted(expected - got)}, got one of {sorted(got - expected)}; names, shapes "
+            "and dtypes are the canonical ones, and whether it is trained"
+        )
+    return layout
+
+
+def _key(spec: ParamSpec) -> tuple[str, tuple[int, ...], str, bool]:
+    return spec.name, spec.shape, spec.dtype, spec.requires_grad

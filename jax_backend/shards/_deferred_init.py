@@ -1,0 +1,108 @@
+"""Parameters that are sharded as they are made, unit by unit, so that no device ever holds the whole model (R38)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossframe.errors import UsageError
+from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._build import Options, build_tree
+from jax_backend.shards._param_tree import ParamTree
+from jax_backend.shards._sharded_params import ShardedParams
+from jax_backend.tree import leaves_by_path
+
+
+def init(fn: Callable[[], Any], mesh: Mesh, **options: Any) -> ShardedParams:
+    """Make parameters by a function, as shards: `shard(jax.jit(fn)(), mesh, ...)` bit for bit, without ever holding it all.
+
+    Of each bucket a program is compiled that runs `fn` and keeps that bucket's parameters: XLA leaves all others out. Draws from
+    a key are the same in every program, whatever else is kept.
+
+    Args:
+        fn: () to the pytree of parameters; it holds its key, and can be traced. A module of flax's nnx is made inside it:
+            `lambda: params_of(Model(rngs=nnx.Rngs(0)))`.
+        mesh: from `make_mesh`.
+        options: as `shard` takes them.
+
+    Returns:
+        The shards. While they are made a device holds its own, and at most one bucket in full. Outside of jit operations are
+        compiled one by one, and `fn()` may differ from `jax.jit(fn)()`, and so from this, in last bits.
+
+    Raises:
+        UsageError: no function, an option that is none, or what `shard` raises.
+        MappingError, UnitError, LayoutError: as `shard`.
+    """
+    check_mesh(mesh)
+    if not callable(fn):
+        raise UsageError(
+            f"fn: expected a function that makes the parameters, got {type(fn).__name__}; use shard for arrays"
+        )
+    if unknown := sorted(set(options) - set(Options.__dataclass_fields__)):
+        raise UsageError(
+            f"init: {unknown} are no options of shard: expected among {list(Options.__dataclass_fields__)}"
+        )
+    tree = build_tree(jax.eval_shape(fn), mesh_spec(mesh).shard, Options(**options))
+    made = {}
+    for bucket in tree.buckets:
+        leaves = program_of(fn, tree, bucket, mesh)()
+        # Before the next bucket is made, so that two are never there in full.
+        made[bucket.name] = jax.block_until_ready(_lay_out(leaves, tree, bucket, mesh))
+        del leaves
+    trained = {bucket.name for bucket in tree.trainable}
+    return ShardedParams(
+        {name: arrays for name, arrays in made.items() if name in trained},
+        tree,
+        {name: arrays for name, arrays in made.items() if name not in trained},
+    )
+
+
+def program_of(fn: Callable[[], Any], tree: ParamTree, bucket: Bucket, mesh: Mesh) -> Any:
+    """The jitted function, without arguments, that makes the leaves of one bucket by path, in full on each device.
+
+    Laying them out is another program: cut up, or as a part of what follows, the same formula may be compiled to other last bits.
+    """
+
+    def make() -> dict[str, jax.Array]:
+        made = leaves_by_path(fn())
+        entries = [tree.param_map.by_name[spec.name] for spec in bucket.layout.params]
+        return {path: jnp.asarray(made[path]) for entry in entries for path in entry.paths}
+
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P()))
+
+
+def _lay_out(leaves: dict[str, jax.Array], tree: ParamTree, bucket: Bucket, mesh: Mesh) -> Any:
+    def lay_out(leaves: dict[str, jax.Array]) -> Any:
+        canonical = []
+        for spec in bucket.layout.params:
+            entry = tree.param_map.by_name[spec.name]
+            joined = entry.to_canonical if bucket.num_layers is None else jax.vmap(entry.to_canonical)
+            canonical.append(joined(*(leaves[path] for path in entry.paths)))
+        return _laid_out(bucket, canonical)
+
+    is_partition = lambda node: isinstance(node, P)  # noqa: E731
+    shardings = jax.tree.map(lambda each: NamedSharding(mesh, each), bucket.partitions(), is_leaf=is_partition)
+    return jax.jit(lay_out, out_shardings=shardings)(leaves)
+
+
+def _laid_out(bucket: Bucket, canonical: list[jax.Array]) -> Any:
+    """The arrays of a bucket out of its parameters, with 0 in the padding."""
+    layout, stack = bucket.layout, () if bucket.num_layers is None else (bucket.num_layers,)
+    if bucket.is_per_param:
+        shapes = bucket.shapes()
+        return {
+            spec.name: jnp.pad(value, [(0, w - s) for s, w in zip(value.shape, shapes[spec.name], strict=True)])
+            for spec, value in zip(layout.params, canonical, strict=True)
+        }
+    assert layout.contiguous, "in lines each parameter is one run of the gathered buffer"
+    parts, at = [], 0
+    for offset, value in sorted(zip(layout.offsets, canonical, strict=True), key=lambda each: each[0]):
+        flat = value.reshape(*stack, -1)
+        parts += [jnp.zeros((*stack, offset - at), flat.dtype), flat]
+        at = offset + flat.shape[-1]
+    parts.append(jnp.zeros((*stack, layout.gathered_numel - at), parts[-1].dtype))
+    return jnp.concatenate([part for part in parts if part.shape[-1]], axis=-1)

@@ -1,0 +1,144 @@
+"""Shards from torch and back, rank by rank: what rank r holds there is what device r holds here, in one order (R04, R07, R09).
+
+A line is one rank's buffer of a bucket, of shape (padded_shard_numel,): in torch_backend a unit's `bucket.store.buffer`. Nothing
+here imports torch: whatever has `__dlpack__` will do. No full parameter is ever made.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from crossframe.errors import LayoutError, UsageError
+from crossframe.layout import Layout
+from crossframe.mesh import check_rank
+from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._sharded_params import ShardedParams, mesh_of
+
+
+def from_torch(
+    like: ShardedParams,
+    lines: Mapping[int, Mapping[str, Any]],
+    layouts: Mapping[str, Layout] | None = None,
+    *,
+    copy: bool | None = None,
+) -> ShardedParams:
+    """Sharded parameters of other values, given as torch's lines.
+
+    Args:
+        like: says where everything lies; parameters, gradients or moments.
+        lines: by rank, of all that lie in this process, and by bucket of `like`: a detached tensor or an array of shape
+            (padded_shard_numel,), of a stacked unit (num_layers, padded_shard_numel).
+        layouts: torch's own by bucket, which are then compared with those of `like`. Where they differ, pass them to `shard` as
+            unit_layouts.
+        copy: None: memory is shared where a line lies on its rank's device and has no padding, and torch must then not write into
+            it; True: never.
+
+    Returns:
+        Bit for bit what the ranks hold, 0 in the padding.
+
+    Raises:
+        LayoutError: layouts that differ, by bucket.
+        UsageError: a rank or a bucket that is missing or unknown, or a line of another shape or dtype.
+    """
+    mesh = mesh_of(like)
+    ranks = [r for r, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    buckets = {name: like.tree.by_name[name] for name in like.buckets}
+    _check_layouts(buckets, layouts or {})
+    if not isinstance(lines, Mapping) or sorted(lines) != ranks:
+        got = sorted(lines) if isinstance(lines, Mapping) else type(lines).__name__
+        raise UsageError(f"lines: expected those of ranks {ranks}, by rank, got {got}")
+    parts: dict[str, list[Any]] = {name: [] for name in buckets}
+    for rank in ranks:
+        if set(lines[rank]) != set(buckets):
+            raise UsageError(
+                f"rank {rank}: expected a line for each of the buckets {list(buckets)}, got {list(lines[rank])}"
+            )
+        place = mesh_spec(mesh).coordinate(rank)[1]
+        for name, bucket in buckets.items():
+            line = _received(lines[rank][name], bucket, rank, device_of(mesh, rank), copy)
+            parts[name].append(bucket.from_line(_cleared(line, bucket, place)))
+
+    def joined(bucket: Bucket) -> Any:
+        own, shapes, partitions = parts[bucket.name], bucket.shapes(), bucket.partitions()
+
+        def joined_array(shape: Any, partition: Any, arrays: list[jax.Array]) -> jax.Array:
+            return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, partition), arrays)
+
+        if not bucket.is_per_param:
+            return joined_array(shapes, partitions, own)
+        return {key: joined_array(shapes[key], partitions[key], [each[key] for each in own]) for key in shapes}
+
+    return ShardedParams(
+        {name: joined(buckets[name]) for name in like.shards},
+        like.tree,
+        {name: joined(buckets[name]) for name in like.frozen},
+    )
+
+
+def to_torch(sharded: ShardedParams, rank: int) -> dict[str, jax.Array]:
+    """One rank's line of every bucket, on its device: `torch.from_dlpack(line)` reads it, without a copy there.
+
+    Its padding holds 0, and torch's holds 42 in places (R05): copy it piece by piece, as `bucket.store.split(line)` cuts it.
+    Memory is shared with `sharded` where the layout is flat or ragged: do not write into it.
+
+    Raises:
+        MeshError: a rank that does not exist.
+        UsageError: a rank whose device belongs to another process, or a call inside a transformation.
+    """
+    mesh = mesh_of(sharded)
+    check_rank(rank, mesh.size)
+    device = device_of(mesh, rank)
+    if device.process_index != jax.process_index():
+        raise UsageError(f"rank {rank} lies in another process: expected one of this process; call it there")
+
+    def here(array: jax.Array) -> jax.Array:
+        return next(part.data for part in array.addressable_shards if part.device == device)
+
+    return {
+        name: sharded.tree.by_name[name].to_line(jax.tree.map(here, arrays)) for name, arrays in sharded.buckets.items()
+    }
+
+
+def _received(line: Any, bucket: Bucket, rank: int, device: Any, copy: bool | None) -> jax.Array:
+    numel = bucket.layout.padded_shard_numel
+    expected = (numel,) if bucket.num_layers is None else (bucket.num_layers, numel)
+    got = tuple(getattr(line, "shape", ()))
+    # torch writes torch.float32, numpy float32.
+    dtype = str(getattr(line, "dtype", type(line).__name__)).removeprefix("torch.")
+    if got != expected or dtype != bucket.layout.dtype:
+        raise UsageError(
+            f"bucket {bucket.name!r}, rank {rank}: expected a line of shape {expected} and dtype {bucket.layout.dtype}, got "
+            f"{got} and {dtype}; the layouts on both sides must be one (pass layouts to see where they differ)"
+        )
+    if isinstance(line, np.ndarray):  # numpy's DLPack knows no bfloat16
+        return jax.device_put(line.copy(), device)
+    return jax.device_put(jax.dlpack.from_dlpack(line, copy=copy), device)
+
+
+def _cleared(line: jax.Array, bucket: Bucket, place: int) -> jax.Array:
+    padding = bucket.layout.padding(place)
+    if not padding:
+        return line
+    real = np.ones(line.shape[-1], bool)
+    for run in padding:
+        real[run.start : run.stop] = False
+    return jnp.where(jax.device_put(real, line.device), line, jnp.zeros((), line.dtype))
+
+
+def _check_layouts(buckets: Mapping[str, Bucket], layouts: Mapping[str, Layout]) -> None:
+    def said(layout: Layout) -> Any:
+        return layout.to_json(), [(spec.name, spec.shape, spec.dtype) for spec in layout.params]
+
+    for name, layout in layouts.items():
+        if name not in buckets:
+            raise LayoutError(f"layouts: {name!r} is no bucket: expected among {list(buckets)}")
+        if said(layout) != said(buckets[name].layout):
+            raise LayoutError(
+                f"bucket {name!r}: expected the layout {said(buckets[name].layout)}, got {said(layout)}; pass torch's layouts to "
+                "shard as unit_layouts"
+            )

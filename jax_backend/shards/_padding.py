@@ -1,0 +1,84 @@
+"""Which elements of a bucket's array belong to no parameter, as JAX computes it on each rank for itself."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_backend.mesh._device_mesh import SHARD_AXIS
+from jax_backend.shards._bucket import Bucket
+
+MOST_OFFSETS = 1 << 30
+"""Elements of a rank's chunk whose offsets one array of int32 counts; a longer chunk is masked in several parts."""
+
+
+def padding_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """The runs (start, stop) of padding in the gathered buffer of a bucket, in order; runs that touch are one."""
+    layout, found = bucket.layout, []
+    for rank in range(layout.world_size):
+        first = rank * layout.padded_shard_numel
+        for run in layout.padding(rank):
+            start, stop = first + run.start, first + run.stop
+            if found and found[-1][1] == start:
+                start, _ = found.pop()
+            if start < stop:
+                found.append((start, stop))
+    return tuple(found)
+
+
+def zero_padding(bucket: Bucket, arrays: Any) -> Any:
+    """The arrays of a bucket, or by parameter of it, with 0 in the padding whatever was there (R05).
+
+    No mask is stored: each rank compares the positions of its own elements with the runs of padding.
+    """
+    ranks = bucket.layout.world_size
+    if not bucket.is_per_param:
+        return _zeroed(arrays, arrays.ndim - 1, ranks, padding_of(bucket))
+    found = dict(arrays)
+    for i, spec in enumerate(bucket.layout.params):
+        array, dim = arrays[spec.name], bucket.leaf_partition(i).index(SHARD_AXIS)
+        size = spec.shape[dim - (bucket.num_layers is not None)]
+        if array.shape[dim] > size:
+            found[spec.name] = _zeroed(array, dim, ranks, ((size, array.shape[dim]),))
+    return found
+
+
+def _zeroed(array: jax.Array, dim: int, ranks: int, runs: Iterable[tuple[int, int]]) -> jax.Array:
+    """The array with 0 in runs of positions along a dim.
+
+    [Note: positions are a rank and an offset] Without jax_enable_x64, which is JAX's default, there is no int64, and a position
+    in a bucket of 2^31 elements or more fits no integer of JAX. So the dim is split as the ranks split it, which moves nothing,
+    and a position is compared as (rank, offset in the rank's chunk), in chunks of at most MOST_OFFSETS.
+    """
+    if not (runs := tuple(runs)):
+        return array
+    chunk = array.shape[dim] // ranks
+    table = array.reshape(*array.shape[:dim], ranks, chunk, *array.shape[dim + 1 :])
+    parts = []
+    for first in range(0, chunk, MOST_OFFSETS):
+        part = jax.lax.slice_in_dim(table, first, min(first + MOST_OFFSETS, chunk), axis=dim + 1)
+        rank, offset = (jax.lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (dim, dim + 1))
+        parts.append(jnp.where(in_runs(rank, offset, runs, chunk, first), jnp.zeros_like(part), part))
+    whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=dim + 1)
+    return whole.reshape(array.shape)
+
+
+def in_runs(rank: Any, offset: Any, runs: Sequence[tuple[int, int]], chunk: int, first: int = 0) -> Any:
+    """Whether positions lie in any of the runs. No number that it compares exceeds int32, however large the runs' are.
+
+    Args:
+        rank: int32 array, numpy's or JAX's: the rank of each position.
+        offset: int32 array of the same shape: each position's distance from `first` in its rank's chunk.
+        runs: (start, stop) of positions, counted over all ranks' chunks.
+        chunk: the size of a rank's chunk.
+    """
+
+    def reached(position: int) -> Any:
+        of_rank, inside = divmod(position, chunk)
+        inside = min(max(inside - first, 0), MOST_OFFSETS)
+        return (rank > of_rank) | ((rank == of_rank) & (offset >= inside))
+
+    return reduce(operator.or_, (reached(start) & ~reached(stop) for start, stop in runs))

@@ -1,0 +1,185 @@
+"""The position of every parameter: in the user's pytree, by canonical name, and in its unit. Static: no array."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from crossframe.errors import UsageError
+from crossframe.layout import Layout
+from crossframe.names import MapEntry, ParamMap
+from crossframe.params import ParamSpec
+from crossframe.precision import PrecisionPolicy
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._views import views
+from jax_backend.tree import dtype_name, leaves_by_path
+
+
+@dataclass(frozen=True)
+class ParamTree:
+    """The static half of sharded parameters.
+
+    Attributes:
+        buckets: in the order of the plan: the root's first where it owns a parameter.
+        param_map: canonical names and axis orders of the pytree's paths.
+        paths: the path of every leaf, its parts joined by ".", in the pytree's own order.
+        treedef: the structure of the user's pytree.
+        policy: in which dtypes parameters are gathered and gradients reduced (R33).
+        reshard_after_forward: the user's choice; None: what the strategy says, but for the root (R13).
+        shared: paths of leaves that are another leaf's parameter, with that one's path (R31).
+    """
+
+    buckets: tuple[Bucket, ...]
+    param_map: ParamMap
+    paths: tuple[str, ...]
+    treedef: Any
+    policy: PrecisionPolicy = field(default_factory=PrecisionPolicy)
+    reshard_after_forward: bool | None = None
+    shared: tuple[tuple[str, str], ...] = ()
+
+    # Every call of a jitted function hashes this; hashing the layouts of a large model anew each time would show.
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.buckets, self.param_map, self.paths, self.treedef, self.policy, self.shared))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def units(self) -> tuple[tuple[str, Layout], ...]:
+        """(unit name, layout) of every bucket."""
+        return tuple((bucket.unit, bucket.layout) for bucket in self.buckets)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Bucket]:
+        """Buckets by name."""
+        return {bucket.name: bucket for bucket in self.buckets}
+
+    @cached_property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Layouts by the name of the bucket: the unit's, where it has one."""
+        return {bucket.name: bucket.layout for bucket in self.buckets}
+
+    @cached_property
+    def trainable(self) -> tuple[Bucket, ...]:
+        """The buckets whose parameters take gradients."""
+        return tuple(bucket for bucket in self.buckets if bucket.trainable)
+
+    @cached_property
+    def is_per_param(self) -> bool:
+        """Whether every parameter that is trained is an array of its own."""
+        return all(bucket.is_per_param for bucket in self.trainable)
+
+    @cached_property
+    def bucket_of(self) -> Mapping[str, Bucket]:
+        """Buckets by the canonical names of their parameters."""
+        return {spec.name: bucket for bucket in self.buckets for spec in bucket.layout.params}
+
+    @cached_property
+    def specs(self) -> Mapping[str, ParamSpec]:
+        """Canonical descriptions by path; of a stacked unit those of one layer."""
+        by_name = {spec.name: spec for bucket in self.buckets for spec in bucket.layout.params}
+        return {path: by_name[self.entry(path).name] for path in self.paths}
+
+    @cached_property
+    def trained_leaves(self) -> Mapping[str, tuple[Bucket, int]]:
+        """Of a per-parameter tree, by path of each leaf that is trained: its bucket, and its parameter's index there. Paths of
+        shared leaves are left out."""
+        entries = self.param_map.by_name
+        return {
+            path: (bucket, i)
+            for bucket in self.trainable
+            for i, spec in enumerate(bucket.layout.params)
+            for path in entries[spec.name].paths
+        }
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that the units are laid out over: one shard group."""
+        return self.buckets[0].layout.world_size
+
+    def partitions(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """By bucket, how the arrays lie on a mesh."""
+        return {name: self.by_name[name].partitions() for name in arrays}
+
+    def entry(self, path: str) -> MapEntry:
+        """The map's entry of a leaf: of a shared one that of the parameter."""
+        return self.param_map.by_path[self._owner.get(path, path)]
+
+    @cached_property
+    def _owner(self) -> Mapping[str, str]:
+        return dict(self.shared)
+
+    def views(self, bucket: str, gathered: Any) -> dict[str, Any]:
+        """The parameters in a bucket's gathered buffer, or in a buffer of gradients laid out like one.
+
+        Args:
+            bucket: its name.
+            gathered: numpy or JAX array of shape (gathered_numel,).
+
+        Returns:
+            Arrays by canonical name, of canonical shape; padding is in none of them.
+        """
+        return views(self.layouts[bucket], gathered)
+
+    def params(self, gathered: Mapping[str, Any]) -> Any:
+        """The user's pytree, in its own structure and axis order, out of the gathered buffers of all buckets.
+
+        Args:
+            gathered: by bucket an array of shape (gathered_numel,), of a stacked one (num_layers, gathered_numel); or what is to
+                stand at its leaves, by path.
+        """
+        found: dict[str, Any] = {}
+        for bucket in self.buckets:
+            given = gathered[bucket.name]
+            if isinstance(given, Mapping):
+                found |= given
+            elif bucket.num_layers is None:
+                found |= self.cut(bucket, given)
+            else:
+                layers = [self.cut(bucket, line) for line in given]
+                stack = jnp.stack if isinstance(given, jax.Array) else np.stack
+                found |= {path: stack([layer[path] for layer in layers]) for path in layers[0]}
+        return jax.tree.unflatten(self.treedef, [found[self._owner.get(path, path)] for path in self.paths])
+
+    def paths_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """Of a bucket's leaves; of a shared parameter only its owner's."""
+        return tuple(path for spec in bucket.layout.params for path in self.param_map.by_name[spec.name].paths)
+
+    def cut(self, bucket: Bucket, gathered: Any) -> dict[str, Any]:
+        """The leaves of the user's pytree in one bucket's gathered buffer, by path."""
+        return self.leaves_of(bucket, views(bucket.layout, gathered))
+
+    def leaves_of(self, bucket: Bucket, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The same out of the bucket's parameters, by canonical name and in canonical shape."""
+        entries = {path: self.param_map.by_path[path] for path in self.paths_of(bucket)}
+        return {path: entry.from_canonical(named[entry.name], path) for path, entry in entries.items()}
+
+    def leaves(self, params: Any) -> dict[str, Any]:
+        """The leaves of a pytree like the user's, by path, once each fits.
+
+        Raises:
+            UsageError: another structure, shape or dtype than the parameters had when they were sharded.
+        """
+        found = leaves_by_path(params)
+        if set(found) != set(self.paths):
+            missing, extra = sorted(set(self.paths) - set(found)), sorted(set(found) - set(self.paths))
+            raise UsageError(
+                f"the parameters are not the tree that was sharded: missing {missing}, unexpected {extra}; "
+                "pass the tree that unshard returned, with other values"
+            )
+        for path, leaf in found.items():
+            spec, entry = self.specs[path], self.entry(path)
+            shape = entry.leaf_shape(spec.shape, self._owner.get(path, path))
+            num_layers = self.bucket_of[spec.name].num_layers
+            expected = shape if num_layers is None else (num_layers, *shape)
+            if np.shape(leaf) != expected or dtype_name(leaf) != spec.dtype:
+                raise UsageError(
+                    f"parameter {path!r} ({spec.name!r}): expected shape {expected} and dtype {spec.dtype}, got "
+                    f"{np.shape(leaf)} and {dtype_name(leaf)}; reshape or cast it first"
+                )
+        return found

@@ -1,0 +1,306 @@
+"""Full parameters for the user to edit, unit by unit: `summon_full_params` (R18-R24).
+
+with summon_full_params(sharded, unit="head") as summoned:
+    summoned.params["head"]["bias"] += 1.0
+sharded = summoned.sharded
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossframe.errors import ReplacedError, StateError, UnitError, UsageError
+from crossframe.lifecycle import Exposure, Move, Residency, UnitState
+from crossframe.shown import shown
+from crossframe.unshard import Truth, UnshardRequest, authoritative
+from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._param_tree import ParamTree
+from jax_backend.shards._sharded_params import ShardedParams, mesh_of
+from jax_backend.shards._unshard import check_there, gathered, part_on, written
+from jax_backend.tree import dtype_name, path_name
+
+
+@dataclass(eq=False)
+class Summoned:
+    """What `summon_full_params` shows, and once it is over what became of it.
+
+    Attributes:
+        params: inside, the full parameters in the user's structure, shapes and axis order, None where nothing is shown; its
+            leaves, or all of it, may be replaced. None afterwards, when their memory is free.
+        grads: the same of the gradients; None where there are none.
+        module: of a holder, in the place of `params`, its module with full parameters.
+        sharded: the shards; after exit the new ones.
+        sharded_grads: the shards of the gradients; after exit the new ones.
+    """
+
+    params: Any
+    grads: Any
+    module: Any
+    sharded: ShardedParams
+    sharded_grads: ShardedParams | None
+
+
+class Holder(ABC):
+    """A module whose parameters lie as shards in its attribute `sharded`."""
+
+    sharded: ShardedParams
+
+    @abstractmethod
+    def show(self, params: Any) -> Any:
+        """The module with these full parameters, some of which are None, for the user to edit."""
+
+    @abstractmethod
+    def read(self, module: Any) -> Any:
+        """The parameters of what `show` made."""
+
+
+@contextmanager
+def summon_full_params(
+    sharded: ShardedParams | Holder,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+    grads: ShardedParams | None = None,
+    unit: str = "",
+) -> Iterator[Summoned]:
+    """Inside, parameters are full and in full precision, under their own names and in their own shapes (R18-R24).
+
+    Shards do not change in JAX: `summoned.sharded` is new after exit, and of a holder its attribute `sharded` is replaced. An
+    exception inside ends the context as any other exit does (R24).
+
+    Args:
+        sharded: the parameters, or a holder of them.
+        recurse: show the units inside of `unit` too. What is not shown is None, as JAX has no tree in which ranks hold what
+            is theirs alone; None must stay where it is.
+        writeback: on exit each rank takes the slice that it owns of the edits, and nothing else; a JAX array that has another
+            value on each device is each rank's own. Otherwise edits are lost, except where nothing is sharded.
+        rank0_only: the arrays shown lie on the first device of each shard group alone; needs `writeback=False`.
+        offload_to_cpu: show numpy arrays in the host's memory, which can be written into. Otherwise they are JAX arrays, of
+            which every device holds all, and are replaced.
+        with_grads: show `grads` too; needs `keep_original=True`, and no `offload_to_cpu`.
+        grads: gradients as a step returned them; None counts as none on all ranks (R22). Frozen parameters have none. A gradient
+            that is set to None counts as zeros.
+        unit: canonical name of the module to show. One that is no unit has the units inside it, and none with `recurse=False`.
+
+    Raises:
+        StateError: inside jit or shard_map, where a step's forward or backward is, or inside another summon of the same units of
+            the same shards.
+        UnsupportedError: a combination that has no meaning (R23).
+        UnitError: a unit that is no module.
+        UsageError: an argument that is none of these, or other gradients than of these parameters.
+        ReplacedError: on exit, parameters of another structure, shape or dtype, by name. Then nothing is written.
+    """
+    holder = sharded if isinstance(sharded, Holder) else None
+    request = UnshardRequest(writeback, rank0_only, offload_to_cpu, with_grads)
+    before = holder.sharded if holder else sharded
+    if not isinstance(before, ShardedParams) or not isinstance(recurse, bool) or not isinstance(unit, str):
+        raise UsageError(
+            f"expected ShardedParams or a holder of them, recurse as True or False, and unit as a name; got "
+            f"{type(before).__name__}, {shown(recurse)}, {shown(unit)}"
+        )
+    units = _units(before.tree, unit, recurse)
+    _check_idle(before, units or [unit])
+    buckets = [bucket for bucket in before.tree.buckets if bucket.unit in units]
+    mesh = mesh_of(before)
+    # Of one mesh, and so the same for all buckets.
+    truth = next((authoritative(bucket.layout) for bucket in buckets), Truth.SHARDS)
+    for bucket in buckets:
+        request.check(keeps_original=getattr(bucket.layout, "keep_original", True), truth=truth)
+    check_there(before, buckets)
+    _check_grads(before, with_grads, grads)
+    if request.warning and jax.process_count() > 1:  # the ranks of one process see one copy
+        warnings.warn(request.warning, stacklevel=3)
+    show = _Show(mesh, request)
+    params, found = show(before, buckets), show(grads, buckets) if grads is not None else None
+    # The user may edit the tree itself: what was shown is remembered by path.
+    old, old_grads = _leaves(params), _leaves(found)
+    summoned = Summoned(params, found, None, before, grads)
+    if holder:
+        summoned.params, summoned.module = None, holder.show(params)
+    del params, found
+    opened = [(before, name) for name in units]
+    _OPEN.extend(opened)
+    try:
+        yield summoned
+    finally:
+        for each in opened:
+            _close(each)
+        edited, edited_grads = (holder.read(summoned.module) if holder else summoned.params), summoned.grads
+        summoned.params = summoned.grads = summoned.module = None
+        if request.persists(truth):
+            written_params = show.persist(before, buckets, old, edited, "parameter")
+            if grads is not None:
+                summoned.sharded_grads = show.persist(grads, buckets, old_grads, edited_grads, "gradient of parameter")
+            elif edited_grads is not None:
+                raise UsageError("grads: none were given to be edited; pass with_grads=True, grads=...")
+            summoned.sharded = written_params
+            if holder:
+                holder.sharded = written_params
+
+
+_OPEN: list[tuple[ShardedParams, str]] = []
+"""The units that are being shown: (the shards themselves, name)."""
+
+
+def _close(opened: tuple[ShardedParams, str]) -> None:
+    _OPEN[:] = [each for each in _OPEN if not _is(each, *opened)]
+
+
+def _is(opened: tuple[ShardedParams, str], sharded: ShardedParams, unit: str) -> bool:
+    return opened[0] is sharded and opened[1] == unit
+
+
+def _check_idle(sharded: ShardedParams, units: Sequence[str]) -> None:
+    """Raise StateError unless the user can be shown these units now (R18)."""
+    for unit in units:
+        if any(_is(opened, sharded, unit) for opened in _OPEN):
+            UnitState(Residency.FULL, exposure=Exposure.SUMMONED).after(Move.SUMMON, unit)
+        # While jit or shard_map traces, even a constant is traced. Which phase it is JAX does not say.
+        if any(isinstance(leaf, Tracer) for leaf in (*jax.tree.leaves(sharded), jnp.asarray(0) + 0)):
+            raise StateError(
+                f"unit {unit!r}: cannot unshard the parameters for the user inside jit, grad or shard_map: not during forward or "
+                "backward; wait until it is over"
+            )
+
+
+def _units(tree: ParamTree, unit: str, recurse: bool) -> list[str]:
+    units = list(dict.fromkeys(bucket.unit for bucket in tree.buckets))
+    inside = [name for name in units if unit == "" or name == unit or name.startswith(f"{unit}.")]
+    if not inside and not any(name.startswith(f"{unit}.") for name in tree.bucket_of):
+        raise UnitError(f"unit: {unit!r} is no module with parameters; the units are {units}")
+    return inside if recurse else [name for name in inside if name == unit]
+
+
+def _check_grads(sharded: ShardedParams, with_grads: bool, grads: Any) -> None:
+    if grads is not None and not with_grads:
+        raise UsageError("grads: expected None, got some; pass with_grads=True to be shown them")
+    if grads is not None and (not isinstance(grads, ShardedParams) or grads.tree != sharded.tree):
+        raise UsageError(
+            f"grads: expected gradients of these parameters as ShardedParams, got {type(grads).__name__}; pass what a step of "
+            "value_and_grad returned as grads"
+        )
+
+
+@dataclass(frozen=True)
+class _Show:
+    """How full values are shown, and taken back."""
+
+    mesh: Mesh
+    request: UnshardRequest
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that see full values (R19)."""
+        spec = mesh_spec(self.mesh)
+        return [rank for rank in range(self.mesh.size) if self.request.visible(spec.group_rank(rank))]
+
+    def __call__(self, sharded: ShardedParams, buckets: Sequence[Bucket]) -> Any:
+        """Full values of these buckets, and None for others and for what has none; the leaves of a shared parameter are one."""
+        names = [bucket.name for bucket in buckets if bucket.name in sharded.buckets]
+        tree = sharded.tree
+        found: dict[str, Any] = dict.fromkeys(tree.paths)
+        # Offloaded bucket by bucket, so that no device holds all that is shown.
+        for some in [(name,) for name in names] if self.request.offload_to_cpu else [tuple(names)]:
+            full = _leaves(gathered(sharded, self.mesh, some))
+            found |= {path: self._place(leaf) for path, leaf in full.items() if leaf is not None}
+        owners = dict(tree.shared)
+        return jax.tree.unflatten(tree.treedef, [found[owners.get(path, path)] for path in tree.paths])
+
+    def _place(self, leaf: jax.Array) -> Any:
+        if not (self.request.rank0_only or self.request.offload_to_cpu):
+            return leaf
+        devices = [device_of(self.mesh, rank) for rank in self.ranks]
+        parts = [part_on(device, leaf) for device in devices if device in leaf.sharding.addressable_devices]
+        if not parts:
+            return None
+        if self.request.offload_to_cpu:
+            return np.array(parts[0])
+        firsts = NamedSharding(Mesh(np.array(devices, dtype=object), ("first",)), P())
+        return jax.make_array_from_single_device_arrays(leaf.shape, firsts, parts)
+
+    def persist(
+        self, sharded: ShardedParams, buckets: Sequence[Bucket], old: Mapping[str, Any], edited: Any, what: str
+    ) -> ShardedParams:
+        """The shards once each rank has taken what it owns of the edits.
+
+        Args:
+            old: by path what was shown.
+            edited: what the user made of it.
+            what: of which kind it is, for messages.
+        """
+        tree = sharded.tree
+        new = _checked(tree, old, _leaves(edited), what)
+        leaves = _of_owners(tree, old, new, what)
+        # What still is the very array that was shown has its shards already; a numpy array may have been written into.
+        same = {path for path, leaf in leaves.items() if leaf is old[path] and not isinstance(leaf, np.ndarray)}
+        names = [
+            bucket.name
+            for bucket in buckets
+            if bucket.name in sharded.buckets
+            and not {path for spec in bucket.layout.params for path in tree.param_map.by_name[spec.name].paths} <= same
+        ]
+        return written(sharded, self.mesh, names, leaves, self.ranks)
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path, None among them."""
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
+    return {path_name(path): leaf for path, leaf in flat}
+
+
+def _checked(tree: ParamTree, old: Mapping[str, Any], new: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The edited leaves, a gradient that was taken away as zeros; ReplacedError if one does not fit."""
+    if set(old) != set(new):
+        raise ReplacedError(
+            f"the tree of each {what} is not the one that was shown: missing {sorted(set(old) - set(new))}, unexpected "
+            f"{sorted(set(new) - set(old))}; replace its leaves, and keep its structure"
+        )
+    found = {}
+    for path, leaf in new.items():
+        # A tree of the user's own may have None besides those that stand for parameters.
+        was, name = old[path], tree.entry(path).name if path in tree.paths else path
+        if was is None and leaf is not None:
+            raise ReplacedError(
+                f"{what} {name!r} ({path!r}): expected None, since it is not shown, got a value; summon it"
+            )
+        if leaf is None and was is not None and what != "parameter":
+            leaf = np.zeros(was.shape, was.dtype)
+        if was is not None:
+            expected = was.shape, dtype_name(was)
+            got = "None" if leaf is None else (np.shape(leaf), dtype_name(leaf))
+            if expected != got:
+                raise ReplacedError(
+                    f"{what} {name!r} ({path!r}): expected the unsharded shape and dtype {expected}, got {got}; write into it "
+                    "instead of replacing it, or replace it by the same shape and dtype"
+                )
+        found[path] = leaf
+    return found
+
+
+def _of_owners(tree: ParamTree, old: Mapping[str, Any], new: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The leaves by path, of a shared parameter the one that was replaced, at whichever of its places (R31)."""
+    found = dict(new)
+    for alias, owner in tree.shared:
+        if new[alias] is old[alias]:
+            continue
+        if found[owner] is not old[owner] and not np.array_equal(found[owner], new[alias], equal_nan=True):
+            raise ReplacedError(
+                f"{what} {tree.entry(owner).name!r}: {owner!r} and {alias!r} are one, and were replaced by different values; "
+                "replace one of them, or both by the same"
+            )
+        found[owner] = new[alias]
+    return found

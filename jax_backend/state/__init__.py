@@ -1,0 +1,1 @@
+"""Parameters and optimizer state as checkpoints store them."""

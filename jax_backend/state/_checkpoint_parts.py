@@ -1,0 +1,95 @@
+"""Arrays that are laid out as a bucket is, as lines of a checkpoint and back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossframe.checkpoint import state_layout
+from crossframe.layout import Layout
+from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.shards._bucket import Bucket
+
+# By place in the shard group, one rank's line of each layout.
+Lines = Mapping[int, list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The arrays of a bucket: parameters, or what an optimizer keeps of them.
+
+    Attributes:
+        arrays: one, or a dict of them by parameter, each sharded as the bucket says.
+        units: (unit, layout) of each line; of a stacked bucket one a layer.
+        axes: None, or how to transpose an array (its layers aside) into canonical order.
+    """
+
+    bucket: Bucket
+    arrays: Any
+    mesh: Mesh
+    units: tuple[tuple[str, Layout], ...]
+    axes: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, bucket: Bucket, arrays: Any, mesh: Mesh, entry: str = "", axes: tuple[int, ...] | None = None
+    ) -> "Part":
+        """The part of a bucket.
+
+        Args:
+            entry: what it is of the bucket's parameters, by its name in a checkpoint; "": they themselves.
+        """
+        dtype = str(jax.tree.leaves(arrays)[0].dtype)
+
+        def layout_of(layer: int | None) -> Layout:
+            # A stacked unit's layers are called as torch's list of blocks has them.
+            def inside(name: str) -> str:
+                return name if layer is None else f"{bucket.unit}.{layer}{name.removeprefix(bucket.unit)}"
+
+            return state_layout(bucket.layout, entry, dtype, inside)
+
+        layers = [None] if bucket.num_layers is None else range(bucket.num_layers)
+        units = tuple((bucket.unit, layout_of(layer)) for layer in layers)
+        if axes is not None and bucket.num_layers is not None:
+            axes = (0, *(axis + 1 for axis in axes))
+
+        def placed(array: jax.Array, partition: P) -> jax.Array:
+            """Where the ranks' parts are, whatever XLA chose for the result of a program."""
+            if axes is not None:
+                dims = [*partition, *(None,) * (array.ndim - len(partition))]
+                partition = P(*(dims[axes.index(i)] for i in range(array.ndim)))
+            sharding = NamedSharding(mesh, partition)
+            return array if array.sharding.is_equivalent_to(sharding, array.ndim) else jax.device_put(array, sharding)
+
+        return cls(bucket, jax.tree.map(placed, arrays, bucket.partitions()), mesh, units, axes)
+
+    def lines(self, place: int) -> list[np.ndarray]:
+        """What a rank of the first replica holds, which lies in this process."""
+        device = device_of(self.mesh, place)
+
+        def here(array: jax.Array) -> Any:
+            part = next(part.data for part in array.addressable_shards if part.device == device)
+            return part if self.axes is None else np.asarray(part).transpose(self.axes)
+
+        line = np.asarray(self.bucket.to_line(jax.tree.map(here, self.arrays)))
+        return [line] if self.bucket.num_layers is None else list(line)
+
+    def joined(self, by_place: Lines) -> Any:
+        """Arrays like these with the values of lines, given for the places that this process holds."""
+        spec, own = mesh_spec(self.mesh), {}
+        for rank, device in enumerate(self.mesh.devices.flat):
+            if device.process_index == jax.process_index():
+                lines = by_place[spec.coordinate(rank)[1]]
+                own[device] = self.bucket.from_line(lines[0] if self.bucket.num_layers is None else np.stack(lines))
+
+        def array(like: jax.Array, *parts: np.ndarray) -> jax.Array:
+            if self.axes is not None:
+                parts = tuple(part.transpose(np.argsort(self.axes)) for part in parts)
+            placed = [jax.device_put(part, device) for device, part in zip(own, parts, strict=True)]
+            return jax.make_array_from_single_device_arrays(like.shape, like.sharding, placed)
+
+        return jax.tree.map(array, self.arrays, *own.values())
