@@ -1,238 +1,98 @@
-"""The state dict of a sharded model (R36): its keys and shapes, and which rank sends and which rank holds which elements.
-
-FULL: every parameter in full, under its name in the unwrapped model, so that each loads the state dict of the other. SHARDED:
-the same keys and shapes; each rank holds a part. LOCAL, as in torch: one key for each unit, the rank's shard of its flat
-parameter.
+"""The state dict of a sharded model (R36): the layout of each kind, and whether a state dict fits a model.
 
 A tied parameter has an entry under each of its names, as in the unwrapped model. Buffers are replicated: every rank that has
 entries has them in full.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from itertools import chain
 
-from crossframe.errors import LayoutError, StateDictError, UnsupportedError
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, Piece, Sharding
-from crossframe.mesh import check_world_size
-from crossframe.params import ParamSpec
+from crossframe.errors import StateDictError, UnsupportedError
+from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.shown import shown
-from crossframe.state.names import local_key
 
 
 class StateKind(Enum):
-    """The kinds of state dicts of a model."""
+    """The kinds of state dicts of a model.
+
+    - FULL: every parameter in full.
+    - SHARDED: the same keys and shapes; each rank holds whole rows of each parameter.
+    - LOCAL: as in torch, one key for each unit, the rank's shard of its flat parameter.
+    """
 
     FULL = "full"
     SHARDED = "sharded"
     LOCAL = "local"
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of one entry of a state dict, also of a buffer: any dtype that has a name.
+def target_of(layout: Layout, kind: StateKind, unit: str = "") -> Layout:
+    """The layout in which a state dict of this kind holds a bucket. Saving copies to it, and loading copies from it.
 
-    Raises:
-        StateDictError: the shape is not a tuple of sizes, or the dtype is not a string.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.shape, tuple) or not all(type(size) is int and size >= 0 for size in self.shape):
-            raise StateDictError(f"expected a tuple of sizes >= 0 as the shape of an entry, got {shown(self.shape)}")
-        if not isinstance(self.dtype, str):
-            raise StateDictError(f"expected the name of a dtype, got {shown(self.dtype)}")
-
-
-@dataclass(frozen=True)
-class StateEntry:
-    """One entry of a state dict on one rank.
-
-    Attributes:
-        key: the name of the entry.
-        tensor: its global shape and dtype.
-        bucket: the bucket that it is part of, as an index into `Sharding.units`.
-        gives: the pieces of the rank's shard that are part of the entry.
-        has: the pieces of the entry in the rank's state dict, with offsets in the rank's array; empty if that array is empty,
-            None if the rank's state dict lacks the key.
-
-    A rank receives what it has and does not give: FULL gathers over the shard group, SHARDED moves elements of flat shards to
-    chunks of whole rows and sends nothing if the layout consists of such chunks, and LOCAL sends nothing.
-    """
-
-    key: str
-    tensor: TensorSpec
-    bucket: int
-    gives: tuple[Piece, ...]
-    has: tuple[Piece, ...] | None
-
-
-def state_entries(
-    sharding: Sharding, kind: StateKind, rank: int, *, rank0_only: bool = False
-) -> tuple[StateEntry, ...]:
-    """The entries of one rank's state dict, in the order of units and parameters; aliases follow their parameter.
+    FULL: one line without padding, over one rank; every rank that has entries has a copy of it. SHARDED: chunks of dim 0, or the
+    layout itself if it is per parameter; its chunks may be of other dims. LOCAL: the layout itself.
 
     Args:
-        rank0_only: only rank 0 of each group (`MeshSpec.group_rank`) has keys, and the others give their pieces. For FULL only.
+        unit: name of the unit, for errors.
 
     Raises:
-        MeshError: `rank` is not a rank of the mesh.
-        StateDictError: `kind` is not a StateKind, or rank0_only is given with another kind than FULL.
+        StateDictError: `kind` is not a StateKind.
         UnsupportedError: LOCAL with a layout that has no flat parameter.
         LayoutError: SHARDED with a parameter without dims.
 
-    >>> from crossframe.mesh import MeshSpec
-    >>> layout = FlatLayout((ParamSpec("w", (3, 2), aliases=("v",)),), world_size=2, keep_original=False)
-    >>> sharding = Sharding((("head", layout),), MeshSpec(2))
+    >>> from crossframe.params import ParamSpec
+    >>> layout = FlatLayout((ParamSpec("w", (3, 2)),), world_size=2, keep_original=False)
     >>> for kind in StateKind:
-    ...     for entry in state_entries(sharding, kind, rank=0):
-    ...         print(kind.value, entry.key, entry.tensor.shape, [(piece.param_start, piece.param_stop) for piece in entry.has])
-    full w (3, 2) [(0, 6)]
-    full v (3, 2) [(0, 6)]
-    sharded w (3, 2) [(0, 4)]
-    sharded v (3, 2) [(0, 4)]
-    local head._flat_param (6,) [(0, 3)]
+    ...     target = target_of(layout, kind)
+    ...     pieces = [target.pieces(rank) for rank in range(target.world_size)]
+    ...     print(kind.value, [(piece.param_start, piece.param_stop) for (piece,) in pieces])
+    full [(0, 6)]
+    sharded [(0, 4), (4, 6)]
+    local [(0, 3), (3, 6)]
     """
-    if not isinstance(sharding, Sharding):
-        raise LayoutError(f"expected a Sharding, got {shown(sharding)}")
-    if not isinstance(kind, StateKind):
-        raise StateDictError(f"expected a StateKind, got {shown(kind)}")
-    if rank0_only and kind is not StateKind.FULL:
-        raise StateDictError(f"rank0_only: in a {kind.value} state dict every rank has a part of its own; ask for FULL")
-    first, shard_rank = sharding.mesh.coordinate(rank)
-    first *= sharding.mesh.shard
-    found = []
-    for bucket, (unit, layout) in enumerate(sharding.units):
-        if kind is StateKind.LOCAL:
-            entries = [_local_entry(unit, layout, bucket, shard_rank)]
-        else:
-            own = layout.pieces(shard_rank)
-            entries = [
-                _entry(
-                    key,
-                    spec,
-                    layout,
-                    bucket,
-                    tuple(piece for piece in own if piece.name == spec.name),
-                    kind,
-                    shard_rank,
-                )
-                for spec in layout.params
-                for key in (spec.name, *spec.aliases)
-            ]
-        found += [
-            _on_rank(entry, first + shard_rank, absent=rank0_only and sharding.mesh.group_rank(rank) != 0)
-            for entry in entries
-        ]
-    return tuple(found)
+    match kind:
+        case StateKind.FULL:
+            return FlatLayout(layout.params, world_size=1, keep_original=False)
+        case StateKind.SHARDED:
+            return layout if isinstance(layout, PerParamLayout) else PerParamLayout(layout.params, layout.world_size)
+        case StateKind.LOCAL if isinstance(layout, FlatLayout):
+            return layout
+        case StateKind.LOCAL:
+            raise UnsupportedError(
+                f"unit {unit!r} has the {layout.kind} layout and no flat parameter: a LOCAL state dict is of flat parameters; "
+                "ask for SHARDED"
+            )
+    raise StateDictError(f"expected a StateKind, got {shown(kind)}")
 
 
-def expected_tensors(sharding: Sharding, kind: StateKind) -> dict[str, TensorSpec]:
-    """The global shape and dtype of every entry of a model's state dict, by key, for `check_load`."""
-    return {entry.key: entry.tensor for entry in state_entries(sharding, kind, 0)}
-
-
-def _entry(
-    key: str, spec: ParamSpec, layout: Layout, bucket: int, own: tuple[Piece, ...], kind: StateKind, rank: int
-) -> StateEntry:
-    if kind is StateKind.FULL:
-        has = (Piece(key, rank, 0, spec.numel, 0, spec.numel),) if spec.numel else ()
-    else:  # whole rows, which any reader can place; a per-parameter layout has such chunks already, on any dim
-        chunks = own if isinstance(layout, PerParamLayout) else PerParamLayout((spec,), layout.world_size).pieces(rank)
-        has = tuple(replace(piece, name=key, shard_start=0, shard_stop=piece.numel) for piece in chunks)
-    return StateEntry(key, TensorSpec(spec.shape, spec.dtype), bucket, own, has)
-
-
-def _local_entry(unit: str, layout: Layout, bucket: int, rank: int) -> StateEntry:
-    if not isinstance(layout, FlatLayout):
-        raise UnsupportedError(
-            f"unit {unit!r} has the {layout.kind} layout and no flat parameter: a LOCAL state dict is of flat parameters; ask "
-            "for SHARDED"
-        )
-    start, stop = layout.shard_range(rank)
-    key = local_key(unit)
-    own = (Piece(key, rank, 0, stop - start, start, stop),) if start < stop else ()
-    return StateEntry(key, TensorSpec((layout.flat_numel,), layout.dtype), bucket, own, own)
-
-
-def _on_rank(entry: StateEntry, rank: int, *, absent: bool) -> StateEntry:
-    gives = tuple(replace(piece, rank=rank) for piece in entry.gives)
-    has = None if absent else tuple(replace(piece, rank=rank) for piece in entry.has or ())
-    return replace(entry, gives=gives, has=has)
-
-
-@dataclass(frozen=True)
-class IncompatibleKeys:
-    """Missing and unexpected keys of a state dict, sorted, as torch's `load_state_dict(strict=False)` returns them."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-def check_load(
-    expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec], *, strict: bool = True, cast: bool = False
-) -> IncompatibleKeys:
-    """Check that a state dict fits a model. Called before anything is written, so that an error leaves the model unchanged.
+def unfit(
+    expected: Mapping[str, Sequence[int]],
+    found: Mapping[str, Sequence[int] | str],
+    *,
+    strict: bool = True,
+    optional: Collection[str] = (),
+) -> list[str]:
+    """What of a state dict does not fit a model, in words. Dtypes may differ: values are converted when they are copied.
 
     Args:
-        expected, found: entries by key, without wrapper prefixes.
-        strict: reject missing and unexpected keys too, not only tensors that do not fit.
-        cast: accept other dtypes, as torch does, which converts them when it copies.
+        expected: the shapes that the model has, by key without wrapper prefixes.
+        found: the shapes in the state dict; for a value that is no tensor, the name of its type.
+        strict: whether missing and unexpected keys do not fit.
+        optional: keys that may be missing.
 
-    Returns:
-        The missing and unexpected keys.
-
-    Raises:
-        StateDictError: the state dict does not fit. The message lists everything that is wrong, sorted.
-
-    >>> w = TensorSpec((2, 3), "float32")
-    >>> check_load({"w": w, "b": w}, {"w": w, "c": w}, strict=False)
-    IncompatibleKeys(missing=('b',), unexpected=('c',))
+    >>> unfit({"w": (2, 3), "b": (2,), "s": ()}, {"w": (3, 2), "b": "float", "s": (1,), "c": (1,)})
+    ["unexpected 'c'", "'w' has shape (3, 2), expected (2, 3)", "'b' is a float and no tensor"]
     """
-    for side in (expected, found):
-        if not isinstance(side, Mapping) or not all(isinstance(key, str) for key in side):
-            raise StateDictError(f"expected a state dict as TensorSpecs by name, got {shown(side)}")
-        if wrong := [key for key in sorted(side) if not isinstance(side[key], TensorSpec)]:
-            raise StateDictError(f"expected a TensorSpec as {wrong[0]!r}, got {shown(side[wrong[0]])}")
-    keys = IncompatibleKeys(tuple(sorted(set(expected) - set(found))), tuple(sorted(set(found) - set(expected))))
-    both = sorted(set(expected) & set(found))
-    shapes = [
-        f"{key} (expected {expected[key].shape}, got {found[key].shape})"
-        for key in both
-        if expected[key].shape != found[key].shape
-    ]
-    dtypes = [
-        f"{key} (expected {expected[key].dtype}, got {found[key].dtype})"
-        for key in both
-        if expected[key].dtype != found[key].dtype and not cast
-    ]
-    problems = [
-        f"{title}: {', '.join(names)}"
-        for title, names in chain(
-            (("missing", keys.missing), ("unexpected", keys.unexpected)) if strict else (),
-            (("of another shape", shapes), ("of another dtype", dtypes)),
-        )
-        if names
-    ]
-    if problems:
-        raise StateDictError(f"the state dict does not fit the model, and nothing was loaded. {'; '.join(problems)}")
-    return keys
-
-
-def check_local_load(saved_world_size: int, world_size: int) -> None:
-    """Check the world size of a LOCAL state dict: it holds shards, so it loads only on the number of ranks that wrote it (R36).
-
-    Raises:
-        StateDictError: the numbers differ.
-        MeshError: one of them is not a valid world size.
-    """
-    check_world_size(saved_world_size)
-    check_world_size(world_size)
-    if saved_world_size != world_size:
-        raise StateDictError(
-            f"a LOCAL state dict of {saved_world_size} shards was saved, and the model has {world_size}: its shards fit the "
-            "same number only; save FULL or SHARDED to load on another"
-        )
+    wrong = []
+    if strict:
+        missing = [key for key in expected if key not in found and key not in optional]
+        unexpected = [key for key in found if key not in expected]
+        for title, keys in (("missing", missing), ("unexpected", unexpected)):
+            if keys:
+                wrong.append(f"{title} {', '.join(map(repr, keys))}")
+    for key, shape in expected.items():
+        came = found.get(key, shape)
+        if isinstance(came, str):
+            wrong.append(f"{key!r} is a {came} and no tensor")
+        elif came != shape and tuple(came) != tuple(shape) and not (not shape and tuple(came) == (1,)):
+            wrong.append(f"{key!r} has shape {tuple(came)}, expected {tuple(shape)}")  # torch takes (1,) for ()
+    return wrong

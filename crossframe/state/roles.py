@@ -38,6 +38,10 @@ class Seen:
         return prod(self.shape or ())
 
 
+Described = tuple[Seen, Any]
+"""What a rank tells the others of a value: its description, and if it is a scalar the value itself."""
+
+
 def seen(value: Any) -> Seen:
     """The shape and dtype of an array, or the type of a plain value.
 

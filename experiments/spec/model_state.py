@@ -14,7 +14,7 @@ from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.state import StateKind, state_entries
+from crossframe.state import StateKind, local_key, target_of
 from experiments.spec.checks import SEED, Scope
 from experiments.spec.fake_ranks import DTYPES, fake_mesh, quiet
 from experiments.spec.tally import Tallies
@@ -74,11 +74,26 @@ class Case:
     def entries(self) -> Entries:
         """What the core says that the rank's state dict has."""
         found: Entries = {}
-        for entry in state_entries(self.sharding(), self.kind, self.rank, rank0_only=self.rank0_only):
-            if entry.has is not None:
-                start = entry.has[0].param_start if entry.has else 0
-                numel = sum(piece.numel for piece in entry.has)
-                found[entry.key] = (entry.tensor.shape, entry.tensor.dtype, start if numel else 0, numel)
+        sharding = self.sharding()
+        if self.rank0_only and sharding.mesh.group_rank(self.rank):
+            return found
+        for unit, layout in sharding.units:
+            target = target_of(layout, self.kind, unit)
+            if self.kind is StateKind.LOCAL:
+                assert isinstance(target, FlatLayout)
+                start, stop = target.shard_range(self.rank)
+                found[local_key(unit)] = (
+                    (target.flat_numel,),
+                    target.dtype,
+                    start if start < stop else 0,
+                    stop - start,
+                )
+                continue
+            held = {piece.name: piece for piece in target.pieces(self.rank % target.world_size)}
+            for spec in target.params:
+                piece = held.get(spec.name)
+                start, numel = (piece.param_start, piece.numel) if piece else (0, 0)
+                found |= dict.fromkeys((spec.name, *spec.aliases), (spec.shape, spec.dtype, start, numel))
         return found
 
 

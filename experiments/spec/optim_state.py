@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 from crossframe import state as core
-from crossframe.layout import FlatLayout
-from crossframe.params import ParamSpec
+from crossframe.layout import FlatLayout, Layout, Sharding, overlay
+from crossframe.mesh import MeshSpec
+from crossframe.reference.redistribute import apply_overlay
 from experiments.spec.checks import SEED, Scope
 from experiments.spec.fake_ranks import fake_world, quiet
 from experiments.spec.tally import Tallies
@@ -97,24 +98,28 @@ def states(tallies: Tallies, scope: Scope) -> None:
 
 
 def _compare_keys(tallies: Tallies, case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    by_id, names = optimizer.state_dict(), {param: name for name, param in model.named_parameters()}
-    own = [[ParamSpec(names[p], tuple(p.shape)) for p in group["params"]] for group in optimizer.param_groups]
+    by_id, named = optimizer.state_dict(), {param: name for name, param in model.named_parameters()}
+    names = dict(enumerate(named[param] for group in optimizer.param_groups for param in group["params"]))
+    ids = {name: i for i, name in names.items()}
     rekey = FullyShardedDataParallel.rekey_optim_state_dict
     by_name = rekey(by_id, OptimStateKeyType.PARAM_NAME, model)
     if not by_id["state"] and _bits(by_name) == _bits(by_id):
         tallies["R37"].explain(STILL_BY_ID, case)
     elif case.num_groups == 1:  # torch counts the model's parameters, and not the optimizer's
-        tallies["R37"].compare(_sorted(core.state_by_name(by_id, own)), _sorted(by_name), (case, "by name"))
+        tallies["R37"].compare(_sorted(_rekeyed(by_id, names)), _sorted(by_name), (case, "by name"))
         tallies["R37"].compare(
-            _bits(core.state_by_id(by_name, own)),
+            _bits(_rekeyed(by_name, ids)),
             _bits(rekey(by_name, OptimStateKeyType.PARAM_ID, model)),
             (case, "by id"),
         )
-    ours = core.state_by_name(by_id, own)
-    tallies["R37"].compare(
-        _bits(core.state_by_id(ours, own)), _bits(by_id), (case, "by name and back"), "the optimizer"
-    )
+    ours = _rekeyed(by_id, names)
+    tallies["R37"].compare(_bits(_rekeyed(ours, ids)), _bits(by_id), (case, "by name and back"), "the optimizer")
     return ours
+
+
+def _rekeyed(state_dict: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
+    groups = core.rekeyed_groups(state_dict["param_groups"], {key: (new,) for key, new in keys.items()})
+    return {"state": {keys[key]: state for key, state in state_dict["state"].items()}, "param_groups": groups}
 
 
 def _sorted(by_name: dict[str, Any]) -> Any:
@@ -124,33 +129,106 @@ def _sorted(by_name: dict[str, Any]) -> Any:
 
 
 def _compare_parts(tallies: Tallies, case: Case, by_name: dict[str, Any]) -> None:
+    """Every rank's part of the full state, and the full state of all parts."""
     full = {name: {entry: _array(value) for entry, value in state.items()} for name, state in by_name["state"].items()}
-    found: dict[str, list[Any]] = {unit: [] for unit in case.layouts()}
-    for rank in range(case.world_size):
-        theirs = _torchs_part(case, by_name, rank)
-        for unit, layout in case.layouts().items():
-            names = {spec.name for spec in layout.params}
-            own = {name: state for name, state in full.items() if name in names}
-            here = (case, f"rank {rank}", f"unit {unit!r}")
-            if case.keep_original:
-                ours: Any = core.shard_state(layout, own, rank)
-                held = {piece.name for piece in layout.pieces(rank)}
-                # Of what it holds no element of, a rank has nothing but scalars to load.
-                mine, its = ({n: s for n, s in side.items() if n in names & held} for side in (ours, theirs))
-                tallies["R37"].compare(_bits(mine), _bits(its), here)
-            else:
-                ours = core.flatten_state(layout, own, rank, unit)
-                tallies["R37"].compare(_bits(ours), _bits(theirs.get(core.local_key(unit), {})), here)
-            found[unit].append(ours)
+    theirs = [_torchs_part(case, by_name, rank) for rank in range(case.world_size)]
     for unit, layout in case.layouts().items():
-        names = {spec.name for spec in layout.params}
-        own = {name: state for name, state in full.items() if name in names and state}
-        whole = (
-            core.gather_state(layout, found[unit])
-            if case.keep_original
-            else core.unflatten_state(layout, found[unit], unit)
-        )
-        tallies["R37"].compare(_bits(whole), _bits(own), (case, f"unit {unit!r}", "in full again"), "the optimizer")
+        own = {spec.name: full[spec.name] for spec in layout.params if full.get(spec.name)}
+        told = {
+            name: {e: (core.seen(v), v if v.ndim == 0 else None) for e, v in state.items()}
+            for name, state in own.items()
+        }
+        here = (case, f"unit {unit!r}")
+        tallies["R37"].compare(core.unfit_state(layout.params, told, as_one=not case.keep_original), [], here)
+        parts = _parts(layout, own, unit, case.keep_original)
+        for rank, (ours, torchs) in enumerate(zip(parts, theirs, strict=True)):
+            # Of what it holds no element of, a rank has nothing but scalars to load.
+            held = {piece.name for piece in layout.pieces(rank)} if case.keep_original else {core.local_key(unit)}
+            mine, its = ({n: s for n, s in side.items() if n in held} for side in (ours, torchs))
+            tallies["R37"].compare(_bits(mine), _bits(its), (*here, f"rank {rank}"))
+        whole = _gathered(layout, parts, unit, case.keep_original)
+        tallies["R37"].compare(_bits(whole), _bits(own), (*here, "in full again"), "the optimizer")
+
+
+Parts = list[dict[str, dict[str, Any]]]
+
+
+def _parts(layout: Layout, own: dict[str, dict[str, Any]], unit: str, keep_original: bool) -> Parts:
+    """What every rank's optimizer holds of a full state, by parameter that it holds: elementwise state cut by the copy plan,
+    scalars as they are."""
+    parts: Parts = [{} for _ in range(layout.world_size)]
+    specs = {spec.name: spec for spec in layout.params}
+    for names in [[name] for name in own] if keep_original else [list(own)] if own else []:
+        holder = names[0] if keep_original else core.local_key(unit)
+        for entry, first in own[names[0]].items():
+            if core.role_in_full(specs[names[0]], core.seen(first)) is core.Role.SCALAR:
+                for part in parts:
+                    part.setdefault(holder, {})[entry] = first
+                continue
+            for rank, line in enumerate(_cut(layout, {name: own[name][entry] for name in names})):
+                value = _piece(layout, rank, holder, line) if keep_original else line
+                parts[rank].setdefault(holder, {})[entry] = value
+    return parts
+
+
+def _gathered(layout: Layout, parts: Parts, unit: str, keep_original: bool) -> dict[str, dict[str, Any]]:
+    """The full state of a unit's parameters from what all ranks' optimizers hold."""
+    found: dict[str, dict[str, Any]] = {}
+    for holder in parts[0]:
+        names = [holder] if keep_original else [spec.name for spec in layout.params]
+        numels = [layout.padded_shard_numel] * len(parts)
+        if keep_original:
+            lines = [np.zeros(layout.padded_shard_numel) for _ in parts]
+            numels = [_piece(layout, rank, holder, line).size for rank, line in enumerate(lines)]
+        for entry in parts[0][holder]:
+            values = [part[holder][entry] for part in parts]
+            if core.classify(holder, entry, [core.seen(value) for value in values], numels) is core.Role.SCALAR:
+                common = core.agreed(holder, entry, dict(enumerate(values)), numels)
+                for name in names:
+                    found.setdefault(name, {})[entry] = common
+                continue
+            if keep_original:
+                lines = [np.zeros(layout.padded_shard_numel, value.dtype) for value in values]
+                for rank, (line, value) in enumerate(zip(lines, values, strict=True)):
+                    _piece(layout, rank, holder, line)[:] = value
+                values = lines
+            full = _whole(layout, values)
+            for name in names:
+                found.setdefault(name, {})[entry] = full[name]
+    return found
+
+
+def _piece(layout: Layout, rank: int, name: str, line: np.ndarray) -> np.ndarray:
+    return next((line[p.shard_start : p.shard_stop] for p in layout.pieces(rank) if p.name == name), line[:0])
+
+
+def _shardings(layout: Layout) -> tuple[Sharding, Sharding]:
+    whole = core.target_of(layout, core.StateKind.FULL)
+    return Sharding((("", whole),), MeshSpec(1)), Sharding((("", layout),), MeshSpec(layout.world_size))
+
+
+def _cut(layout: Layout, full: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Every rank's line of full arrays, by the core's copies; 0 where there is no array."""
+    whole, cut = _shardings(layout)
+    dtype = next(iter(full.values())).dtype
+    line = np.zeros(whole.units[0][1].padded_shard_numel, dtype)
+    for spec, start in zip(layout.params, whole.units[0][1].offsets, strict=True):
+        if spec.name in full:
+            line[start : start + spec.numel] = full[spec.name].reshape(-1)
+    lines = [[np.zeros(layout.padded_shard_numel, dtype)] for _ in range(layout.world_size)]
+    apply_overlay(overlay(whole, cut), [[line]], lines)
+    return [line for (line,) in lines]
+
+
+def _whole(layout: Layout, lines: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse."""
+    whole, cut = _shardings(layout)
+    line = np.zeros(whole.units[0][1].padded_shard_numel, lines[0].dtype)
+    apply_overlay(overlay(cut, whole), [[each] for each in lines], [[line]])
+    return {
+        spec.name: line[start : start + spec.numel].reshape(spec.shape)
+        for spec, start in zip(layout.params, whole.units[0][1].offsets, strict=True)
+    }
 
 
 def _torchs_part(case: Case, by_name: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:

@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from crossframe import plan, precision, reduction, state
+from crossframe import plan, precision, reduction
 from crossframe.errors import UsageError
 from crossframe.faces import Face
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.reference import World, bucket
+from crossframe.state import StateKind
 from crossframe.units import Order
 from experiments.spec import (
     cases,
@@ -34,6 +35,7 @@ from experiments.spec import (
     lifecycle,
     model_state,
     norms,
+    optim_state,
     replaced,
     run,
     step_cases,
@@ -301,8 +303,8 @@ def _backwards(right):
     return lambda arrays: right(arrays[::-1])
 
 
-def _first_only(right):
-    return lambda *args, **options: {name: {} for name in right(*args, **options)}
+def _always_full(right):
+    return lambda layout, kind, unit: right(layout, StateKind.FULL, unit)
 
 
 WRONG = {
@@ -319,8 +321,8 @@ WRONG = {
     "sums begin at the last rank": ("R32", sums, "all_reduce", _backwards),
     "integers are cast": ("R35", precision, "_cast", _instead("bfloat16")),
     "wrappers stay in names": ("R36", clean_names, "canonical_name", lambda right: lambda name: name),
-    "every rank has keys": ("R36", model_state, "state_entries", _with(rank0_only=False)),
-    "no state is found": ("R37", state, "shard_state", _first_only),
+    "every state dict is full": ("R36", model_state, "target_of", _always_full),
+    "state stays where it is": ("R37", optim_state, "overlay", _instead(())),
     "modules draw ahead of what is in them": ("R38", initial, "init_plan", _with(order=Order.PRE_ORDER)),
 }
 

@@ -42,3 +42,13 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:  # numpy has none of its own: the bits are taken as they are
         return tensor.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return tensor.numpy()
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """The inverse of `to_numpy`. The tensor aliases the array.
+
+    >>> from_numpy(to_numpy(torch.tensor(2.0, dtype=torch.bfloat16)))
+    tensor(2., dtype=torch.bfloat16)
+    """
+    data = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return data.view(torch_dtype(array.dtype.name)).reshape(array.shape)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
 
 from crossframe.errors import AgreementError, StateDictError
-from crossframe.state import FLAT_PARAM, StateKind, state_key
+from crossframe.state import FLAT_PARAM, StateKind, state_key, unfit
 from torch_backend.engine._unit import UNIT, Unit, unit_of
 from torch_backend.mesh._tensor_parallel import Whole
 from torch_backend.pieces._piece_moves import is_over
@@ -99,39 +99,37 @@ def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> It
         own: the module's part of a state dict.
         strict: whether missing and unexpected entries are wrong.
     """
-    entries = expected.entries
-    if strict:
-        missing = [key for key in entries if key not in own and key not in expected.optional]
-        unexpected = [
-            key
-            for key in own
-            if key not in entries and not key.endswith("_extra_state") and not key.startswith(tuple(expected.opaque))
-        ]
-        if missing:
-            yield f"missing {', '.join(map(repr, missing))}"
-        if unexpected:
-            yield f"unexpected {', '.join(map(repr, unexpected))}"
-    for key, (shape, like) in entries.items():
-        if key not in own:
-            continue
-        value: Any = own[key]
-        if not is_tensor_like(value):  # lightning's are read from their file when they are copied
-            yield f"{key!r} is a {type(value).__name__} and no tensor"
-        elif value.shape != shape and tuple(value.shape) != shape and not (not shape and tuple(value.shape) == (1,)):
-            yield f"{key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}"
-        elif like is None:
-            continue
-        elif not isinstance(value, DTensor):
-            if isinstance(like, DTensor | Whole):
-                yield (
-                    f"{key!r} is a {type(value).__name__} and the parameter a DTensor (distribute_tensor makes one of it; of "
-                    "whole state dicts set_model_state_dict does, with StateDictOptions(full_state_dict=True))"
-                )
-        elif isinstance(like, Whole):
-            if not like.is_over(value.device_mesh):
-                yield f"{key!r} is on {value.device_mesh}, expected {like.spec.mesh}, or that and the data parallel ranks"
-        elif value.device_mesh is not like.device_mesh and not _is_over(value.device_mesh, like):
-            yield f"{key!r} is on {value.device_mesh}, expected {like.device_mesh}, or its full_tensor()"
+    entries, opaque = expected.entries, tuple(expected.opaque)
+    found = {
+        # What is no tensor but like one: lightning's are read from their file when they are copied.
+        key: value.shape if is_tensor_like(value) else type(value).__name__
+        for key, value in own.items()
+        if key in entries or not (key.endswith("_extra_state") or key.startswith(opaque))
+    }
+    shapes = {key: shape for key, (shape, _) in entries.items()}
+    yield from unfit(shapes, found, strict=strict, optional=expected.optional)
+    for key, (_, like) in entries.items():
+        if like is not None and is_tensor_like(value := own.get(key)):
+            yield from _of_another_mesh(key, value, like)
+
+
+def _of_another_mesh(key: str, value: Any, like: Any) -> Iterator[str]:
+    """What is wrong with the mesh of a value, or with its lack of one.
+
+    Args:
+        like: the DTensor or PieceTensor that it is copied into, or what a parameter of FSDP1 is a part of.
+    """
+    if not isinstance(value, DTensor):
+        if isinstance(like, DTensor | Whole):
+            yield (
+                f"{key!r} is a {type(value).__name__} and the parameter a DTensor (distribute_tensor makes one of it; of "
+                "whole state dicts set_model_state_dict does, with StateDictOptions(full_state_dict=True))"
+            )
+    elif isinstance(like, Whole):
+        if not like.is_over(value.device_mesh):
+            yield f"{key!r} is on {value.device_mesh}, expected {like.spec.mesh}, or that and the data parallel ranks"
+    elif value.device_mesh is not like.device_mesh and not _is_over(value.device_mesh, like):
+        yield f"{key!r} is on {value.device_mesh}, expected {like.device_mesh}, or its full_tensor()"
 
 
 def _is_over(mesh: DeviceMesh, like: DTensor | PieceTensor) -> bool:

@@ -5,24 +5,35 @@ out like the unit's shard, so it is gathered, or cut into rows, as the shard is;
 (`step`) stays one value. The names in it are those of the model without wrappers, so that it loads into any other wrapping.
 """
 
-import copy
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from crossframe.errors import StateDictError, UnsupportedError, UsageError
 from crossframe.faces import Face
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
-from crossframe.state import Role, Seen, StateKind, agreed, classify, state_key
-from torch_backend.compat._dtypes import dtype_name, torch_dtype
+from crossframe.state import (
+    Described,
+    Role,
+    Seen,
+    StateKind,
+    agreed,
+    classify,
+    rekeyed_groups,
+    state_key,
+)
+from torch_backend.compat._dtypes import dtype_name, from_numpy, to_numpy, torch_dtype
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import unit_of
 from torch_backend.engine._unit_tree import named_units
@@ -106,27 +117,46 @@ def owned_by(model: nn.Module) -> list[Owned]:
 
 
 class Names:
-    """What the parameters of an optimizer are called: the model's own, and for each flat parameter those inside it."""
+    """The names of the parameters that an optimizer holds, and the keys under which it knows them.
+
+    Attributes:
+        owned: the buckets of the model's wrappers.
+        params: what the optimizer holds, in its order.
+        unmanaged: the first names of parameters of the model that are in no unit, by the parameter's identity.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, given: Any = None, *, maybe_plain: bool = False
     ) -> None:
         """
         Args:
-            given: in the place of an optimizer its parameters, or groups of them; None for all of the model's.
+            given: instead of an optimizer its parameters, or groups of them; None for all of the model's.
             maybe_plain: the model may have no wrappers.
         """
         plain = maybe_plain and not any(isinstance(module, HasStateDicts) for module in model.modules())
         self.owned = [] if plain else owned_by(model)
-        self.place = {id(param): (each, at) for each in self.owned for at, param in enumerate(each.params)}
-        self.others: dict[int, str] = {}
-        self.registered: dict[int, str] = {}
+        self._place = {id(param): (each, at) for each in self.owned for at, param in enumerate(each.params)}
+        self.unmanaged: dict[int, str] = {}
+        self._registered: dict[int, str] = {}
         self._by_name: dict[str, nn.Parameter] = {}
         for name, param in model.named_parameters():
-            self.registered[id(param)], self._by_name[state_key(name)] = name, param
-            if id(param) not in self.place:
-                self.others[id(param)] = state_key(name)
+            self._registered[id(param)], self._by_name[state_key(name)] = name, param
+            if id(param) not in self._place:
+                self.unmanaged[id(param)] = state_key(name)
+        specs = [spec for each in self.owned for spec in each.specs]
+        self._first = {name: name for name in self.unmanaged.values()}
+        self._first |= {name: spec.name for spec in specs for name in (spec.name, *spec.aliases)}
         self.params = _params_of(model, optimizer, given)
+
+    def first(self, key: Hashable) -> Hashable:
+        """The first name of the parameter of the model that has this name or alias, with wrappers in it or without; other keys
+        without wrappers."""
+        name = state_key(key) if isinstance(key, str) else key
+        return self._first.get(name, name)  # type: ignore[call-overload]
+
+    def __contains__(self, name: Hashable) -> bool:
+        """Whether a parameter of the model has this name."""
+        return name in self._first
 
     def of(self, param: nn.Parameter) -> list[str]:
         """The names that a parameter of the optimizer stands for.
@@ -134,19 +164,18 @@ class Names:
         Raises:
             UsageError: it is not in the model.
         """
-        if id(param) in self.place:
-            each, at = self.place[id(param)]
+        if id(param) in self._place:
+            each, at = self._place[id(param)]
             return [each.specs[i].name for i in each.members(at)]
-        if id(param) not in self.others:
+        if id(param) not in self.unmanaged:
             raise UsageError(
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model: build it with "
                 "model.parameters() once the model is wrapped, and pass the same model"
             )
-        return [self.others[id(param)]]
+        return [self.unmanaged[id(param)]]
 
     def by_key(self, keys: Iterable[Any]) -> dict[Any, nn.Parameter]:
-        """The parameters that the keys of an optimizer's state stand for: their places in it, or their names, as registered or
-        without wrappers."""
+        """The parameters of an optimizer's keys: their places in it, or their names, as registered or without wrappers."""
         named = self._by_name | {
             each.specs[i].name: p for each in self.owned for at, p in enumerate(each.params) for i in each.members(at)
         }
@@ -157,6 +186,18 @@ class Names:
             elif isinstance(key, str) and (name := state_key(key)) in named:
                 found[key] = named[name]
         return found
+
+    def keys(self, named: Optimizer | None = None) -> dict[int, Hashable]:
+        """The keys of what the optimizer holds, by the parameter's identity, in its order.
+
+        Args:
+            named: an optimizer whose keys are names: those in its own state dict, or else the registered ones.
+        """
+        if named is None:
+            return {id(param): place for place, param in enumerate(self.params)}
+        own = (key for group in named.state_dict()["param_groups"] for key in group["params"] if isinstance(key, str))
+        names = self._registered | {id(param): key for key, param in self.by_key(own).items()}
+        return {id(param): names.get(id(param)) for param in self.params}
 
 
 def _params_of(model: nn.Module, optimizer: Optimizer | None, given: Any) -> list[nn.Parameter]:
@@ -214,17 +255,16 @@ def save(
         for name in names.of(param):
             if name in state:
                 ordered[name] = state[name]
-            elif id(param) in states and id(param) in names.others:
+            elif id(param) in states and id(param) in names.unmanaged:
                 ordered[name] = dict(states[id(param)])
     for key in [key for key in raw["state"] if key not in keys]:
         warnings.warn(f"optimizer state under {key!r} belongs to no parameter: it is copied as it is", stacklevel=4)
         ordered[key] = raw["state"][key]
     result: dict[str, Any] = {"state": ordered}
     if "param_groups" in raw:
-        result["param_groups"] = [
-            copy.deepcopy({key: value for key, value in settings.items() if key != "params"}) | {"params": members}
-            for settings, members in zip(raw["param_groups"], _grouped(raw["param_groups"], names), strict=True)
-        ]
+        held = names.by_key(key for group in raw["param_groups"] for key in group["params"])
+        called = {key: names.of(param) for key, param in held.items()}
+        result["param_groups"] = rekeyed_groups(raw["param_groups"], called)
     return result
 
 
@@ -237,13 +277,8 @@ def refuse_rank0_only(names: Names, what: str) -> None:
         )
 
 
-def _grouped(groups: Sequence[Mapping[str, Any]], names: Names) -> list[list[str]]:
-    keys = names.by_key(key for group in groups for key in group["params"])
-    return [[name for key in group["params"] for name in names.of(keys[key])] for group in groups]
-
-
-# By the optimizer's parameter: of each entry what a rank can tell of it, and the value itself where that is one for all.
-_Told = dict[int, dict[str, tuple[Seen, Any]]]
+# What a rank's optimizer keeps of the parameters of a bucket, by their index in `Owned.params` and by entry.
+_Told = dict[int, dict[str, Described]]
 
 
 def _everyones(owned: Sequence[Owned], states: Mapping[int, Mapping[str, Any]]) -> list[list[_Told]]:
@@ -255,7 +290,7 @@ def _everyones(owned: Sequence[Owned], states: Mapping[int, Mapping[str, Any]]) 
     for members in groups.values():
         said = [
             {
-                at: {entry: _tell(value) for entry, value in states[id(param)].items()}
+                at: {entry: described(value) for entry, value in states[id(param)].items()}
                 for at, param in enumerate(owned[k].params)
                 if id(param) in states
             }
@@ -267,11 +302,12 @@ def _everyones(owned: Sequence[Owned], states: Mapping[int, Mapping[str, Any]]) 
     return found
 
 
-def _tell(value: Any) -> tuple[Seen, Any]:
+def described(value: Any) -> Described:
+    """The shape and dtype of a value, and the value if there is a single one, as an array if it is a tensor."""
     if not isinstance(value, Tensor):
         return Seen(None, type(value).__name__), value
-    seen = Seen(tuple(value.shape), dtype_name(value.dtype))
-    return seen, value.detach().cpu() if value.numel() == 1 else None
+    is_one = not isinstance(value, DTensor | ShardedTensor) and value.numel() == 1
+    return Seen(tuple(value.shape), dtype_name(value.dtype)), to_numpy(value) if is_one else None
 
 
 def _of_bucket(
@@ -295,10 +331,9 @@ def _of_bucket(
                 for i in each.members(at):
                     state[each.specs[i].name][entry] = None  # in the optimizer's order; the tensor follows
                 continue
-            agreed(each.called(at), entry, {rank: _plain(value) for rank, (_, value) in told.items()}, held)
-            value = next(told[rank][1] for rank in (*(r for r in told if held[r]), *told))
+            value = agreed(each.called(at), entry, {rank: value for rank, (_, value) in told.items()}, held)
             for i in each.members(at):
-                state[each.specs[i].name][entry] = copy.deepcopy(value)
+                state[each.specs[i].name][entry] = from_numpy(value).clone() if isinstance(value, np.ndarray) else value
     for (entry, dtype), places in elementwise.items():
         values = _laid_out(each, entry, places, states, torch_dtype(dtype))
         indices = [i for at in places for i in each.members(at)]
@@ -309,13 +344,6 @@ def _of_bucket(
         for i, value in zip(indices, shown, strict=True):
             state[each.specs[i].name][entry] = value
     return {name: entries for name, entries in state.items() if entries}
-
-
-def _plain(value: Any) -> Any:
-    """For comparison, as numpy has it."""
-    if not isinstance(value, Tensor):
-        return value
-    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
 def _laid_out(
@@ -395,9 +423,6 @@ def rekey(state_dict: Mapping[str, Any], names: Names, *, to_names: bool) -> dic
         raise StateDictError(
             f"no parameter of this optimizer is called {', '.join(unknown)}: expected {shown(sorted(table))}"
         )
-    groups = [
-        copy.deepcopy({k: v for k, v in group.items() if k != "params"})
-        | {"params": sorted(table[key] for key in group["params"])}
-        for group in state_dict["param_groups"]
-    ]
+    new = {key: (other,) for key, other in sorted(table.items(), key=lambda item: item[1])}
+    groups = rekeyed_groups(state_dict["param_groups"], new)
     return {"state": {table[key]: value for key, value in state_dict["state"].items()}, "param_groups": groups}
