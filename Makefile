@@ -28,11 +28,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 		|| { echo "crossframe needs Python 3.11 or later: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 parity: $(INSTALLED)
-	$(BIN)/crossframe parity gpt --world-size $(WORLD_SIZE)
+	$(BIN)/python -m experiments parity gpt --world-size $(WORLD_SIZE)
 
 # Ranks and commands are hundreds of processes: without bytecode on disk each would compile the project again.
 test: $(INSTALLED)
@@ -51,7 +51,7 @@ check: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/core/test_imports.py
 
 spec: $(INSTALLED)
-	$(BIN)/crossframe spec
+	$(BIN)/python -m experiments spec
 
 mutate: $(INSTALLED)
 	$(BIN)/python -m tests.mutate --sample $(FAULTS) --seed 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from crossframe.operators.trace import SourceLine
 
-_OWN = ("torch_backend", "crossframe", "jax_backend", "experiments/entry.py", "experiments/cli")
+_OWN = ("torch_backend", "crossframe", "jax_backend", "experiments/__main__.py", "experiments/cli")
 _ROOT = Path(__file__).resolve().parents[2]
 _PYTHON = tuple(str(Path(sysconfig.get_paths()[kind])) for kind in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(site.getsitepackages())

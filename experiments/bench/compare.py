@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from crossframe.cli.compare import equal_as_stated
 from crossframe.errors import UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
@@ -26,11 +27,10 @@ from crossframe.names import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, Sketch, create_recording, lines
 from crossframe.recording.sketch import NUM_SUMS, WHOLE
+from crossframe.shapes import ModelShapes
 from crossframe.verdict import compare
 from experiments.bench.figure import Figure, Section
-from experiments.models.definition import ModelShapes
 from experiments.models.llama import LlamaConfig
-from experiments.recordings.compare import equal_as_stated
 
 SECONDS_EQUAL = 1.0
 """How long it may take to say that two recordings are equal."""

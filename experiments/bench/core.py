@@ -14,13 +14,12 @@ from typing import Any
 
 import crossframe
 from crossframe.cost import step_cost
-from crossframe.layout import Layout
+from crossframe.layout import LAYOUT_KINDS, Layout
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units, step_plan
 from crossframe.processes import run
+from crossframe.shapes import model_shapes
 from experiments.bench.figure import TIMES, Figure
-from experiments.models.definition import LAYOUT_KINDS
-from experiments.models.shapes import model_shapes
 
 MODEL = "llama-3-405b"
 DTYPE = "bfloat16"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli.console import console, exit_on_error
+from crossframe.cli.console import console, exit_on_error
 
 bench = typer.Typer(no_args_is_help=True, help="Measure, side by side in one run.")
 Json = Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")]

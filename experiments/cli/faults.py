@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli.console import console, exit_on_error
+from crossframe.cli.console import console, exit_on_error
 
 Dtypes = Annotated[
     list[str] | None, typer.Option("--dtype", help="float64, float32 or bfloat16. May be repeated. Default: all")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli.console import console, exit_on_error
+from crossframe.cli.console import console, exit_on_error
 
 
 def add_commands(app: typer.Typer) -> None:

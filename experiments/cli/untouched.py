@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli.console import console, exit_on_error, run_command
+from crossframe.cli.app import app as product
+from crossframe.cli.console import console, exit_on_error, run_command
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -15,7 +16,6 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def untouched(
-    context: typer.Context,
     only: Annotated[
         list[str] | None, typer.Option(help="Only this fault, clean pair or axis. May be repeated. Default: all")
     ] = None,
@@ -29,7 +29,7 @@ def untouched(
     from experiments.untouched.run import run_untouched
 
     with exit_on_error():
-        command = partial(run_command, context.find_root().command)
+        command = partial(run_command, typer.main.get_command(product))
         raise typer.Exit(
             run_untouched(only or (), command=command, jobs=jobs, output=output, checks=check, console=console)
         )

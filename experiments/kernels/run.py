@@ -13,6 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from crossframe.cli.explain import explained, request_of
+from crossframe.cli.record import script_command
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.operators import Finding, Operator, Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
@@ -24,8 +26,6 @@ from crossframe.recording.lines import BACKWARD
 from crossframe.verdict import compare
 from experiments.kernels.backends import BACKEND_FAULTS, BackendFault
 from experiments.kernels.faults import FAULTS, JAX, TORCH, KernelFault, path_of, text_of
-from experiments.recordings.explain import explained, request_of
-from experiments.recordings.record_script import script_command
 from torch_backend.recorder.script import run as record_script
 
 FUSED, COMPILED = "torch_fused", "torch_compiled"

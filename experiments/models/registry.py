@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from crossframe.errors import UsageError
+from crossframe.shapes.published import GPT, GPT_TINY
 from experiments.models import conv, gpt, llama, mlp, moe, vit
 from experiments.models.definition import ModelDefinition
 
@@ -108,16 +109,15 @@ def define_vit(name: str, config: vit.ViTConfig) -> ModelDefinition:
     return vit.describe(name, config, make_torch, make_flax)
 
 
-_TINY = gpt.GPTConfig(context=8, width=10, num_heads=2, num_blocks=2)
 _LLAMA_TINY = llama.LlamaConfig(
     2, width=10, mlp_width=13, num_heads=4, num_kv_heads=2, head_width=4, vocabulary=256, context=8
 )
 MODELS: dict[str, ModelDefinition] = {
     model.name: model
     for model in (
-        define_gpt("gpt", gpt.GPTConfig()),
-        define_gpt("gpt-tiny", _TINY),
-        define_gpt("gpt-tied", replace(_TINY, tied=True)),
+        define_gpt("gpt", GPT),
+        define_gpt("gpt-tiny", GPT_TINY),
+        define_gpt("gpt-tied", replace(GPT_TINY, tied=True)),
         define_llama("llama-tiny", _LLAMA_TINY),
         define_mlp("mlp", mlp.MLPConfig()),
         define_conv("conv", conv.ConvConfig()),

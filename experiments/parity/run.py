@@ -6,11 +6,12 @@ from typing import Any
 
 from rich.console import Console
 
+from crossframe.cli.options import check_perturbed_runs
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
 from experiments.parity.progress import bars, watch
-from experiments.parity.settings import DTYPES, RunSettings, check_twins
+from experiments.parity.settings import DTYPES, RunSettings
 
 FRAMEWORKS = ("torch", "jax")
 REPORTS = ("report.json", "report.html")
@@ -38,7 +39,7 @@ def run_parity(
     Raises:
         UsageError: settings out of range, or a recording that failed, with what it printed.
     """
-    check_twins(twins)
+    check_perturbed_runs(twins)
     runs = {
         (framework, dtype): RunSettings(model, dtype, **common, fault=fault if framework == fault_in else "")
         for dtype in dict.fromkeys(dtypes)
@@ -71,7 +72,7 @@ def _clear_report(folder: Path) -> None:
 
 def _record(framework: str, settings: RunSettings, path: Path, twins: int) -> None:
     arguments = [*settings.arguments(framework), "--output", str(path), "--overwrite", "--perturbed-runs", str(twins)]
-    status, printed = run(module_command("experiments.entry:main", arguments), captured=True)
+    status, printed = run(module_command("experiments.__main__:main", arguments), captured=True)
     if status:
         said = printed.strip().splitlines()
         own = [line.removeprefix("crossframe: ") for line in said if line.startswith("crossframe: ")]

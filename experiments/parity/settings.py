@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from crossframe.cli.options import MAX_PERTURBED_RUNS, check_perturbed_runs, check_size
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
@@ -38,12 +39,11 @@ BOUNDS = {
     "batch_size": (1, 2**16),
     "seed": (0, 2**32 - 1),
     "accumulate": (1, 1024),
-    "twin": (0, 64),
+    "twin": (0, MAX_PERTURBED_RUNS),
     "dense": (0, 10**7),
     "rounding": (0, 2**31 - 1),
 }
 MAX_SAMPLES = 2**16
-MAX_TWINS = 64
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class RunSettings:
                 "batch_size": self.batch_size,
                 "optimizer": OPTIMIZERS[self.optimizer],
                 "weight_decay": self.weight_decay,
-                COMMAND: shlex.join(["crossframe", *self.arguments(framework)]),
+                COMMAND: shlex.join(["python", "-m", "experiments", *self.arguments(framework)]),
             }
             | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
             | ({"clip": self.clip} if self.clip is not None else {})
@@ -206,44 +206,19 @@ class RunSettings:
         Raises:
             UsageError: a number of perturbed runs that says nothing.
         """
-        check_twins(twins)
+        check_perturbed_runs(twins)
         others = [(replace(self, twin=i), output / twin_folder(i)) for i in range(1, twins + 1)]
         return [(self, output), *others]
 
     def arguments(self, framework: str) -> list[str]:
         """The command line that records this run, but for where to."""
-        arguments = ["record", framework, self.model]
+        arguments = ["train", framework, self.model]
         for name, value in asdict(self).items():
             if name == "windows":
                 arguments += window_arguments(self.windows)
             elif name not in ("model", "weight_decay", "twin") and value not in ("", None):
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         return arguments
-
-
-def check_size(name: str, value: object, least: int, most: int) -> None:
-    """Refuse a size that is out of range.
-
-    Raises:
-        UsageError: not an integer from `least` to `most`.
-    """
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name}: expected an integer of at least {least}, got {shown(value)}")
-    if value > most:
-        raise UsageError(f"{name}: expected at most {most}, got {shown(value)}")
-
-
-def check_twins(twins: object) -> None:
-    """Refuse a number of perturbed runs that shows nothing, or that no one waits for.
-
-    Raises:
-        UsageError: neither 0 nor from 2 to MAX_TWINS.
-    """
-    if type(twins) is not int or twins < 0 or twins == 1:
-        raise UsageError(
-            f"perturbed-runs: expected 0, or 2 and more (4 are good), got {shown(twins)}: one alone shows no spread"
-        )
-    check_size("perturbed-runs", twins, 0, MAX_TWINS)
 
 
 def mesh_of(text: str) -> MeshSpec:

@@ -8,9 +8,7 @@ from rich.console import Console
 
 from crossframe.errors import UsageError
 
-_IN_CHECKOUT = Path(__file__).parents[2] / "docs" / "rules.md"
-_IN_WHEEL = Path(__file__).with_name("rules.md")
-DOCUMENT = _IN_WHEEL if _IN_WHEEL.is_file() else _IN_CHECKOUT
+DOCUMENT = Path(__file__).parents[2] / "docs" / "rules.md"
 
 
 def _read_sections() -> dict[str, str]:

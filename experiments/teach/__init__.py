@@ -1,6 +1,6 @@
 """Lessons on sharded training: Markdown whose code is run, and whose outputs and pictures are compared with what it gives.
 
-`python -m experiments.teach` checks them, and with `--update` writes outputs and pictures anew. A lesson is an ordinary Markdown
+`python -m experiments teach` checks them, and with `--update` writes outputs and pictures anew. A lesson is an ordinary Markdown
 file, which may import `refused` from here; the rest of it is the public core.
 """
 

@@ -25,7 +25,7 @@ _FORK = multiprocessing.get_context("fork")
 _MODELS = ("bert", "gpt2", "llama", "t5")
 _IMPORTED = (
     *("torch", "torch.distributed.tensor", "torch_backend.recorder.script", "crossframe.verdict"),
-    *("experiments.cli.app", "experiments.recordings.record_script", "typer._adapters"),
+    *("experiments.cli.app", "crossframe.cli.record", "typer._adapters"),
     *("matplotlib.figure", "matplotlib.backends.backend_svg", "matplotlib.backends.backend_agg"),
     *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),
 )
@@ -69,7 +69,7 @@ def call(targets: Sequence[tuple[Any, ...]], log: Path, timeout: float) -> tuple
 
 def command(crossframe: Callable[[Sequence[str]], int], arguments: Sequence[str], log: Path, timeout: float) -> int:
     """Run the command `crossframe`; returns its exit status. The processes of `crossframe record` are forks of this one."""
-    from experiments.recordings import record_script
+    from crossframe.cli import record
 
     def run(command: Sequence[str]) -> tuple[int, str]:
         function, *given = command[4:]  # of `crossframe.processes.module_command`
@@ -77,7 +77,7 @@ def command(crossframe: Callable[[Sequence[str]], int], arguments: Sequence[str]
         main = function.replace(":launch", ":main")
         return call([(_main, main, given, each) for each in ranks(world_size)], log, timeout)
 
-    record_script.run = run  # type: ignore[assignment]
+    record.run = run  # type: ignore[assignment]
     return crossframe(arguments)
 
 

@@ -11,20 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from crossframe.errors import UsageError
-from experiments.cli.app import app
 from experiments.parity.settings import RunSettings
 from tests.across.recorded import record_with_torch
+from tests.commands import invoke as run
+from tests.commands import module_of
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments):
-    """Exit status and all that was printed, on one line."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, " ".join(result.output.split())
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +39,10 @@ def recording(ranks, tmp_path_factory):
         (["parity", "gpt-tiny", "--fault", "oops"], "unknown fault 'oops': expected one of"),
         (["parity", "gpt-tiny", "--fault-in", "numpy"], "fault-in: expected torch or jax"),
         (["parity", "gpt-tiny", "--learning-rate", "-1"], "learning-rate: expected a number above 0"),
-        (["record", "tf", "gpt-tiny"], "framework: expected torch or jax, got 'tf'"),
-        (["record", "torch", "gpt-tiny", "--world-size", "1000"], "at most 64 ranks"),
-        (["record", "torch", "gpt-tiny", "--device", "cuda", "--world-size", "99"], "99 ranks need 99 GPUs"),
-        (["record", "torch", "gpt-tiny", "--dtype", "int8"], "dtype: expected one of float64, float32"),
+        (["train", "tf", "gpt-tiny"], "framework: expected torch or jax, got 'tf'"),
+        (["train", "torch", "gpt-tiny", "--world-size", "1000"], "at most 64 ranks"),
+        (["train", "torch", "gpt-tiny", "--device", "cuda", "--world-size", "99"], "99 ranks need 99 GPUs"),
+        (["train", "torch", "gpt-tiny", "--dtype", "int8"], "dtype: expected one of float64, float32"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -103,7 +97,7 @@ def test_a_recording_that_is_missing_damaged_or_edited_is_no_answer(recording, t
 
 def test_a_recording_is_not_overwritten_unless_asked(recording):
     before = (recording / "manifest.json").read_bytes()
-    status, said = run("record", "torch", "gpt-tiny", "--output", recording)
+    status, said = run("train", "torch", "gpt-tiny", "--output", recording)
     assert status == 2
     assert "--overwrite" in said or "overwrite" in said
     assert (recording / "manifest.json").read_bytes() == before
@@ -129,7 +123,7 @@ def test_parity_from_end_to_end_in_own_processes(tmp_path, dtypes):
     arguments = ["parity", "mlp", "--steps", "2", "--world-size", "2", "--output", str(tmp_path)]
     arguments += [word for dtype in dtypes for word in ("--dtype", dtype)]
     clean = subprocess.run(
-        [sys.executable, "-P", "-m", "experiments.entry", *arguments],
+        [sys.executable, "-P", "-m", "experiments", *arguments],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -175,7 +169,7 @@ def test_a_fault_is_exit_status_1_and_named(ranks, recording, tmp_path):
 @pytest.mark.parametrize(("framework", "missing"), [("torch", "torch"), ("jax", "jax"), ("jax", "flax")])
 def test_a_missing_framework_is_one_line_with_the_install_to_run(tmp_path, framework, missing):
     code = f"import sys; sys.modules[{missing!r}] = None; from experiments.cli.app import app; app()"
-    command = [sys.executable, "-c", code, "record", framework, "gpt-tiny", "--output", str(tmp_path / "a")]
+    command = [sys.executable, "-c", code, "train", framework, "gpt-tiny", "--output", str(tmp_path / "a")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr == f"crossframe: needs {missing}: pip install 'crossframe[{framework}]'\n"
@@ -207,7 +201,7 @@ def spawned(tmp_path):
     processes = []
 
     def start(*arguments):
-        command = [sys.executable, "-m", "experiments.entry", *arguments, "--output", str(tmp_path / "out")]
+        command = [sys.executable, "-m", module_of(arguments[0]), *arguments, "--output", str(tmp_path / "out")]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         return processes[-1]
 
@@ -233,7 +227,7 @@ def test_a_signal_during_imports_is_no_traceback(tmp_path, number):
     # The first import of the command line that takes long: typer, here one that says so and does not return.
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(60)\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.entry", "--help"],
+        [sys.executable, "-m", "crossframe", "--help"],
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -251,7 +245,7 @@ def test_a_signal_during_imports_is_no_traceback(tmp_path, number):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds processes by /proc")
 def test_a_rank_that_is_killed_ends_the_run_with_its_name(tmp_path, spawned):
-    process = spawned("record", "torch", "gpt-tiny", "--steps", "5000")
+    process = spawned("train", "torch", "gpt-tiny", "--steps", "5000")
     _wait_for(lambda: list(tmp_path.rglob("step00000.safetensors")))
     ranks = [rank for server in _children(process.pid) for rank in _children(server)]
     assert len(ranks) == 2
@@ -308,7 +302,7 @@ def test_a_signal_to_the_command_alone_ends_its_ranks(tmp_path, spawned, what, n
         (tmp_path / "experiments" / "net.py").write_text("import torch\nnet = lambda: torch.nn.Linear(4, 4)\n")
         process = spawned("record", str(tmp_path / "train.py"), "--nproc-per-node", "1")
     elif what == "model":
-        process = spawned("record", "torch", "gpt-tiny", "--steps", "5000", "--world-size", "1")
+        process = spawned("train", "torch", "gpt-tiny", "--steps", "5000", "--world-size", "1")
     else:
         process = spawned("parity", "gpt-tiny", "--steps", "5000", "--world-size", "1")
         recording /= "torch-float64"

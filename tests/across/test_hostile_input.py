@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from experiments import entry
+from tests.commands import module_of, status_of
 from tests.conftest import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def run(*arguments):
     """Exit status, output and message of the command in this process; what every call of it must obey is asserted."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), limited():
-        status = entry.run([str(argument) for argument in arguments])
+        status = status_of(*arguments)
     said = err.getvalue()
     assert status in (0, 1, 2)
     assert status == 0 or said.startswith("crossframe: ") or not said
@@ -76,8 +76,8 @@ SIZES = [
         for name in ("world-size", "steps", "batch-size", "accumulate", "seed", "twins")
     ),
     *(["parity", "gpt-tiny", f"--{name}"] for name in ("mesh", "clip", "learning-rate")),
-    *(["record", "torch", "gpt-tiny", "--output", "out", f"--{name}"] for name in ("dense", "window", "resume-at")),
-    *(["record", "torch", "gpt-tiny", "--output", "out", f"--{name}"] for name in ("world-size", "twins", "rounding")),
+    *(["train", "torch", "gpt-tiny", "--output", "out", f"--{name}"] for name in ("dense", "window", "resume-at")),
+    *(["train", "torch", "gpt-tiny", "--output", "out", f"--{name}"] for name in ("world-size", "twins", "rounding")),
     *(["record", "train.py", f"--{name}"] for name in ("nproc-per-node", "every", "dense", "twins", "window")),
     ["grid", "--steps"],
     ["grid", "--ranks"],
@@ -122,7 +122,7 @@ def test_sizes_out_of_range_are_refused(tmp_path, monkeypatch, arguments, size):
         ["parity", "gpt-tiny", "--accumulate", 10**9],
         ["parity", "gpt-tiny", "--batch-size", 10**5],
         ["parity", "gpt-tiny", "--batch-size", 2**10, "--accumulate", 2**10],
-        ["record", "torch", "gpt-tiny", "--output", "out", "--twins", 10**9],
+        ["train", "torch", "gpt-tiny", "--output", "out", "--twins", 10**9],
         ["record", "train.py", "--nproc-per-node", 10**9],
         ["faults", "--jobs", 10**9],
     ],
@@ -207,7 +207,7 @@ def test_output_that_cannot_be_written_is_refused(tmp_path, kind):
         path.symlink_to(path)
     for command in ("plan", "layout"):
         assert run(command, "gpt-tiny", "--world-size", 2, "--svg", path)[0] == 2
-    assert run("record", "torch", "gpt-tiny", "--output", path, "--steps", 1)[0] == 2
+    assert run("train", "torch", "gpt-tiny", "--output", path, "--steps", 1)[0] == 2
     assert run("parity", "gpt-tiny", "--output", path, "--fault", "none of them")[0] == 2
     assert mine.read_text() == "mine"
 
@@ -297,7 +297,7 @@ def test_unknown_commands_and_options_are_refused(tmp_path, words):
 def spawned(*arguments, env=None, **options):
     limited_to_1_gib = ["sh", "-c", 'ulimit -d 1048576 && exec "$@"', "sh"]
     return subprocess.run(
-        [*limited_to_1_gib, sys.executable, "-m", "experiments.entry", *map(str, arguments)],
+        [*limited_to_1_gib, sys.executable, "-m", module_of(str(arguments[0])), *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}),
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from experiments.cli.app import app
+from crossframe.cli.app import app
 from tests.core.synthetic import manifest, record
 
 

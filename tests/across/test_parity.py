@@ -14,13 +14,13 @@ from crossframe.plan import Strategy, plan_units, step_plan
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, UPDATE
 from crossframe.recording.program import PROGRAM
+from crossframe.report.traces import trace_of
 from crossframe.strategy import Sync
 from crossframe.trace import COLLECTIVES, difference
 from crossframe.verdict import Verdict, compare
 from experiments.cli.app import app
 from experiments.parity.grid import cells
 from experiments.parity.settings import RunSettings
-from experiments.report.traces import trace_of
 from tests.across.recorded import record_with_jax, record_with_torch
 from tests.conftest import EXHAUSTIVE
 
@@ -142,7 +142,7 @@ def test_runs_that_are_none_are_refused_by_name(changed, message):
 
 def test_the_command_that_makes_a_run_again_has_its_windows():
     arguments = RunSettings("mlp", windows=((2, 3), (5, 9))).arguments("torch")
-    assert arguments[:3] == ["record", "torch", "mlp"]
+    assert arguments[:3] == ["train", "torch", "mlp"]
     assert arguments[arguments.index("--window") :][:4] == ["--window", "2:3", "--window", "5:9"]
 
 

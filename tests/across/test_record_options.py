@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments.entry import run
-from experiments.recordings.script_imports import is_of_jax
+from crossframe.cli.entry import run
+from crossframe.cli.script_imports import is_of_jax
 
 
 def said_of(capsys, *arguments):

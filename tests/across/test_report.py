@@ -17,13 +17,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import experiments.report
+import crossframe.report
 from crossframe.errors import RecordingError
 from crossframe.layout import FlatLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import step_plan
 from crossframe.recording.lines import twin_folder
+from crossframe.report import words
+from crossframe.report.build import PairSeries, report_of
+from crossframe.report.evidence import Worst, curves, heat_map, level, phases
+from crossframe.report.page import page, write_report
+from crossframe.report.plots import STYLES, Limit, Line, line_chart
+from crossframe.report.terminal import print_report
+from crossframe.report.traces import plans
 from crossframe.strategy import Sync
 from crossframe.trace import collectives, summary
 from crossframe.verdict import Divergence, PairVerdict, Verdict
@@ -31,12 +38,6 @@ from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.diagnosis.fit import SIGNATURES
 from crossframe.verdict.measure.walk import ALL
 from crossframe.verdict.result import Judged
-from experiments.report import print_report, report_of, words, write_report
-from experiments.report.build import PairSeries
-from experiments.report.evidence import Worst, curves, heat_map, level, phases
-from experiments.report.page import page
-from experiments.report.plots import STYLES, Limit, Line, line_chart
-from experiments.report.traces import plans
 from tests.core import synthetic
 
 
@@ -64,7 +65,7 @@ def printed(report, series, width=80):
     return text.getvalue()
 
 
-FOLDER = Path(experiments.report.__file__).parent
+FOLDER = Path(crossframe.report.__file__).parent
 EVIL = "<script>alert(1)</script>"
 
 
@@ -185,7 +186,7 @@ def test_a_page_names_nothing_twice_and_its_charts_bring_no_colours(tmp_path):
 
 
 def test_the_command_line_starts_without_what_draws():
-    code = "import sys, experiments.cli.app; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, crossframe.cli.app; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -7,6 +7,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from crossframe.cli.app import app
+from crossframe.cli.layout import where_text
 from crossframe.cost import step_cost
 from crossframe.draw import layout_svg, layout_text, plan_svg, plan_text
 from crossframe.faces import Face
@@ -14,9 +16,7 @@ from crossframe.layout import PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.plan import Strategy, Sync, plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
-from experiments.cli.app import app
-from experiments.models.shapes import model_shapes
-from experiments.show.layout import where_text
+from crossframe.shapes import model_shapes
 
 
 def run(*arguments):

@@ -18,12 +18,12 @@ TICKS = "```"
 
 
 def teach(*arguments: object, without: tuple[str, ...] = (), seed: str = "0") -> subprocess.CompletedProcess[str]:
-    """`python -m experiments.teach` in an interpreter of its own, as if some modules were not installed."""
+    """`python -m experiments teach` in an interpreter of its own, as if some modules were not installed."""
     code = f"""
 import runpy, sys
 sys.modules |= dict.fromkeys({without!r})
-sys.argv = ["teach", *{[str(each) for each in arguments]!r}]
-runpy.run_module("experiments.teach", run_name="__main__", alter_sys=False)
+sys.argv = ["experiments", "teach", *{[str(each) for each in arguments]!r}]
+runpy.run_module("experiments", run_name="__main__", alter_sys=False)
 """
     environment = os.environ | {"PYTHONHASHSEED": seed, "TZ": "Asia/Kolkata", "COLUMNS": "40"}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)

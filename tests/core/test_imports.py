@@ -39,6 +39,13 @@ EDGES = {
     "equinox": {"jax_backend/equinox.py"},
     "optax": {"jax_backend/optimizer/_sharded_optimizer.py", "jax_backend/state/_optimizer_state.py"},
 }
+# What each library of the command and of the report is imported by.
+LIBRARIES = {
+    "typer": "crossframe/cli/",
+    "rich": ("crossframe/cli/", "crossframe/report/terminal.py"),
+    "jinja2": "crossframe/report/page.py",
+    "matplotlib": "crossframe/report/plots.py",
+}
 PACKAGES = ("crossframe", "torch_backend", "jax_backend", "experiments", "tests")
 # The files at the top of these packages are imported by name, be they vocabulary for everything (crossframe.errors,
 # torch_backend.api) or entry points to everything: each counts by itself, not as part of one folder.
@@ -90,6 +97,17 @@ def test_packages_import_only_what_they_may(package):
         if is_of(name, forbidden) and not where.startswith(MAY_YET.get(forbidden, ()))
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_libraries_of_commands_and_reports_stay_in_their_folders(library):
+    users = {
+        source.relative_to(ROOT).as_posix()
+        for package in ("crossframe", "torch_backend", "jax_backend")
+        for source in (ROOT / package).rglob("*.py")
+        if any(is_of(name, library) for name in imported(source))
+    }
+    assert users and all(user.startswith(LIBRARIES[library]) for user in users), users
 
 
 @cache
@@ -186,7 +204,10 @@ def test_the_core_runs_without_any_framework():
 
 
 def test_importing_the_core_loads_numpy_and_little_else():
-    extra = {name.partition(".")[0] for name in modules_after("import crossframe") - modules_after("import numpy")}
+    extra = {
+        name.partition(".")[0]
+        for name in modules_after("from crossframe import Sharding") - modules_after("import numpy")
+    }
     assert extra <= {
         "crossframe",
         "ml_dtypes",

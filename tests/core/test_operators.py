@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from crossframe.cli.explain import answer
 from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of
 from crossframe.operators.source import UserCode
 from crossframe.operators.target import JUMP, target_of
@@ -14,7 +15,6 @@ from crossframe.recording.lines import FORWARD, UPDATE
 from crossframe.verdict import compare
 from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.result import Judged as Compared
-from experiments.recordings.explain import answer
 from tests.core.synthetic import record
 
 X = np.arange(1.0, 7.0).reshape(2, 3)
@@ -111,7 +111,7 @@ def test_explain_looks_where_a_difference_jumps(tmp_path, differences, phase, na
 
 
 @pytest.mark.parametrize(
-    "module", ["experiments.entry", "experiments.cli.app", "experiments.cli.console", "crossframe.mesh"]
+    "module", ["crossframe.cli.entry", "crossframe.cli.app", "crossframe.cli.console", "crossframe.mesh"]
 )
 def test_lines_of_the_command_are_not_the_users(module):
     spec = find_spec(module)

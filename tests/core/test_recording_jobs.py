@@ -13,7 +13,7 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.files import folder_lock
 from crossframe.recording import Manifest, Recording, RecordingWriter, create_recording
 from crossframe.recording.manifest import MANIFEST_NAME
-from experiments.report import write_report
+from crossframe.report.page import write_report
 from tests.core import synthetic
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from crossframe.cli.compare import equal_as_stated
 from crossframe.recording.stated import Stated, exceeds
-from experiments.recordings.compare import equal_as_stated
 from tests.core import synthetic
 
 

@@ -142,7 +142,7 @@ def test_R14_full_parameters_are_freed(ranks):
 
 
 def test_parity_on_gpus(tmp_path):
-    command = [sys.executable, "-m", "experiments.entry", "parity", "gpt-tiny", "--device", "cuda", "--steps", "5"]
+    command = [sys.executable, "-m", "experiments", "parity", "gpt-tiny", "--device", "cuda", "--steps", "5"]
     command += ["--world-size", str(WORLD_SIZE), "--output", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

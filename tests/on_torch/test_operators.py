@@ -6,12 +6,12 @@ import shlex
 import pytest
 import torch
 
+from crossframe.cli.explain import explain
 from crossframe.operators import TRACE, Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import BACKWARD, FORWARD, UPDATE
 from crossframe.verdict.measure.bounds import bounds_for
-from experiments.recordings.explain import explain
 from torch_backend.recorder import script
 from torch_backend.recorder.operators import OperatorTrace
 

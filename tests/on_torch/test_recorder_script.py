@@ -11,11 +11,12 @@ from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
+from crossframe.cli.record import record_script
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.lines import twin_folder
 from crossframe.verdict import Verdict, compare
-from experiments.recordings.record_script import record_script
+from tests.commands import status_of
 from tests.core import synthetic
 from torch_backend.recorder import script
 
@@ -111,7 +112,7 @@ def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twi
     command = [
         sys.executable,
         "-m",
-        "experiments.entry",
+        "crossframe",
         "record",
         str(tmp_path / "script.py"),
         "--nproc-per-node",
@@ -205,17 +206,9 @@ def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
 
 
 def test_a_scripts_own_options_stand_behind_two_dashes(monkeypatch):
-    from typer.testing import CliRunner
-
-    from experiments.cli.app import app
-
     called = []
-    monkeypatch.setattr(
-        "experiments.recordings.record_script.record_script", lambda *args, **options: called.append(args)
-    )
-    assert CliRunner().invoke(app, ["record", "train.py", "--every", "3", "--", "--epochs", "3", "more"]).exit_code == 0
+    monkeypatch.setattr("crossframe.cli.record.record_script", lambda *args, **options: called.append(args))
+    assert status_of("record", "train.py", "--every", "3", "--", "--epochs", "3", "more") == 0
     assert called == [(Path("train.py"), ["--epochs", "3", "more"])]
-    assert CliRunner().invoke(app, ["record", "train.py", "--steps", "3"]).exit_code == 2
-    assert CliRunner().invoke(app, ["record", "torch", "mlp", "--output", "out", "--every", "3"]).exit_code == 2
-    assert CliRunner().invoke(app, ["record", "torch"]).exit_code == 2
+    assert status_of("record", "train.py", "--steps", "3") == 2
     assert len(called) == 1

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from experiments.report import words
-from experiments.report.build import PairSeries
-from experiments.report.evidence import HeatMap, Worst, curves, heat_map, phases
-from experiments.report.heat import common_beginning, heat_chart, heat_levels, row_names, step_names
-from experiments.report.place import Place, place_of
-from experiments.report.plots import STYLES, Limit, Line, line_chart
+from crossframe.report import words
+from crossframe.report.build import PairSeries
+from crossframe.report.evidence import HeatMap, Worst, curves, heat_map, phases
+from crossframe.report.heat import common_beginning, heat_chart, heat_levels, row_names, step_names
+from crossframe.report.place import Place, place_of
+from crossframe.report.plots import STYLES, Limit, Line, line_chart
 
 
 @dataclass(frozen=True)

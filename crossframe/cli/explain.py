@@ -16,13 +16,14 @@ from typing import Any
 
 from rich.console import Console
 
+from crossframe.cli.record import script_command
 from crossframe.errors import UsageError
 from crossframe.operators import Finding, Operator, Request, Trace, find
 from crossframe.operators.match import Neighbour
 from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.target import Target, target_of
 from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
-from crossframe.processes import module_command, run
+from crossframe.processes import run
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import BACKWARD, FORWARD
@@ -30,9 +31,10 @@ from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROGRAM, SOURCE
 from crossframe.verdict import compare
 from crossframe.verdict.measure.comparable import labels
-from experiments.recordings.record_script import script_command
 
 TIMEOUT = 600.0
+# Trains a model of the repository, with a process for each rank.
+_RESEARCH = ("python", "-m", "experiments", "train")
 _LAST_LINES, _MOST_SHOWN = 12, 8
 FOUND, NOTHING_DIFFERS, NOT_FOUND = 1, 0, 3
 
@@ -206,9 +208,8 @@ def command_of(said: Sequence[str], output: Path, num_processes: int) -> list[st
         at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
         recorder = {"directory": str(output), "windows": [], "overwrite": True}
         return script_command(said[2], arguments, recorder, int(options[at]) if at else None)
-    if list(said[:2]) == ["crossframe", "record"] and len(said) > 2:
-        options = ["--output", str(output), "--overwrite"]
-        return module_command("experiments.entry:main", ["record", said[2], *options, *said[3:]])
+    if tuple(said[: len(_RESEARCH)]) == _RESEARCH:
+        return [sys.executable, *said[1:], "--output", str(output), "--overwrite"]
     if said and said[0] == "python" and len(said) > 1:
         if num_processes == 1:
             return [sys.executable, *said[1:]]

@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
+from crossframe.cli.options import check_perturbed_runs, check_size
+from crossframe.cli.script_imports import is_of_jax
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.schedule import window_arguments
-from experiments.parity.settings import check_size, check_twins
-from experiments.recordings.script_imports import is_of_jax
 
 _MODULE = "torch_backend.recorder.script"
 MAX_PROCESSES = 1024
@@ -63,7 +63,7 @@ def record_script(
     ):
         if value is not None:
             check_size(name, value, least, most)
-    check_twins(twins)
+    check_perturbed_runs(twins)
     directory = output or Path("runs", script.stem)
     there = (directory / MANIFEST_NAME).exists()
     if there and not overwrite and not top_up:

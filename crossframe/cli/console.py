@@ -1,9 +1,11 @@
 """Where commands print, and how they end on invalid input."""
 
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -19,8 +21,17 @@ LONGEST_MESSAGE = 1800
 """Characters of an error message, of which there are at most 2 kB with what stands around it."""
 TRACEBACK = "CROSSFRAME_TRACEBACK"
 """Environment variable: if set, tracebacks of internal errors are printed."""
-# Which extra brings a module that may be missing.
-EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
+# The extra that installs a module, where it is not "all".
+EXTRAS = {
+    "torch": "torch",
+    "torch_backend": "torch",
+    "jax": "jax",
+    "flax": "jax",
+    "optax": "jax",
+    "jinja2": "report",
+    "markupsafe": "report",
+    "matplotlib": "report",
+}
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -86,15 +97,16 @@ def exit_on_error() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def run_command(command: Any, arguments: Sequence[str]) -> int:
+def run_command(command: Any, arguments: Sequence[str], name: str = "crossframe") -> int:
     """Run a command line in this process; returns the exit status.
 
     Args:
         command: of click, as `typer.main.get_command` returns it.
+        name: of the program, for its help.
     """
     try:
         with exit_on_error():
-            status = command.main(list(arguments), prog_name="crossframe", standalone_mode=False)
+            status = command.main(list(arguments), prog_name=name, standalone_mode=False)
     except typer.Exit as ended:
         status = ended.exit_code
     except SystemExit as ended:
@@ -102,6 +114,13 @@ def run_command(command: Any, arguments: Sequence[str]) -> int:
     if status == BROKEN_PIPE:
         forget_output()
     return status if isinstance(status, int) else 0
+
+
+def command_line() -> str:
+    """The command line of this process, as a user would type it."""
+    program = Path(sys.argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return shlex.join([*name.split(), *sys.argv[1:]])
 
 
 def forget_output() -> None:

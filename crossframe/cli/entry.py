@@ -1,33 +1,39 @@
-"""The `crossframe` command's first step: handle signals, say what to install if something is missing, and keep start-up short."""
+"""The first step of a command: handle signals, and say what to install if something is missing."""
 
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from types import FrameType
 
 LEAST_COLUMNS = 20
 
 
-def main() -> None:
-    """Run the command line, and end what it started.
+def main(app: str = "crossframe.cli.app", name: str = "crossframe") -> None:
+    """Run the command line, and end the processes that it started.
 
-    The exit status is the command's, or 128 and the number of the signal that ended it.
+    The exit status is that of the command, or 128 plus the number of the signal that ended it.
+
+    Args:
+        app: the module whose `app` defines the commands.
+        name: the name of the program, for its help.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_at_once)
     _prepare_output()
     try:
         from crossframe import processes
-        from experiments.cli import app  # noqa: F401 - it takes long
+
+        import_module(app)  # takes long
     except ModuleNotFoundError as error:
-        print(f"crossframe: needs {error.name}: pip install 'crossframe[experiments]'", file=sys.stderr)
+        print(f"crossframe: needs {error.name}: pip install 'crossframe[all]'", file=sys.stderr)
         sys.exit(2)
     processes.end_on_signals()
     status = 2
     try:
-        status = run(sys.argv[1:])
+        status = run(sys.argv[1:], app, name)
     finally:
         processes.end_children()
         if number := processes.received_signal():
@@ -39,14 +45,13 @@ def main() -> None:
     sys.exit(_flushed(status))
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command line in this process; returns the exit status."""
+def run(arguments: Sequence[str], app: str = "crossframe.cli.app", name: str = "crossframe") -> int:
+    """Run the command line in this process; returns the exit status. The other arguments are those of `main`."""
     import typer
 
-    from experiments.cli.app import app
-    from experiments.cli.console import run_command
+    from crossframe.cli.console import run_command
 
-    return run_command(typer.main.get_command(app), arguments)
+    return run_command(typer.main.get_command(import_module(app).app), arguments, name)
 
 
 def _prepare_output() -> None:
@@ -63,7 +68,7 @@ def _prepare_output() -> None:
 
 def _flushed(status: int) -> int:
     """Flush the output; returns the exit status, 2 if that fails."""
-    from experiments.cli.console import BROKEN_PIPE, forget_output
+    from crossframe.cli.console import BROKEN_PIPE, forget_output
 
     try:
         if sys.stdout is not None:

@@ -11,12 +11,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from crossframe.errors import UsageError
 from crossframe.files import folder_lock
+from crossframe.report import words
+from crossframe.report.build import PairSeries, world_text
+from crossframe.report.drawn import drawn_of, strip_of
+from crossframe.report.plots import GLYPHS
 from crossframe.shown import shown_path
 from crossframe.trace import COLLECTIVES
-from experiments.report import words
-from experiments.report.build import PairSeries, world_text
-from experiments.report.drawn import drawn_of, strip_of
-from experiments.report.plots import GLYPHS
 
 
 def write_report(directory: str | Path, report: dict[str, Any], series: Sequence[PairSeries]) -> Path:

@@ -1,23 +1,24 @@
 """The `crossframe layout` command: who holds what of a model."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from crossframe.cli.options import put, refused, width_of, write_svg
 from crossframe.draw import layout_svg, layout_text
 from crossframe.draw.amounts import ROOT, ranks_text
 from crossframe.errors import LayoutError, UsageError
 from crossframe.layout import LAYOUT_KINDS, Layout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec, check_rank, check_world_size
+from crossframe.shapes import ModelShapes, model_shapes
 from crossframe.shown import shown
-from experiments.models.definition import ModelShapes
-from experiments.models.shapes import model_shapes
-from experiments.show.words import put, refused, width_of, write_svg
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,17 @@ def show_layout(
     rank: int | None,
     where: Sequence[str],
     svg: Path | None,
+    as_json: bool = False,
     console: Console,
 ) -> None:
-    """Print who holds what, or which ranks hold the elements asked for; write the drawing.
+    """Print which ranks hold which elements of a model, or of the given elements; write the drawing.
 
     Args:
         model: a name or a file, as `model_shapes` takes it.
         unit, rank: only these. The root is "" or, as tables print it, "(root)".
         where: elements as "NAME[INDEX]"; then the table is not printed.
         svg: where the drawing goes; None: nowhere.
+        as_json: print `layout_json` instead of a table.
 
     Raises:
         CrossframeError: a model, an option or an element that does not exist.
@@ -113,13 +116,50 @@ def show_layout(
     if rank is not None:
         check_rank(rank, options.world_size)
     unit = "" if unit == ROOT else unit
-    text = layout_text(sharding, unit=unit, rank=rank, width=width_of(console))
+    text = layout_text(sharding, unit=unit, rank=rank, width=width_of(console))  # refuses an unknown unit
     found = [where_text(sharding, each) for each in where]
+    if as_json:
+        print(json.dumps(layout_json(sharding, unit=unit, rank=rank), indent=1))
+        return
     if svg is not None:
         write_svg(svg, layout_svg(sharding, unit=unit, rank=rank))
     put(console, "\n".join(found) or text)
     if svg is not None:
         put(console, f"\ndrawing: {svg}")
+
+
+def layout_json(sharding: Sharding, *, unit: str | None = None, rank: int | None = None) -> dict[str, Any]:
+    """The layout of a model as a JSON object.
+
+    Its "units" have "unit", "layout", "padded_shard_numel" (elements of a rank's shard with padding), "parameters" and "padding".
+    The "pieces" of a parameter and the padding are listed for each rank of the shard group, with the fields of
+    `crossframe.layout.Piece` and `crossframe.layout.pieces.Padding`.
+
+    Args:
+        unit, rank: only these; rank is a rank of the mesh.
+    """
+    ranks = range(sharding.mesh.shard) if rank is None else [sharding.mesh.coordinate(rank)[1]]
+    units: list[dict[str, Any]] = []
+    for name, layout in sharding.units:
+        if unit is not None and name != unit:
+            continue
+        pieces: dict[str, list[dict[str, Any]]] = {param.name: [] for param in layout.params}
+        for piece in (piece for each in ranks for piece in layout.pieces(each)):
+            fields = asdict(piece)
+            pieces[fields.pop("name")].append(fields)
+        units.append(
+            {
+                "unit": name,
+                "layout": layout.kind,
+                "padded_shard_numel": layout.padded_shard_numel,
+                "parameters": [
+                    {"name": param.name, "shape": list(param.shape), "dtype": param.dtype, "pieces": pieces[param.name]}
+                    for param in layout.params
+                ],
+                "padding": [{"rank": each} | asdict(padding) for each in ranks for padding in layout.padding(each)],
+            }
+        )
+    return {"world_size": sharding.mesh.world_size, "replicas": sharding.mesh.replicate, "units": units}
 
 
 def where_text(sharding: Sharding, asked: str) -> str:

@@ -1,20 +1,16 @@
-"""The shapes of a model: from the models here, from a published configuration, or from a file of the user's."""
+"""Files that describe the shapes of a model as JSON."""
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from crossframe.errors import CrossframeError, ParamError, UsageError
 from crossframe.files import FileError, read_bytes
 from crossframe.params import ParamSpec
+from crossframe.shapes.model import ModelShapes
 from crossframe.shown import shown
-from experiments.models.definition import ModelShapes
-from experiments.models.llama import LLAMA_3_8B, LLAMA_3_405B, LlamaConfig
-from experiments.models.registry import MODELS
 
-LLAMAS: dict[str, LlamaConfig] = {"llama-3-8b": LLAMA_3_8B, "llama-3-405b": LLAMA_3_405B}
 # What a file says of a parameter, and what JSON has for it. The first two are needed.
 FIELDS = {"name": str, "shape": list, "dtype": str, "aliases": list, "requires_grad": bool}
 NEEDED = ("name", "shape")
@@ -23,48 +19,14 @@ MAX_FILE_BYTES = 2**24
 MAX_PARAMS, MAX_UNITS, MAX_DIMS = 2**15, 2**11, 64
 
 
-def model_shapes(name_or_path: str, dtype: str = "float32") -> ModelShapes:
-    """The parameters and units of a model, without its values.
-
-    Args:
-        name_or_path: `gpt`, `gpt-tiny`, `llama-3-8b`, `llama-3-405b`, or the path of a file that ends in `.json`. The file is
-            one mapping: of names to shapes, or
-
-                {"params": [{"name": "head.weight", "shape": [256, 128]}, ...], "units": ["blocks.0", ...]}
-
-            where a parameter may also have "dtype", "aliases" and "requires_grad", and "units" may be left out. Both are in
-            order: parameters as they are registered, units as forward reaches them; the root is not listed.
-        dtype: of every parameter that does not say its own.
+def from_json(path: Path, dtype: str) -> ModelShapes:
+    """The shapes that a JSON file describes, as `model_shapes` documents it.
 
     Raises:
-        UsageError: an unknown name, a file that cannot be read, is not JSON, or is no such mapping.
-        ParamError: a parameter in the file that is not described as above, or a name that belongs to two.
-        UnitError: units that own nothing, or that stand twice.
-
-    >>> shapes = model_shapes("llama-3-8b", "bfloat16")
-    >>> len(shapes.params), shapes.units[-1], shapes.params[0].shape
-    (291, 'model.layers.31', (128256, 4096))
+        UsageError: the file cannot be read, is not JSON, or is not such a mapping.
+        ParamError: an invalid parameter, or a name that two parameters have.
+        UnitError: a unit without parameters, or one that is listed twice.
     """
-    if not isinstance(name_or_path, str):
-        raise UsageError(f"expected the name of a model or the path of a .json file, got {shown(name_or_path)}")
-    if name_or_path in MODELS:
-        return MODELS[name_or_path].model_shapes(dtype)
-    if name_or_path in LLAMAS:
-        config = LLAMAS[name_or_path]
-        return ModelShapes(name_or_path, _specs(config.shapes, dtype), config.units)
-    if name_or_path.endswith(".json"):
-        return _from_file(Path(name_or_path), dtype)
-    raise UsageError(
-        f"unknown model {shown(name_or_path)}: expected one of {', '.join(sorted((*MODELS, *LLAMAS)))}, or the path of a "
-        "file that ends in .json"
-    )
-
-
-def _specs(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[ParamSpec, ...]:
-    return tuple(ParamSpec(name, shape, dtype) for name, shape in shapes.items())
-
-
-def _from_file(path: Path, dtype: str) -> ModelShapes:
     top = _read(path)
     if not isinstance(top, dict):
         raise UsageError(

@@ -1,11 +1,14 @@
 """The `crossframe plan` command: what a step of a model does when, and what it costs."""
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from crossframe.cli.options import choice, put, refused, width_of, write_svg
 from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text
 from crossframe.errors import UsageError
@@ -14,11 +17,9 @@ from crossframe.layout import LAYOUT_KINDS
 from crossframe.mesh import check_world_size
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
+from crossframe.shapes import ModelShapes, model_shapes
 from crossframe.shown import shown
 from crossframe.strategy import Prefetch, Strategy, Sync
-from experiments.models.definition import ModelShapes
-from experiments.models.shapes import model_shapes
-from experiments.show.words import choice, put, refused, width_of, write_svg
 
 MIN_RATE, MAX_RATE, MAX_LATENCY = 1.0, 1e24, 1e6
 MAX_TOKENS = 10**12
@@ -144,14 +145,45 @@ class PlanOptions:
         return int(asked)
 
 
+def plan_json(cost: Cost) -> dict[str, Any]:
+    """A step and its cost as a JSON object: times in seconds, sizes in bytes, and one entry for each event in order of issue."""
+    return {
+        "seconds": cost.seconds,
+        "compute_seconds": cost.compute_seconds,
+        "communication_seconds": cost.communication_seconds,
+        "exposed_seconds": cost.exposed_seconds,
+        "peak_bytes": cost.peak_bytes,
+        "peak_memory": dict(cost.peak.memory),
+        "collectives": {kind: dict(counts) for kind, counts in cost.collectives.items()},
+        "events": [
+            {name: value for name, value in span.event.to_json().items() if name != "group"}
+            | {
+                "num_ranks": len(span.event.group),
+                "start_seconds": span.start_seconds,
+                "stop_seconds": span.stop_seconds,
+                "memory_bytes": span.memory_bytes,
+            }
+            for span in cost.spans
+        ],
+    }
+
+
 def show_plan(
-    model: str, dtype: str, options: PlanOptions, *, events: bool, svg: Path | None, console: Console
+    model: str,
+    dtype: str,
+    options: PlanOptions,
+    *,
+    events: bool,
+    svg: Path | None,
+    as_json: bool = False,
+    console: Console,
 ) -> None:
     """Print a step's costs, its timeline, and with `events` every event; write the drawing.
 
     Args:
         model: a name or a file, as `model_shapes` takes it.
         svg: where the drawing goes; None: nowhere.
+        as_json: print `plan_json` instead.
 
     Raises:
         CrossframeError: a model or an option that does not exist.
@@ -163,6 +195,9 @@ def show_plan(
     title = f"{shapes.name} on {ranks}, {options.strategy}, {options.face}"
     if svg is not None:
         write_svg(svg, plan_svg(cost, title=title))
+    if as_json:
+        print(json.dumps(plan_json(cost), indent=1))
+        return
     put(console, f"{title}: the step of rank {options.rank:,}\n")
     put(console, plan_text(cost, width=width_of(console)))
     if events:

@@ -1,4 +1,4 @@
-"""What both commands read from their options and write."""
+"""Reading the options of commands, and printing and writing their results."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -11,6 +11,7 @@ from crossframe.errors import UsageError
 from crossframe.shown import shown
 
 Choice = TypeVar("Choice", bound=Enum)
+MAX_PERTURBED_RUNS = 64
 # Characters to a line where no terminal says how many there are.
 WIDTH = 120
 
@@ -49,3 +50,28 @@ def write_svg(path: Path, drawing: str) -> None:
         OSError: it cannot be written there.
     """
     path.write_text(drawing, encoding="utf-8")
+
+
+def check_size(name: str, value: object, least: int, most: int) -> None:
+    """Refuse a size that is out of range.
+
+    Raises:
+        UsageError: not an integer from `least` to `most`.
+    """
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name}: expected an integer of at least {least}, got {shown(value)}")
+    if value > most:
+        raise UsageError(f"{name}: expected at most {most}, got {shown(value)}")
+
+
+def check_perturbed_runs(number: object) -> None:
+    """Refuse a number of perturbed runs that is out of range.
+
+    Raises:
+        UsageError: neither 0 nor from 2 to MAX_PERTURBED_RUNS.
+    """
+    if type(number) is not int or number < 0 or number == 1:
+        raise UsageError(
+            f"perturbed-runs: expected 0, or 2 and more (4 are good), got {shown(number)}: one alone shows no spread"
+        )
+    check_size("perturbed-runs", number, 0, MAX_PERTURBED_RUNS)

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from experiments.report import words
-from experiments.report.build import PairSeries
-from experiments.report.evidence import Worst
+from crossframe.report import words
+from crossframe.report.build import PairSeries
+from crossframe.report.evidence import Worst
 
 _STYLES = {
     "equal": "green",

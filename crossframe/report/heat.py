@@ -6,8 +6,8 @@ from itertools import takewhile
 from markupsafe import Markup
 
 from crossframe.draw.amounts import count_ticks
-from experiments.report import words
-from experiments.report.evidence import HeatMap, Worst, level
+from crossframe.report import words
+from crossframe.report.evidence import HeatMap, Worst, level
 
 ROW = 17
 """The height of a row in pixels; the style sheet gives the names beside it the same."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from crossframe.draw.amounts import ROOT, one_line
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.report.evidence import Worst
 from crossframe.verdict import Bounds
 from crossframe.verdict.measure.locate import who
-from experiments.report.evidence import Worst
 
 _DISPLAY = {"jax": "JAX"}
 KINDS = {

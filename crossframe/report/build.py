@@ -11,9 +11,9 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import INPUT, OUTPUT, twin_folder
 from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.recording.program import PROGRAM
+from crossframe.report.traces import trace_of, trace_table
 from crossframe.verdict import Bounds, PairVerdict, bounds_for, compare, overall
 from crossframe.verdict.dims import in_one_order
-from experiments.report.traces import trace_of, trace_table
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,267 @@
+"""The `crossframe` command: record, compare, explain, inspect, layout, plan.
+
+Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import crossframe
+from crossframe.cli.compare import answer, equal_as_stated
+from crossframe.cli.console import console, exit_on_error
+from crossframe.cli.record_options import RecordCommand
+from crossframe.recording import Recording
+from crossframe.recording.schedule import window_of
+from crossframe.verdict import Verdict
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Two training runs disagree: is it rounding, or a bug, and where?",
+)
+Run = Annotated[Path, typer.Argument(help="Directory of a recording.", show_default=False)]
+Steps = Annotated[int | None, typer.Option(help="Use only this many steps, from the first. Default: all")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ShapesOf = Annotated[
+    str,
+    typer.Argument(
+        help="gpt, gpt-tiny, llama-3-8b, -70b, -405b, a .safetensors file or a folder of them, a recording, or a .json file of "
+        "shapes.",
+        show_default=False,
+    ),
+]
+WorldSize = Annotated[int, typer.Option(help="Number of ranks.", show_default=False)]
+Dtype = Annotated[str, typer.Option(help="Dtype in which parameters are stored, where MODEL does not state it.")]
+Svg = Annotated[Path | None, typer.Option(help="File for a drawing. Default: none")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(f"crossframe {crossframe.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Two training runs disagree: is it rounding, or a bug, and where?"""
+
+
+@app.command(cls=RecordCommand, context_settings={"allow_extra_args": True})
+def record(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="A training script. Its own arguments follow --.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option(help="Directory of the recording. Default: runs/ and the script's name")
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(help="Processes that torchrun starts. Default: one, without torchrun")
+    ] = None,
+    perturbed_runs: Annotated[
+        int,
+        typer.Option(
+            "--perturbed-runs", "--twins", help="Further runs that only round otherwise: they measure rounding."
+        ),
+    ] = 0,
+    every: Annotated[int, typer.Option(help="Record the tensors of every so many steps.")] = 100,
+    dense: Annotated[int, typer.Option(help="Record this many steps in full, from the first.")] = 2,
+    window: Annotated[
+        list[str] | None, typer.Option(help="Record further steps in full, for instance 500:510. May be repeated.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
+    top_up: Annotated[
+        bool, typer.Option("--top-up", help="Keep the recording, and record only the perturbed runs that it lacks.")
+    ] = False,
+) -> None:
+    """Run an unchanged training script and record its training."""
+    from crossframe.cli.record import record_script
+
+    with exit_on_error():
+        record_script(
+            script,
+            context.args,
+            output=output,
+            nproc_per_node=nproc_per_node,
+            twins=perturbed_runs,
+            every=every,
+            dense=dense,
+            windows=tuple(window_of(each) for each in window or ()),
+            overwrite=overwrite,
+            top_up=top_up,
+            console=console,
+        )
+
+
+@app.command()
+def compare(
+    a: Run,
+    b: Annotated[Path, typer.Argument(help="Directory of another recording.", show_default=False)],
+    output: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html. Default: none")] = None,
+    steps: Steps = None,
+    repeat: Annotated[
+        list[Path] | None,
+        typer.Option(help="Another recording of A or B: shows what is not deterministic. May be repeated."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all files, even if checksums state that the recordings are equal.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two recordings, and say whether their difference is rounding or a bug.
+
+    Large recordings whose checksums are equal are not read, unless --verify or --output is given.
+
+    Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation (one
+    program, equal causes, other bits).
+    """
+    with exit_on_error():
+        if (
+            output is None
+            and steps is None
+            and not (repeat or verify or as_json)
+            and (statement := equal_as_stated(a, b))
+        ):
+            console.print(statement)
+            raise typer.Exit(Verdict.EQUAL.exit_status)
+        opened = [Recording.open(path) for path in (a, b)]
+        first, second = opened if steps is None else [recording.first(steps) for recording in opened]
+        repeats = tuple(Recording.open(path) for path in repeat or ())
+        raise typer.Exit(answer([(first, second)], output, repeats=repeats, as_json=as_json, console=console))
+
+
+@app.command()
+def explain(
+    a: Run,
+    b: Annotated[
+        Path | None, typer.Argument(help="Directory of another recording. Default: examine only the first")
+    ] = None,
+    step: Annotated[int, typer.Option(help="The step to examine, if only one recording is given.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder for the traces. Default: none")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit of each run, in seconds.")] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Run two recorded programs again up to their first difference, and name the operator and the source line that cause it.
+
+    With one recording: run the program again, repeat each operator in float64 on its own inputs, and name those whose error
+    exceeds rounding. Compiled modules are compared with their eager code.
+    """
+    from crossframe.cli.explain import explain as explain_pair
+    from crossframe.cli.explain import explain_one
+
+    options: dict[str, Any] = {"folder": output, "timeout": timeout, "as_json": as_json, "console": console}
+    with exit_on_error():
+        raise typer.Exit(explain_one(a, step, **options) if b is None else explain_pair((a, b), **options))
+
+
+@app.command()
+def inspect(
+    run: Run,
+    steps: Steps = None,
+    as_json: AsJson = False,
+) -> None:
+    """Examine one recording: the first NaN or infinity, growth, ranks that disagree, updates that break the optimizer's rule."""
+    from crossframe.cli.inspection import print_inspection
+    from crossframe.inspection import inspect as inspect_recording
+
+    with exit_on_error():
+        opened = Recording.open(run, partial=True)
+        found = inspect_recording(opened if steps is None else opened.first(steps))
+        if as_json:
+            print(json.dumps(found.to_json(), indent=1))
+        else:
+            print_inspection(console, found)
+        raise typer.Exit(found.exit_status)
+
+
+@app.command()
+def layout(
+    model: ShapesOf,
+    world_size: WorldSize,
+    layout: Annotated[str, typer.Option(help="flat, per_param or ragged.")] = "flat",
+    keep_original: Annotated[
+        bool, typer.Option(help="flat: keep original parameters, aligned (use_orig_params).")
+    ] = True,
+    compute_dtype: Annotated[str | None, typer.Option(help="flat: dtype of compute. Default: --dtype")] = None,
+    dtype: Dtype = "float32",
+    replicate: Annotated[int, typer.Option(help="Number of replicas (hybrid sharding).")] = 1,
+    dim: Annotated[
+        list[str] | None, typer.Option(help="per_param: PATTERN=DIM shards the matching parameters on DIM.")
+    ] = None,
+    unit: Annotated[str | None, typer.Option(help="Only this unit; '' or '(root)' is the root.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+    where: Annotated[list[str] | None, typer.Option(help="NAME[INDEX]: only the ranks that hold this element.")] = None,
+    svg: Svg = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which rank holds which elements of a model, and where padding lies."""
+    from crossframe.cli.layout import LayoutOptions, show_layout
+
+    with exit_on_error():
+        options = LayoutOptions(world_size, layout, keep_original, compute_dtype, replicate, dim or ())
+        show_layout(
+            model, dtype, options, unit=unit, rank=rank, where=where or (), svg=svg, as_json=as_json, console=console
+        )
+
+
+@app.command()
+def plan(
+    model: ShapesOf,
+    world_size: WorldSize,
+    strategy: Annotated[
+        str, typer.Option(help="full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2.")
+    ] = "full_shard",
+    shard: Annotated[int | None, typer.Option(help="Hybrid strategies: number of ranks of a shard group.")] = None,
+    api: Annotated[str, typer.Option("--api", "--face", help="fsdp1 or fsdp2.")] = "fsdp1",
+    reshard_after_forward: Annotated[
+        str | None, typer.Option(help="fsdp2: true, false, or the number of ranks to reshard to.")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="flat, per_param or ragged. Default: that of the API")] = None,
+    backward_prefetch: Annotated[str, typer.Option(help="pre, post or none.")] = "pre",
+    forward_prefetch: Annotated[int, typer.Option(help="Number of units that forward prefetches.")] = 0,
+    dtype: Dtype = "float32",
+    param_dtype: Annotated[str | None, typer.Option(help="Dtype of gathers and compute. Default: --dtype")] = None,
+    reduce_dtype: Annotated[str | None, typer.Option(help="Dtype of reductions. Default: --param-dtype")] = None,
+    microbatches: Annotated[int, typer.Option(help="Number of microbatches of a step.")] = 1,
+    sync: Annotated[
+        str, typer.Option(help="Gradient accumulation: each, last or all_reduce_last reduces gradients.")
+    ] = "each",
+    rank: Annotated[int, typer.Option(help="The rank whose step is shown.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Number of tokens per rank and microbatch.")] = 4096,
+    bandwidth: Annotated[float | None, typer.Option(help="Bandwidth of a rank in bytes/s. Default: 5e10")] = None,
+    replica_bandwidth: Annotated[
+        float | None, typer.Option(help="Bandwidth between replicas in bytes/s. Default: --bandwidth")
+    ] = None,
+    latency: Annotated[float | None, typer.Option(help="Time of an empty message in seconds. Default: 1e-5")] = None,
+    flops: Annotated[float | None, typer.Option(help="Operations per second of a rank. Default: 4e14")] = None,
+    svg: Svg = None,
+    events: Annotated[bool, typer.Option("--events", help="Print every event.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a training step of one rank: its collectives, a timeline, and the memory in use."""
+    from crossframe.cli.plan import PlanOptions, hardware, show_plan
+
+    with exit_on_error():
+        options = PlanOptions(
+            world_size,
+            strategy,
+            shard,
+            api,
+            reshard_after_forward,
+            layout,
+            backward_prefetch,
+            forward_prefetch,
+            param_dtype,
+            reduce_dtype,
+            microbatches,
+            sync,
+            rank,
+            tokens,
+            hardware(bandwidth=bandwidth, replica_bandwidth=replica_bandwidth, latency=latency, flops=flops),
+        )
+        show_plan(model, dtype, options, events=events, svg=svg, as_json=as_json, console=console)
