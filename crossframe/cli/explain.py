@@ -25,7 +25,7 @@ from crossframe.operators.target import Target, target_of
 from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
 from crossframe.processes import run
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
 from crossframe.recording.lines import BACKWARD, FORWARD
 from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROGRAM, SOURCE
@@ -33,8 +33,6 @@ from crossframe.verdict import compare
 from crossframe.verdict.measure.comparable import labels
 
 TIMEOUT = 600.0
-# Trains a model of the repository, with a process for each rank.
-_RESEARCH = ("python", "-m", "experiments", "train")
 _LAST_LINES, _MOST_SHOWN = 12, 8
 FOUND, NOTHING_DIFFERS, NOT_FOUND = 1, 0, 3
 
@@ -201,14 +199,14 @@ def command_of(said: Sequence[str], output: Path, num_processes: int) -> list[st
     >>> command_of(["python", "train.py", "--lr", "1"], Path("out"), 1)[1:]
     ['train.py', '--lr', '1']
     """
-    if list(said[:2]) == ["crossframe", "record"] and len(said) > 2 and said[2].endswith(".py"):
+    if shlex.join(said[:2]) == RECORD and len(said) > 2:
         options, arguments = list(said[3:]), []
         if "--" in options:
             options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
         at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
         recorder = {"directory": str(output), "windows": [], "overwrite": True}
         return script_command(said[2], arguments, recorder, int(options[at]) if at else None)
-    if tuple(said[: len(_RESEARCH)]) == _RESEARCH:
+    if shlex.join(said).startswith(TRAIN):
         return [sys.executable, *said[1:], "--output", str(output), "--overwrite"]
     if said and said[0] == "python" and len(said) > 1:
         if num_processes == 1:

@@ -14,7 +14,7 @@ from crossframe.cli.script_imports import is_of_jax
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.known_settings import COMMAND, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.schedule import window_arguments
 
@@ -70,7 +70,7 @@ def record_script(
         raise UsageError(
             f"{directory} holds a recording already; choose another with --output, or replace it with --overwrite"
         )
-    command = ["crossframe", "record", str(script)]
+    command = [*RECORD.split(), str(script)]
     if nproc_per_node is not None:
         command += ["--nproc-per-node", str(nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]

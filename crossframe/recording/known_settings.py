@@ -10,7 +10,9 @@ from crossframe.recording.program import PROGRAM
 from crossframe.shown import shown
 
 COMMAND = "command"
-"""The command line that repeats the recording. `crossframe record ...` also takes --output, --overwrite and
+"""The command line that repeats the recording."""
+RECORD, TRAIN = "crossframe record", "python -m experiments train"
+"""The commands that record a script of a user, and a model of this repository. Each takes --output, --overwrite and
 --perturbed-runs."""
 PER_RANK = "per_rank_statistics"
 """Names of modules whose output for a sample depends on the other samples of the rank, as that of batch norm in training."""

@@ -1,6 +1,6 @@
 """The verdict and its reason, by bounds or by perturbed runs."""
 
-from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
 from crossframe.recording.lines import UPDATE
 from crossframe.verdict.envelope import ENOUGH, Envelope, decisive
 from crossframe.verdict.findings import Findings
@@ -132,9 +132,9 @@ def _settle(pair: Pair, num_runs: int = 4) -> str:
     alike = "in float64" if pair.coarser is None else "in one dtype"
     for recording in runs if pair.coarser is None else (runs[pair.coarser],):
         if isinstance(command := recording.manifest.settings.get(COMMAND), str):
-            if command.startswith("crossframe record "):
+            if command.startswith((RECORD, TRAIN)):
                 ours, dashes, of_script = command.partition(" -- ")
-                keep = "--top-up" if ours.split()[2:3] and ours.split()[2].endswith(".py") else "--overwrite"
+                keep = "--top-up" if command.startswith(RECORD) else "--overwrite"
                 again = f"`{ours} --output {recording.directory} {keep} --perturbed-runs {num_runs}{dashes}{of_script}`"
             else:
                 first = 1 + len(recording.twins())

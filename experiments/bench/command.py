@@ -1,4 +1,4 @@
-"""The `crossframe bench` commands: measure, print tables, write them to files, say how it ended."""
+"""The `python -m experiments bench` commands: measure, print tables, write them to files, say how it ended."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def core_markdown(figures: Sequence[Figure]) -> str:
 
 def command_line() -> str:
     """The command line that this process was started with."""
-    return " ".join(["crossframe", *sys.argv[1:]])
+    return " ".join(["python -m experiments", *sys.argv[1:]])
 
 
 def run_torch_bench(

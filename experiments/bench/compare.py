@@ -39,7 +39,7 @@ DTYPE = "float32"
 
 @dataclass(frozen=True)
 class CompareSizes:
-    """Sizes of a run of `crossframe bench compare`.
+    """Sizes of a run of `python -m experiments bench compare`.
 
     Attributes:
         few_steps: at which memory is measured as well; it must not grow from there to `num_steps`.

@@ -83,7 +83,7 @@ def core_figures() -> Iterator[Figure]:
                 yield Figure(f"{kind}, {world_size:,} ranks: {what}", by_world[what][-1], LOOPS, limits[what])
         for what, (few, *_, many) in by_world.items():
             yield Figure(f"{kind}: {what} at {max(WORLD_SIZES):,} ranks to {min(WORLD_SIZES)}", many / few, TIMES, 2.0)
-    yield Figure("import of crossframe to import of numpy", import_ratio("crossframe", "numpy"), TIMES, 2.0)
+    yield Figure("import of crossframe to import of numpy", import_ratio("crossframe.layout", "numpy"), TIMES, 2.0)
 
 
 def laid_out(layouts: Sequence[tuple[str, Layout]]) -> Sequence[tuple[str, Layout]]:

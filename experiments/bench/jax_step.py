@@ -22,7 +22,7 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class JaxSizes:
-    """Sizes of a run of `crossframe bench jax`.
+    """Sizes of a run of `python -m experiments bench jax`.
 
     Attributes:
         gpt: of the model.

@@ -7,7 +7,7 @@ from experiments.models.gpt import GPTConfig
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run of `crossframe bench torch` or `crossframe bench state`.
+    """Sizes of a run of `python -m experiments bench torch` or `python -m experiments bench state`.
 
     Attributes:
         gpt: of the model whose step is timed and whose memory is counted.

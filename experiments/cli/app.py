@@ -21,6 +21,7 @@ from experiments.cli.faults import add_commands
 from experiments.parity.settings import RunSettings, mesh_of
 
 app = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Research on sharded training: parity runs, known faults, rules, benchmarks, lessons.",
@@ -53,7 +54,7 @@ Twins = Annotated[
     ),
 ]
 Fault = Annotated[
-    str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients: see crossframe faults.")
+    str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients: see python -m experiments faults.")
 ]
 DEFAULTS = RunSettings("gpt")
 

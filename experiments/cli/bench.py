@@ -1,4 +1,4 @@
-"""The commands `crossframe bench core|torch|state|recorder|compare|jax`."""
+"""The commands `python -m experiments bench core|torch|state|recorder|compare|jax`."""
 
 from pathlib import Path
 from typing import Annotated

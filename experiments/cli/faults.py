@@ -1,4 +1,4 @@
-"""The commands `crossframe faults` and `crossframe clean-pairs`."""
+"""The commands `python -m experiments faults` and `python -m experiments clean-pairs`."""
 
 from pathlib import Path
 from typing import Annotated

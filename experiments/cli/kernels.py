@@ -1,4 +1,4 @@
-"""The command `crossframe kernels`."""
+"""The command `python -m experiments kernels`."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The command `crossframe untouched`."""
+"""The command `python -m experiments untouched`."""
 
 from functools import partial
 from pathlib import Path

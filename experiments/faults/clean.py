@@ -1,4 +1,4 @@
-"""`crossframe clean-pairs`: runs that are right, compared with one another, and how often that is called a bug.
+"""`python -m experiments clean-pairs`: runs that are right, compared with one another, and how often that is called a bug.
 
 A set of runs is one training: one model, dtype and seed, the same samples at each step. It is recorded in both frameworks, on
 several numbers of ranks, under several strategies, and with sums in other orders. Some of the recordings have perturbed runs;

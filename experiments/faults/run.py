@@ -1,4 +1,4 @@
-"""`crossframe faults`: every fault of the catalogue put into a run, and what a comparison with a clean run says of it.
+"""`python -m experiments faults`: every fault of the catalogue put into a run, and what a comparison with a clean run says of it.
 
 The clean run is of the other framework, so that real rounding lies between the two. Below float64 it alone has perturbed runs:
 those of a faulty run would show how far the fault throws rounding. All runs of one framework and size share processes; a

@@ -1,4 +1,4 @@
-"""`crossframe kernels`: each fault put into a program, and the operator and line that `explain` names for it."""
+"""`python -m experiments kernels`: each fault put into a program, and the operator and line that `explain` names for it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`crossframe grid`: many small runs in both frameworks, and how far the two part, as one table.
+"""`python -m experiments grid`: many small runs in both frameworks, and how far the two part, as one table.
 
 A cell is a model on a mesh, under a strategy, with an optimizer. In float64, how far two runs are apart is the largest difference
 of a parameter at any recorded step, as `crossframe.verdict` measures it; in lower precision it is how much they use up of what

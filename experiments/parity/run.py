@@ -1,4 +1,4 @@
-"""`crossframe parity`: recordings in both frameworks, made by processes of their own, and the pairs to compare."""
+"""`python -m experiments parity`: recordings in both frameworks, made by processes of their own, and the pairs to compare."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -14,7 +14,7 @@ from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Manifest, Schedule
-from crossframe.recording.known_settings import COMMAND, PER_RANK
+from crossframe.recording.known_settings import COMMAND, PER_RANK, TRAIN
 from crossframe.recording.lines import twin_folder
 from crossframe.recording.program import PROGRAM
 from crossframe.recording.schedule import window_arguments
@@ -186,7 +186,7 @@ class RunSettings:
                 "batch_size": self.batch_size,
                 "optimizer": OPTIMIZERS[self.optimizer],
                 "weight_decay": self.weight_decay,
-                COMMAND: shlex.join(["python", "-m", "experiments", *self.arguments(framework)]),
+                COMMAND: shlex.join([*TRAIN.split(), *self.arguments(framework)[1:]]),
             }
             | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
             | ({"clip": self.clip} if self.clip is not None else {})

@@ -1,4 +1,4 @@
-"""The `crossframe spec` command: run the checks, print the table, say how it ended."""
+"""The `python -m experiments spec` command: run the checks, print the table, say how it ended."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""`crossframe untouched`: records the untouched cases, compares them with `crossframe compare`, and writes expected and found.
+"""`python -m experiments untouched`: records and compares the untouched cases, and writes expected and found answers.
 
 Cases run one after another, faults first and then clean pairs of all axes in turn. Results are written after each case, so that
 those of a run that was stopped hold for the cases that it came to, and the same command goes on with the others.

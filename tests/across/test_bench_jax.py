@@ -1,4 +1,4 @@
-"""`crossframe bench jax`: what is compared with what, and that it runs from end to end."""
+"""`python -m experiments bench jax`: what is compared with what, and that it runs from end to end."""
 
 import json
 

@@ -33,7 +33,7 @@ SIGNATURES = {
     *("norm_epsilon", "tanh_gelu", "dropout", "other_batches"),
 }
 ALL = sorted(FAULTS)
-# Of the reduction, of a model, of an optimizer, and one that moves from one framework to the other; `crossframe faults` has all.
+# `python -m experiments faults` runs all.
 SHORT = ("moments_lost",)
 if os.environ.get(EXHAUSTIVE):
     SHORT += (

@@ -1,4 +1,4 @@
-"""`crossframe kernels`: its faults change one line each, of a program that is there."""
+"""`python -m experiments kernels`: its faults change one line each, of a program that is there."""
 
 import pytest
 from typer.testing import CliRunner

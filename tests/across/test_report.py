@@ -99,13 +99,13 @@ class Tags(HTMLParser):
 
 def test_a_report_of_rounding(tmp_path):
     pairs = [pair(tmp_path / "1", rounded), pair(tmp_path / "2")]
-    report, series = report_of(pairs, command="crossframe parity")
+    report, series = report_of(pairs, command="python -m experiments parity")
     assert report["verdict"] == "rounding"
     assert [one["verdict"] for one in report["pairs"]] == ["rounding", "equal"]
     page = write_report(tmp_path / "out", report, series).read_text()
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
     assert "torch and JAX agree: the differences are rounding." in page
-    assert "crossframe parity" in page
+    assert "python -m experiments parity" in page
     assert "block.k_bias" in page
     assert headings(page) == ["Evidence", "What else was compared", "The other pairs"]
     assert charts(page) == ["excess", "heat", "losses", "differences"]

@@ -1,6 +1,6 @@
 """Every history of small worlds: any order of lawful and unlawful operations, beside the simplest model (R12, R17-R24).
 
-`crossframe spec` follows longer ones. A failure names the history; `replay(SETUP.pair(), history)` follows it again.
+`python -m experiments spec` follows longer ones. A failure names the history; `replay(SETUP.pair(), history)` follows it again.
 """
 
 import os

@@ -568,8 +568,8 @@ def test_recordings_are_called_by_what_tells_them_apart(tmp_path):
     ("command", "again"),
     [
         (
-            "crossframe record torch gpt --steps 9",
-            r"`crossframe record torch gpt --steps 9 --output \S+ --overwrite --perturbed-runs 4`",
+            "python -m experiments train torch gpt --steps 9",
+            r"`python -m experiments train torch gpt --steps 9 --output \S+ --overwrite --perturbed-runs 4`",
         ),
         (
             "crossframe record train.py --dense 2 -- --lr 1",

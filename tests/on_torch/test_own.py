@@ -1,4 +1,4 @@
-"""torch's FSDP1, FSDP2 and DDP and one device, held against one another: a short form of `crossframe bench own`."""
+"""torch's FSDP1, FSDP2 and DDP and one device, held against one another: a short form of `python -m experiments bench own`."""
 
 import os
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_the_table_counts_by_who_was_compared_and_lists_what_parts():
     ]
     assert len({column_of(each) for each in some}) == 3
     assert counts(some) == "1 equal, 1 rounding, **1 bug**"
-    text = markdown(some, [], ["`crossframe bench own`: here"])
+    text = markdown(some, [], ["`python -m experiments bench own`: here"])
     assert "- mlp, float64, adamw: torch FSDP1 on 2 against our FSDP1 on 2: **bug**: at step 0 they part" in text
 
 

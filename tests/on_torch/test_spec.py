@@ -1,4 +1,4 @@
-"""`crossframe spec`: the sample of its cases, what it counts, and what it says and returns when something is wrong."""
+"""`python -m experiments spec`: the sample of its cases, what it counts, and what it says and returns when something is wrong."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""`crossframe bench own`: record every contestant, compare, say what came of it."""
+"""`python -m experiments bench own`: record every contestant, compare, say what came of it."""
 
 import json
 import shutil

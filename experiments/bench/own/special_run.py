@@ -1,4 +1,4 @@
-"""`crossframe bench own --special`: record the special cases, compare each with one device, say what came of it."""
+"""`python -m experiments bench own --special`: record the special cases, compare each with one device, say what came of it."""
 
 import json
 import tempfile

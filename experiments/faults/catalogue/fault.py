@@ -146,7 +146,7 @@ def check_fault(faults: Mapping[str, Fault], name: str, framework: str = "") -> 
         close = get_close_matches(name, faults, n=3) or [next(iter(faults))]
         raise UsageError(
             f"fault: unknown fault {name!r}: expected one of {len(faults)}, for instance {', '.join(close)}; "
-            "crossframe faults --list names all"
+            "python -m experiments faults --list names all"
         )
     if name and framework and framework not in faults[name].frameworks:
         others = " or ".join(faults[name].frameworks)
