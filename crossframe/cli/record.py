@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,18 @@ def record_script(
         top_up: keep the recording and its perturbed runs, and record only those that are missing.
 
     Raises:
+        ModuleNotFoundError: torch is not installed.
         UsageError: no such script, or one of JAX; numbers out of range; a run that failed.
     """
     if not script.is_file():
-        raise UsageError(f"record: there is no script {script}")
+        raise UsageError(f"record: expected the path of a training script, but {script} is not a file")
     if is_of_jax(script):
         raise UsageError(
             f"{script} imports JAX and not torch: crossframe record follows torch's optimizers alone; record from inside the "
             "script, with jax_backend.Recorder"
         )
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError(name="torch")
     for name, value, least, most in (
         ("nproc-per-node", nproc_per_node, 1, MAX_PROCESSES),
         ("every", every, 1, MAX_STEPS),

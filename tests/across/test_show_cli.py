@@ -1,6 +1,7 @@
 """`crossframe layout` and `crossframe plan`, as a user meets them: what they print, what they write, and their exit status."""
 
 import json
+import math
 import re
 from xml.etree import ElementTree
 
@@ -186,6 +187,34 @@ def test_R10_the_largest_model_on_thousands_of_ranks_is_drawn_in_little_room(com
 
 
 PLAIN = {"w": [4, 3], "b": [4]}
+
+
+def test_layout_as_json_lists_every_element_once():
+    status, said = run("layout", "gpt-tiny", "--world-size", 3, "--json")
+    found = json.loads(said)
+    assert status == 0 and (found["world_size"], found["replicas"]) == (3, 1)
+    expected = model_shapes("gpt-tiny")
+    parameters = [param for unit in found["units"] for param in unit["parameters"]]
+    assert {param["name"]: tuple(param["shape"]) for param in parameters} == {
+        param.name: param.shape for param in expected.params
+    }
+    for param in parameters:
+        held = [i for piece in param["pieces"] for i in range(piece["param_start"], piece["param_stop"])]
+        assert sorted(held) == list(range(math.prod(param["shape"])))
+    _, said = run("layout", "gpt-tiny", "--world-size", 3, "--json", "--rank", 1, "--unit", "blocks.0")
+    assert [unit["unit"] for unit in json.loads(said)["units"]] == ["blocks.0"]
+    pieces = [piece for param in json.loads(said)["units"][0]["parameters"] for piece in param["pieces"]]
+    assert {piece["rank"] for piece in pieces} == {1}
+
+
+def test_plan_as_json_has_the_events_and_the_peak():
+    status, said = run("plan", "gpt-tiny", "--world-size", 4, "--json")
+    found = json.loads(said)
+    assert status == 0
+    kinds = [event["kind"] for event in found["events"]]
+    assert kinds.count("all_gather") == found["collectives"]["all_gather"]["count"] > 0
+    assert found["peak_bytes"] == max(event["memory_bytes"] for event in found["events"])
+    assert found["seconds"] == max(event["stop_seconds"] for event in found["events"])
 
 
 @pytest.mark.parametrize("command", ["layout", "plan"])

@@ -177,7 +177,7 @@ def test_a_full_disk_is_named(run, capsys):
 
 
 def test_wrong_use_of_the_command_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="there is no script"):
+    with pytest.raises(UsageError, match="expected the path of a training script"):
         record(tmp_path)
     (tmp_path / "script.py").write_text("print('hello')")
     for options in ({"twins": 1}, {"every": 0}, {"dense": -1}, {"nproc_per_node": 0}):
