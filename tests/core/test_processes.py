@@ -37,7 +37,7 @@ def started(tmp_path):
 
     def start(manner=""):
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.core.family", str(tmp_path), manner],
+            [sys.executable, "-m", "tests.core.programs.processes", str(tmp_path), manner],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             stderr=subprocess.PIPE,

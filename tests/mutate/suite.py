@@ -137,14 +137,14 @@ class Suite:
 
 
 def _is_named_after(file: str, path: str) -> bool:
-    """Whether a file of tests is about a module, by its name.
+    """Whether a file of tests is about a module, by its folder and name.
 
-    >>> _is_named_after("tests/core/test_layout_flat.py", "crossframe/layout/flat.py")
+    >>> _is_named_after("tests/core/layout/test_flat.py", "crossframe/layout/flat.py")
     True
     """
     words = path.removesuffix(".py").split("/")[1:]
-    stem = Path(file).stem.removeprefix("test_")
-    return file == path or any(word in stem for word in words if word != "__init__")
+    name = file.removeprefix("tests/core/").replace("test_", "")
+    return file == path or any(word in name for word in words if word != "__init__")
 
 
 def fork(work: Callable[[], int], folder: Path) -> int:

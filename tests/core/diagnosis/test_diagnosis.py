@@ -1,0 +1,646 @@
+"""Hypotheses on arrays alone: each finds what was put in, with rounding on top, and nothing in what is unrelated."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossframe.recording import Batch
+from crossframe.verdict.diagnosis.batches import other_batches
+from crossframe.verdict.diagnosis.departures import Update, departures, follow_one_rule
+from crossframe.verdict.diagnosis.factors import factor_of, name_of
+from crossframe.verdict.diagnosis.fit import Contrast, Fit, Story, best
+from crossframe.verdict.diagnosis.forward import (
+    ERF_GELU,
+    FUNCTIONS,
+    TANH_GELU,
+    branch_of,
+    convolved,
+    dropout_of,
+    functions_of,
+    kernel_reordered,
+    norm_epsilons,
+    two_masks_of,
+)
+from crossframe.verdict.diagnosis.moments import Moment, moment_departures
+from crossframe.verdict.diagnosis.moved import reorderings, same_as, shift_of, transposition_of
+from crossframe.verdict.diagnosis.of_values import is_shifted
+from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks, on_grid, weighted_ranks
+from crossframe.verdict.diagnosis.rules import AdamW, Average
+from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
+from crossframe.verdict.measure.metrics import norm
+from tests.core.helpers.random_layouts import QUICK
+
+SEEDS = st.integers(0, 2**32 - 1)
+SHAPES = st.sampled_from([(7,), (12, 5), (8, 8), (3, 4, 6), (64,)])
+NOISE = 1e-7
+
+
+def drawn(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def contrast(right: np.ndarray, wrong: np.ndarray, seed: int = 0) -> Contrast:
+    """Both sides with a relative rounding of NOISE an element, and as the limit what that may reach, twice."""
+    rng = np.random.default_rng((seed, 1))
+    right, wrong = (x * (1 + NOISE * rng.uniform(-1, 1, x.shape)) for x in (right, wrong))
+    return Contrast(right, wrong, 2 * NOISE * norm(right), 2.0**-24)
+
+
+@QUICK
+@given(SEEDS, SHAPES, st.sampled_from([0.5, 2.0, -1.0, 1.001, 3**0.5, 1e-3, 4e4]))
+def test_a_factor_is_found_to_the_rounding_of_the_sides(seed: int, shape: tuple[int, ...], value: float) -> None:
+    x = drawn(seed, *shape)
+    found = factor_of(contrast(x, value * x, seed))
+    assert found is not None
+    assert abs(found.value - value) <= found.error <= 1e-5 * max(1, abs(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (8.0, "the world size"),
+        (0.125, "1 / the world size"),
+        (8**0.5, "the square root of the world size"),
+        (1 / 8**0.5, "1 / the square root of the world size"),
+        (2.0, "the number of replicas"),
+        (24.0, "(the world size times the accumulation steps)"),
+        (64.0, "the square of the world size"),
+        (7.0, None),
+        (1.0, None),
+    ],
+)
+def test_a_factor_is_called_by_what_the_run_counts(value: float, said: str | None) -> None:
+    counts = {"the world size": 8.0, "the number of replicas": 2.0, "the accumulation steps": 3.0}
+    assert name_of(value * (1 + 1e-9), 1e-7, counts) == said
+
+
+def test_a_factor_that_may_be_several_numbers_is_called_by_none() -> None:
+    counts = {"the world size": 2.0, "the accumulation steps": 3.0}
+    assert name_of(1.9, 0.2, counts) is None  # the square root of 3 is as near
+    assert name_of(1.998, 0.004, counts) == "the world size"
+
+
+def test_a_factor_gets_no_name_from_a_coarse_limit() -> None:
+    counts = {"the world size": 2.0}
+    assert name_of(0.1447, 0.12, counts) is None  # 1 / 4 lies within
+    rng = np.random.default_rng(0)
+    factors = np.exp(rng.uniform(np.log(0.05), np.log(20), 4000))
+    for counts in ({"the world size": 4.0}, {"the world size": 8.0, "the accumulation steps": 3.0}):
+        for share in (1e-3, 1e-2, 0.05, 0.5):
+            named = sum(name_of(value, share * value, counts) is not None for value in factors)
+            assert named <= 4000 * 0.05 + 5 * np.sqrt(4000 * 0.05), (counts, share)
+
+
+def test_of_numbers_that_are_alike_nobody_knows_whether_one_was_added() -> None:
+    losses = np.array([5.51, 5.54])
+    assert is_shifted(Contrast(losses, losses + 0.01, 1e-6), 1e-4)
+    assert is_shifted(Contrast(losses, losses * 1.002, 1e-6), 1e-4)  # nor whether they were multiplied by one
+    assert not is_shifted(Contrast(losses, losses * 2, 1e-6), 1e-4)
+    assert is_shifted(Contrast(losses[:1], losses[:1] * 2, 1e-6), 1e-4)
+    assert not is_shifted(Contrast(np.array([1.0, 5.0]), np.array([1.01, 5.05]), 1e-6), 1e-6)
+
+
+def test_a_factor_is_likely_to_be_nearer_than_the_limit_says() -> None:
+    """The limit is far beyond what these sides were rounded by: 1000 times, and the names of constants nearby with it."""
+    x, rng = drawn(0, 400), np.random.default_rng(1)
+    wrong = 2 * x * (1 + 1e-4 * rng.uniform(-1, 1, 400))
+    found = factor_of(Contrast(x, wrong, 0.1 * norm(x)))
+    assert found is not None and found.error > 0.3
+    assert abs(found.value - 2) <= found.noise < 1e-3
+    assert (
+        one := factor_of(Contrast(x[:1], wrong[:1], 0.1 * norm(x[:1])))
+    ) and one.noise > 0.3  # of one number nothing can be said
+
+
+@QUICK
+@given(SEEDS, st.sampled_from([(12, 5), (8, 8), (3, 4, 6), (2, 2, 3, 3), (12,)]), st.data())
+def test_an_order_of_axes_is_found(seed: int, shape: tuple[int, ...], data: st.DataObject) -> None:
+    x = drawn(seed, *shape)
+    said, moved = data.draw(st.sampled_from(list(reorderings(x))))
+    found = transposition_of(contrast(x, moved.reshape(shape), seed))
+    assert found is not None and found.rest <= 4 * NOISE * norm(x), said
+    # Several of them may do the same; the one that is said does this.
+    assert np.array_equal(dict(reorderings(x))[found.said].reshape(shape), moved.reshape(shape))
+
+
+@QUICK
+@given(SEEDS, st.integers(8, 90), st.integers(1, 4), st.booleans())
+def test_a_shift_is_found_with_its_direction(seed: int, numel: int, by: int, late: bool) -> None:
+    x = drawn(seed, numel)
+    line = np.concatenate([drawn(seed + 1, by), x, drawn(seed + 2, by)])
+    y = line[:numel] if late else line[2 * by :]
+    found = shift_of(contrast(x, y, seed))
+    assert found is not None
+    assert (found.by, found.overlap) == (by if late else -by, numel - by)
+
+
+def test_a_shift_of_one_ranks_elements_takes_them_from_the_elements_ahead() -> None:
+    x = drawn(0, 40)
+    y = x.copy()
+    y[20:30] = x[17:27]
+    assert shift_of(Contrast(x, y, 0.0)) is None
+    found = shift_of(Contrast(x, y, 0.0), 20, 30)
+    assert found is not None and (found.by, found.overlap) == (3, 10)
+
+
+def test_a_few_elements_that_reappear_are_no_shift() -> None:
+    x, y = drawn(0, 40), drawn(1, 40)
+    y[30:] = x[:10]
+    assert shift_of(Contrast(x, y, 0.0), also=[30]) is None
+
+
+def test_zeros_and_ones_lie_everywhere_and_say_nothing() -> None:
+    x, ones = drawn(0, 6, 6), np.ones((6, 6))
+    assert same_as(Contrast(x, np.zeros((6, 6)), 0.0), {"q": np.zeros((6, 6))}) is None
+    noise = 1e-18 * drawn(1, 6, 6)
+    assert same_as(Contrast(x, np.zeros((6, 6)), 1e-12), {"q": noise}) is None
+    grads = [x, x.T]
+    assert mixed_ranks(Contrast(np.mean(grads, axis=0), np.zeros((6, 6)), 1e-12), grads, [noise, noise.T]) is None
+    assert transposition_of(Contrast(ones, ones + 1, 0.0)) is None
+    assert transposition_of(Contrast(0 * ones, -0.0 * ones, 0.0)) is None  # other bits, and no difference
+    assert shift_of(Contrast(np.zeros(9), np.eye(9)[3], 0.0)) is None
+    assert factor_of(Contrast(np.zeros(5), drawn(0, 5), 1e-9)) is None
+    assert factor_of(Contrast(drawn(0, 5), np.zeros(5), 1e-9)) is None
+
+
+@QUICK
+@given(SEEDS, st.integers(2, 6), st.data())
+def test_the_ranks_that_are_missing_from_a_sum_are_told(seed: int, num_ranks: int, data: st.DataObject) -> None:
+    grads = [drawn(seed + i, 9, 4) for i in range(num_ranks)]
+    missing = data.draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks - 1))
+    present = [grad for i, grad in enumerate(grads) if i not in missing]
+    divisor = data.draw(st.sampled_from([num_ranks, len(present)]))
+    found = absent_ranks(contrast(np.mean(grads, axis=0), np.sum(present, axis=0) / divisor, seed), grads)
+    assert found is not None
+    assert (found.ranks, found.divided_by) == (tuple(sorted(missing)), divisor)
+
+
+def test_nobody_is_missing_from_a_sum_whose_right_side_is_no_mean_of_these() -> None:
+    grads = [drawn(i, 9, 4) for i in range(3)]
+    assert absent_ranks(contrast(drawn(7, 9, 4), grads[0] / 3), grads) is None
+    assert absent_ranks(contrast(np.mean(grads, axis=0), 2 * np.mean(grads, axis=0)), grads) is None
+
+
+@QUICK
+@given(SEEDS, st.integers(2, 5), st.data())
+def test_how_often_each_rank_counts_is_told(seed: int, num_ranks: int, data: st.DataObject) -> None:
+    grads = [drawn(seed + i, 30) for i in range(num_ranks)]
+    times = np.ones(num_ranks)
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    times[rank] = data.draw(st.sampled_from([0.5, 1.001, 2.0, -1.0]))
+    wrong = np.mean([t * grad for t, grad in zip(times, grads, strict=True)], axis=0)
+    found = weighted_ranks(contrast(np.mean(grads, axis=0), wrong, seed), grads)
+    assert found is not None and found.ranks == [rank]
+    assert np.allclose(found.times, times, rtol=0, atol=found.unsure) and found.unsure < 1e-4
+    assert weighted_ranks(contrast(np.mean(grads, axis=0), 2 * np.mean(grads, axis=0), seed), grads) is None
+    absent = (sum(grads) - grads[0]) / num_ranks
+    assert weighted_ranks(contrast(np.mean(grads, axis=0), absent, seed), grads) is None  # that has a name of its own
+
+
+@QUICK
+@given(SEEDS, st.integers(2, 5), st.data())
+def test_R29_the_ranks_that_brought_in_another_parameter_are_told(
+    seed: int, num_ranks: int, data: st.DataObject
+) -> None:
+    own, theirs = ([drawn(seed + i, 30) for i in range(first, first + num_ranks)] for first in (0, 100))
+    mixed = data.draw(st.sets(st.integers(0, num_ranks - 1), min_size=1))
+    wrong = np.mean([theirs[i] if i in mixed else own[i] for i in range(num_ranks)], axis=0)
+    found = mixed_ranks(contrast(np.mean(own, axis=0), wrong, seed), own, theirs)
+    assert found is not None and found.ranks == tuple(sorted(mixed))
+
+
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("way", ["cast", "sum", "mean"])
+def test_a_sum_in_low_precision_is_told_by_what_it_leaves(low: str, num_ranks: int, way: str) -> None:
+    grads = [drawn(i, 400).astype(np.float32) for i in range(num_ranks)]
+    dtype = np.dtype(getattr(ml_dtypes, low, None) or low)
+    cast = [grad.astype(dtype) for grad in grads]
+    if way == "cast":
+        wrong = np.mean([grad.astype(np.float64) for grad in cast], axis=0)
+    elif way == "mean":
+        wrong = np.mean(grads, axis=0, dtype=np.float64).astype(dtype)
+    else:
+        total = cast[1]
+        for grad in [*cast[2:], cast[0]]:
+            total = (total + grad).astype(dtype)
+        wrong = total.astype(np.float64) / num_ranks
+    right = np.asarray(np.mean(grads, axis=0, dtype=np.float64), np.float32)
+    found = low_reduction(Contrast.of(right, wrong.astype(np.float32), 1e-7 * norm(right)), grads, num_ranks)
+    assert found is not None and found.dtype == low and low in found.said, (low, num_ranks, way)
+
+
+def test_a_sum_in_bfloat16_is_told_whatever_the_order_of_ranks_in_each_part_of_it() -> None:
+    grads = [drawn(i, 300).astype(np.float32) for i in range(3)]
+    cast: list[Any] = [grad.astype(ml_dtypes.bfloat16) for grad in grads]
+    parts = [(cast[i] + cast[(i + 1) % 3]) + cast[(i + 2) % 3] for i in range(3)]
+    total = np.concatenate([part[100 * i : 100 * (i + 1)] for i, part in enumerate(parts)]).astype(np.float64)
+    right = np.asarray(np.mean(grads, axis=0, dtype=np.float64), np.float32)
+    found = low_reduction(Contrast.of(right, (total / 3).astype(np.float32), 1e-7 * norm(right)), grads, 3)
+    assert found is not None and found.said == "every element of the sum is a number of bfloat16"
+
+
+def test_sums_of_replicas_that_were_cast_before_they_were_added_are_told() -> None:
+    grads = [drawn(i, 200).astype(np.float32) for i in range(4)]
+    right = np.asarray(np.mean(grads, axis=0, dtype=np.float64), np.float32)
+    halves = [(first / 4 + second / 4).astype(ml_dtypes.bfloat16) for first, second in (grads[:2], grads[2:])]
+    wrong = (halves[0].astype(np.float64) + halves[1].astype(np.float64)).astype(np.float32)
+    sides = Contrast.of(right, wrong, 1e-7 * norm(right))
+    found = low_reduction(sides, grads, 4, num_replicas=2)
+    assert found is not None and "sums of replicas were cast to bfloat16" in found.said
+    assert low_reduction(sides, grads, 4) is None
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.0])
+def test_gradients_that_are_in_bfloat16_anyway_were_not_summed_in_it(factor: float) -> None:
+    grads = [drawn(i, 30).astype(ml_dtypes.bfloat16) for i in range(2)]
+    mean = np.mean([grad.astype(np.float64) for grad in grads], axis=0).astype(np.float32)
+    for sides in ((mean, factor * mean), (factor * mean, mean)):
+        assert low_reduction(Contrast.of(*sides, 0.2 * norm(mean)), grads, 2) is None
+    # Nor is what the one side has a mean of the other's gradients, if that side is no mean at all.
+    wide = [drawn(i, 30).astype(np.float32) for i in range(2)]
+    low = np.mean([grad.astype(ml_dtypes.bfloat16).astype(np.float64) for grad in wide], axis=0).astype(np.float32)
+    right = np.mean(wide, axis=0)
+    assert low_reduction(Contrast.of(right, low, 1e-6), wide, 2) is not None
+    assert low_reduction(Contrast.of(factor * right, low, 1e-6), wide, 2) is None
+
+
+def test_a_mean_on_the_grid_of_bfloat16_needs_no_local_gradients() -> None:
+    right = drawn(0, 300).astype(np.float32)
+    wrong = right.astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert on_grid(wrong, "bfloat16") == 1.0
+    found = low_reduction(Contrast.of(right, wrong, 1e-6), None, 2)
+    assert found is not None and found.dtype == "bfloat16"
+    assert low_reduction(Contrast.of(right, wrong + np.float32(1e-3), 1e-6), None, 2) is None
+    assert low_reduction(Contrast.of(right, wrong, 1e-6), None, 2, roundoff=2.0**-8) is None  # as it should be
+    # Nor is it any coarser than the other side.
+    beside = (wrong.astype(ml_dtypes.bfloat16).view(np.uint16) + 1).view(ml_dtypes.bfloat16).astype(np.float32)
+    assert low_reduction(Contrast.of(wrong, beside, 1e-6), None, 2) is None
+
+
+def tied(seed: int, lookups: float, head: float) -> tuple[np.ndarray, np.ndarray]:
+    looked_up, rows = np.zeros((20, 6)), np.random.default_rng(seed).permutation(20)[:7]
+    looked_up[rows] = drawn(seed + 1, 7, 6)
+    of_head = drawn(seed + 2, 20, 6)
+    of_head -= of_head.mean(axis=0)
+    return lookups * looked_up + head * of_head, np.isin(np.arange(20), rows)
+
+
+@pytest.mark.parametrize(("lookups", "head"), [each for each in product((0, 1, 2), repeat=2) if each[0] != each[1]])
+@pytest.mark.parametrize("knows_rows", [True, False])
+def test_R31_how_often_each_use_of_a_tied_weight_counts(lookups: int, head: int, knows_rows: bool) -> None:
+    (right, rows), (wrong, _) = tied(3, 1, 1), tied(3, lookups, head)
+    found = uses_of(contrast(right, wrong), rows if knows_rows else None)
+    if not knows_rows and head != 1:
+        assert found is None  # all rows differ
+    else:
+        assert found is not None and (found.looked_up, found.all_rows, found.num_rows) == (lookups, head, 7)
+
+
+def test_a_tied_weight_of_which_both_uses_count_twice_is_no_matter_of_uses() -> None:
+    (right, rows), (wrong, _) = tied(3, 1, 1), tied(3, 2, 2)
+    assert uses_of(contrast(right, wrong), rows) is None
+
+
+def test_an_embedding_alone_and_a_head_alone_are_not_tied() -> None:
+    for lookups, head in ((1, 0), (0, 1)):
+        right, rows = tied(3, lookups, head)
+        assert uses_of(contrast(right, 2 * right), rows) is None
+        assert uses_of(contrast(right, right + 0.1 * drawn(9, 20, 6)), rows) is None
+
+
+def test_rows_are_found_among_an_embeddings_outputs() -> None:
+    weight = drawn(0, 9, 4).astype(np.float32)
+    tokens = np.array([[1, 5], [5, 8]])
+    found = rows_looked_up(weight, weight[tokens])
+    assert found is not None and np.flatnonzero(found).tolist() == [1, 5, 8]
+    assert rows_looked_up(weight, weight[tokens] * np.float32(1.1)) is None
+    assert rows_looked_up(weight, np.zeros((2, 5), np.float32)) is None
+
+
+RULE = AdamW(rate=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1, count_m=3, count_v=3)
+
+
+def updates(seed: int, changed: AdamW, *, scale: float = 1e-3, size: float = 1.0) -> tuple[Update, Update]:
+    """An update by RULE and one by another rule, in float32."""
+    before, m = (size * drawn(seed, 80)).astype(np.float32), (scale * drawn(seed + 1, 80)).astype(np.float32)
+    v = (scale**2 * drawn(seed + 2, 80) ** 2).astype(np.float32)
+    wide = [x.astype(np.float64) for x in (before, m, v)]
+    made = [rule.updated(wide[0], wide[1], wide[2]).astype(np.float32).astype(np.float64) for rule in (RULE, changed)]
+    right, wrong = (Update(wide[0], after, (wide[1], wide[2]), 2.0**-24) for after in made)
+    return right, wrong
+
+
+def changed(**fields: object) -> AdamW:
+    return AdamW(**(vars(RULE) | fields))  # type: ignore[arg-type]
+
+
+OTHER_RULES: list[tuple[str, AdamW, str]] = [
+    ("weight_decay", changed(decay=0.0), "not decayed"),
+    ("weight_decay", changed(decay=0.3), "decays by 0.3"),
+    ("weight_decay", changed(decay=10.0), "shrinks by 0.1 of itself"),
+    ("weight_decay", changed(decay=-0.1), "wrong sign"),
+    ("optimizer_epsilon", changed(epsilon_in_root=True), "inside of the root"),
+    ("optimizer_epsilon", changed(epsilon=1e-5), "epsilon is 1e-05 outside of the root"),
+    ("optimizer_epsilon", changed(epsilon=1e-4, epsilon_in_root=True), "epsilon is 0.0001 inside of the root"),
+    ("bias_correction", changed(count_m=None, count_v=None), "neither moment"),
+    ("bias_correction", changed(count_m=None), "the first moment is not"),
+    ("bias_correction", changed(count_v=None), "the second moment is not"),
+    ("bias_correction", changed(count_m=4, count_v=4), "as at step 4 of the optimizer, where it is step 3"),
+    ("lost_step", changed(count_m=1, count_v=1), "its count of steps was lost"),
+    ("constant_factor", changed(rate=0.011), "1.1 times as far"),
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("signature", "rule", "said"), OTHER_RULES, ids=[said for *_, said in OTHER_RULES])
+def test_an_update_by_another_rule_names_what_differs(signature: str, rule: AdamW, said: str, seed: int) -> None:
+    right, wrong = updates(100 * seed, rule)
+    found = best(departures(right, wrong, RULE, None, norm(right.after - wrong.after)))
+    assert found is not None and (found.signature, said in found.evidence) == (signature, True), found
+    assert departures(wrong, right, RULE, None, norm(right.after - wrong.after)) == [] or signature == "constant_factor"
+
+
+def test_constants_that_were_rounded_are_no_departure() -> None:
+    """Some take 1 - beta^t in the dtype at hand: 1 - float32(0.999) is off by 1.3e-5 of itself."""
+    low = np.float32(0.999)
+    first, rounded = changed(count_m=1, count_v=1), changed(count_m=1, count_v=1, beta2=1 - float(np.float32(1) - low))
+    assert first.beta2 != rounded.beta2
+    (_, right), (_, wrong) = updates(0, first, size=1e-4), updates(0, rounded, size=1e-4)
+    assert departures(right, wrong, first, None, norm(right.after - wrong.after)) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("stated", [0.0, 0.1])
+def test_a_decay_below_the_resolution_is_not_named(stated: float, seed: int) -> None:
+    """float32 resolves a decay to 2 * 2^-24 / 0.01 = 1.2e-5 here, in each of both updates."""
+    rule = changed(decay=stated)
+    (_, right), (_, wrong) = updates(seed, rule), updates(seed, changed(decay=stated + 2e-5))
+    assert departures(right, wrong, rule, None, norm(right.after - wrong.after)) == []
+    assert follow_one_rule(right, wrong, rule)
+    assert not follow_one_rule(right, updates(seed, changed(decay=stated + 0.05))[1], rule)
+
+
+def test_a_schedules_rate_is_read_off_the_right_side() -> None:
+    scheduled = changed(rate=0.0031)
+    right, _ = updates(0, scheduled), None
+    wrong = updates(0, changed(rate=0.0031, decay=0.0))[1]
+    found = best(departures(right[1], wrong, RULE, None, norm(right[1].after - wrong.after)))
+    assert found is not None and found.signature == "weight_decay", found
+
+
+def test_a_count_that_was_lost_long_ago_is_told_where_it_is_counted() -> None:
+    due, began = changed(count_m=4000, count_v=4000), changed(count_m=170, count_v=170)
+    (_, right), (_, wrong) = updates(0, due), updates(0, began)
+    counted = best(departures(right, wrong, due, 170.0, norm(right.after - wrong.after)))
+    assert counted is not None and counted.signature == "lost_step", counted
+    assert "as at step 170 of the optimizer, where it is step 4000" in counted.evidence
+    # Otherwise nothing is said: some step or other scales an update by any factor.
+    assert departures(right, wrong, due, None, norm(right.after - wrong.after)) == []
+
+
+@QUICK
+@given(SEEDS)
+def test_an_update_by_no_rule_is_given_no_name(seed: int) -> None:
+    right, wrong = updates(seed % 1000, RULE)
+    after = wrong.after + 1e-4 * drawn(seed + 7, 80)
+    assert departures(right, Update(wrong.before, after, wrong.moments, wrong.roundoff), RULE, None, 1e-3) == []
+
+
+Rule = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+def moments(seed: int, other: Rule) -> tuple[Moment, Moment]:
+    """A moment that keeps 0.9 of itself and one by another rule, in float32."""
+    old, gradient, before = (drawn(seed + i, 60).astype(np.float32).astype(np.float64) for i in range(3))
+    made = [0.9 * old + 0.1 * gradient, other(old, gradient, before)]
+    right, wrong = (Moment(old, new.astype(np.float32).astype(np.float64), gradient, before, 2.0**-24) for new in made)
+    return right, wrong
+
+
+@pytest.mark.parametrize(
+    ("signature", "said", "new"),
+    [
+        ("weight_decay", "has 0.1 times the parameter added", lambda m, g, p: 0.9 * m + 0.1 * (g + 0.1 * p)),
+        ("constant_factor", "is 3 times the gradient", lambda m, g, p: 0.9 * m + 0.3 * g),
+        ("constant_factor", "keeps 0.8 of itself", lambda m, g, p: 0.8 * m + 0.2 * g),
+    ],
+)
+def test_a_moment_by_another_rule_names_what_differs(signature: str, said: str, new: Rule) -> None:
+    right, wrong = moments(0, new)
+    found = best(moment_departures(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
+    assert found is not None and found.signature == signature and said in found.evidence, found
+
+
+def test_a_gain_that_was_rounded_is_no_departure() -> None:
+    """1 - float32(0.999) again, as what a square is multiplied by."""
+    low = np.float32(0.999)
+    gain = float(np.float32(1) - low)
+    old, gradient, before = np.zeros(60), drawn(1, 60), drawn(2, 60)
+    made = [factor * gradient for factor in (0.001, gain)]
+    right, wrong = (Moment(old, new, gradient, before, 2.0**-24) for new in made)
+    found = moment_departures(right, wrong, Average(0.999, 0.001), (), norm(made[0] - made[1]), squared=True)
+    assert gain != 0.001 and found == []
+
+
+def test_gradients_that_something_scaled_on_both_sides_are_no_departure() -> None:
+    right, wrong = (
+        Moment(side.old, side.new, side.gradient / 8, side.before, side.roundoff)
+        for side in moments(0, lambda m, g, p: 0.9 * m + 0.1 * (g + 0.1 * p))
+    )
+    found = best(moment_departures(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
+    assert found is not None and found.signature == "weight_decay", found
+
+
+NORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
+    "layer norm": ((5, 7, 16), (2,), True),
+    "RMS norm": ((5, 7, 16), (2,), False),
+    "batch norm": ((9, 4, 3, 3), (0, 2, 3), True),
+}
+
+
+def normed(kind: str, x: np.ndarray, w: np.ndarray, b: np.ndarray, epsilon: float, under_root: bool) -> np.ndarray:
+    dims, centred = NORMS[kind][1:]
+    x = x - x.mean(axis=dims, keepdims=True) if centred else x
+    square = np.square(x).mean(axis=dims, keepdims=True)
+    below = np.sqrt(square + epsilon) if under_root else np.sqrt(square) + epsilon
+    shape = (1, -1, 1, 1) if kind == "batch norm" else (-1,)
+    return x / below * w.reshape(shape) + b.reshape(shape)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(
+    ("first", "second"), [((1e-5, True), (1e-6, True)), ((1e-3, True), (1e-3, False)), ((1e-5, True), (0.0, True))]
+)
+def test_epsilons_of_norms_are_read_off_their_outputs(kind: str, first: tuple, second: tuple) -> None:
+    shape = NORMS[kind][0]
+    x, (w, b) = 0.3 * drawn(1, *shape), drawn(2, 2, shape[1] if kind == "batch norm" else shape[-1])
+    outputs = [normed(kind, x, w, b, *each).astype(np.float32) for each in (first, second)]
+    found = norm_epsilons(Contrast.of(outputs[0], outputs[1], 1e-7 * norm(outputs[0])), (x, x), w, b, 2.0**-24)
+    assert found is not None and found.said == kind
+    for epsilon, (value, under_root) in ((found.right, first), (found.wrong, second)):
+        assert abs(epsilon.value - value) <= epsilon.unsure and epsilon.under_root == under_root, (kind, epsilon)
+    assert norm_epsilons(Contrast.of(outputs[0], 1.001 * outputs[0] ** 3, 1e-7), (x, x), w, b, 2.0**-24) is None
+
+
+@pytest.mark.parametrize(("first", "second"), list(product(FUNCTIONS, repeat=2)))
+@pytest.mark.parametrize("gated", [False, True])
+def test_activation_functions_are_told_apart(first: str, second: str, gated: bool) -> None:
+    x, gate = 2 * drawn(0, 8, 40), drawn(1, 8, 40)
+    outputs = [(FUNCTIONS[name](x) * (gate if gated else 1)).astype(np.float32) for name in (first, second)]
+    found = functions_of(Contrast.of(outputs[0], outputs[1], 1e-6), (x, x), 2.0**-24, (gate, gate) if gated else None)
+    if first == second:
+        assert found is None
+    else:
+        assert found is not None and (found.right, found.wrong) == (first, second)
+
+
+def test_gelu_is_looked_for_in_part_of_what_is_large() -> None:
+    x = drawn(0, 100, 100)
+    sides = Contrast.of(FUNCTIONS[ERF_GELU](x), FUNCTIONS[TANH_GELU](x), 1e-9)
+    assert functions_of(sides, (x, x), 2.0**-53) is not None
+    assert functions_of(sides, (-x, -x), 2.0**-53) is None
+
+
+@QUICK
+@given(SEEDS, st.sampled_from([0.1, 0.25, 0.5]), st.booleans())
+def test_dropout_is_told_with_its_p(seed: int, p: float, of_a_branch: bool) -> None:
+    x, rest = drawn(seed, 20, 30), drawn(seed + 1, 20, 30) if of_a_branch else np.zeros((20, 30))
+    dropped = x * (np.random.default_rng(seed).random(x.shape) >= p) / (1 - p)
+    found = dropout_of(contrast(x + rest, dropped + rest, seed), x if of_a_branch else None)
+    assert found is not None
+    assert 1 - 1 / found.factor == pytest.approx(p, abs=1e-5) and abs(found.share - p) < 0.15
+
+
+def test_elements_that_are_missing_without_the_others_growing_as_much_are_no_dropout() -> None:
+    x = drawn(0, 40, 40)
+    kept = np.random.default_rng(0).random(x.shape) >= 0.4
+    assert dropout_of(contrast(x, x * kept / 0.6)) is not None
+    assert dropout_of(contrast(x, x * kept / 0.9)) is None
+
+
+def test_two_masks_of_one_dropout_are_told() -> None:
+    x, rng = drawn(0, 40, 40), np.random.default_rng(0)
+    first, second = (x * (rng.random(x.shape) >= 0.2) / 0.8 for _ in range(2))
+    found = two_masks_of(contrast(first, second))
+    assert found is not None and found.share == pytest.approx(0.2, abs=0.05)
+    # A causal mask is no dropout: one side has all that the other has, and more.
+    assert two_masks_of(contrast(np.tril(x), x)) is None
+
+
+def test_a_branch_that_comes_in_another_number_of_times() -> None:
+    x, branch = drawn(0, 9, 8), drawn(1, 9, 8)
+    for factor in (0.0, 0.5, 2.0):
+        found = branch_of(contrast(x + branch, x + factor * branch), branch)
+        assert found is not None and abs(found.factor - factor) <= found.error
+    assert branch_of(contrast(x + branch, x + np.tanh(branch)), branch) is None
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 1, 3, 2), (1, 0, 3, 2)])
+def test_kernels_of_convolutions_in_another_order(order: tuple[int, ...]) -> None:
+    x, weight, bias = drawn(0, 2, 3, 6, 6), drawn(1, 3, 3, 3, 3), drawn(2, 3)
+    right, wrong = (convolved(x, w) + bias[:, None, None] for w in (weight, weight.transpose(order)))  # type: ignore[operator]
+    found = kernel_reordered(contrast(right, wrong), (x, x), weight, bias, 2.0**-24)
+    assert found is not None
+    assert (
+        kernel_reordered(contrast(right, right + 0.01 * drawn(5, *right.shape)), (x, x), weight, bias, 2.0**-24) is None
+    )
+
+
+def test_a_square_kernel_transposed() -> None:
+    x, weight = drawn(0, 4, 5, 8), drawn(1, 8, 8)
+    found = kernel_reordered(contrast(x @ weight.T, x @ weight), (x, x), weight, None, 2.0**-24)
+    assert found is not None and found[0] == "transposed"
+
+
+def unrelated(seed: int, numel: int) -> Iterator[tuple[str, object]]:
+    """What every hypothesis makes of a difference that has to do with nothing."""
+    x = drawn(seed, numel, 4)
+    sides = contrast(x, x + 10 ** float(np.random.default_rng(seed).uniform(-5, 1)) * drawn(seed + 1, numel, 4), seed)
+    grads = [drawn(seed + 2, numel, 4), 2 * x - drawn(seed + 2, numel, 4)]
+    others = [drawn(seed + i, numel, 4) for i in (5, 6)]
+    yield "factor", factor_of(sides)
+    yield "transposition", transposition_of(sides)
+    yield "shift", shift_of(sides)
+    yield "same", same_as(sides, {"q": others[0]})
+    yield "absent", absent_ranks(sides, grads)
+    yield "weighted", weighted_ranks(sides, grads)
+    yield "mixed", mixed_ranks(sides, grads, others)
+    yield "low", low_reduction(sides, grads, 2)
+    yield "low without gradients", low_reduction(sides, None, 2)
+    yield "uses", uses_of(sides, np.arange(numel) < 3)
+    yield "epsilons", norm_epsilons(sides, (others[0], others[0]), drawn(seed, 4), None, 2.0**-24)
+    yield "functions", functions_of(sides, (others[0], others[0]), 2.0**-24)
+    yield "dropout", dropout_of(sides)
+    yield "dropout of a branch", dropout_of(sides, others[0])
+    yield "masks", two_masks_of(sides)
+    yield "branch", branch_of(sides, others[0])
+
+
+@QUICK
+@given(SEEDS, st.integers(3, 30))
+def test_an_unrelated_difference_fits_nothing(seed: int, numel: int) -> None:
+    assert {name: found for name, found in unrelated(seed, numel) if found is not None} == {}
+
+
+@QUICK
+@given(SEEDS, st.floats(1.01, 1.9))
+def test_a_difference_barely_beyond_its_limit_fits_nothing(seed: int, beyond: float) -> None:
+    x, noise = drawn(seed, 60), drawn(seed + 1, 60)
+    sides = Contrast(x, x + noise * beyond / norm(noise), 1.0)
+    assert factor_of(sides) is None and shift_of(sides) is None and branch_of(sides, drawn(seed + 2, 60)) is None
+
+
+def test_of_several_fits_the_exact_and_specific_goes_first() -> None:
+    exact = Fit("weight_decay", "", 1e-9, 1e-8)
+    assert best([Fit("constant_factor", "", 1e-12), exact]) is exact
+    assert best([Fit("constant_factor", "", 1e-12, 1e-11), exact]) is exact
+    assert best([Fit("dropout", "", 1e-3), smaller := Fit("constant_factor", "", 1e-4)]) is smaller
+    assert best([Fit("dropout", "", 0.0), specific := Fit("stale_copy", "", 0.0)]) is specific
+    assert best([]) is None
+
+
+def test_stories_agree_within_what_was_fitted() -> None:
+    assert Story("decay", 0.1, 1e-3).same(Story("decay", 0.101, 1e-3))
+    assert not Story("decay", 0.1, 1e-4).same(Story("decay", 0.2, 1e-4))
+    assert not Story("decay", 0.1).same(Story("epsilon", 0.1))
+
+
+def fed(*steps: list[list[int]], labels: str = "") -> list[list[Batch]]:
+    return [[Batch(f"{labels}{ids}", tuple(ids)) for ids in ranks] for ranks in steps]
+
+
+RIGHT = fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]])
+
+
+@pytest.mark.parametrize(
+    ("other", "step", "said"),
+    [
+        (fed([[0, 1], [2, 3]], [[5, 4], [6, 7]], [[8, 9], [10, 11]]), 1, "ranks [0] were fed the same samples in another order"),
+        (fed([[2, 3], [0, 1]], [[6, 7], [4, 5]], [[10, 11], [8, 9]]), 0, "what ranks [1, 0] of a were"),
+        (fed([[0, 1], [0, 1]], [[4, 5], [4, 5]], [[8, 9], [8, 9]]), 0, "what ranks [0, 0] of a were: some twice, and some never"),
+        (fed([[0, 1], [2, 2]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "in b 1 samples were fed more than once"),
+        (fed([[0, 2], [1, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "but other ranks had them"),
+        (fed([[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]]), 0, "b is 1 step ahead of a"),
+        (fed([[90, 91], [92, 93]], [[0, 1], [2, 3]], [[4, 5], [6, 7]]), 0, "b is 1 step behind a"),
+        (fed([[0, 1], [8, 9]], [[4, 5], [6, 7]], [[2, 3], [10, 11]]), 0, "all steps together were fed the same samples"),
+        (fed([[0, 1], [2, 77]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
+        (fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], labels="other"), 0, "but with other values"),
+        (fed([[0, 1, 2, 4]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
+    ],
+)  # fmt: skip
+def test_how_batches_differ_is_said(other: list, step: int, said: str) -> None:
+    found = other_batches(RIGHT, other, ("a", "b"))
+    assert found is not None and found.step == step and said in found.said, found
+
+
+def test_batches_that_are_the_same_differ_in_nothing() -> None:
+    assert other_batches(RIGHT, RIGHT, ("a", "b")) is None
+    assert other_batches(RIGHT, fed([[3, 2, 1, 0]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), ("a", "b")) is None

@@ -1,0 +1,298 @@
+"""ParamMap: one to one, round trips of names, axes and JSON, and what does not fit (names.py)."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossframe.errors import MappingError
+from crossframe.names import (
+    MapEntry,
+    ParamMap,
+    attention,
+    conv,
+    embedding,
+    from_heads,
+    identity_map,
+    linear,
+    norm,
+    to_heads,
+)
+from tests.core.helpers.random_layouts import QUICK
+
+AXES = st.integers(0, 4).flatmap(lambda dims: st.permutations(range(dims))).map(tuple)
+WORDS = st.text("abc.", min_size=1, max_size=4)
+
+
+@st.composite
+def maps(draw: st.DrawFn) -> ParamMap:
+    names = draw(st.lists(WORDS, unique=True, max_size=5))
+    paths = draw(st.lists(WORDS, unique=True, min_size=len(names), max_size=len(names)))
+    entries = []
+    for name, path in zip(names, paths, strict=True):
+        axes, joined = draw(st.none() | AXES), draw(st.sampled_from((path, (path,), (path, f"{path}2"))))
+        split = draw(st.sampled_from((None, (0, 3)))) if axes is None or len(axes) > 1 else None
+        rows = draw(st.sampled_from((None, (2, 1)))) if len(joined) == 2 and isinstance(joined, tuple) else None
+        entries.append(MapEntry(name, joined, axes, split, rows))
+    return ParamMap(tuple(entries))
+
+
+@QUICK
+@given(AXES)
+def test_axes_there_and_back_are_the_identity(axes):
+    entry = MapEntry("w", "k", axes)
+    shape = tuple(range(2, 2 + len(axes)))
+    flax = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    torch = entry.to_canonical(flax)
+    assert torch.shape == entry.canonical_shape(shape) == tuple(shape[axis] for axis in axes)
+    assert np.array_equal(entry.from_canonical(torch), flax)
+    # numpy.transpose's own meaning, element by element: index i of torch's dim d is index i of flax's dim axes[d].
+    for index in np.ndindex(torch.shape):
+        at = [0] * len(axes)
+        for dim, axis in enumerate(axes):
+            at[axis] = index[dim]
+        assert torch[index] == flax[tuple(at)]
+
+
+def test_axes_that_are_not_their_own_inverse():
+    entry = MapEntry("conv.weight", "conv.kernel", (3, 2, 0, 1))
+    assert entry.inverse_axes == (2, 3, 1, 0)
+    assert entry.canonical_shape((5, 6, 7, 8)) == (8, 7, 5, 6)
+    assert entry.from_canonical(np.empty((8, 7, 5, 6))).shape == (5, 6, 7, 8)
+
+
+def test_no_axes_leave_an_array_alone():
+    entry, array = MapEntry("b", "b"), np.arange(6).reshape(2, 3)
+    assert entry.to_canonical(array) is array and entry.from_canonical(array) is array
+    assert entry.canonical_shape((2, 3)) == (2, 3) and entry.inverse_axes is None
+
+
+def test_axes_that_do_not_fit_a_shape_are_refused():
+    entry = MapEntry("fc.weight", "fc.kernel", (1, 0))
+    for shape in ((2,), (2, 3, 4)):
+        with pytest.raises(MappingError, match=r"'fc.weight'.*'fc.kernel'.*\(1, 0\)"):
+            entry.canonical_shape(shape)
+
+
+@QUICK
+@given(maps())
+def test_names_and_json_round_trip(pmap):
+    assert ParamMap.from_json(json.loads(json.dumps(pmap.to_json()))) == pmap
+    for entry in pmap.entries:
+        assert pmap.by_name[entry.name] is entry and all(pmap.by_path[path] is entry for path in entry.paths)
+    assert list(pmap.by_name) == [entry.name for entry in pmap.entries]
+    assert list(pmap.by_path) == [path for entry in pmap.entries for path in entry.paths]
+    pmap.check(pmap.by_name, pmap.by_path)
+
+
+@QUICK
+@given(maps(), st.sets(WORDS), st.sets(WORDS))
+def test_a_map_fits_exactly_its_own_names_and_paths(pmap, names, paths):
+    fits = names == set(pmap.by_name) and paths == set(pmap.by_path)
+    if fits:
+        pmap.check(names, paths)
+    else:
+        with pytest.raises(MappingError):
+            pmap.check(names, paths)
+
+
+def test_what_is_missing_and_what_is_there_for_nothing_is_listed():
+    pmap = ParamMap((MapEntry("a.w", "a.k"), MapEntry("b.w", "b.k")))
+    with pytest.raises(MappingError) as error:
+        pmap.check(["c.w", "a.w", "C.w"], ["b.k"])
+    assert str(error.value) == (
+        "the map does not fit the models; not in the map, by name: ['C.w', 'c.w']; "
+        "in the map but not in the model, by name: ['b.w']; in the map but not in the model, by path: ['a.k']"
+    )
+    with pytest.raises(MappingError, match=r"not in the map, by path: \['x'\]$"):
+        pmap.check(["a.w", "b.w"], ["b.k", "a.k", "x"])
+
+
+def test_a_map_is_one_to_one():
+    with pytest.raises(MappingError, match=r"twice as name: \['a', 'c'\]"):
+        ParamMap(tuple(MapEntry(name, f"{name}{i}") for i, name in enumerate("cacab")))
+    with pytest.raises(MappingError, match=r"twice as path: \['k'\]"):
+        ParamMap((MapEntry("a", "k"), MapEntry("b", "k")))
+
+
+def test_the_identity_map():
+    assert identity_map(["a", "b"]).entries == (MapEntry("a", "a"), MapEntry("b", "b"))
+    with pytest.raises(MappingError, match="twice"):
+        identity_map(["a", "a"])
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0), (1, 2), (-1, 0), (0.0, 1.0), (False, True), [1, 0], 1, "10", ("0", 1), {0: 1}]
+)
+def test_axes_that_are_no_permutation_are_refused_by_name(axes):
+    with pytest.raises(MappingError, match=r"'w': expected a permutation"):
+        MapEntry("w", "k", axes)
+
+
+@pytest.mark.parametrize(
+    "rows", [None, 3, "abc", {"a": 1}, [["a", "b"]], [3], ["abc"], [["a", "b", 7]], [[1, "b", None]]]
+)
+def test_json_that_is_no_map_is_refused(rows):
+    with pytest.raises(MappingError):
+        ParamMap.from_json(rows)
+
+
+@pytest.mark.parametrize("entries", [[MapEntry("a", "b")], (MapEntry("a", "b"), 3), (3, MapEntry("a", "b")), None, 3])
+def test_a_map_is_a_tuple_of_entries(entries):
+    with pytest.raises(MappingError, match="a tuple of MapEntry"):
+        ParamMap(entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "missing"), [("", "p", "name"), ("n", "", "path"), (None, "p", "name"), ("n", 3, "path")]
+)
+def test_an_entry_needs_a_name_and_a_path(name, path, missing):
+    with pytest.raises(MappingError, match=f"an entry needs a {missing}: expected a non-empty string"):
+        MapEntry(name, path)
+
+
+def test_what_does_not_fit_is_listed_in_order():
+    names = [f"p{i}" for i in range(20)]
+    with pytest.raises(MappingError) as caught:
+        identity_map(names).check(["q", *"abcdefgh"], reversed(names))
+    assert str(caught.value) == (
+        f"the map does not fit the models; not in the map, by name: {[*'abcdefgh', 'q']}; "
+        f"in the map but not in the model, by name: {sorted(names)}"
+    )
+    with pytest.raises(MappingError) as caught:
+        ParamMap(tuple(MapEntry(name, f"{name}{i}") for i in range(2) for name in reversed(names)))
+    assert str(caught.value) == f"a map is one to one, but these occur twice as name: {sorted(names)}"
+
+
+# Heads apart, and several arrays as one
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> tuple[MapEntry, list[tuple[int, ...]]]:
+    """An entry, and shapes of flax arrays that it fits."""
+    num_dims, num_paths = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    axes = draw(st.none() | st.permutations(range(num_dims)).map(tuple))
+    split = (
+        (draw(st.integers(0, num_dims - 2)), draw(st.integers(1, 3))) if num_dims > 1 and draw(st.booleans()) else None
+    )
+    ordered = [draw(st.integers(1, 4)) for _ in range(num_dims)]
+    if split is not None:
+        ordered[split[0] + 1] = split[1]
+    firsts = [draw(st.integers(1, 4)) for _ in range(num_paths)]
+    if not draw(st.booleans()) or (axes is None and num_dims == 1):
+        firsts = firsts[:1] * num_paths
+    per_row = split[1] if split is not None and split[0] == 0 else 1
+    rows = tuple(first * per_row for first in firsts) if num_paths > 1 and len(set(firsts)) > 1 else None
+    shapes = []
+    for first in firsts:
+        shape = [first, *ordered[1:]]
+        shapes.append(tuple(shape) if axes is None else tuple(shape[axes.index(i)] for i in range(num_dims)))
+    return MapEntry("w", tuple(f"k{i}" for i in range(num_paths)), axes, split, rows), shapes
+
+
+@QUICK
+@given(entries())
+def test_split_and_joined_there_and_back_are_the_identity(given_entry):
+    entry, shapes = given_entry
+    arrays = [np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes)]
+    canonical = entry.to_canonical(*arrays)
+    assert canonical.shape == entry.canonical_shape(*shapes)
+    assert canonical.size == sum(array.size for array in arrays)
+    for path, array in zip(entry.paths, arrays, strict=True):
+        assert entry.leaf_shape(canonical.shape, path) == array.shape
+        assert np.array_equal(entry.from_canonical(canonical, path), array)
+    back = entry.to_canonical(*(entry.from_canonical(canonical, path) for path in entry.paths))
+    assert np.array_equal(back, canonical)
+
+
+def test_attention_with_heads_apart_computes_what_torchs_does():
+    width, heads, head_width = 6, 3, 2
+    rng = np.random.default_rng(0)
+    x, kernel, bias = (
+        rng.normal(size=(5, width)),
+        rng.normal(size=(width, heads, head_width)),
+        rng.normal(size=(heads, head_width)),
+    )
+    weight, b = (e.to_canonical(a) for e, a in zip(to_heads("q", "q", head_width), (kernel, bias), strict=True))
+    found = (x @ weight.T + b).reshape(5, heads, head_width)
+    np.testing.assert_allclose(found, np.einsum("bi,ihd->bhd", x, kernel) + bias, rtol=1e-14, atol=1e-14)
+    out = rng.normal(size=(heads, head_width, width))
+    weight = from_heads("o", "o", head_width, bias=False)[0].to_canonical(out)
+    np.testing.assert_allclose(
+        found.reshape(5, -1) @ weight.T, np.einsum("bhd,hdi->bi", found, out), rtol=1e-13, atol=1e-13
+    )
+
+
+def test_query_key_and_value_are_torchs_rows_in_that_order():
+    entry = attention("a", "b", head_width=2)[0]
+    assert entry.paths == ("b.query.kernel", "b.key.kernel", "b.value.kernel")
+    parts = [np.random.default_rng(i).normal(size=(6, 3, 2)) for i in range(3)]
+    weight = entry.to_canonical(*parts)
+    assert weight.shape == (18, 6)
+    for i, part in enumerate(parts):
+        assert np.array_equal(weight[6 * i : 6 * i + 6], to_heads("q", "q", 2)[0].to_canonical(part))
+    bias = attention("a", "b", head_width=2)[1].to_canonical(*(part[0] for part in parts))
+    assert np.array_equal(bias, np.concatenate([part[0].reshape(-1) for part in parts]))
+
+
+def test_the_tables_of_modules():
+    pmap = ParamMap.of(
+        embedding("e", "E"), conv("c", "C"), conv("d", "D", dims=1, bias=False), norm("n", "N"), linear("f", "F")
+    )
+    assert [(e.name, e.path, e.axes) for e in pmap.entries] == [
+        ("e.weight", "E.embedding", None),
+        ("c.weight", "C.kernel", (3, 2, 0, 1)),
+        ("c.bias", "C.bias", None),
+        ("d.weight", "D.kernel", (2, 1, 0)),
+        ("n.weight", "N.scale", None),
+        ("n.bias", "N.bias", None),
+        ("f.weight", "F.kernel", (1, 0)),
+        ("f.bias", "F.bias", None),
+    ]
+    assert len(norm("n", "N", bias=False)) == len(linear("f", "F", bias=False)) == 1
+
+
+def test_joins_and_splits_that_do_not_fit_are_refused_by_name():
+    joined = MapEntry("w", ("a", "b"))
+    with pytest.raises(MappingError, match=r"'w': expected shapes that differ along dim 0 alone"):
+        joined.canonical_shape((2, 3), (2, 4))
+    with pytest.raises(MappingError, match=r"'w': expected shapes that differ along dim 0 alone"):
+        joined.canonical_shape((), ())
+    with pytest.raises(MappingError, match=r"'w': expected as many rows of \('a', 'b'\), got \(2, 4\)"):
+        joined.canonical_shape((2, 3), (4, 3))
+    with pytest.raises(MappingError, match=r"'w': expected \(4, 2\) rows"):
+        MapEntry("w", ("a", "b"), rows=(4, 2)).canonical_shape((2, 3), (4, 3))
+    with pytest.raises(MappingError, match=r"'w': expected one for each of \('a', 'b'\), got 1"):
+        joined.canonical_shape((2, 3))
+    with pytest.raises(MappingError, match=r"'w': expected one for each"):
+        joined.to_canonical(np.ones(2))
+    with pytest.raises(MappingError, match=r"'w': expected one of the paths \('a', 'b'\), got None"):
+        joined.from_canonical(np.ones(4))
+    with pytest.raises(MappingError, match=r"'w': split \(0, 4\) does not fit 'k'.*expected 4 at dim 1"):
+        MapEntry("w", "k", split=(0, 4)).canonical_shape((2, 3))
+    with pytest.raises(MappingError, match=r"'w': split \(0, 4\) does not fit"):
+        MapEntry("w", "k", split=(0, 4)).canonical_shape((2,))
+
+
+@pytest.mark.parametrize("split", [3, (1,), (0, 0), (-1, 2), (1, 2), (0, 2.0), [0, 2]])
+def test_splits_that_are_none_are_refused(split):
+    with pytest.raises(MappingError, match=r"'w': expected as split"):
+        MapEntry("w", "k", (1, 0), split)
+
+
+@pytest.mark.parametrize(
+    ("path", "rows"), [("k", (2,)), (("a", "b"), (2,)), (("a", "b"), (2, 0)), (("a", "b"), [1, 2])]
+)
+def test_rows_that_are_none_are_refused(path, rows):
+    with pytest.raises(MappingError, match=r"'w': expected as rows"):
+        MapEntry("w", path, rows=rows)
+
+
+def test_paths_that_are_none_are_refused():
+    for path in ((), ("a", ""), ["a"]):
+        with pytest.raises(MappingError, match=r"an entry needs a path: expected a non-empty string, or a tuple"):
+            MapEntry("w", path)  # type: ignore[arg-type]
+    with pytest.raises(MappingError, match=r"twice as path: \['b'\]"):
+        ParamMap((MapEntry("v", "b"), MapEntry("w", ("a", "b"))))

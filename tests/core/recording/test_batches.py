@@ -1,0 +1,44 @@
+# pyright: reportArgumentType=false
+"""What a batch is known by: its values, whatever holds them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from crossframe.recording.batches import digest_of, row_ids
+
+TOKENS = np.arange(12).reshape(4, 3)
+IMAGES = np.random.default_rng(0).integers(0, 16, size=(4, 2, 2)).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_what_holds_the_values_does_not_matter(dtype):
+    for other in ([TOKENS.astype(np.int32), IMAGES.astype(dtype)], [IMAGES.astype(dtype), TOKENS.astype(np.uint8)]):
+        assert digest_of(other) == digest_of([TOKENS, IMAGES])
+        assert row_ids(other) == row_ids([TOKENS, IMAGES])
+
+
+def test_other_values_shapes_or_places_are_another_batch():
+    changed = TOKENS.copy()
+    changed[2, 1] += 1
+    others = [[changed, IMAGES], [TOKENS], [TOKENS.reshape(2, 6), IMAGES], [TOKENS[::-1], IMAGES], [IMAGES, IMAGES]]
+    digests = {digest_of(arrays) for arrays in [[TOKENS, IMAGES], *others]}
+    assert len(digests) == 1 + len(others)
+    same = [a == b for a, b in zip(row_ids([TOKENS, IMAGES]), row_ids([changed, IMAGES]), strict=True)]
+    assert same == [True, True, False, True]
+
+
+def test_a_sample_has_its_number_wherever_it_is_fed():
+    ids = row_ids([TOKENS, IMAGES])
+    assert len(set(ids)) == 4 and all(0 <= each < 2**63 for each in ids)
+    assert row_ids([TOKENS[1:3], IMAGES[1:3]]) == ids[1:3]
+    # What has no row for each sample says nothing of samples.
+    assert row_ids([TOKENS, np.float64(3.0), np.ones(7)]) == row_ids([TOKENS])
+    assert row_ids([np.float64(3.0)]) == () == row_ids([])
+
+
+def test_large_arrays_go_piece_by_piece():
+    large = np.random.default_rng(1).normal(size=(2, 70_000))
+    other = large.copy()
+    other[1, -1] += 1e-9
+    assert digest_of([large]) == digest_of([large.copy(order="F")]) != digest_of([other])

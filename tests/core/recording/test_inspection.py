@@ -1,0 +1,152 @@
+"""One recording examined by itself: what is found where, and nothing in a right one."""
+
+import json
+
+import numpy as np
+import pytest
+
+from crossframe.inspection import inspect
+from crossframe.recording import Schedule
+from tests.core.helpers.synthetic import LEARNING_RATE, both, manifest, record
+
+SGD = {"optimizer": "SGD", "lr": LEARNING_RATE}
+
+
+def at(phase, step, rank, name, change):
+    """A tamper of one value; rank None: of all ranks."""
+
+    def tamper(phase_, step_, rank_, name_, array):
+        here = (phase_, step_, name_) == (phase, step, name) and rank in (None, rank_)
+        return change(array) if here else array
+
+    return tamper
+
+
+def with_first(value):
+    def change(array):
+        array.reshape(-1)[0] = value
+        return array
+
+    return change
+
+
+NAN_LOSS = at("forward", 0, 1, "", with_first(np.nan))
+
+
+@pytest.fixture
+def inspected(tmp_path):
+    def examine(tamper=None, **options):
+        made = manifest(options.pop("world_size", 2), **{"settings": SGD, **options})
+        return inspect(record(tmp_path / "run", made, tamper=tamper))
+
+    return examine
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_right_runs_have_no_findings(inspected, replicate, dtype):
+    found = inspected(world_size=4, replicate=replicate, dtype=dtype)
+    assert (found.not_finite, found.disagreements, found.departures, found.growing, found.notes) == ((), (), (), (), ())
+    assert found.exit_status == 0 and found.num_values > 100
+
+
+def test_nan_is_traced_to_the_module_that_made_it(inspected):
+    found = inspected(both(at("output", 0, 1, "block", with_first(np.nan)), NAN_LOSS))
+    (first,) = found.not_finite
+    assert (first.step, first.ranks, first.name, first.num_not_finite) == (0, (1,), "output of module 'block'", 1)
+    (entered, *weights) = first.inputs
+    assert entered.name == "input of module 'block'" and entered.low is not None and entered.low < 0 < entered.high
+    assert {each.name for each in weights} == {"unsharded value of 'block.w'", "unsharded value of 'block.k_bias'"}
+    assert found.exit_status == 1
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_nan_in_a_gradient_names_the_parameter(inspected):
+    found = inspected(
+        both(at("backward", 0, 0, "block.w", with_first(np.inf)), at("reduce", 0, None, "block.w", with_first(np.inf)))
+    )
+    (first,) = found.not_finite
+    assert (first.name, first.ranks) == ("local gradient of 'block.w'", (0,))
+
+
+def test_infinities_without_effect_are_a_note(inspected):
+    found = inspected(at("output", 0, None, "block", with_first(-np.inf)))
+    assert found.not_finite == () and found.exit_status == 0
+    assert "as in a mask" in found.notes[0]
+
+
+def test_steps_recorded_too_thinly_name_a_window(inspected):
+    found = inspected(at("forward", 2, 0, "", with_first(np.nan)), schedule=Schedule(dense=1, every=2))
+    (first,) = found.not_finite
+    assert (first.name, first.unseen) == ("loss", (1, 3))
+    assert "--window 1:3" in first.in_words()
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "options", "expected"),
+    [
+        pytest.param("unsharded", "block.w", {}, "unsharded value of 'block.w'", id="gathered"),
+        pytest.param("norm", "", {}, "gradient norm", id="norm"),
+        pytest.param("reduce", "embed", {"replicate": 2}, "reduced gradient of 'embed'", id="gradients of replicas"),
+        pytest.param("update", "embed", {"replicate": 2}, "updated value of 'embed'", id="parameters of replicas"),
+        pytest.param("state", "embed", {"replicate": 2}, "exp_avg of 'embed'", id="state of replicas"),
+    ],
+)
+def test_ranks_that_disagree_are_named(inspected, phase, name, options, expected):
+    found = inspected(at(phase, 0, 1, name, lambda array: array * 2), world_size=4 if options else 3, **options)
+    first = found.disagreements[0]
+    assert (first.step, first.name, first.difference, first.rounding) == (0, expected, pytest.approx(0.5), False)
+    # Of two copies neither is in the majority.
+    assert first.ranks == ((1, 3) if options else (1,)) and found.exit_status == 1
+
+
+def test_replicas_that_differ_by_rounding_are_no_fault(inspected):
+    found = inspected(at("reduce", 1, 0, "embed", lambda array: np.nextafter(array, np.inf)), world_size=4, replicate=2)
+    assert found.disagreements[0].rounding and found.exit_status == 0
+
+
+def test_ranks_fed_alike_are_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.core.helpers.synthetic.digest", lambda text: "0" * 64)
+    assert "ranks 0 and 1 were fed the same samples" in inspect(record(tmp_path / "run")).notes[0]
+
+
+def test_an_update_twice_as_large_is_a_departure(inspected):
+    found = inspected(lambda phase, step, rank, name, x: _moved(phase, step, name, x, 2.0))
+    (only,) = found.departures
+    assert (only.step, only.name, only.parameters) == (1, "update", ("block.w",))
+    assert only.evidence == "the step is 2 times as large as for other parameters"
+
+
+def test_rates_of_a_schedule_are_no_departure(inspected):
+    found = inspected(lambda phase, step, rank, name, x: _moved(phase, step, "block.w", x, 0.5, of=name))
+    assert found.departures == ()
+    assert "step 1: the step is 0.5 times the one at the stated learning rate" in found.notes[0]
+
+
+def test_a_parameter_that_strays_is_a_departure(inspected):
+    found = inspected(at("update", 2, None, "embed", lambda array: array + np.arange(array.size).reshape(array.shape)))
+    (only,) = found.departures
+    assert (only.step, only.parameters) == (2, ("embed",)) and only.share > 0.5
+    assert found.exit_status == 1
+
+
+def test_losses_that_double_grow(inspected):
+    rising = lambda phase, step, rank, name, x: x * 0 + 2.0**step if phase == "forward" else x  # noqa: E731
+    found = inspected(rising, steps=9)
+    assert (found.growing[0].name, found.growing[0].start, found.growing[0].factor) == ("loss", 0, pytest.approx(2.0))
+    assert found.exit_status == 0
+
+
+def test_optimizers_without_a_known_rule_are_noted(inspected):
+    assert "'Lion' is not known" in inspected(settings={"optimizer": "Lion"}).notes[0]
+
+
+def _moved(phase, step, name, x, factor, of=None):
+    """At step 1 the update of a parameter (or of all, with `of`) multiplied; later values start from there."""
+    from tests.core.helpers.synthetic import SAMPLES, sample_grad
+
+    target = of or name
+    if phase != "update" or step < 1 or (of is None and name != "block.w"):
+        return x
+    grad = np.mean([sample_grad(1, s, target) for s in range(SAMPLES, 2 * SAMPLES)], axis=0)
+    return x - (factor - 1) * LEARNING_RATE * grad

@@ -1,0 +1,120 @@
+"""Where two traces of operators part, on traces made by hand."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from crossframe.cli.explain import answer
+from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of
+from crossframe.operators.source import UserCode
+from crossframe.operators.target import JUMP, target_of
+from crossframe.recording.lines import FORWARD, UPDATE
+from crossframe.verdict import compare
+from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.result import Judged as Compared
+from tests.core.helpers.synthetic import record
+
+X = np.arange(1.0, 7.0).reshape(2, 3)
+
+
+def trace(*operators):
+    """Operators given as (name, inputs, output), whose last output is the result."""
+    made = [
+        Operator(i, name, "", FORWARD, "", None, tuple(map(signature_of, inputs)), (signature_of(output),))
+        for i, (name, inputs, output) in enumerate(operators)
+    ]
+    return Trace(made, made[-1].outputs)
+
+
+@pytest.mark.parametrize("tolerance", [None, 1e-6])
+def test_readers_of_a_differing_table_are_named(tolerance):
+    tables = [np.full(3, 2.0), np.array([2.0, 2.0, 3.0])]
+    a, b = (trace(("mul", (X, table), X * table), ("exp", (X * table,), np.exp(X * table))) for table in tables)
+    first = find(a, b, tolerance)
+    assert first.a is not None and first.b is not None and first.from_outside
+    assert (first.a.name, first.b.name) == ("mul", "mul")
+
+
+def test_operators_count_before_readers_of_tables():
+    table = np.full(3, 2.0)
+    a = trace(("mul", (X, table), X * table), ("add", (X * table,), X * table + 1))
+    b = trace(
+        ("mul", (X, table + 1), X * (table + 1)), ("exp", (X,), np.exp(X)), ("add", (np.exp(X), X * (table + 1)), X)
+    )
+    first = find(a, Trace(b.operators, [signature_of(np.exp(X)), signature_of(X * (table + 1))]), None)
+    assert first.b is not None and first.b.name == "exp" and not first.from_outside
+
+
+def test_another_way_to_compute_the_same_is_not_named():
+    e, y = np.exp(X), np.exp(X) + 1
+    fused = trace(("fused", (X,), y), ("mul", (y,), 2 * y), ("mul", (2 * y, X), 2 * y * X))
+    eager = trace(("exp", (X,), e), ("add", (e,), y), ("mul", (y,), 3 * y), ("mul", (3 * y, e), 3 * y * e))
+    first = find(fused, eager, 1e-6)
+    assert first.b is not None and first.b.index == 2
+
+
+@pytest.mark.parametrize("error", [1e-7, 1e-3])
+def test_operators_of_one_run_are_held_against_bounds(tmp_path, capsys, error):
+    line = SourceLine("s.py", 3, "f", "y = exp(x)")
+    exp = Operator(0, "exp", "", FORWARD, "", line, (), (signature_of(X),), Judged(error, 1e-5))
+    run = Trace([exp, replace(exp, index=1, name="random", judged=None)], ())
+    status = answer(run, record(tmp_path / "r"), 0, as_json=False, console=Console(width=200))
+    said = capsys.readouterr().out
+    assert ("s.py:3: y = exp(x)" in said, "1 of 2 operators of step 0 of r" in said) == (error > 1e-5, True)
+    assert status == (error > 1e-5)
+
+
+def test_values_inside_of_a_fused_operator_are_partners():
+    mean, centred = X.mean(-1, keepdims=True), X - X.mean(-1, keepdims=True)
+    wrong = np.square(centred).sum(-1) / 2
+    fused = trace(("norm", (X,), np.square(centred).mean(-1)))
+    shown = replace(fused.operators[0], interior=tuple(map(signature_of, (mean, centred, np.square(centred)))))
+    eager = trace(
+        ("mean", (X,), mean),
+        ("sub", (X, mean), centred),
+        ("square", (centred,), np.square(centred)),
+        ("div", (np.square(centred),), wrong),
+    )
+    assert [find(a, eager, 1e-6).b.name for a in (fused, Trace([shown], fused.results))] == ["mean", "div"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_parts_of_a_packed_value_are_partners(number):
+    packed = np.random.default_rng(0).normal(size=(4, 6 * number))
+    parts = np.split(packed, number, -1)
+    a = trace(("mm", (X,), packed), *(("neg", (part,), -part) for part in parts))
+    b = trace(*(("mm", (X,), part) for part in parts), ("exp", (parts[-1],), np.exp(parts[-1])))
+    first = find(a, b, 1e-6)
+    assert first.b is not None and first.b.name == "exp" and first.num_matched[1] == number
+    assert find(b, a, 1e-6).num_matched[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("differences", "phase", "name", "tolerance"),
+    [
+        pytest.param((1e-7, 2e-6, 1e-3), FORWARD, "b", JUMP * 2e-6, id="jump"),
+        pytest.param((0.0, 1e-3, 2e-3), FORWARD, "a", JUMP * 2**-24, id="from equal values"),
+        pytest.param((1e-7, 2e-6, 9e-6), UPDATE, "weight", bounds_for("float32").parameter, id="no jump"),
+    ],
+)
+def test_explain_looks_where_a_difference_jumps(tmp_path, differences, phase, name, tolerance):
+    a, b = record(tmp_path / "a"), record(tmp_path / "b")
+    names = zip(("x", "a", "b"), differences, strict=True)
+    forward = [Compared(0, FORWARD, "activation", "", each, d, None, beyond=False, equal=not d) for each, d in names]
+    last = Compared(0, UPDATE, "tensor", "", "weight", 0.5, 90.0, beyond=True, equal=False)
+    target = target_of(a, b, replace(compare(a, b), judged=(*forward, last), dtype="float32"))
+    assert target is not None and (target.phase, target.name) == (phase, name)
+    assert target.tolerance == pytest.approx(tolerance)
+
+
+@pytest.mark.parametrize(
+    "module", ["crossframe.cli.entry", "crossframe.cli.app", "crossframe.cli.console", "crossframe.mesh"]
+)
+def test_lines_of_the_command_are_not_the_users(module):
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    assert not UserCode().has(spec.origin)
+    assert UserCode().has(spec.origin.replace("/experiments/", "/own/").replace("/crossframe/", "/own/"))

@@ -1,0 +1,371 @@
+"""What cannot be recorded or read is refused in one clear line."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from crossframe.errors import RecordingError
+from crossframe.layout import FlatLayout
+from crossframe.names import identity_map
+from crossframe.params import ParamSpec
+from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
+from tests.core.helpers import synthetic
+from tests.core.helpers.synthetic import edit_events
+
+
+@pytest.fixture
+def directory(tmp_path):
+    synthetic.write_run(tmp_path / "run", synthetic.manifest())
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def writer(tmp_path):
+    made = synthetic.manifest()
+    create_recording(tmp_path / "new", made)
+    writer = RecordingWriter(tmp_path / "new", made, 0)
+    yield writer
+    writer.__exit__(KeyboardInterrupt, None, None)
+
+
+def edit_manifest(directory, **fields):
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def refused(match, directory):
+    with pytest.raises(RecordingError, match=match) as caught:
+        Recording.open(directory)
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_a_recording(tmp_path):
+    refused("expected the directory of a recording, but there is none", tmp_path / "absent")
+    refused(r"has no manifest\.json; check the path", tmp_path)
+
+
+def test_a_manifest_that_is_no_json(directory):
+    (directory / "manifest.json").write_text("{")
+    refused("expected JSON", directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"format": 1}, r"field 'format': expected 5, the format read here, got 1"),
+        ({"steps": 0}, r"field 'steps': expected an int of at least 1, or none, got 0"),
+        ({"steps": True}, r"field 'steps': expected int or NoneType, got True"),
+        ({"seed": "0"}, r"field 'seed': expected int or NoneType, got '0'"),
+        ({"detail": "half"}, r"field 'detail': expected 'full' or 'sketch', got 'half'"),
+        (
+            {"world_size": 10**9, "mesh": {"replicate": 1, "shard": 10**9}},
+            "field 'world_size': expected at most 131072 ranks",
+        ),
+        (
+            {"schedule": {"dense": 1, "every": 1, "windows": [[5, 5]]}},
+            r"field 'schedule\.windows': expected \(start, stop\)",
+        ),
+        ({"schedule": {"dense": 1, "every": 1, "windows": [5]}}, r"field 'schedule\.windows': .* got \(5,\)"),
+        ({"world_size": 3}, r"field 'world_size': expected 2, as 'mesh' says, got 3"),
+        ({"mesh": {"replicate": 0, "shard": 2}}, r"field 'mesh': mesh axis 'replicate'"),
+        ({"mesh": {"replicate": 2, "shard": 1}}, r"field 'units': expected the layout of unit '' over 1 ranks"),
+        ({"dtype": "float99"}, r"field 'dtype': unknown dtype 'float99'"),
+        ({"strategy": "none"}, r"field 'strategy': expected one of"),
+        ({"learning_rate": -1.0}, r"field 'learning_rate': expected a finite number"),
+        ({"schedule": {"dense": 1, "windows": []}}, r"field 'every': expected int, got None"),
+        ({"schedule": {"dense": 1, "every": 0, "windows": []}}, r"field 'schedule\.every'"),
+        ({"param_map": []}, r"field 'param_map': expected an entry for every parameter"),
+        ({"param_map": [["a"]]}, r"field 'param_map'"),
+        ({"units": []}, r"field 'units': expected at least one unit"),
+        (
+            {"units": [{"name": "", "layout": {"kind": "odd"}, "params": []}]},
+            r"field 'units': unknown layout kind 'odd'",
+        ),
+        ({"units": [{"name": ""}]}, r"field 'params': expected list, got None"),
+        ({"units": ["x"]}, r"field 'units': expected a list of objects"),
+    ],
+)
+def test_a_manifest_with_a_wrong_field(directory, fields, match):
+    edit_manifest(directory, **fields)
+    refused(match, directory)
+
+
+def test_a_parameter_that_stands_in_two_units(directory):
+    layout = FlatLayout((ParamSpec("w", (2,)),), 2, keep_original=True)
+    with pytest.raises(RecordingError, match=r"field 'units': the name 'w' belongs to two parameters"):
+        synthetic.manifest(units=(("", layout), ("b", layout)), param_map=identity_map(["w"]))
+
+
+def test_a_rank_that_is_missing(directory):
+    for file in (directory / "rank00001").iterdir():
+        file.unlink()
+    (directory / "rank00001").rmdir()
+    refused(r"expected 2 ranks, but rank00001 left no events\.jsonl", directory)
+    assert Recording.open(directory, partial=True).num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('"event": "batch"', '"event" "batch"', r"line 2: expected JSON"),
+        ('"event": "batch"', '"event": "party"', r"line 2: expected an event among .*, got 'party'"),
+        ('"event": "batch"', '"event": ["batch"]', r"expected an event among .*, got \['batch'\]"),
+        ('"rank": 0', '"rank": 1', r"a line of rank 1 in the folder of rank 0"),
+        ('"step": 0', '"step": 1', r"a line of step 1 inside step 0"),
+        ('"digest": "', '"digest": "x', r"line 2: expected a sha256"),
+        ('"sample_ids": [0', '"sample_ids": ["0"', r"expected sample ids that are ints"),
+        ('"value": ', '"value": "much", "was": ', r"expected a number, got 'much'"),
+        ('"name": "embed"', '"name": "../../etc/passwd"', r"the manifest has no parameter '\.\./\.\./etc/passwd'"),
+        ('"phase": "parameters"', '"phase": "../x"', r"expected a phase among"),
+        ('"start": 0', '"start": -1', r"expected a range of the 12 elements of 'embed', got -1:"),
+        ('"stop": 8, "dtype": "float64"', '"stop": 8, "dtype": "object"', r"unknown dtype 'object'"),
+        ('"kind": "all_gather"', '"sort": "all_gather"', r"field 'kind' of a collective: expected str, got None"),
+        ('{"event": "step", "step": 0,', '{"event": "step", "step": 1,', r"expected step 0 of 3, got 1"),
+        ('{"event": "end", "steps": 3,', '{"event": "end", "steps": 4,', r"expected the end after 3 whole steps"),
+        ('"manifest": "', '"manifest": "0', r"written by another manifest"),
+        (
+            '{"event": "begin"',
+            '{"event": "step", "step": 0, "sha256": ""}\n{"event": "begin"',
+            "expected one 'begin' line",
+        ),
+        ('"value": 1', '"value": 2', r"the lines before it were changed since they were written"),
+        ('"shape": [3, 4]', '"shape": [3, "4"]', r"expected a shape and a microbatch, got \[3, '4'\]"),
+        (
+            '"use": "output"',
+            '"use": "output", "unit": "bloc"',
+            r"an activation 'output' of unit 'bloc': the manifest has no such activation",
+        ),
+        ('"event": "loss"', '"event": "batch", "digest": "' + "0" * 64 + '", "sample_ids": []', r"has no loss"),
+    ],
+)
+def test_a_damaged_line(directory, old, new, match):
+    edit_events(directory, old, new, seal=False)
+    refused(match, directory)
+
+
+@pytest.mark.parametrize(("more", "match"), [("{}\n", "expected an event"), ("more", "text after the end")])
+def test_lines_after_the_end(directory, more, match):
+    path = directory / "rank00000" / "events.jsonl"
+    text = path.read_text()
+    path.write_text(text + more)
+    refused(match, directory)
+    path.write_text(text + text.splitlines(keepends=True)[-1])
+    refused("a line after the end", directory)
+
+
+def test_a_manifest_that_was_changed_though_it_is_a_right_one(directory):
+    edit_manifest(directory, seed=7)
+    refused("written by another manifest", directory)
+
+
+def test_a_manifest_that_is_larger_than_any(directory, monkeypatch):
+    monkeypatch.setattr("crossframe.recording.manifest.LARGEST", 100)
+    refused("expected at most 100 bytes", directory)
+
+
+def test_tensors_that_were_changed(directory):
+    path = directory / "rank00001" / "step00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RecordingError, match=r"step00001\.safetensors: has other content than was written"):
+        Recording.open(directory).full("update", 1, "block.w")
+
+
+def test_a_tensor_that_stands_twice(directory):
+    path = directory / "rank00000" / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    i = next(i for i, line in enumerate(lines) if '"tensor"' in line)
+    path.write_text("".join([*lines[:i], lines[i], *lines[i:]]))
+    refused("occurs twice in step 0", directory)
+
+
+def test_tensors_that_are_cut_off_or_missing(directory):
+    path = directory / "rank00001" / "step00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    recording = Recording.open(directory)
+    with pytest.raises(RecordingError, match=r"rank00001/step00001\.safetensors: has other content"):
+        recording.full("update", 1, "block.w")
+    path.unlink()
+    with pytest.raises(RecordingError, match="there is no such file"):
+        recording.full("update", 1, "block.w")
+
+
+def test_tensors_that_are_not_what_the_line_says(directory):
+    edit_events(directory, '"stop": 8, "dtype": "float64"', '"stop": 8, "dtype": "float32"')
+    with pytest.raises(RecordingError, match=r"expected one dtype on all ranks"):
+        Recording.open(directory).full("parameters", 0, "embed")
+    edit_events(directory, '"stop": 12, "dtype": "float64"', '"stop": 12, "dtype": "float32"', rank=1)
+    with pytest.raises(RecordingError, match=r"expected shape \(8,\) of float32 .* of float64"):
+        Recording.open(directory).full("parameters", 0, "embed")
+
+
+def test_pieces_that_do_not_cover_the_parameter(tmp_path):
+    made = synthetic.manifest(2, steps=1)
+    create_recording(tmp_path, made)
+    for rank, (start, stop) in enumerate([(0, 8), (7, 12)]):
+        with RecordingWriter(tmp_path, made, rank) as writer:
+            writer.batch(0, synthetic.digest(""), [0])
+            writer.loss(0, 0.0)
+            writer.updated(0, "", {"embed": (start, stop, np.zeros(stop - start))})
+            writer.end_step(0)
+    with pytest.raises(
+        RecordingError, match=r"each of 12 elements from exactly one .* element 8 is the first in none or in two"
+    ):
+        Recording.open(tmp_path).full("update", 0, "embed")
+    with pytest.raises(RecordingError, match=r"element 0 is the first in none"):
+        Recording.open(tmp_path).full("update", 0, "bias")
+    with pytest.raises(RecordingError, match=r"rank 1 recorded no local gradient of 'embed' at step 0"):
+        Recording.open(tmp_path).local(0, 1, "embed")
+
+
+def test_what_is_no_recording_is_never_deleted(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "a web app"}')
+    with pytest.raises(RecordingError, match="not empty and not a recording"):
+        create_recording(tmp_path, synthetic.manifest(), overwrite=True)
+    assert (tmp_path / "manifest.json").read_text() == '{"name": "a web app"}'
+    with pytest.raises(RecordingError, match="a file or a link"):
+        create_recording(tmp_path / "manifest.json", synthetic.manifest())
+
+
+def test_what_an_interrupted_beginning_left_is_not_deleted_where_another_file_lies_beside_it(tmp_path):
+    synthetic.write_run(tmp_path, synthetic.manifest())
+    (tmp_path / "manifest.json").rename(tmp_path / "manifest.json.part")
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RecordingError, match="not empty and not a recording"):
+        create_recording(tmp_path, synthetic.manifest(), overwrite=True)
+    assert (tmp_path / "rank00001" / "events.jsonl").is_file()
+
+
+def test_a_step_ends_once_and_in_its_order(tmp_path):
+    made = synthetic.manifest(1)
+    create_recording(tmp_path, made)
+    with RecordingWriter(tmp_path, made, 0) as writer:
+        for step in range(3):
+            writer.batch(step, synthetic.digest(""), [])
+            writer.loss(step, 1.0)
+            for other in {0, 1, 2, 3} - {step}:
+                with pytest.raises(RecordingError, match=f"expected step {step} of 3, got {other}; steps are recorded"):
+                    writer.end_step(other)
+            writer.end_step(step)
+        with pytest.raises(RecordingError, match="expected step 3 of 3, got 3"):
+            writer.end_step(3)
+        with pytest.raises(RecordingError, match="expected step 3 of 3, got 3"):
+            writer.batch(3, synthetic.digest(""), [])
+    assert Recording.open(tmp_path).num_steps == 3
+
+
+def test_a_link_is_not_recorded_into(tmp_path, directory):
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    for target in (directory, tmp_path / "absent"):
+        link = tmp_path / f"to {target.name}"
+        link.symlink_to(target)
+        with pytest.raises(RecordingError, match="a file or a link"):
+            create_recording(link, synthetic.manifest(), overwrite=True)
+    assert before == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_recording_is_begun_in_folders_that_are_not_there_yet(tmp_path):
+    made = synthetic.manifest(settings={"rate": 0.5})
+    assert create_recording(str(tmp_path / "a" / "b"), made) == tmp_path / "a" / "b"
+    assert create_recording(tmp_path / "a" / "b", made, overwrite=True) == tmp_path / "a" / "b"
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(RecordingError, match="expected JSON"):
+            create_recording(tmp_path / "c", synthetic.manifest(settings={"rate": value}))
+    assert not (tmp_path / "c").exists()
+
+
+def test_links_and_files_named_like_a_rank_stay(tmp_path, directory):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "events.jsonl").write_text("mine")
+    (directory / "rank00007").symlink_to(tmp_path / "mine")
+    (directory / "rank00008").write_text("mine")
+    create_recording(directory, synthetic.manifest(), overwrite=True)
+    assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "rank00007", "rank00008"]
+    assert (tmp_path / "mine" / "events.jsonl").read_text() == (directory / "rank00008").read_text() == "mine"
+
+
+def test_a_recording_with_other_files_among_its_own_is_not_deleted(directory):
+    (directory / "rank00000" / "thesis.tex").write_text("")
+    with pytest.raises(RecordingError, match=r"'thesis\.tex' is not part of a recording"):
+        create_recording(directory, synthetic.manifest(), overwrite=True)
+    assert Recording.open(directory).num_steps == 3
+
+
+def test_settings_that_are_no_json(tmp_path):
+    with pytest.raises(RecordingError, match="expected JSON"):
+        create_recording(tmp_path, synthetic.manifest(settings={"model": object()}))
+
+
+def test_a_writer_of_another_run_or_rank(tmp_path, directory):
+    made = Manifest.read(directory)
+    with pytest.raises(RecordingError, match="written already"):
+        RecordingWriter(directory, made, 0)
+    with pytest.raises(RecordingError, match="not what rank 0 is about to record"):
+        RecordingWriter(directory, replace(made, seed=1), 0)
+    with pytest.raises(RecordingError, match="the recording of another job, not the one that rank 0 writes"):
+        RecordingWriter(directory, synthetic.manifest(), 0)
+    with pytest.raises(RecordingError, match=r"has no manifest\.json"):
+        RecordingWriter(tmp_path, synthetic.manifest(), 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda w: w.loss(1, 0.0), "expected step 0 of 3, got 1"),
+        (lambda w: w.batch(0, "abc", []), "expected the sha256"),
+        (lambda w: (w.loss(0, 0.0), w.loss(0, 0.0)), "'forward' recorded twice"),
+        (lambda w: w.end_step(0), "step 0 ends without its batch and loss"),
+        (lambda w: w.finish(), "expected 3 whole steps, as the manifest says, but 0 ended"),
+        (lambda w: w.updated(0, "block", {"embed": (0, 1, np.zeros(1))}), "expected a parameter of unit 'block'"),
+        (
+            lambda w: w.updated(0, "", {"embed": (0, 2, np.zeros(1))}),
+            r"expected 2 elements, 0:2 of 12, got 1",
+        ),
+        (lambda w: w.updated(0, "", {"embed": (12, 13, np.zeros(1))}), "12:13 of 12"),
+        (lambda w: w.updated(0, "", {"embed": (0, 1, np.zeros(1, np.float32))}), "expected float64 .*got float32"),
+        (lambda w: w.reduced_grads(0, "", {"embed": (0, 1, np.zeros(1, int))}), "unknown dtype 'int64'"),
+        (lambda w: w.local_grads(0, "", {"embed": np.zeros(12)}), r"expected shape \(4, 3\), got \(12,\)"),
+        (lambda w: w.local_grads(1, "", {}), "local gradients are recorded at dense steps only"),
+        (
+            lambda w: w.activation(1, 0, "", "output", np.zeros(3)),
+            "activations are recorded at dense steps only: the first 1",
+        ),
+        (
+            lambda w: w.activation(0, 0, "block", "grad", np.zeros(3)),
+            "block'.*expected 'input' or 'output', got 'grad'",
+        ),
+        (
+            lambda w: w.activation(0, -1, "block", "input", np.zeros(3)),
+            "microbatch -1, .*expected a microbatch of 0 or more",
+        ),
+    ],
+)
+def test_what_a_writer_refuses(writer, call, match):
+    with pytest.raises(ValueError, match=match):
+        call(writer)
+
+
+def test_a_step_off_the_schedule_holds_no_tensors(tmp_path):
+    made = Manifest.from_json(synthetic.manifest().to_json() | {"schedule": {"dense": 0, "every": 2, "windows": []}})
+    create_recording(tmp_path, made)
+    with pytest.raises(KeyError), RecordingWriter(tmp_path, made, 0) as writer:
+        writer.batch(0, synthetic.digest(""), [])
+        writer.loss(0, 0.0)
+        writer.end_step(0)
+        with pytest.raises(RecordingError, match="the schedule records no tensors here"):
+            writer.updated(1, "", {})
+        raise KeyError  # and an exception leaves no end
+    assert b'"end"' not in (tmp_path / "rank00000" / "events.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("dense", "every"), [(-1, 1), (1.0, 1), (True, 1), (0, 0), (0, 1.5), (0, True), (0, "1"), (None, 1)]
+)
+def test_a_schedule_that_is_none_is_refused(dense, every):
+    with pytest.raises(RecordingError, match=r"schedule\.(dense|every)"):
+        Schedule(dense, every)

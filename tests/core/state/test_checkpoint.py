@@ -1,0 +1,282 @@
+"""Checkpoints on disk: any layout into any other, and every damage found before anything is given out."""
+
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from crossframe.checkpoint import (
+    MODEL,
+    CheckpointError,
+    abandon,
+    begin,
+    check_about,
+    finish,
+    read,
+    remove,
+    remove_unfinished,
+    state_layout,
+    write_rank,
+)
+from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
+from crossframe.mesh import MeshSpec
+from crossframe.params import ParamSpec
+
+PARAMS = (ParamSpec("w", (5, 3), "bfloat16"), ParamSpec("b", (7,), "bfloat16", aliases=("tied",)))
+
+
+def made(kind, world_size):
+    layout = FlatLayout(PARAMS, world_size, True, None) if kind == "flat" else kind(PARAMS, world_size)
+    return Sharding((("", layout),), MeshSpec(world_size))
+
+
+def line_of(sharding, rank, padding):
+    """Element k of parameter i is 20 * i + k, which bfloat16 holds."""
+    ((_, layout),) = sharding.units
+    line = np.full(layout.padded_shard_numel, padding, np.float32)
+    for piece in layout.pieces(rank):
+        i = [spec.name for spec in PARAMS].index(piece.name)
+        line[piece.shard_start : piece.shard_stop] = 20 * i + np.arange(piece.param_start, piece.param_stop)
+    return line.astype("bfloat16")
+
+
+def saved(path, sharding, values=None, about=None):
+    finish(path, written(path, sharding, values), {MODEL: sharding}, values, about)
+    return path
+
+
+def written(path, sharding, values=None, bump=0):
+    """The token of a save that is not finished yet; `bump` is added to every element."""
+    token = begin(path)
+    for rank in range(sharding.mesh.shard):
+        lines = {MODEL: [line_of(sharding, rank, padding=42) + np.array(bump, "bfloat16")]}
+        write_rank(path, token, rank, {MODEL: sharding}, lines, values if rank == 0 else None)
+    return token
+
+
+@pytest.mark.parametrize("source", ["flat", PerParamLayout, RaggedLayout])
+def test_R05_R36_any_layout_is_read_into_any_other_and_padding_is_0(source, tmp_path):
+    values = {"count": np.array(3, np.int32), "scale": np.array([0.5, 2], "bfloat16"), "none": np.zeros((0, 2), bool)}
+    path = saved(tmp_path / "c", made(source, 3), values)
+    for kind in ("flat", PerParamLayout, RaggedLayout):
+        target = made(kind, 4)
+        for rank in range(4):
+            (line,) = read(path).lines(MODEL, target, rank)
+            np.testing.assert_array_equal(line, line_of(target, rank, padding=0))
+    for key, value in values.items():
+        found = read(path).value(key)
+        assert found.dtype == value.dtype and found.shape == value.shape and np.array_equal(found, value)
+    for rank in range(3):
+        with safe_open(path / f"rank{rank:05d}.safetensors", framework="numpy") as file:
+            stored = file.get_tensor("model:0").view("bfloat16")
+        np.testing.assert_array_equal(stored, line_of(made(source, 3), rank, padding=0))
+
+
+def test_only_the_files_that_a_rank_needs_are_read(tmp_path):
+    path = saved(tmp_path / "c", made("flat", 2))
+    (path / "rank00001.safetensors").unlink()
+    read(path).lines(MODEL, made("flat", 2), 0)
+    with pytest.raises(CheckpointError, match=r"nothing was loaded: rank00001.safetensors is missing"):
+        read(path).lines(MODEL, made("flat", 2), 1)
+
+
+def test_what_was_damaged_is_refused_by_name(tmp_path):
+    whole, target = saved(tmp_path / "c", made("flat", 2)), made("flat", 1)
+
+    def damaged(name, change):
+        path = tmp_path / name
+        shutil.copytree(whole, path)
+        change(path)
+        with pytest.raises(CheckpointError) as caught:
+            read(path).lines(MODEL, target, 0)
+        return str(caught.value)
+
+    file = "rank00001.safetensors"
+    edit = lambda path, name: (path / name).write_bytes((path / name).read_bytes()[:-1] + b"?")  # noqa: E731
+    cut = lambda path: (path / file).write_bytes((path / file).read_bytes()[:-1])  # noqa: E731
+    assert f"{file} has other content" in damaged("edited", lambda path: edit(path, file))
+    assert f"{file} has" in (said := damaged("cut", cut)) and "cut off" in said
+    assert "is not an index" in damaged("no json", lambda path: edit(path, "index.json"))
+    text = lambda path: (path / "index.json").read_text()  # noqa: E731
+    change = lambda path: (path / "index.json").write_text(text(path).replace('"w"', '"v"'))  # noqa: E731
+    assert "index.json: has other content" in damaged("renamed", change)
+    with pytest.raises(CheckpointError, match="expected a checkpoint"):
+        read(tmp_path / "nowhere")
+
+
+def test_another_model_is_refused_with_all_names(tmp_path):
+    path = saved(tmp_path / "c", made("flat", 2))
+    params = (ParamSpec("w", (3, 5), "bfloat16"), ParamSpec("extra", (2,), "bfloat16"))
+    other = Sharding((("", PerParamLayout(params, 2)),), MeshSpec(2))
+    with pytest.raises(CheckpointError, match=r"nothing was loaded: .*'extra'.*'b'.*'w' is bfloat16 \(5, 3\)"):
+        read(path).lines(MODEL, other, 0)
+    with pytest.raises(CheckpointError, match="expected a section 'state'"):
+        read(path).lines("state", other, 0)
+    with pytest.raises(CheckpointError, match="expected a value 'count'"):
+        read(path).value("count")
+
+
+def test_a_checkpoint_is_whole_or_not_there_and_none_is_written_over(tmp_path):
+    sharding, path = made("flat", 2), tmp_path / "c"
+    token = begin(path)
+    write_rank(path, token, 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
+    with pytest.raises(CheckpointError, match="rank00001"):
+        finish(path, token, {MODEL: sharding})
+    assert not path.exists()
+    saved(path, sharding)  # what was left half-written is not in the way
+    remove_unfinished(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["c"]
+    with pytest.raises(CheckpointError, match="expected nothing there"):
+        begin(path)
+
+
+@pytest.mark.parametrize("order", ["both begin, then both finish", "one begins inside the other"])
+def test_two_jobs_under_one_name_one_succeeds(tmp_path, order):
+    sharding, path = made("flat", 2), tmp_path / "c"
+    if order.startswith("both"):
+        first, second = written(path, sharding, bump=0), written(path, sharding, bump=100)
+    else:
+        second = written(path, sharding, bump=100)
+        first = written(path, sharding, bump=0)
+    finish(path, first, {MODEL: sharding}, about={"job": 1})
+    with pytest.raises(CheckpointError, match=r"c: expected nothing there, but another job has saved under this name"):
+        finish(path, second, {MODEL: sharding}, about={"job": 2})
+    abandon(path, second)
+    assert [file.name for file in tmp_path.iterdir()] == ["c"] and read(path).about == {"job": 1}
+    for rank in range(2):
+        (line,) = read(path).lines(MODEL, sharding, rank)
+        np.testing.assert_array_equal(line, line_of(sharding, rank, padding=0))
+
+
+def test_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
+    """Whichever wins: the others raise, and every value in the checkpoint is of the one that did not."""
+    script = f"""
+import sys
+from pathlib import Path
+from crossframe.checkpoint import MODEL, CheckpointError, abandon, finish
+from tests.core.state.test_checkpoint import made, written
+job, sharding = int(sys.argv[1]), made("flat", 2)
+token = written(Path({str(tmp_path / "c")!r}), sharding, bump=job)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    finish({str(tmp_path / "c")!r}, token, {{MODEL: sharding}}, about={{"job": job}})
+    print("saved")
+except CheckpointError as error:
+    abandon({str(tmp_path / "c")!r}, token)
+    print("told" if "another job has saved" in str(error) else error)
+"""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for job in range(4)
+    ]
+    assert all(job.stdout.readline() == "ready\n" for job in jobs)  # type: ignore[union-attr]
+    for job in jobs:
+        job.stdin.write("\n")  # type: ignore[union-attr]
+        job.stdin.flush()  # type: ignore[union-attr]
+    said = [job.communicate(timeout=60)[0].strip() for job in jobs]
+    assert sorted(said) == ["saved", "told", "told", "told"]
+    assert [file.name for file in tmp_path.iterdir()] == ["c"]
+    winner, sharding = said.index("saved"), made("flat", 2)
+    assert read(tmp_path / "c").about == {"job": winner}
+    for rank in range(2):
+        (line,) = read(tmp_path / "c").lines(MODEL, sharding, rank)
+        expected = line_of(sharding, rank, padding=0)
+        held = sharding.units[0][1].pieces(rank)
+        for piece in held:
+            run = slice(piece.shard_start, piece.shard_stop)
+            np.testing.assert_array_equal(line[run], expected[run] + np.array(winner, "bfloat16"))
+
+
+def test_nothing_that_is_not_a_checkpoints_is_deleted(tmp_path):
+    sharding = made("flat", 1)
+    kept = ["writing-c", "writing-c-notes", "writing-c-0123456789abcdef"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("years of work")
+    (tmp_path / "writing-d-0123456789abcdef").symlink_to(tmp_path / "writing-c")
+    saved(tmp_path / "c", sharding)
+    abandon(tmp_path / "c", "0123456789abcdef")
+    abandon(tmp_path / "d", "0123456789abcdef")
+    remove_unfinished(tmp_path)
+    assert all((tmp_path / name / "thesis.tex").read_text() == "years of work" for name in kept)
+    (tmp_path / "c" / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"nothing else, got 'notes'; nothing was deleted"):
+        remove(tmp_path / "c")
+    assert len(read(tmp_path / "c").lines(MODEL, sharding, 0)) == 1
+    (tmp_path / "c" / "notes").unlink()
+    remove(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_its_writer_told_of_it_is_given_back_and_what_json_has_not_is_refused(tmp_path):
+    about = {"step": 3, "settings": {"clip": 0.5, "layout": None}}
+    check_about(about)
+    path = saved(tmp_path / "c", made("flat", 2), about=about)
+    assert read(path).about == about and read(saved(tmp_path / "d", made("flat", 2))).about == {}
+    for wrong in ({"at": (1, 2)}, {3: "x"}, {"x": object()}, [1]):
+        with pytest.raises(CheckpointError, match="about: expected a dict of what JSON has"):
+            check_about(wrong)  # type: ignore[arg-type]
+
+
+def test_a_file_that_the_finishing_rank_sees_otherwise_is_refused(tmp_path):
+    sharding, path = made("flat", 2), tmp_path / "c"
+    token = begin(path)
+    writing = tmp_path / f"writing-c-{token}"
+    for rank in range(2):
+        write_rank(path, token, rank, {MODEL: sharding}, {MODEL: [line_of(sharding, rank, 0)]})
+    file = writing / "rank00001.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])
+    with pytest.raises(CheckpointError, match=rf"its rank wrote {len(whole)} bytes, and here it has {len(whole) - 3}"):
+        finish(path, token, {MODEL: sharding})
+    file.write_bytes(whole)
+    finish(path, token, {MODEL: sharding})
+    assert sorted(each.name for each in path.iterdir()) == ["index.json", *read(path).files]
+    abandon(tmp_path / "d", begin(tmp_path / "d"))
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_lost_file_is_told_with_the_parameters_that_were_in_it(tmp_path):
+    path = saved(tmp_path / "c", made("flat", 2))
+    assert [read(path).complaint(name) for name in read(path).files] == ["", ""]
+    (path / "rank00001.safetensors").unlink()
+    assert [read(path).complaint(name) for name in read(path).files] == ["", "is missing"]
+    with pytest.raises(CheckpointError, match=r"what rank 1 held of 'w', 'b'\. Restore the file from a copy"):
+        read(path).lines(MODEL, made("flat", 1), 0)
+
+
+def test_what_the_disk_refuses_and_what_is_no_path_are_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, message in [
+        (tmp_path / "file" / "c", r"c: cannot be written \(.*Not a directory.*pass another path"),
+        (3, "expected the folder of a checkpoint as a path with a name, got 3"),
+        ("", "as a path with a name, got ''"),
+        (tmp_path / "a\0b", r"'.*a\\x00b': cannot be written \(.*null byte"),
+        (tmp_path / "a\udcff\udfff", r"a\\udcff\\udfff': cannot be written"),
+        (tmp_path / ("n" * 300), r"nnn: cannot be written \(File name too long"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            begin(path)
+    sharding = made("flat", 2)
+    with pytest.raises(CheckpointError, match=r"rank00000.safetensors: cannot be written \(.*No such file"):
+        write_rank(tmp_path / "c", "0" * 16, 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
+    with pytest.raises(CheckpointError, match="as a path with a name, got None"):
+        read(None)  # type: ignore[arg-type]
+
+
+def test_R31_R37_what_is_kept_of_a_shared_parameter_has_all_its_names_and_lies_as_it_does():
+    layout = FlatLayout(PARAMS, 2, True, None)
+    kept = [state_layout(layout, entry, "float32") for entry in ("exp_avg", "exp_avg_sq")]
+    both = Sharding(tuple(("", each) for each in kept), MeshSpec(2))
+    assert both.find("exp_avg_sq:tied") == both.find("exp_avg_sq:b") == (1, 1)
+    # 15 elements of bfloat16 are aligned as such, whatever the dtype of moments.
+    places = [[(piece.shard_start, piece.shard_stop) for piece in each.pieces(0)] for each in (layout, *kept)]
+    assert places[0] == places[1] == places[2] and kept[0].dtype == "float32"
+    renamed = state_layout(layout, "", "float32", "blocks.{}".format)
+    assert [spec.name for spec in renamed.params] == ["blocks.w", "blocks.b"]

@@ -1,0 +1,140 @@
+"""Two recordings of the same program that differ in bits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from crossframe.errors import RecordingError
+from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.lines import twin_folder
+from crossframe.recording.program import PROGRAM
+from crossframe.verdict import Verdict, compare
+from tests.core.helpers import synthetic
+from tests.core.helpers.synthetic import both, jitter
+from tests.core.verdict.test_envelope import scaled
+
+CPU = {"device": "cpu", "threads": 1, "deterministic": True, "compiled": False, "source": "1", "environment": "1"}
+
+
+def made(dtype="float32", *, command="python train.py", **program):
+    return synthetic.manifest(dtype=dtype, settings={COMMAND: command, PROGRAM: CPU | program})
+
+
+def nudged(phase, name, step=0):
+    """One element, one unit in the last place away."""
+
+    def change(at, when, rank, what, array):
+        if (at, when, what) != (phase, step, name):
+            return array
+        array = array.copy()
+        array.reshape(-1)[1] = np.nextafter(array.reshape(-1)[1], array.dtype.type(np.inf))
+        return array
+
+    return change
+
+
+@pytest.fixture
+def pair(tmp_path):
+    def record(tamper=None, *, first=None, second=None, twins=0):
+        second = second or made(source="2")
+        a = synthetic.record(tmp_path / "a", first or made())
+        for i in range(1, twins + 1):
+            synthetic.record(a.directory / twin_folder(i), first or made(), tamper=jitter(i, 1e-3))
+        return a, synthetic.record(tmp_path / "b", second, tamper=tamper)
+
+    return record
+
+
+def test_a_quantity_of_another_dtype_is_located(pair):
+    def wider(phase, step, rank, name, array):
+        return (array * (1 + 1e-6)).astype(np.float64) if (phase, step, name) == ("backward", 0, "block.w") else array
+
+    found = compare(*pair(wider))
+    assert found.first_divergence and (found.first_divergence.step, found.first_divergence.parameter) == (0, "block.w")
+
+
+def test_other_bits_in_one_program_are_no_rounding(pair):
+    found = compare(*pair(nudged("output", "block")))
+    assert found.first_divergence and found.first_divergence.module == "block"
+    assert found.verdict is Verdict.DIFFERENT and found.verdict.exit_status == 5
+    assert "of a size that rounding also has" in found.reason and "--repeat" in found.reason
+    assert (where := found.first_divergence) is not None
+    assert (where.step, where.phase, where.event, where.unit, where.start, where.stop) == (
+        0,
+        "forward",
+        "output",
+        "block",
+        1,
+        2,
+    )
+    assert found.parted and found.parted.name == "output of block"
+
+
+def test_within_perturbed_runs_the_first_bits_are_located(pair):
+    """What later steps do is within the spread of the perturbed runs, too."""
+    found = compare(*pair(both(nudged("reduce", "block.w", 1), jitter_after_first), twins=4))
+    assert found.verdict is Verdict.DIFFERENT, found.reason
+    assert (where := found.first_divergence) is not None
+    assert (where.step, where.phase, where.parameter) == (1, "reduce", "block.w")
+
+
+def jitter_after_first(phase, step, rank, name, array):
+    return jitter(9, 1e-3)(phase, step, rank, name, array) if step == 2 else array
+
+
+def test_a_bug_is_located_where_bits_first_differ(pair):
+    found = compare(*pair(both(nudged("backward", "embed"), scaled("reduce", "embed", 1.5))))
+    assert found.verdict is Verdict.BUG
+    assert found.first_divergence and found.first_divergence.phase == "backward"
+
+
+def test_a_compiled_bug_stays_where_bounds_place_it(pair):
+    manifests = {"first": made(compiled=True), "second": made(compiled=True, source="2")}
+    found = compare(*pair(both(nudged("output", "block"), scaled("reduce", "embed", 1.5)), **manifests))
+    assert found.verdict is Verdict.BUG
+    assert found.first_divergence and found.first_divergence.phase == "reduce"
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        pytest.param(made(threads=2, source="2"), "threads differs: 1 in a, 2 in b", id="threads"),
+        pytest.param(made(device="cuda", source="2"), "device differs", id="device"),
+        pytest.param(replace(made(source="2"), framework="jax"), "framework differs", id="framework"),
+        pytest.param(replace(made(source="2"), strategy="shard_grad_op"), "strategy differs", id="strategy"),
+        pytest.param(replace(made(source="2"), versions={"numpy": "1"}), "versions differs", id="versions"),
+        pytest.param(synthetic.manifest(dtype="float32"), "does not state on which device", id="older"),
+        pytest.param(made(), "same command, source and environment", id="repetition"),
+    ],
+)
+def test_bits_are_no_evidence_between_other_programs(pair, second, why):
+    found = compare(*pair(nudged("output", "block"), second=second))
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    assert found.bits is not None
+    assert why in found.bits or why in found.bits.replace("torch", "a").replace("jax", "b")
+
+
+def test_an_accelerator_needs_deterministic_algorithms(pair, tmp_path):
+    gpu = {"device": "cuda H200", "deterministic": False}
+    a, b = pair(nudged("output", "block"), first=made(**gpu), second=made(**gpu, source="2"))
+    found = compare(a, b)
+    assert found.verdict is Verdict.ROUNDING and "may be nondeterministic" in (found.bits or "")
+    same = synthetic.record(tmp_path / "again", made(**gpu))
+    assert compare(a, b, repeats=[same]).verdict is Verdict.DIFFERENT
+
+
+def test_a_repetition_shows_what_is_not_deterministic(pair, tmp_path):
+    a, b = pair(nudged("backward", "embed"))
+    noisy = synthetic.record(tmp_path / "again", made(), tamper=nudged("backward", "block.w"))
+    found = compare(a, b, repeats=[noisy])  # backward reaches the block first
+    assert found.verdict is Verdict.ROUNDING and "not deterministic" in (found.bits or "")
+    later = synthetic.record(tmp_path / "later", made(), tamper=nudged("reduce", "embed"))
+    assert compare(a, b, repeats=[later]).verdict is Verdict.DIFFERENT
+    with pytest.raises(RecordingError, match="expected another recording of"):
+        compare(a, b, repeats=[synthetic.record(tmp_path / "other", made(threads=4))])
+
+
+def test_equal_bits_stay_equal(pair):
+    found = compare(*pair())
+    assert found.verdict is Verdict.EQUAL and found.bits is None

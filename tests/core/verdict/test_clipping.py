@@ -1,0 +1,47 @@
+"""Clipping by hand and by the framework is one thing, and gradients that were clipped otherwise are not."""
+
+import numpy as np
+import pytest
+
+from crossframe.recording.lines import REDUCE, STATE
+from crossframe.verdict import Verdict, compare
+from tests.core.helpers.faulty import CLIP, Faults, record
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stated", [CLIP, None], ids=["clip stated", "clip unstated"])
+def test_clipping_by_hand_is_no_difference(tmp_path, optimizer, stated):
+    a = record(tmp_path / "a", optimizer=optimizer)
+    b = record(tmp_path / "b", Faults(by_hand=CLIP), noise=1, optimizer=optimizer, clip=stated)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.ROUNDING, found.reason
+
+
+def test_both_clipping_by_hand_is_no_difference(tmp_path):
+    found = compare(*(record(tmp_path / str(i), Faults(by_hand=CLIP), noise=i) for i in range(2)))
+    assert found.verdict is Verdict.ROUNDING
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("wrong", [CLIP / 2, 1.1 * CLIP], ids=["harder", "softer"])
+def test_another_clipping_by_hand_is_found(tmp_path, optimizer, wrong):
+    a = record(tmp_path / "a", optimizer=optimizer)
+    b = record(tmp_path / "b", Faults(by_hand=wrong), noise=1, optimizer=optimizer)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.BUG
+        assert found.first_divergence and found.first_divergence.phase in (REDUCE, STATE)
+
+
+def test_a_fault_behind_clipping_by_hand_is_found(tmp_path):
+    def mean(step, name, grads, old):
+        terms = np.array([grad[name] for grad in grads])
+        return terms[0] / 2 if name == "norm.bias" else terms.mean(axis=0)
+
+    a, b = record(tmp_path / "a"), record(tmp_path / "b", Faults(by_hand=CLIP, mean=mean), noise=1)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.BUG, found.reason
+        assert found.first_divergence and found.first_divergence.phase in (REDUCE, STATE)
+        assert found.first_divergence.step == 0

@@ -1,0 +1,77 @@
+"""Runs of which a part computes in a narrower dtype, and bounds too coarse to conclude from."""
+
+# pyright: reportOptionalMemberAccess=false
+import numpy as np
+import pytest
+
+from crossframe.verdict import Verdict, compare
+from tests.core.helpers import synthetic
+
+_AFTER = ("output", "forward", "backward", "reduce", "norm", "state", "update")
+
+
+def _rounds(phase, step, rank, name, array):
+    """The output of the block is computed in float32, and all that follows carries its rounding."""
+    if (phase, name) == ("output", "block"):
+        return array.astype(np.float32).astype(array.dtype)
+    return array
+
+
+def _noisy(phase, step, rank, name, array):
+    if phase not in _AFTER or (phase == "output" and name == ""):
+        return array
+    noise = 1e-7 * np.random.default_rng([step, *phase.encode(), *name.encode()]).normal(size=array.shape)
+    moved = array + noise * (synthetic.LEARNING_RATE if phase == "update" else 1.0)
+    return moved.astype(np.float32).astype(array.dtype) if phase == "output" else moved
+
+
+def _factor(phase, name, factor):
+    return lambda at, step, rank, what, array: array * factor if (at, what) == (phase, name) else array
+
+
+def _compared(tmp_path, a, b):
+    runs = [synthetic.record(tmp_path / name, synthetic.manifest(), tamper=each) for name, each in (("a", a), ("b", b))]
+    return compare(*runs), compare(*runs[::-1])
+
+
+def test_a_module_in_float32_is_judged_in_float32(tmp_path):
+    for found in _compared(tmp_path, _rounds, _noisy):
+        assert found.verdict is Verdict.ROUNDING, found.reason
+        assert "the output of block is computed in float32, in a run in float64" in found.reason
+
+
+def test_noise_of_float32_without_such_a_module_is_a_bug(tmp_path):
+    for found in _compared(tmp_path, None, synthetic.jitter(1, 1e-7)):
+        assert found.verdict is Verdict.BUG
+
+
+def test_a_bug_before_or_after_such_a_module_is_found(tmp_path):
+    before = synthetic.both(_noisy, _factor("input", "block", 1 + 1e-7))
+    after = synthetic.both(_noisy, _factor("reduce", "block.w", 1.1))
+    for tamper, phase in ((before, "forward"), (after, "reduce")):
+        for found in _compared(tmp_path / phase, _rounds, tamper):
+            assert found.verdict is Verdict.BUG and found.first_divergence.phase == phase, found.reason
+
+
+def test_a_mask_that_differs_is_no_module_in_float32(tmp_path):
+    def mask(shift):
+        def tamper(phase, step, rank, name, array):
+            if (phase, name) != ("output", "block"):
+                return array
+            return np.roll(np.arange(array.size) % 2, shift).reshape(array.shape).astype(array.dtype)
+
+        return tamper
+
+    for found in _compared(tmp_path, mask(0), mask(1)):
+        assert found.verdict is Verdict.BUG and "computed in float32" not in found.reason
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(1e-6, Verdict.ROUNDING), (2e-3, Verdict.INCONCLUSIVE)])
+def test_what_uses_much_of_a_coarse_bound_is_left_open(tmp_path, size, verdict):
+    made = synthetic.manifest(dtype="float32")
+    a = synthetic.record(tmp_path / "a", made)
+    b = synthetic.record(tmp_path / "b", made, tamper=_factor("output", "block", 1 + size))
+    found = compare(a, b)
+    assert found.verdict is verdict, found.reason
+    if verdict is Verdict.INCONCLUSIVE:
+        assert "the output of block at step 0 uses" in found.reason and "--perturbed-runs 4" in found.reason

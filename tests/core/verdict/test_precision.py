@@ -1,0 +1,173 @@
+"""Runs of which one rounds more: float32 against bfloat16."""
+
+import numpy as np
+import pytest
+
+from crossframe.dtypes import numpy_dtype, unit_roundoff
+from crossframe.recording import Schedule
+from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.lines import twin_folder
+from crossframe.verdict import Verdict, compare
+from crossframe.verdict.direction import GAIN, OF_OWN_INPUT, Tally, directions_of
+from crossframe.verdict.envelope import margin
+from tests.core.helpers import synthetic
+from tests.core.helpers.synthetic import both, jitter
+from tests.core.verdict.test_judge import quantity
+from tests.core.verdict.test_walk import other_specs
+
+LOW, UNIT = numpy_dtype("bfloat16"), unit_roundoff("bfloat16")
+
+
+def made(dtype, **other):
+    return synthetic.manifest(dtype=dtype, schedule=Schedule(dense=1, every=1), **other)
+
+
+def times(phase, name, factor, steps=(0, 1, 2)):
+    def change(at, step, rank, what, array):
+        return (array * factor).astype(array.dtype) if (at, what) == (phase, name) and step in steps else array
+
+    return change
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A float32 run, and a bfloat16 run with perturbed runs: what is wrong in it is wrong in all of them."""
+
+    def record(tamper=lambda *args: args[-1], *, perturbed=4, coarse=None, fine=None):
+        coarse = coarse or made("bfloat16")
+        a = synthetic.record(tmp_path / "a", fine or made("float32"))
+        b = synthetic.record(tmp_path / "b", coarse, tamper=both(jitter(99, UNIT / 4), tamper))
+        for i in range(1, perturbed + 1):
+            synthetic.record(b.directory / twin_folder(i), coarse, tamper=both(jitter(i, UNIT), tamper))
+        return a, b
+
+    return record
+
+
+def test_bfloat16_differs_from_float32_by_rounding(pair):
+    a, b = pair()
+    for found in (compare(a, b), compare(b, a)):
+        assert found.verdict is Verdict.ROUNDING, found.reason
+        assert found.dtype == "bfloat16"
+        assert "a computes in float32" in found.reason and "b computes in bfloat16" in found.reason
+        assert "they differ as the rounding of bfloat16 implies" in found.reason
+        assert any(said.startswith("dtype differs") for said in found.settings)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "phase", "name"),
+    [
+        pytest.param(times("reduce", "block.w", 0.0), "reduce", "block.w", id="lost_gradient"),
+        pytest.param(times("backward", "embed", 0.5), "backward", "embed", id="lost_microbatch"),
+        pytest.param(times("output", "block", 1.5), "forward", "output of block", id="scale"),
+        pytest.param(times("update", "block.w", 1.5), "update", "block.w", id="update"),
+    ],
+)
+def test_a_fault_in_the_coarser_run_is_located(pair, tamper, phase, name):
+    found = compare(*pair(tamper))
+    assert found.verdict is Verdict.BUG, found.reason
+    assert "more than the rounding of bfloat16 implies" in found.reason
+    assert found.first_divergence is not None and found.parted is not None
+    assert (found.first_divergence.step, found.first_divergence.phase, found.parted.name) == (0, phase, name)
+
+
+def test_initial_values_are_equal_after_the_cast(pair):
+    found = compare(*pair(times("parameters", "block.w", 1 + 2.0**-6)))
+    assert found.verdict is Verdict.BUG and found.first_divergence
+    assert (found.first_divergence.phase, found.first_divergence.parameter) == ("parameters", "block.w")
+
+
+def test_only_perturbed_runs_of_the_coarser_run_count(pair):
+    """Those of the finer one show nothing of its rounding. The command is that of the run to record again."""
+    coarse, fine = (made(d, settings={COMMAND: f"train.py --dtype {d}"}) for d in ("bfloat16", "float32"))
+    a, b = pair(perturbed=0, coarse=coarse, fine=fine)
+    for i in range(1, 5):
+        synthetic.record(a.directory / twin_folder(i), fine, tamper=jitter(i, 1e-6))
+    found = compare(a, b)
+    assert found.verdict is Verdict.INCONCLUSIVE and found.envelope_used is None
+    assert "`train.py --dtype bfloat16`" in found.reason and "is not known" in found.reason
+
+
+def test_float32_against_float64_is_judged_by_bounds(tmp_path):
+    a = synthetic.record(tmp_path / "a")
+    b = synthetic.record(tmp_path / "b", synthetic.manifest(dtype="float32"))
+    found = compare(a, b)
+    assert found.verdict is Verdict.ROUNDING and found.dtype == "float32", found.reason
+    c = synthetic.record(tmp_path / "c", b.manifest, tamper=times("backward", "embed", 0.99))
+    found = compare(a, c)
+    assert found.verdict is Verdict.BUG and found.first_divergence and found.first_divergence.parameter == "embed"
+
+
+def test_a_parameter_stored_in_a_coarser_dtype_is_rounding(tmp_path):
+    """One parameter of a float64 run lies in float32: what it causes is of float32's size."""
+
+    def narrow(phase, step, rank, name, array):
+        return array.astype(np.float32) if name.startswith("block.") else array
+
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(kind="per_param"))
+    found = compare(a, synthetic.record(tmp_path / "b", other_specs("block", dtype="float32"), tamper=narrow))
+    assert found.verdict is Verdict.ROUNDING and found.dtype == "float32", found.reason
+
+
+def test_an_expert_without_samples_at_one_step_is_no_lost_gradient(pair):
+    """Which expert gets a sample may be decided otherwise; a gradient of zero at all steps is lost."""
+    unused = both(*(times(phase, "block.w", 0.0, steps=(1,)) for phase in ("backward", "reduce")))
+    found = compare(*pair(unused))
+    assert found.first_divergence is None or found.first_divergence.phase not in ("backward", "reduce"), found.reason
+
+
+def test_casts_of_parameters_stay_below_their_allowance():
+    """Of the gradient of a mean over n samples, perturbed runs average away what they do to each; the cast of a weight stays.
+    Without an allowance for that, the least factor would be too little."""
+    generator = np.random.default_rng(0)
+
+    def gradient(weight, x, moves=None):
+        hidden = x @ weight
+        if moves is not None:
+            hidden = hidden * (1 + 2 * UNIT * moves.integers(-1, 2, hidden.shape))
+        return x.T @ np.tanh(hidden) / len(x)
+
+    reached = {}
+    for n in (16, 256, 4096):
+        ratios = []
+        for _ in range(8):
+            weight, x = generator.normal(size=(16, 8)), generator.normal(size=(n, 16))
+            cast = weight.astype(LOW).astype(np.float64)
+            run = gradient(cast, x)
+            spread = np.sqrt(np.mean([np.sum((gradient(cast, x, generator) - run) ** 2) for _ in range(4)]))
+            ratios.append(np.linalg.norm(gradient(weight, x) - run) / spread)
+        reached[n] = max(ratios)
+    assert all(most <= np.sqrt(n) for n, most in reached.items()), reached
+    assert reached[4096] > margin(4)
+
+
+def normed(x, epsilon, weight):
+    x = x.astype(np.float64)
+    return x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + epsilon) * weight
+
+
+def test_an_epsilon_is_found_across_precisions():
+    """Of inputs whose mean square is 1, one of 0.1 takes 5 %, far less than what came in differs by."""
+    low, weight = LOW, np.linspace(0.5, 2, 16)
+
+    def tally(seed, epsilon=1e-5, fine=True):
+        made = Tally()
+        for step in range(4):
+            x = np.random.default_rng([1, step]).normal(size=(500, 16))
+            y = x * (1 + 0.1 * np.random.default_rng([2, seed, step]).normal(size=x.shape))
+            given = [x if fine else x.astype(low), y.astype(low)]
+            weights = [weight if fine else weight.astype(low), weight.astype(low)]
+            gave = [normed(given[0], 1e-5 if fine else epsilon, weights[0].astype(np.float64))]
+            gave += [normed(given[1], epsilon, weights[1].astype(np.float64))]
+            gave = [out if fine and i == 0 else out.astype(low) for i, out in enumerate(gave)]
+            for sides, use in ((given, "input"), (gave, "output")):
+                made.add([quantity(*sides, phase="forward", step=step, module="norm", use=use, parameter="")])
+        return made
+
+    def found(epsilon):
+        runs = [[tally(seed, epsilon, fine=False) for seed in range(100, 104)]]
+        return directions_of(tally(7, epsilon), runs, "bfloat16", 1e-4, OF_OWN_INPUT, cast=UNIT)
+
+    wrong, right = found(0.1), found(1e-5)
+    assert wrong and wrong.found and wrong.found.direction == GAIN and wrong.found.quantity.name == "output of norm"
+    assert right and right.found is None and set(right.power["activation"]) == {GAIN}

@@ -1,0 +1,500 @@
+"""The walk over two recordings: what is compared, in which order, by what measure, and what is concluded."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from crossframe.errors import RecordingError
+from crossframe.layout import PerParamLayout
+from crossframe.recording import Recording, RecordingWriter, Schedule
+from crossframe.verdict import Verdict, bounds_for, compare
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.walk import walk
+from tests.core.helpers import synthetic
+
+U = 2.0**-53
+
+
+def only(phase, name, change, *, step=0, rank=None):
+    """Changes one thing."""
+
+    def tamper(at, when, who, what, array):
+        return change(array) if (at, when, what) == (phase, step, name) and rank in (None, who) else array
+
+    return tamper
+
+
+def pair(tmp_path, a=None, b=None, *, tamper_a=None, tamper=None):
+    made = a or synthetic.manifest(), b or synthetic.manifest(framework="jax")
+    return (
+        synthetic.record(tmp_path / "a", made[0], tamper=tamper_a),
+        synthetic.record(tmp_path / "b", made[1], tamper=tamper),
+    )
+
+
+def without(monkeypatch, method, name, directory, made=None, *, rank=None, tamper=None):
+    """A recording in which one parameter was not handed to one method of the writer (on one rank)."""
+    whole = getattr(RecordingWriter, method)
+    turn = iter(range(10_000))
+
+    def but_one(writer, step, unit, pieces):
+        at = next(turn) // calls
+        keep = {n: piece for n, piece in pieces.items() if n != name or rank not in (None, at)}
+        whole(writer, step, unit, keep)
+
+    calls = len(synthetic.UNITS) * (1 if method == "local_grads" else 3)  # a rank
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordingWriter, method, but_one)
+        return synthetic.record(directory, made, tamper=tamper)
+
+
+def place(found):
+    first = found.first_divergence
+    assert first is not None
+    return first.step, first.phase, first.parameter, first.rank
+
+
+def quantities(a, b, phase, name):
+    return [q for group in walk(Pair(a, b)) for q in group if (q.kind, q.parameter) == (phase, name)]
+
+
+# What is walked.
+
+
+def test_the_walk_is_in_causal_order(tmp_path):
+    a, b = pair(tmp_path, *(synthetic.manifest(4, replicate=2, framework=f) for f in ("torch", "jax")))
+    names = list(synthetic.SHAPES)
+    groups = list(walk(Pair(a, b)))
+    seen = [(q[0].step, q[0].phase, q[0].event, q[0].parameter) for q in groups]
+    expected = [(0, "parameters", "all_gather", name) for name in names]
+    for step in range(3):
+        if step == 0:
+            expected += [(0, "unsharded", "all_gather", name) for name in names for _ in "ab"]
+            expected += [(0, "forward", event, "") for event in ("input", "output", "output")]
+        expected.append((step, "forward", "loss", ""))
+        if step == 0:
+            expected += [(0, "backward", "backward", name) for name in names[::-1]]
+        expected += [(step, "reduce", "reduce_scatter", name) for name in names[::-1]]
+        expected.append((step, "norm", "grad_norm", ""))
+        expected += [(step, "state", "state", name) for name in names for _ in ("step", "exp_avg")]
+        expected += [(step, "update", "optimizer", name) for name in names]
+    assert seen == expected
+    assert [(q[0].use, q[0].module, q[0].unit) for q in groups if q[0].kind == "activation"] == [
+        ("input", "block", ""), ("output", "block", "block"), ("output", "", "")
+    ]  # fmt: skip
+    for group in groups:
+        alone = group[0].phase in ("unsharded", "forward", "backward", "norm")
+        if group[0].use == "step":
+            assert [q.rank for q in group] == [None]
+            continue
+        assert [q.rank for q in group] == (list(range(4)) if alone else [None] * 2)
+        assert [q.replica for q in group] == ([0] * 4 if alone else [0, 1])
+        if group[0].kind != "activation":
+            assert {q.unit for q in group} == {"block" if group[0].parameter.startswith("block") else ""}
+
+
+def test_the_last_replica_of_the_side_that_has_fewer_stands_for_the_rest(tmp_path):
+    tamper = only("update", "embed", lambda value: value + 1, rank=5)
+    a, b = synthetic.manifest(6, replicate=3), synthetic.manifest()
+    found = compare(*pair(tmp_path, a, b, tamper_a=tamper))
+    assert found.verdict is Verdict.BUG
+    assert place(found) == (0, "update", "embed", 1)
+    assert [q.replica for q in quantities(*pair(tmp_path / "more", a, b), "update", "embed")[:3]] == [0, 0, 0]
+
+
+def test_a_step_that_one_side_did_not_record_densely_has_no_local_gradients(tmp_path):
+    sparse = synthetic.manifest(schedule=Schedule(dense=0, every=1))
+    for i, made in enumerate(((sparse, None), (None, sparse))):
+        runs = pair(tmp_path / str(i), *made)
+        assert {q.phase for group in walk(Pair(*runs)) for q in group} == {
+            "parameters", "unsharded", "forward", "reduce", "norm", "state", "update"
+        }  # fmt: skip
+        assert compare(*runs).verdict is Verdict.EQUAL
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("method", "phase"), [("local_grads", "backward"), ("reduced_grads", "reduce")])
+def test_R29_a_gradient_that_one_side_has_not_is_zero_there(tmp_path, monkeypatch, method, phase, first):
+    full = synthetic.record(tmp_path / "full")
+    lacking = without(monkeypatch, method, "bias", tmp_path / "lacking")
+    a, b = (lacking, full) if first else (full, lacking)
+    found = compare(a, b)
+    assert found.verdict is Verdict.BUG
+    assert place(found)[:3] == (0, phase, "bias")
+    for q in quantities(a, b, phase, "bias"):
+        zeros, grad = (q.a, q.b) if first else (q.b, q.a)
+        assert not zeros.any() and zeros.shape == grad.shape == (3,)
+        assert grad.any()
+
+
+def test_R29_a_gradient_that_one_rank_has_not_is_zero_on_it(tmp_path, monkeypatch):
+    full = synthetic.record(tmp_path / "full")
+    lacking = without(monkeypatch, "local_grads", "bias", tmp_path / "lacking", rank=1)
+    assert place(compare(full, lacking)) == (0, "backward", "bias", 1)
+    assert place(compare(lacking, full)) == (0, "backward", "bias", 1)
+    # What rank 1 typically has is taken over the others.
+    scales = [q.scale for q in quantities(lacking, full, "backward", "bias")]
+    grads = [lacking.local(0, 1, n).reshape(-1) for n in synthetic.SHAPES if n != "bias"]
+    typical = np.sqrt(np.mean(np.concatenate(grads) ** 2))
+    assert scales[1] == pytest.approx(bounds_for("float64").noise_scale(16, typical, 3), rel=1e-12)
+
+
+def test_a_parameter_without_an_update_does_not_hide_the_ones_after_it(tmp_path, monkeypatch):
+    assert next(iter(synthetic.SHAPES)) == "embed"
+    a, b = (
+        without(monkeypatch, "updated", "embed", tmp_path / name, tamper=tamper)
+        for name, tamper in (("a", None), ("b", only("update", "bias", lambda value: 2 * value)))
+    )
+    assert place(compare(a, b))[:3] == (0, "update", "bias")
+    assert not quantities(a, b, "update", "embed")
+
+
+def test_an_update_that_one_side_has_not_is_an_error(tmp_path, monkeypatch):
+    full = synthetic.record(tmp_path / "full")
+    lacking = without(monkeypatch, "updated", "embed", tmp_path / "lacking")
+    for a, b in ((full, lacking), (lacking, full)):
+        with pytest.raises(RecordingError, match="embed"):
+            compare(a, b)
+
+
+# By what it is measured.
+
+
+def test_a_loss_is_measured_by_the_size_of_the_first_one_of_its_rank(tmp_path):
+    def losses(factor):
+        def tamper(phase, step, rank, name, array):
+            return np.array([-2.0 * 8**rank * (factor if rank == 1 else 1)]) if phase == "forward" else array
+
+        return tamper
+
+    a, b = pair(tmp_path, tamper_a=losses(1.0), tamper=losses(3.0))
+    assert [q.scale for q in quantities(a, b, "forward", "")] == [2.0, 16.0] * 3
+    assert compare(a, b).loss_differences == (2.0,) * 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_a_loop_that_knows_the_mean_loss_alone_that_is_compared(tmp_path, first):
+    apart = synthetic.record(tmp_path / "a")
+    means = apart.losses().mean(axis=1)
+    made = synthetic.manifest(framework="jax", settings={"losses": "mean"})
+    alike = synthetic.record(
+        tmp_path / "b",
+        made,
+        tamper=lambda phase, step, _rank, _name, x: x * 0 + means[step] if phase == "forward" else x,
+    )
+    pair = (apart, alike) if first else (alike, apart)
+    assert compare(*pair).verdict is Verdict.EQUAL
+    off = synthetic.record(
+        tmp_path / "c",
+        made,
+        tamper=lambda phase, step, _rank, _name, x: x * 0 + 2 * means[step] if phase == "forward" else x,
+    )
+    found = compare(apart, off) if first else compare(off, apart)
+    assert found.verdict is Verdict.BUG and place(found) == (0, "forward", None, None)
+
+
+def test_losses_of_two_world_sizes_are_measured_by_their_mean(tmp_path):
+    def at(phase, step, rank, name, array):
+        return np.array([rank - 4.0]) if phase == "forward" else array
+
+    a, b = pair(tmp_path, None, synthetic.manifest(3), tamper_a=at, tamper=at)
+    made = [(q.a.item(), q.b.item(), q.scale) for q in quantities(a, b, "forward", "")]
+    assert made == [(-3.5, -3.0, 3.5)] * 3
+
+
+@pytest.mark.parametrize("phase", ["backward", "reduce"])
+def test_a_gradient_is_measured_by_the_first_recording(tmp_path, phase):
+    def scaled(factor):
+        def tamper(at, step, rank, name, array):
+            return array * factor[name] if at == phase and name in factor else array
+
+        return tamper
+
+    a, b = pair(tmp_path, tamper_a=scaled({"embed": 1e-20}), tamper=scaled({"embed": 1e-20, "block.w": 1e3, "bias": 3}))
+    for q in quantities(a, b, phase, "bias"):
+        assert q.scale == pytest.approx(np.linalg.norm(q.a), rel=1e-12)
+    for q in quantities(a, b, phase, "embed"):
+        every = [
+            a.local(0, q.rank or 0, n) if phase == "backward" else a.full("reduce", q.step, n) for n in synthetic.SHAPES
+        ]
+        typical = np.sqrt(np.mean(np.concatenate([grad.reshape(-1) for grad in every]) ** 2))
+        assert q.scale == pytest.approx(bounds_for("float64").noise_scale(16, typical, 12), rel=1e-12)
+
+
+def test_a_parameter_is_measured_by_how_far_it_is_trained_in_the_end(tmp_path):
+    # -100 at first, then 1, 2, 107: from first to last 207 an element, more than any of them.
+    values = {("parameters", 0): -100.0, ("update", 0): 1.0, ("update", 1): 2.0, ("update", 2): 107.0}
+
+    def tamper(phase, step, rank, name, array):
+        return np.full_like(array, values[phase, step]) if name == "bias" and (phase, step) in values else array
+
+    a, b = pair(tmp_path, tamper_a=tamper, tamper=tamper)
+    assert [q.scale for q in quantities(a, b, "update", "bias")] == pytest.approx([207 * np.sqrt(3)] * 3)
+    assert quantities(a, b, "update", "embed")[0].scale < 100
+
+
+@pytest.mark.parametrize("phase", ["backward", "reduce", "update"])
+def test_what_is_not_finite_on_both_sides_does_not_widen_a_scale(tmp_path, phase):
+    def spoil(at, step, rank, name, array):
+        if (at, name) == (phase, "bias"):
+            array[:] = np.inf, 30.0, 40.0
+        return array
+
+    a, b = pair(tmp_path, tamper_a=spoil, tamper=spoil)
+    for q in quantities(a, b, phase, "bias"):
+        assert q.scale == pytest.approx(50.0, abs=5)  # what it is, or was trained by
+    for q in quantities(a, b, phase, "embed"):
+        assert np.isfinite(q.scale)
+
+
+def test_initial_values_of_a_parameter_without_a_gradient_are_still_equal_bit_for_bit(tmp_path):
+    found = compare(*pair(tmp_path, tamper=only("parameters", "block.k_bias", lambda value: value * (1 + 4 * U))))
+    assert found.zero_gradient_parameters == ("block.k_bias",)
+    assert found.verdict is Verdict.BUG
+    assert place(found)[:3] == (0, "parameters", "block.k_bias")
+
+
+# What is concluded.
+
+
+def test_the_worst_of_a_group_is_named(tmp_path):
+    def tamper(phase, step, rank, name, array):
+        return array * (1 + (1, 3, 2)[rank]) if (phase, step) == ("forward", 0) else array
+
+    made = (synthetic.manifest(3, framework=f) for f in ("torch", "jax"))
+    found = compare(*pair(tmp_path, *made, tamper=tamper))
+    assert place(found) == (0, "forward", None, 1)
+    assert found.loss_differences == (3.0, 0.0, 0.0)
+    assert found.max_relative_loss_difference == 3.0
+
+
+def test_a_sign_of_zero_that_one_replica_lost_is_a_bug(tmp_path):
+    def zeros(phase, step, rank, name, array):
+        return np.zeros_like(array) if (phase, name) == ("parameters", "bias") else array
+
+    def lost(phase, step, rank, name, array):
+        return -zeros(phase, step, rank, name, array) if (phase, name, rank // 2) == ("parameters", "bias", 1) else zeros(
+            phase, step, rank, name, array
+        )  # fmt: skip
+
+    made = (synthetic.manifest(4, replicate=2, framework=f) for f in ("torch", "jax"))
+    found = compare(*pair(tmp_path, *made, tamper_a=zeros, tamper=lost))
+    assert found.verdict is Verdict.BUG
+    assert place(found) == (0, "parameters", "bias", 3)
+
+
+@pytest.mark.parametrize(("phase", "name"), [("forward", ""), ("backward", "bias"), ("reduce", "embed")])
+def test_one_difference_anywhere_is_not_equal(tmp_path, phase, name):
+    found = compare(*pair(tmp_path, tamper=only(phase, name, lambda array: array * (1 + 8 * U), rank=0)))
+    assert found.verdict is Verdict.ROUNDING
+    assert found.max_relative_parameter_difference == 0.0
+    assert (found.max_relative_loss_difference != 0.0) == (phase == "forward")
+    assert found.reason.endswith("parameters by 0.0e+00; rounding may reach 1.0e-12 and 1.0e-11")
+
+
+def test_the_largest_difference_of_a_step_is_kept(tmp_path):
+    # embed comes first, and its difference is the only one.
+    found = compare(*pair(tmp_path, tamper=only("update", "embed", lambda value: value * (1 + 2.0**-40), step=1)))
+    assert found.verdict is Verdict.ROUNDING
+    assert [step for step, _ in found.parameter_differences] == [0, 1, 2]
+    differences = dict(found.parameter_differences)
+    assert differences[0] == differences[2] == 0.0
+    assert 1e-13 < differences[1] <= 2.0**-40
+    assert differences[1] == found.max_relative_parameter_difference
+    assert f"losses differ by at most 0.0e+00, parameters by {differences[1]:.1e};" in found.reason
+
+
+def test_equal_in_words_and_json(tmp_path):
+    found = compare(*pair(tmp_path, tamper=only("reduce", "block.k_bias", lambda grad: grad)))
+    assert found.reason == "every bit that was compared is equal"
+    made = found.to_json()
+    assert made == json.loads(json.dumps(made))
+    assert made["first_divergence"] is None
+    assert made["zero_gradient_parameters"] == ["block.k_bias"]
+    assert (made["world_size"], made["max_relative_loss_difference"]) == (2, 0.0)
+    other = compare(*pair(tmp_path / "other", None, synthetic.manifest(3, framework="jax"))).to_json()
+    assert other["world_size"] == [2, 3]
+
+
+def losses_of(values):
+    """The losses of every rank, a step."""
+
+    def tamper(phase, step, rank, name, array):
+        return np.array([values[step]]) if phase == "forward" else array
+
+    return tamper
+
+
+@pytest.mark.parametrize(("times", "expected"), [(5000, Verdict.INCONCLUSIVE), (5001, Verdict.BUG)])
+def test_a_jump_is_more_than_a_thousand_times(tmp_path, times, expected):
+    # 5 units at first, which 5000 exceed by just a thousand times. What comes after counts for nothing.
+    u, bound = 2.0**-52, bounds_for("float64").loss
+    assert 5000 * u / bound == 1000 * (5 * u / bound)
+    values = [1 + 5 * u, 1 + times * u, 2.0]
+    found = compare(*pair(tmp_path, tamper_a=losses_of([1.0] * 3), tamper=losses_of(values)))
+    assert place(found) == (1, "forward", None, 0)
+    assert found.verdict is expected
+
+
+def test_a_jump_is_over_the_largest_that_came_before(tmp_path):
+    # 5 units, then 1, then 4600: less than a thousand times the largest, more than a thousand times the last.
+    u = 2.0**-52
+    tamper = losses_of([1 + 5 * u, 1 + u, 1 + 4600 * u])
+    found = compare(*pair(tmp_path, tamper_a=losses_of([1.0] * 3), tamper=tamper))
+    assert place(found)[0] == 2
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.reason.endswith(
+        "but it grew up to there by less than 1000 times at once, as rounding does that training amplifies: compare fewer "
+        "steps, or lower the learning rate"
+    )
+
+
+def test_before_the_first_update_nothing_can_have_grown(tmp_path):
+    def tamper(phase, step, rank, name, array):
+        array = losses_of([1 + 1e-13, 1.0, 1.0])(phase, step, rank, name, array)
+        return only("reduce", "embed", lambda grad: grad * (1 + 1e-10))(phase, step, rank, name, array)
+
+    found = compare(*pair(tmp_path, tamper_a=losses_of([1.0] * 3), tamper=tamper))
+    assert (found.verdict, place(found)[:3]) == (Verdict.BUG, (0, "reduce", "embed"))
+
+
+def test_the_first_that_is_not_finite_on_both_sides_is_named(tmp_path):
+    def spoil(phase, step, rank, name, array):
+        return array * np.nan if rank == 1 and (phase, step) in (("forward", 1), ("forward", 2)) else array
+
+    found = compare(*pair(tmp_path, tamper_a=spoil, tamper=spoil))
+    assert found.reason == (
+        "every bit that was compared is equal; from step 1 on (forward '') both sides hold NaN or infinity"
+    )
+
+
+def test_a_zero_gradient_parameter_that_is_not_finite_on_one_side_counts(tmp_path):
+    found = compare(*pair(tmp_path, tamper=only("update", "block.k_bias", lambda x: x * np.nan, step=1)))
+    assert found.max_relative_parameter_difference == np.inf
+    assert found.to_json()["max_relative_parameter_difference"] is None
+    assert dict(found.parameter_differences)[2] == 0.0
+
+
+# Whether they are of the same run.
+
+
+def other_specs(unit, **fields):
+    """The manifest of per-parameter shards in which the parameters of one unit have other fields."""
+    units = tuple(
+        (name, PerParamLayout(tuple(replace(p, **fields) if name == unit else p for p in layout.params), 2))
+        for name, layout in synthetic.manifest(kind="per_param").units
+    )
+    return synthetic.manifest(units=units)
+
+
+def test_a_parameter_that_only_the_second_has(tmp_path, monkeypatch):
+    b = synthetic.record(tmp_path / "b")
+    fewer = synthetic.manifest(units=synthetic.manifest().units[:1])
+    monkeypatch.setattr(synthetic, "SHAPES", {name: spec.shape for name, spec in fewer.params.items()})
+    a = synthetic.record(tmp_path / "a", fewer)
+    for first, second in ((a, b), (b, a)):
+        found = compare(first, second)
+        assert (found.verdict, found.reason) == (Verdict.INCOMPARABLE, "parameter 'block.w' is only in b")
+
+
+def test_a_parameter_that_one_side_freezes_is_incomparable(tmp_path):
+    found = compare(*pair(tmp_path, synthetic.manifest(kind="per_param"), other_specs("block", requires_grad=False)))
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert found.reason == "parameter 'block.w' has requires_grad True in a, False in b"
+
+
+def test_a_parameter_without_elements_is_not_compared(tmp_path, monkeypatch):
+    made = synthetic.manifest(units=other_specs("block").units)
+    units = tuple(
+        (name, PerParamLayout(tuple(replace(p, shape=(0,)) if p.name == "bias" else p for p in layout.params), 2))
+        for name, layout in made.units
+    )
+    monkeypatch.setitem(synthetic.SHAPES, "bias", (0,))
+    runs = pair(tmp_path, *(replace(made, units=units, framework=framework) for framework in ("torch", "jax")))
+    assert compare(*runs).verdict is Verdict.EQUAL
+    assert not any(q.parameter == "bias" for group in walk(Pair(*runs)) for q in group)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_what_was_killed_the_side_without_a_step_is_named(tmp_path, swapped):
+    whole = synthetic.record(tmp_path / "whole")
+    for stop, reason in ((0, "no step is whole in killed"), (1, "every bit that was compared is equal")):
+        directory = tmp_path / str(stop) / "killed"
+        synthetic.write_run(directory, synthetic.manifest(), stop_before=stop)
+        killed = Recording.open(directory, partial=True)
+        found = compare(killed, whole) if swapped else compare(whole, killed)
+        assert (found.steps, found.reason) == (stop, reason)
+
+
+def test_ranks_of_the_first_that_were_fed_unevenly(tmp_path):
+    # Six samples over four ranks: 2, 2, 1, 1.
+    runs = pair(tmp_path, synthetic.manifest(4), synthetic.manifest(3, framework="jax"))
+    reason = compare(*runs).reason
+    assert reason.startswith("at step 0 the ranks of torch were fed [2, 2, 1, 1] samples: its mean over ranks is")
+    assert compare(*runs[::-1]).reason == reason
+    # At one world size it matters only that both were fed the same.
+    assert compare(*pair(tmp_path / "same", *(synthetic.manifest(4) for _ in "ab"))).verdict is Verdict.EQUAL
+
+
+def test_recordings_without_updates_differ_by_nothing_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(RecordingWriter, "updated", lambda *args: None)
+    found = compare(*pair(tmp_path, tamper=only("forward", "", lambda loss: loss * (1 + 8 * U))))
+    assert (found.verdict, found.max_relative_parameter_difference) == (Verdict.ROUNDING, 0.0)
+    assert "parameters by 0.0e+00;" in found.reason
+
+
+def _edits(factor):
+    """A loop that changes parameters between steps 0 and 1."""
+    return lambda phase, step, rank, name, array: array * factor if (phase, step) == ("unsharded", 1) else array
+
+
+def test_an_edit_between_steps_in_both_runs_agrees(tmp_path):
+    dense = synthetic.manifest(schedule=Schedule(dense=3, every=1))
+    edited = synthetic.record(tmp_path / "a", dense, tamper=_edits(1.25))
+    assert compare(edited, edited).verdict is Verdict.EQUAL
+    other_ranks = synthetic.record(
+        tmp_path / "b", synthetic.manifest(3, schedule=Schedule(dense=3, every=1)), tamper=_edits(1.25)
+    )
+    assert compare(edited, other_ranks).verdict in (Verdict.EQUAL, Verdict.ROUNDING)
+
+
+def test_edits_that_differ_between_runs_are_found(tmp_path):
+    dense = synthetic.manifest(schedule=Schedule(dense=3, every=1))
+    runs = {
+        factor: synthetic.record(tmp_path / str(factor), dense, tamper=_edits(factor)) for factor in (1.0, 1.25, 1.5)
+    }
+    for first, second in ((1.25, 1.5), (1.5, 1.25), (1.0, 1.25), (1.25, 1.0)):
+        found = compare(runs[first], runs[second])
+        where = found.first_divergence
+        assert where is not None
+        assert found.verdict is Verdict.BUG and (where.step, where.phase) == (1, "unsharded"), (first, second)
+    assert "or its loop changed parameters between steps" in found.reason
+
+
+def test_an_edit_that_rounding_leaves_out_of_one_run_is_rounding(tmp_path):
+    """As where a loop scales down only what exceeds a largest norm."""
+    dense = synthetic.manifest(schedule=Schedule(dense=3, every=1))
+
+    def loop(*edited):
+        return lambda phase, step, rank, name, array: (
+            array * (1 + 4 * U) if phase == "unsharded" and (step, name) in edited else array
+        )
+
+    both = synthetic.record(tmp_path / "a", dense, tamper=loop((1, "block.w"), (2, "block.w")))
+    once = synthetic.record(tmp_path / "b", dense, tamper=loop((2, "block.w")))
+    never = synthetic.record(tmp_path / "c", dense)
+    assert [compare(*runs).verdict for runs in ((both, once), (once, both))] == [Verdict.ROUNDING] * 2
+    assert compare(once, never).verdict is Verdict.BUG
+
+
+def test_only_the_first_steps_are_compared(tmp_path):
+    a, b = pair(tmp_path, tamper=only("reduce", "block.w", lambda array: 3 * array, step=2))
+    assert compare(a, b).verdict is Verdict.BUG
+    found = compare(a.first(2), b.first(2))
+    assert (found.verdict, found.steps, len(found.loss_differences)) == (Verdict.EQUAL, 2, 2)
+    assert a.first(3) is a and a.first(50) is a
+    for steps in (0, -1, True, 1.0):
+        with pytest.raises(RecordingError, match="steps: expected an int of at least 1"):
+            a.first(steps)  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""What XLA made of a step: collectives, and memory."""
+
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from crossframe import MeshSpec
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, difference
+from jax_backend import compiled_trace, make_mesh, scan, shard, trace_of, value_and_grad
+from jax_backend.programs._compiled_trace import events_of
+from jax_backend.programs._trace import FOREIGN
+from tests.on_jax.helpers.small import ITEMSIZE, UNITS, small_batch, small_loss, small_params, wide
+from tests.on_jax.sharding.test_meshes_and_layouts import MODES, stacked_loss, stacked_params
+from tests.on_jax.step.test_trace import saved_for_backward
+
+HYBRID = MeshSpec(shard=2, replicate=2)
+
+
+def own(events):
+    return [event for event in events if event.unit != FOREIGN]
+
+
+def test_under_shard_map_xla_issues_in_a_scan_what_the_program_says():
+    mesh = make_mesh(HYBRID)
+    args = shard(stacked_params(), mesh, stacked=("blocks",)), small_batch()
+    step = value_and_grad(stacked_loss, mesh)
+    found = own(compiled_trace(step, *args, mesh=mesh, rank=3))
+    assert difference(trace_of(step, *args, mesh=mesh, rank=3), found, ordered=False, kinds=COLLECTIVES) == []
+    assert {tuple(event.group) for event in found} == {(2, 3), (1, 3)}
+
+
+def test_under_jit_every_layer_is_gathered_inside_the_loop_in_forward_and_again_in_backward():
+    mesh = make_mesh(HYBRID)
+    args = shard(stacked_params(), mesh, stacked=("blocks",)), small_batch()
+    events = own(compiled_trace(value_and_grad(stacked_loss, mesh, mode="jit"), *args, mesh=mesh))
+    gathers = Counter((e.phase, tuple(e.group)) for e in events if (e.kind, e.unit) == (ALL_GATHER, "blocks"))
+    assert gathers == {("forward", (0, 1)): 4, ("backward", (0, 1)): 4}
+
+
+def test_under_jit_every_unit_is_gathered_and_reduced_over_its_groups():
+    mesh = make_mesh(HYBRID)
+    sharded = shard(small_params(), mesh, units=UNITS)
+    events = own(compiled_trace(value_and_grad(small_loss, mesh, mode="jit"), sharded, small_batch(), mesh=mesh))
+    sizes = {unit: ITEMSIZE * layout.gathered_numel for unit, layout in sharded.tree.units}
+    forward = {e.unit: e.num_bytes for e in events if e.kind == ALL_GATHER and e.phase == "forward"}
+    assert forward == sizes
+    # XLA puts what is of one group into one collective, under the name of one of them.
+    reduced = Counter()
+    for event in events:
+        if event.kind in (REDUCE_SCATTER, ALL_REDUCE):
+            reduced[tuple(event.group)] += event.num_bytes
+    assert reduced == {(0, 1): sum(sizes.values()), (0, 2): sum(sizes.values()) // 2}
+
+
+def test_R14_under_jit_no_full_parameter_of_a_resharded_unit_is_saved():
+    step = value_and_grad(small_loss, make_mesh(MeshSpec(2)), mode="jit")
+    sharded = shard(small_params(), make_mesh(MeshSpec(2)), units=UNITS)
+    shapes = saved_for_backward(step, sharded, small_batch(14))
+    assert (2, 7, 5) in shapes
+    full = {(5, 5), (30,), (32,)}
+    assert not (full | {(2, *shape) for shape in full}) & (set(shapes) - {(32,)})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_R14_resharding_in_a_scan_saves_memory(mode):
+    mesh, num_layers, width = make_mesh(MeshSpec(2)), 8, 64
+
+    def loss(params, batch):
+        hidden, _ = scan(lambda hidden, block, _: (jax.numpy.tanh(hidden @ block["w"]), None), batch, params["blocks"])
+        return (hidden**2).mean()
+
+    params = wide({"blocks": {"w": np.zeros((num_layers, width, width))}})
+    temporaries = {}
+    for reshards in (True, False):
+        sharded = shard(params, mesh, stacked=("blocks",), reshard_after_forward=reshards)
+        step = value_and_grad(loss, mesh, mode=mode)
+        compiled = jax.jit(step).lower(sharded, np.zeros((2, width))).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        temporaries[reshards] = analysis.temp_size_in_bytes
+    # What is kept otherwise: every layer's full parameters but the one in use.
+    assert temporaries[False] - temporaries[True] > (num_layers - 2) * ITEMSIZE * width * width
+
+
+def test_groups_scopes_and_trips_are_read_from_the_program():
+    program = """
+HloModule jit_step
+%body (param: (s64[], f32[8])) -> (s64[], f32[8]) {
+  %ag = f32[8]{0} all-gather(f32[4]{0} %x), replica_groups={{0,1},{2,3}}, metadata={op_name="a/crossframe:all_gather[b#1]/c"}
+}
+ENTRY %main (param: f32[8]) -> f32[8] {
+  %w = (s64[], f32[8]{0}) while(%t), body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %r = bf16[4] reduce-scatter(bf16[8] %y), replica_groups=[2,2]<=[4], metadata={op_name="transpose(crossframe:reduce_scatter[])"}
+  ROOT %ar = f32[] all-reduce(f32[] %z), replica_groups=[1,4]<=[4], metadata={op_name="loss"}
+}
+"""
+    *gathers, scatter, reduce = events_of(program, rank=2)
+    assert [(e.kind, e.unit, e.bucket, e.num_bytes, tuple(e.group)) for e in gathers] == [
+        (ALL_GATHER, "b", 1, 32, (2, 3))
+    ] * 3
+    assert (scatter.kind, scatter.unit, scatter.phase, scatter.dtype) == (REDUCE_SCATTER, "", "backward", "bfloat16")
+    assert scatter.num_bytes == 16 and tuple(scatter.group) == (2, 3)
+    assert (reduce.unit, tuple(reduce.group)) == (FOREIGN, (0, 1, 2, 3))

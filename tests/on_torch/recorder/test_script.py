@@ -1,0 +1,214 @@
+"""Scripts that know nothing of the recorder, recorded."""
+
+import resource
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+
+from crossframe.cli.record import record_script
+from crossframe.errors import UsageError
+from crossframe.recording import Recording
+from crossframe.recording.lines import twin_folder
+from crossframe.verdict import Verdict, compare
+from tests.commands import status_of
+from tests.core.helpers import synthetic
+from torch_backend.recorder import script
+
+HEAD = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+def net():
+    return nn.Sequential(nn.Embedding(11, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 11)).double()
+tokens = torch.randint(11, (3, 4, 6), generator=torch.Generator().manual_seed(1))
+def loss_of(model, x):
+    return nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+"""
+PLAIN = """
+rank, world = 0, 1
+model = net()
+if "--ddp" in sys.argv:
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+with torch.no_grad():
+    loss_of(model, tokens[0])
+for x in tokens:
+    optimizer.zero_grad()
+    model.train()
+    loss_of(model, x.chunk(world)[rank]).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    schedule.step()
+    loss_of(model.eval(), x)
+"""
+LOOP = """
+for x in tokens:
+    for model, optimizer in pairs:
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+"""
+TWO_MODELS = "pairs = [(m, torch.optim.SGD(m.parameters(), 0.1)) for m in (net(), net())]" + LOOP
+TWO_OPTIMIZERS = """
+model = net()
+halves = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[:2], model[2])]
+for x in tokens:
+    loss_of(model, x).backward()
+    for optimizer in halves:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+IN_PARTS = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model[2](model[1](model[0](tokens[0]))).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a script in this process, recorded into tmp_path / "out"; its exit status."""
+
+    def run(text, *arguments, **options):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + text)
+        given = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1} | options
+        return script.run(str(path), arguments, **given)
+
+    return run
+
+
+def record(folder: Path, **options):
+    """Record a script by the command's function."""
+    given = {
+        "output": folder / "out",
+        "nproc_per_node": None,
+        "twins": 0,
+        "every": 2,
+        "dense": 1,
+        "windows": (),
+        "overwrite": False,
+    }
+    return record_script(folder / "script.py", (), console=Console(file=StringIO()), **(given | options))
+
+
+@pytest.mark.exhaustive
+def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twins(run, tmp_path):
+    for twin in range(3):
+        assert run(PLAIN, twin=twin, windows=[(2, 3)]) == 0
+    command = [
+        sys.executable,
+        "-m",
+        "crossframe",
+        "record",
+        str(tmp_path / "script.py"),
+        "--nproc-per-node",
+        "2",
+    ]
+    command += ["--output", str(tmp_path / "two"), "--every", "3", "--window", "2:3", "--", "--ddp"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    one, two = Recording.open(tmp_path / "out"), Recording.open(tmp_path / "two")
+    assert len(one.twins()) == 2
+    assert (one.num_steps, one.recorded_steps(), two.recorded_steps()) == (3, (0, 2), (0, 1, 2))
+    assert two.manifest.mesh.replicate == 2
+    assert one.grad_norm(2, 0) == pytest.approx(two.grad_norm(2, 1), rel=1e-12)
+    again = f"crossframe record {tmp_path}/script.py --nproc-per-node 2 --every 3 --dense 2 --window 2:3 -- --ddp"
+    assert two.manifest.settings["command"] == again
+    # The evaluation behind each step, which has gradients enabled, is no part of it.
+    assert len(one.batch(1, 0).sample_ids) == 4
+    assert compare(one, two).verdict is Verdict.ROUNDING
+
+
+def test_several_optimizers_of_one_model_make_one_step(run, tmp_path):
+    before = nn.Module.__call__, Optimizer.__init__
+    assert run(TWO_OPTIMIZERS) == 0
+    assert (nn.Module.__call__, Optimizer.__init__) == before
+    recording = Recording.open(tmp_path / "out")
+    assert recording.num_steps == 3
+    assert all(recording.has("reduce", 0, name) for name in recording.manifest.params)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TWO_MODELS, "trains more than one model"),
+        (IN_PARTS, "no module that the script calls by itself has all of its parameters"),
+        ("print('hello')", "nothing was trained in this process"),
+    ],
+)
+def test_what_is_not_recorded_says_why(run, text, said, capsys):
+    assert run(text) == script.NOT_RECORDED
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_that_fails_fails_as_without_the_recorder(run, tmp_path):
+    with pytest.raises(KeyError, match="mine"):
+        run(PLAIN + "\nraise KeyError('mine')")
+    assert Recording.open(tmp_path / "out", partial=True).num_steps == 3
+    with pytest.raises(SystemExit) as ended:
+        run(PLAIN + "\nsys.exit(7)", overwrite=True)
+    assert ended.value.code == 7
+    assert run(PLAIN + "\nsys.exit(0)", overwrite=True) == 0
+
+
+def test_a_full_disk_is_named(run, capsys):
+    # A limit on the size of files fails as a full disk does. Python ignores the signal that comes with it.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        assert run(TWO_OPTIMIZERS) == script.NOT_RECORDED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large); make space" in capsys.readouterr().err
+
+
+def test_wrong_use_of_the_command_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="expected the path of a training script"):
+        record(tmp_path)
+    (tmp_path / "script.py").write_text("print('hello')")
+    for options in ({"twins": 1}, {"every": 0}, {"dense": -1}, {"nproc_per_node": 0}):
+        with pytest.raises(UsageError, match="expected"):
+            record(tmp_path, **options)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds a recording already"):
+        record(tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit(1)")
+    command = f"crossframe record {tmp_path}/script.py --every 2 --dense 1"
+    for said, twins, message in (
+        ("another", 4, "expected a recording made by"),
+        (command, 2, "has 2 perturbed runs already"),
+        (command, 3, "perturbed run 3 of .* was not recorded"),  # the first that is missing
+    ):
+        made = synthetic.manifest(settings={"command": said})
+        for folder in (tmp_path / "out", *(tmp_path / "out" / twin_folder(i) for i in (1, 2))):
+            synthetic.record(folder, made, overwrite=True)
+        with pytest.raises(UsageError, match=message):
+            record(tmp_path, twins=twins, top_up=True)
+
+
+def test_a_scripts_own_options_stand_behind_two_dashes(monkeypatch):
+    called = []
+    monkeypatch.setattr("crossframe.cli.record.record_script", lambda *args, **options: called.append(args))
+    assert status_of("record", "train.py", "--every", "3", "--", "--epochs", "3", "more") == 0
+    assert called == [(Path("train.py"), ["--epochs", "3", "more"])]
+    assert status_of("record", "train.py", "--steps", "3") == 2
+    assert len(called) == 1

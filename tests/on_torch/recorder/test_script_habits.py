@@ -1,0 +1,231 @@
+"""What training scripts do besides a plain step: schedules, clipping by hand, optimizers of one's own, and other habits."""
+
+import copy
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from crossframe.recording import Recording
+from crossframe.verdict import Verdict, compare
+from tests.core.helpers.random_layouts import QUICK
+from tests.on_torch.helpers.recorded_loops import WORDS, Net, batches
+from torch_backend.recorder import Recorder
+
+CLIP = 0.05
+
+
+class MyAdam(torch.optim.AdamW):
+    """AdamW under another name."""
+
+
+def by_torch(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+
+def by_hand(model: nn.Module) -> None:
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    total = torch.sqrt(sum((grad**2).sum() for grad in grads))  # type: ignore[arg-type]
+    for grad in grads:
+        grad.mul_(min(1.0, CLIP / (float(total) + 1e-6)))
+
+
+def train(directory, *, clip=by_torch, optimizer=torch.optim.AdamW, warmup=4) -> Recording:
+    torch.manual_seed(0)
+    model = Net().double()
+    made = optimizer(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, (step + 1) / warmup))
+    with Recorder(directory, model=model, optimizer=made, name="net") as recorder:
+        for step in range(4):
+            tokens = batches(step, 0, 1)[0]
+            logits = model(tokens[:, :-1])
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            clip(model)
+            made.step()
+            schedule.step()
+            made.zero_grad()
+            recorder.step()
+    return Recording.open(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Recording:
+    return train(tmp_path_factory.mktemp("plain") / "plain")
+
+
+def test_clipping_by_hand_in_a_script_is_rounding(plain, tmp_path):
+    found = compare(plain, train(tmp_path / "hand", clip=by_hand))
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    assert any("after clipping in hand" in note for note in found.notes)
+
+
+def test_a_subclass_under_another_name_is_equal(plain, tmp_path):
+    found = compare(plain, train(tmp_path / "mine", optimizer=MyAdam))
+    assert found.verdict is Verdict.EQUAL and not found.settings
+
+
+def test_rates_are_recorded_at_every_step(plain, tmp_path):
+    assert [plain.learning_rates(step) for step in range(4)] == [(2.5e-3,), (5e-3,), (7.5e-3,), (1e-2,)]
+    found = compare(plain, train(tmp_path / "longer", warmup=8))
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert found.reason.startswith("learning rate differs: 0.0025 in plain, 0.00125 in longer")
+
+
+HABITS = (
+    "accumulation",
+    "averaged weights in evaluation",
+    "clipping by hand",
+    "edits between steps",
+    "evaluation without no_grad",
+    "evaluation",
+    "generators",
+    "gradients by hand",
+    "reused modules",
+    "scaler",
+    "schedule",
+    "skipped step",
+    "two optimizers",
+)
+
+
+def with_habits(directory: Path, habits: frozenset[str]) -> Recording:
+    """A run of a script that has these habits."""
+    torch.manual_seed(0)
+    model = Net().double()
+    if "reused modules" in habits:
+        model.blocks[1] = model.blocks[0]
+    parts = [list(model.blocks.parameters()), [p for n, p in model.named_parameters() if not n.startswith("blocks")]]
+    parts = parts if "two optimizers" in habits else [parts[0] + parts[1]]
+    optimizers = [torch.optim.AdamW(parts[0], 1e-2), *(torch.optim.SGD(part, 0.1) for part in parts[1:])]
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers if "schedule" in habits]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled="scaler" in habits)
+    averaged = copy.deepcopy(model.state_dict())
+
+    def evaluate(step: int) -> None:
+        model.eval()
+        with torch.set_grad_enabled("evaluation without no_grad" in habits):
+            model(batches(step + 50, 0, 1)[0])
+        model.train()
+
+    with Recorder(directory, model=model, name="net", dense=3) as recorder:
+        for step in range(3):
+            fed = batches(step, 0, 1, 2 if "accumulation" in habits else 1)
+            for tokens in (each for each in fed) if "generators" in habits else fed:
+                logits = model(tokens[:, :-1])
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / len(fed)
+                scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            if "gradients by hand" in habits:
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param.grad.add_(0.01 * torch.sign(param.detach()))
+            if "clipping by hand" in habits:
+                by_hand(model)
+            if step != 1 or "skipped step" not in habits:
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+            scaler.update()
+            for schedule in schedules:
+                schedule.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            recorder.step()
+            if "edits between steps" in habits:
+                with torch.no_grad():
+                    model.scale.mul_(0.5)
+            if "averaged weights in evaluation" in habits:
+                kept = copy.deepcopy(model.state_dict())
+                averaged = {name: 0.9 * averaged[name] + 0.1 * value for name, value in kept.items()}
+                model.load_state_dict(averaged)
+                evaluate(step)
+                model.load_state_dict(kept)
+            if "evaluation" in habits or "evaluation without no_grad" in habits:
+                evaluate(step)
+    return Recording.open(directory)
+
+
+@settings(QUICK, max_examples=5)
+@given(st.frozensets(st.sampled_from(HABITS), max_size=5))
+def test_a_script_run_twice_is_equal_whatever_its_habits(habits):
+    with tempfile.TemporaryDirectory() as folder:
+        a, b = (with_habits(Path(folder) / name, habits) for name in "ab")
+        for pair in ((a, a), (a, b), (b, a)):
+            assert compare(*pair).verdict is Verdict.EQUAL
+
+
+def test_habits_without_effect_are_equal(tmp_path):
+    plain = with_habits(tmp_path / "plain", frozenset())
+    for habit in ("evaluation", "averaged weights in evaluation", "generators", "evaluation without no_grad", "scaler"):
+        found = compare(plain, with_habits(tmp_path / habit.replace(" ", "_"), frozenset({habit})))
+        assert found.verdict is Verdict.EQUAL, (habit, found.reason)
+
+
+def test_training_that_goes_on_in_eval_mode_is_recorded(tmp_path):
+    def run(name: str, *, stays_in_eval: bool) -> Recording:
+        torch.manual_seed(0)
+        model = Net().double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Recorder(tmp_path / name, model=model, optimizer=optimizer, name="net", dense=3) as recorder:
+            for step in range(3):
+                model.train(not (stays_in_eval and step))
+                for tokens in batches(step, 0, 1, 2):
+                    logits = model(tokens[:, :-1])
+                    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step()
+                model.eval()
+                model(batches(step + 50, 0, 1)[0])
+        return Recording.open(tmp_path / name)
+
+    usual, changed = run("usual", stays_in_eval=False), run("changed", stays_in_eval=True)
+    assert changed.activations(2) == usual.activations(2)
+    assert compare(usual, changed).verdict is Verdict.EQUAL  # no module of the model asks for the mode
+
+
+class Recurrent(nn.Module):
+    """A recurrent net that is given the state that it returned."""
+
+    def __init__(self, *, reordered: bool) -> None:
+        super().__init__()
+        self.embed, self.gates, self.head = nn.Embedding(WORDS, 8), nn.Linear(16, 8), nn.Linear(8, WORDS)
+        self.reordered = reordered
+
+    def forward(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        found = []
+        for x in self.embed(tokens).unbind(1):
+            both = torch.cat([x, state], -1)
+            if self.reordered:  # sums in another order
+                state = torch.tanh((both.flip(-1) @ self.gates.weight.flip(-1).T) + self.gates.bias)
+            else:
+                state = torch.tanh(self.gates(both))
+            found.append(state)
+        return self.head(torch.stack(found, 1)), state
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_state_that_goes_from_step_to_step_is_no_batch(tmp_path, copied):
+    def run(name: str, *, reordered: bool) -> Recording:
+        torch.manual_seed(0)
+        model = Recurrent(reordered=reordered).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Recorder(tmp_path / name, model=model, optimizer=optimizer, name="net", dense=3) as recorder:
+            tokens = batches(0, 0, 1)[0]
+            states = [torch.zeros(len(tokens), 8, dtype=torch.float64)] * 2  # one for each microbatch
+            for step in range(3):
+                for i, tokens in enumerate(batches(step, 0, 1, 2)):
+                    half = torch.cat([states[i]]) if copied else states[i][: len(tokens)]
+                    logits, states[i] = model(tokens[:, :-1], half.detach())
+                    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step()
+        return Recording.open(tmp_path / name)
+
+    a, b = run("a", reordered=False), run("b", reordered=True)
+    assert compare(a, b).verdict is Verdict.ROUNDING, compare(a, b).reason

@@ -1,0 +1,423 @@
+"""State dicts of models and of optimizers beside torch.distributed.fsdp's: random trees, refusals, and what is not the same."""
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from crossframe.errors import AgreementError, CrossframeError, StateDictError
+from tests.conftest import EXHAUSTIVE
+from tests.on_torch.helpers.histories import Case
+from tests.on_torch.programs.differential import around_departures, check, failure_of
+from tests.on_torch.programs.differential_state import OPTIMIZERS, TYPES, StateOptions, described, draw_case
+from tests.on_torch.programs.exceptions_state import BUGS, DEPARTURES, MENDED
+
+SEED = 3
+# Seeds by world size: a sample of what `python -m tests.on_torch.programs.differential --face state` runs.
+NUM_CASES = {1: 1, 2: 4 if EXHAUSTIVE in os.environ else 2, 3: 1, 4: 1}
+
+
+@pytest.mark.parametrize("world_size", list(NUM_CASES))
+def test_R36_R37_random_trees_are_saved_and_loaded_as_under_torch(ranks, world_size):
+    for number in range(NUM_CASES[world_size]):
+        case = around_departures(draw_case(1000 * SEED + number, world_size))
+        raised = check(ranks, case, named=f"state, seed {1000 * SEED + number}, {world_size} ranks", limit=30)
+        assert not raised, case
+
+
+@pytest.mark.parametrize(
+    "departure",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.exhaustive] * (each.shows == "TimeoutError"))
+        for each in DEPARTURES
+    ],
+)
+def test_R36_what_is_excepted_differs_as_stated(ranks, departure):
+    assert departure.when(departure.smallest)
+    text, raised = failure_of(ranks, departure.smallest, departure_seconds(departure.shows))
+    assert text and departure.shows in text + raised
+    assert failure_of(ranks, around_departures(departure.smallest))[0] == ""
+
+
+def departure_seconds(shows: str) -> float:
+    """What hangs is not waited for long."""
+    return 3 if shows == "TimeoutError" else 30
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, marks=pytest.mark.xfail(strict=True, reason=bug.why), id=bug.name) for bug in BUGS],
+)
+def test_R36_known_fault(ranks, bug):
+    assert failure_of(ranks, bug.smallest)[0] == ""
+
+
+@pytest.mark.parametrize("case", MENDED)
+def test_R36_what_differed_once_is_the_same(ranks, case):
+    assert failure_of(ranks, MENDED[case])[0] == ""
+
+
+@cache
+def many_cases() -> list[Case]:
+    return [draw_case(seed, 1 + seed % 4) for seed in range(1500)]
+
+
+@pytest.mark.parametrize("departure", (*BUGS, *DEPARTURES), ids=lambda departure: departure.name)
+def test_what_avoids_a_departure_leaves_none_of_it(departure):
+    met = [case for case in (departure.smallest, *many_cases()) if departure.when(case)]
+    assert len(met) > 1 or "all parameters are ignored" in departure.name  # as in no case but smaller ones
+    for case in met:
+        assert not departure.when(departure.avoid(case)), case
+
+
+def test_all_that_can_be_drawn_is_drawn():
+    options = [around_departures(case).options for case in many_cases()]
+    assert {o.kind for o in options} == set(TYPES)
+    assert {o.optimizer for o in options} == set(OPTIMIZERS)
+    for field in fields(StateOptions):
+        assert field.name in SAME or len({getattr(o, field.name) for o in options}) > 1, field.name
+
+
+# What is about training alone, and is as by default.
+SAME = {"micro", "forwards", "clip", "evals", "edits", "zero", "watches", "sees_grads"} | {
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+}
+
+
+def test_values_that_differ_in_kind_are_told_apart():
+    one = torch.ones(2, 1)
+    others = [torch.ones(2), one.double(), nn.Parameter(one), nn.Parameter(one, requires_grad=False), 1.0, [one]]
+    assert described(one) == described(torch.zeros(2, 1))
+    assert all(described(one) != described(other) for other in others)
+
+
+# What both refuse, and what both report
+
+
+class Model(nn.Module):
+    """Two units: an inner one with two parameters, the root with two and a buffer."""
+
+    def __init__(self, face: ModuleType, *, wide: int = 3, fill: float | None = None, **arguments: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        arguments = {"device_id": torch.device("cpu"), **arguments}
+        inner = face.FullyShardedDataParallel(nn.Linear(2, wide), **arguments)
+        root = nn.Sequential(inner, nn.Linear(wide, 2), nn.BatchNorm1d(2))
+        if fill is not None:
+            with torch.no_grad():
+                for param in root.parameters():
+                    param.fill_(fill)
+        self.fsdp = face.FullyShardedDataParallel
+        self.types = face.StateDictType
+        self.wrapped = self.fsdp(root, **arguments)
+
+    def saved(self, kind: str) -> dict[str, Any]:
+        """The state dict of this type."""
+        with self.fsdp.state_dict_type(self.wrapped, self.types[f"{kind}_STATE_DICT"]):
+            return dict(self.wrapped.state_dict())
+
+    def load(self, kind: str, state: dict[str, Any], **arguments: Any) -> Any:
+        """Load a state dict of this type."""
+        with self.fsdp.state_dict_type(self.wrapped, self.types[f"{kind}_STATE_DICT"]):
+            return self.wrapped.load_state_dict(state, **arguments)
+
+
+def _there_and_back(rank: int, world_size: int, kind: str, orig: bool) -> list[bool]:
+    """Whether a model of other values has those of the state dict once it has loaded it; plainly, and by assignment."""
+    face = import_module("torch_backend")
+    source = Model(face, use_orig_params=orig)
+    expected, found = source.saved("FULL"), []
+    for assign in (False, kind != "LOCAL"):  # a local one that is assigned is not taken over, neither by torch
+        other = Model(face, use_orig_params=orig, fill=0.25)
+        other.load(kind, source.saved(kind), assign=assign)
+        loaded = other.saved("FULL")
+        found.append(list(loaded) == list(expected) and all(torch.equal(loaded[key], expected[key]) for key in loaded))
+    return found
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+def test_R36_a_state_dict_of_each_type_gives_a_model_its_values(ranks, kind, orig):
+    assert ranks.run(2, _there_and_back, kind, orig) == [[True, True]] * 2
+
+
+def _low_buffers(rank: int, world_size: int, package: str, kind: str) -> tuple[list[Any], list[Any]]:
+    """The dtypes of buffers in low precision, and in a state dict."""
+    face = import_module(package)
+    low = face.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, _module_classes_to_ignore=())
+    model = Model(face, mixed_precision=low)
+    model.wrapped(torch.ones(2, 2))
+    state = model.saved(kind)
+    names = [name for name in state if "running" in name]
+    return [buffer.dtype for name, buffer in model.wrapped.named_buffers() if "running" in name], [
+        state[name].dtype for name in names
+    ]
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_R35_R36_buffers_in_low_precision_are_saved_in_their_own(ranks, kind):
+    ours, theirs = (
+        ranks.run(2, _low_buffers, package, kind) for package in ("torch_backend", "torch.distributed.fsdp")
+    )
+    assert ours == theirs == [([torch.bfloat16] * 2, [torch.float32] * 2)] * 2
+
+
+def _without(name: str) -> Callable[[dict], dict]:
+    return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+# Changes of a state dict that make it unfit, by name.
+UNFIT: dict[str, Callable[[dict], dict]] = {
+    "missing": _without("0.weight"),
+    "missing buffer": _without("2.running_mean"),
+    "extra": lambda state: {**state, "strange": torch.ones(1), "0.strange": torch.ones(1)},
+    "misshapen": lambda state: {**state, "1.bias": torch.ones(5)},
+    "transposed": lambda state: {**state, "0.weight": torch.ones(2, 3)},
+    "no tensor": lambda state: {**state, "1.bias": 3.0},
+}
+
+
+def _load_unfit(rank: int, world_size: int, package: str, unfit: str, orig: bool, strict: bool) -> tuple[str, Any, Any]:
+    """What came of loading: the kind of error or "", what it returned or said, and what the model's parameters are then."""
+    face = import_module(package)
+    state = UNFIT[unfit](Model(face, use_orig_params=orig).saved("FULL"))
+    model = Model(face, use_orig_params=orig, fill=0.25)
+    error, found = "", None
+    try:
+        reported = model.load("FULL", state, strict=strict)
+        found = (list(reported.missing_keys), list(reported.unexpected_keys))
+    except Exception as raised:
+        error, found = type(raised).__name__, str(raised)
+    return error, found, {name: value.tolist() for name, value in model.saved("FULL").items()}
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("unfit", list(UNFIT))
+def test_R36_what_does_not_fit_is_reported_as_under_torch(ranks, unfit, orig):
+    for strict in (True, False):
+        theirs, ours = (
+            ranks.run(2, _load_unfit, package, unfit, orig, strict)
+            for package in ("torch.distributed.fsdp", "torch_backend")
+        )
+        for (their_error, their_found, their_params), (error, found, params) in zip(theirs, ours, strict=True):
+            assert bool(error) == bool(their_error), (strict, error, their_error)
+            if not error:
+                assert found == their_found
+                assert params == their_params
+                continue
+            assert error == "StateDictError"
+            # torch has loaded the rest; ours has loaded nothing, and lists the names.
+            assert all(value == [0.25] * 2 for name, value in params.items() if name == "1.bias")
+            for name in UNFIT_NAMES[unfit]:
+                assert name in found
+
+
+UNFIT_NAMES = {
+    "missing": ["0.weight"],
+    "missing buffer": ["2.running_mean"],
+    "extra": ["strange", "0.strange"],
+    "misshapen": ["1.bias", "(5,)", "(2,)"],
+    "transposed": ["0.weight", "(2, 3)", "(3, 2)"],
+    "no tensor": ["1.bias"],
+}
+
+
+def _local_with_mesh(face: ModuleType) -> Any:
+    return Model(face, device_mesh=init_device_mesh("cpu", (2,))).saved("LOCAL")
+
+
+def _other_world_local(face: ModuleType) -> Any:
+    state = Model(face, use_orig_params=False, wide=5).saved("LOCAL")
+    return Model(face, use_orig_params=False).load("LOCAL", state)
+
+
+def _local_without_flat(face: ModuleType) -> Any:
+    state = Model(face, use_orig_params=False).saved("LOCAL")
+    return Model(face, use_orig_params=False).load("LOCAL", _without("0._flat_param")(state))
+
+
+def _wrong_config(face: ModuleType) -> Any:
+    model = Model(face)
+    return model.fsdp.set_state_dict_type(model.wrapped, model.types.SHARDED_STATE_DICT, face.FullStateDictConfig())
+
+
+def _wrong_optimizer_config(face: ModuleType) -> Any:
+    model = Model(face)
+    wrong = face.FullOptimStateDictConfig()
+    return model.fsdp.set_state_dict_type(model.wrapped, model.types.SHARDED_STATE_DICT, None, wrong)
+
+
+def _no_type(face: ModuleType) -> Any:
+    model = Model(face)
+    return model.fsdp.set_state_dict_type(model.wrapped, "sharded")
+
+
+def _types_differ(face: ModuleType) -> Any:
+    model = Model(face)
+    model.fsdp.set_state_dict_type(model.wrapped[0], model.types.SHARDED_STATE_DICT)
+    return model.fsdp.get_state_dict_type(model.wrapped)
+
+
+def _optimizer(face: ModuleType, **arguments: Any) -> tuple[Model, torch.optim.Optimizer]:
+    model = Model(face, **arguments)
+    optimizer = torch.optim.Adam(model.wrapped.parameters())
+    model.wrapped(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _state_and_back(rank: int, world_size: int, strategy: str) -> list[bool]:
+    """Of each parameter's state whether it is, once saved and loaded, what it was, shaped like the parameter."""
+    face = import_module("torch_backend")
+    model, optimizer = _optimizer(face, use_orig_params=True, sharding_strategy=face.ShardingStrategy[strategy])
+    before = {param: dict(entries) for param, entries in optimizer.state.items()}
+    saved = model.fsdp.optim_state_dict(model.wrapped, optimizer)
+    optimizer.load_state_dict(model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, saved))
+    return [
+        torch.equal(optimizer.state[param][entry], value) and (entry == "step" or value.shape == param.shape)
+        for param, entries in before.items()
+        for entry, value in entries.items()
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_R37_optimizer_state_comes_back_in_the_shape_of_what_the_optimizer_holds(ranks, strategy):
+    assert all(found and all(found) for found in ranks.run(2, _state_and_back, strategy))
+
+
+def _under_a_second_name(rank: int, world_size: int) -> bool:
+    """Whether state under the other name of a shared parameter, with an entry of no parameter, loads as under the first."""
+    fsdp = import_module("torch_backend").FullyShardedDataParallel
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    root[1].weight = root[0].weight
+    model = fsdp(root, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    saved = fsdp.optim_state_dict(model, optimizer)
+    first = fsdp.optim_state_dict_to_load(model, optimizer, saved)
+    saved["state"]["1.weight"] = saved["state"].pop("0.weight")
+    saved["state"]["note"] = 3
+    saved["param_groups"][0]["params"] = ["1.weight", "0.bias", "1.bias"]
+    second = fsdp.optim_state_dict_to_load(model, optimizer, saved)
+    return second["state"].pop("note") == 3 and str(second) == str(first)
+
+
+def test_R37_state_loads_under_any_name_of_a_parameter(ranks):
+    assert ranks.run(2, _under_a_second_name) == [True, True]
+
+
+def _unequal_steps(face: ModuleType) -> Any:
+    model, optimizer = _optimizer(face, use_orig_params=False)
+    state = model.fsdp.optim_state_dict(model.wrapped, optimizer)
+    state["state"]["0.bias"]["step"] = torch.tensor(7.0)
+    return model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, state)
+
+
+def _misshapen_state(face: ModuleType) -> Any:
+    model, optimizer = _optimizer(face, use_orig_params=False)
+    state = model.fsdp.optim_state_dict(model.wrapped, optimizer)
+    state["state"]["0.bias"]["exp_avg"] = torch.ones(7)
+    return model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, state)
+
+
+def _no_state(face: ModuleType) -> Any:
+    model, optimizer = _optimizer(face)
+    return model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, {"param_groups": []})
+
+
+def _strange_name_in_group(face: ModuleType) -> Any:
+    model, optimizer = _optimizer(face)
+    state = model.fsdp.optim_state_dict(model.wrapped, optimizer)
+    state["param_groups"][0]["params"].append("strange")
+    return model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, state)
+
+
+def _mixed_keys(face: ModuleType) -> Any:
+    model, optimizer = _optimizer(face)
+    mixed = {"state": {0: {}, "0.weight": {}}, "param_groups": []}
+    keys = face.OptimStateKeyType
+    return model.fsdp.rekey_optim_state_dict(mixed, keys.PARAM_ID, model.wrapped, optim=optimizer)
+
+
+def _strange_key(face: ModuleType) -> Any:
+    model, optimizer = _optimizer(face, use_orig_params=True)
+    keys = face.OptimStateKeyType
+    strange = {"state": {"strange": {}}, "param_groups": []}
+    return model.fsdp.rekey_optim_state_dict(strange, keys.PARAM_ID, model.wrapped, optim=optimizer)
+
+
+# What both refuse, and a part of what ours says of it.
+REFUSED: dict[Callable[[ModuleType], Any], str] = {
+    _local_with_mesh: "SHARDED_STATE_DICT",
+    _other_world_local: "_flat_param",
+    _local_without_flat: "0._flat_param",
+    _wrong_config: "ShardedStateDictConfig",
+    _wrong_optimizer_config: "ShardedOptimStateDictConfig",
+    _no_type: "sharded",
+    _types_differ: "",
+    _unequal_steps: "step",
+    _misshapen_state: "0.bias",
+    _no_state: "state",
+    _strange_name_in_group: "strange",
+    _mixed_keys: "0.weight",
+    _strange_key: "strange",
+}
+
+
+def _refusal(rank: int, world_size: int, package: str, attempt: Callable[[ModuleType], Any]) -> tuple[str, bool]:
+    try:
+        attempt(import_module(package))
+    except Exception as error:
+        return str(error), isinstance(error, CrossframeError)
+    return "nothing was refused", False
+
+
+@pytest.mark.parametrize("attempt", list(REFUSED), ids=lambda attempt: attempt.__name__)
+def test_R36_R37_what_torch_refuses_is_refused(ranks, attempt):
+    for text, _ in ranks.run(2, _refusal, "torch.distributed.fsdp", attempt):
+        assert text != "nothing was refused"
+    for text, named in ranks.run(2, _refusal, "torch_backend", attempt):
+        assert named and REFUSED[attempt] in text, text
+
+
+def _misshapen_on_one_rank(rank: int, world_size: int) -> str:
+    model, optimizer = _optimizer(import_module("torch_backend"), use_orig_params=True)
+    saved = model.fsdp.optim_state_dict(model.wrapped, optimizer)
+    if rank == 1:
+        saved["state"]["0.bias"] = {"exp_avg": torch.zeros(99)}
+    try:
+        model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, saved)
+    except (StateDictError, AgreementError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_R37_what_one_rank_alone_refuses_all_refuse(ranks):
+    assert all("0.bias" in text for text in ranks.run(2, _misshapen_on_one_rank, seconds=20))
+
+
+def _names_for_libraries(rank: int, world_size: int, face: str) -> list[Any]:
+    package, found = import_module(face), []
+    for use_orig_params in (True, False):
+        wrap = partial(package.FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        outer = wrap(nn.Sequential(wrap(nn.Linear(3, 2))))
+        inner = outer.module[0]
+        found += [outer._has_params, outer._flat_param, inner._has_params, inner._flat_param.numel()]
+    return found
+
+
+def test_a_unit_without_parameters_has_no_flat_parameter(ranks):
+    """Libraries ask for it (transformers, accelerate)."""
+    told = [ranks.run(2, _names_for_libraries, face)[0] for face in ("torch.distributed.fsdp", "torch_backend")]
+    assert told[0] == told[1] and told[1][:2] == [False, None]
