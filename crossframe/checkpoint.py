@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,8 @@ from crossframe.mesh import MeshSpec
 from crossframe.params import OVERFLOW, ParamSpec
 from crossframe.shown import shown, shown_error, shown_path
 from crossframe.tensor_file import MOST_DIMS, TensorFile, write_tensors
+
+T = TypeVar("T")
 
 FORMAT = "crossframe checkpoint 3"
 # The formats that can be read. Format 2 does not state the offsets of parameters, which are computed as in format 3.
@@ -96,6 +98,82 @@ def state_layout(layout: Any, entry: str, dtype: str, rename: Callable[[str], st
     if isinstance(layout, FlatLayout):  # its alignment depends on the dtype of the parameters, not on that of moments
         return replace(layout, params=params, compute_dtype=layout.compute_dtype or layout.dtype)
     return replace(layout, params=params)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one process has of a checkpoint.
+
+    Attributes:
+        sections: the sharding of each section over the ranks of one replica, by name.
+        values: arrays that belong to no parameter.
+        places: the ranks of a shard group whose shards this process writes. Only one replica writes.
+        lines: gives the buffers of one of these ranks, of shape (padded_shard_numel,), by section and bucket.
+    """
+
+    sections: Mapping[str, Sharding]
+    values: Mapping[str, np.ndarray]
+    places: Sequence[int]
+    lines: Callable[[int], Mapping[str, Sequence[np.ndarray]]]
+
+
+class Processes(Protocol):
+    """The processes that save a checkpoint together. One of them is the first."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def together(self, title: str, act: Callable[[], T]) -> T:
+        """Do something in every process, and return once all have done it. If it raises in one, raise in all."""
+        ...
+
+    def from_first(self, value: str) -> str:
+        """The first process's value."""
+        ...
+
+
+def save(
+    path: Path | str,
+    processes: Processes,
+    contents: Callable[[], Contents],
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint. All processes call it; none returns before the checkpoint has its name, and all raise if one does.
+
+    Args:
+        contents: gives what this process has. It may raise.
+        about: further information for readers, such as the step, as JSON.
+
+    Raises:
+        CheckpointError: see `begin`, `write_rank` and `finish`. Nothing is left of the checkpoint.
+    """
+    tokens: list[str] = []
+
+    def begun() -> Contents:
+        check_about(about)
+        own = contents()
+        if processes.is_first:
+            tokens.append(begin(path))
+        return own
+
+    def written() -> None:
+        for place in own.places:
+            values = own.values if place == 0 else None
+            write_rank(path, token, place, own.sections, own.lines(place), values)
+
+    def finished() -> None:
+        if processes.is_first:
+            finish(path, token, own.sections, own.values, about)
+
+    try:
+        own = processes.together("beginning of a checkpoint", begun)
+        token = processes.from_first("".join(tokens))
+        processes.together("writing of a checkpoint", written)
+        processes.together("end of a checkpoint", finished)
+    except BaseException:
+        for each in tokens:
+            abandon(path, each)
+        raise
 
 
 def begin(path: Path | str) -> str:

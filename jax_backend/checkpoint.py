@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from crossframe.checkpoint import MODEL, STATE, Saved, abandon, begin, check_about, finish, read, write_rank
+from crossframe.checkpoint import MODEL, STATE, Contents, Saved, read, save
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
 from jax_backend.mesh._device_mesh import device_of, mesh_spec
-from jax_backend.ranks._processes import everyones, together
+from jax_backend.ranks._processes import AllProcesses, together
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
 from jax_backend.state._checkpoint_parts import Part
 from jax_backend.state._optimizer_state import StateLeaves
@@ -47,33 +47,15 @@ def save_checkpoint(
     if optimizer_state is not None:
         sections[STATE] = _sharding(leaves.parts, mesh)
     values = leaves.values()
+    places = [
+        place for place in range(mesh_spec(mesh).shard) if device_of(mesh, place).process_index == jax.process_index()
+    ]
 
-    def begun() -> None:
-        check_about(about)
-        if jax.process_index() == 0:
-            tokens.append(begin(path))
+    def lines(place: int) -> dict[str, list[np.ndarray]]:
+        both = ((MODEL, parts), (STATE, leaves.parts))
+        return {section: [line for part in own for line in part.lines(place)] for section, own in both}
 
-    def written() -> None:
-        for place in range(mesh_spec(mesh).shard):
-            if device_of(mesh, place).process_index == jax.process_index():
-                lines = {MODEL: [line for part in parts for line in part.lines(place)]}
-                lines[STATE] = [line for part in leaves.parts for line in part.lines(place)]
-                write_rank(path, token, place, sections, lines, values if place == 0 else None)
-
-    def finished() -> None:
-        if jax.process_index() == 0:
-            finish(path, token, sections, values, about)
-
-    tokens: list[str] = []
-    try:
-        together("beginning of a checkpoint", begun)
-        token = everyones(tokens[0] if tokens else None)[0]
-        together("writing of a checkpoint", written)
-        together("end of a checkpoint", finished)
-    except BaseException:
-        for each in tokens:
-            abandon(path, each)
-        raise
+    save(path, AllProcesses(), lambda: Contents(sections, values, places, lines), about)
 
 
 def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: Any = None) -> Any:

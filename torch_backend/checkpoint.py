@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from crossframe.checkpoint import MODEL, STATE, abandon, begin, check_about, finish, read, write_rank
+from crossframe.checkpoint import MODEL, STATE, Contents, read, save
 from crossframe.errors import UsageError
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.state import canonical_name
-from torch_backend.compat._dtypes import to_numpy
+from torch_backend.compat._dtypes import from_numpy, to_numpy
 from torch_backend.engine._unit_tree import named_units
 from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.state._checkpoint_state import OptimizerState
@@ -46,40 +46,23 @@ def save_checkpoint(
         CheckpointError: something exists at `path`, another job has saved there meanwhile, or a rank's file is not seen by the
             first; AgreementError on other ranks.
         UsageError: no sharded root, or an optimizer that has no state of a parameter, or not of this model.
-        UnsupportedError: state that is neither one value an element nor one a parameter, a flat unit that is trained in part, or
-            tensor parallelism.
+        StateDictError: state that is neither elementwise nor a scalar, or a scalar that differs between ranks.
+        UnsupportedError: a scalar that differs between parameters, a flat unit that is trained in part, or tensor parallelism.
     """
     held = _Held(model)
     state = held.state(optimizer, fill=False)
 
-    def begun() -> Any:
-        check_about(about)
-        sections, lines, values = {MODEL: held.sharding}, {MODEL: held.lines()}, {}
+    def contents() -> Contents:
+        sections, values = {MODEL: held.sharding}, {}
         if state is not None:
             sections[STATE], values = Sharding(state.units, held.sharding.mesh), state.values()
-            lines[STATE] = [] if held.replica else state.lines()
-        if held.rank == 0:
-            tokens.append(begin(path))
-        return sections, lines, values
+        return Contents(sections, values, [] if held.replica else [held.place], lambda _: lines())
 
-    def written() -> None:
-        if held.replica == 0:
-            write_rank(path, token, held.place, sections, lines, values if held.place == 0 else None)
+    def lines() -> dict[str, list[np.ndarray]]:
+        model = [to_numpy(bucket.store.buffer) for _, bucket, _ in held.named]
+        return {MODEL: model} if state is None else {MODEL: model, STATE: state.lines()}
 
-    def finished() -> None:
-        if held.rank == 0:
-            finish(path, token, sections, values, about)
-
-    tokens: list[str] = []
-    try:
-        sections, lines, values = held.together("beginning of a checkpoint", begun)
-        token = held.shards.broadcast_object(tokens[0] if tokens else None)
-        held.together("writing of a checkpoint", written)
-        held.together("end of a checkpoint", finished)
-    except BaseException:
-        for each in tokens:
-            abandon(path, each)
-        raise
+    save(path, held, contents, about)
 
 
 def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -114,8 +97,7 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizer | N
         unit.free_before_edit()
     with torch.no_grad():
         for (_, bucket, _), line in zip(held.named, lines, strict=True):
-            tensor = torch.from_numpy(line.view(np.uint8)).view(bucket.store.buffer.dtype)
-            for own, value in zip(bucket.store.pieces, bucket.store.split(tensor), strict=True):
+            for own, value in zip(bucket.store.pieces, bucket.store.split(from_numpy(line)), strict=True):
                 own.copy_(value)
     if state is not None:
         state.fill()
@@ -152,12 +134,8 @@ class _Held:
         self.sharding = Sharding(units, MeshSpec(mesh.spec.shard))
         self.shards = mesh.shards
         self.place, self.replica = mesh.shards.rank, mesh.replicas.rank
-        self.rank = self.place + self.replica * mesh.spec.shard
+        self.is_first = self.place == self.replica == 0
         self.groups = [some.group for some in (mesh.shards, mesh.replicas) if some.size > 1]
-
-    def lines(self) -> list[np.ndarray]:
-        """This rank's shards, of which only the first replica needs any."""
-        return [] if self.replica else [to_numpy(bucket.store.buffer) for _, bucket, _ in self.named]
 
     def state(self, optimizer: Optimizer | None, *, fill: bool) -> OptimizerState | None:
         """What an optimizer keeps, as all ranks know it."""
@@ -166,13 +144,17 @@ class _Held:
         title, made = "look at an optimizer's state", []
         try:
             self.together(title, lambda: made.append(OptimizerState(optimizer, self.named, fill=fill)))
-            everyone = self.shards.gather_objects(made[0].told)
+            everyone = made[0].told()
             self.together(title, lambda: made[0].settle(everyone))
         except BaseException:
             for state in made:
                 state.forget()
             raise
         return made[0]
+
+    def from_first(self, value: str) -> str:
+        """The first process's value; of a replica, that of its own first process, which is used nowhere."""
+        return self.shards.broadcast_object(value)
 
     def together(self, title: str, act: Callable[[], T]) -> T:
         """Do something on every rank, and go on once all have; what one raises is raised on all."""

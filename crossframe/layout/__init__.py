@@ -3,6 +3,7 @@
 from typing import Any
 
 from crossframe.errors import LayoutError
+from crossframe.layout.exchange import Exchange, Part, exchange
 from crossframe.layout.flat import FlatLayout
 from crossframe.layout.overlay import Transfer, overlay
 from crossframe.layout.per_param import PerParamLayout
@@ -16,15 +17,18 @@ __all__ = [
     "LAYOUTS",
     "LAYOUT_KINDS",
     "Column",
+    "Exchange",
     "FlatLayout",
     "Layout",
     "Padding",
+    "Part",
     "PerParamLayout",
     "Piece",
     "RaggedLayout",
     "Run",
     "Sharding",
     "Transfer",
+    "exchange",
     "layout_from_json",
     "overlay",
     "post_forward",

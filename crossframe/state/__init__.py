@@ -13,7 +13,7 @@ from crossframe.state.names import (
     without_parts,
 )
 from crossframe.state.optim import rekeyed_groups, role_in_full, unfit_state
-from crossframe.state.roles import Described, Role, Seen, agreed, classify, same_value, seen
+from crossframe.state.roles import Described, Role, Seen, agreed, classify, merged, same_value, seen
 
 __all__ = [
     "CHECKPOINT_WRAPPED",
@@ -29,6 +29,7 @@ __all__ = [
     "canonical_name",
     "classify",
     "local_key",
+    "merged",
     "rekeyed_groups",
     "role_in_full",
     "same_value",

@@ -107,6 +107,33 @@ def agreed(owner: str, entry: str, values: Mapping[int, Any], held: Sequence[int
     return voters[first]
 
 
+def merged(
+    owner: str, by_rank: Sequence[Mapping[str, Described]], held: Sequence[int]
+) -> dict[str, tuple[Role, Seen, Any]]:
+    """The entries of the state of `owner` from what all ranks tell of it: role, description, and the value of a scalar.
+
+    Args:
+        by_rank: what each rank tells, by entry.
+        held: the number of elements of `owner` that each rank holds.
+
+    Raises:
+        StateDictError: see `classify` and `agreed`.
+
+    >>> step = seen(np.array(3.0)), np.array(3.0)
+    >>> found = merged("w", [{"step": step, "m": (Seen((2,), "float32"), None)}, {}], [2, 0])
+    >>> {entry: (role.value, what.dtype) for entry, (role, what, _) in found.items()}
+    {'step': ('scalar', 'float64'), 'm': ('elementwise', 'float32')}
+    """
+    found = {}
+    for entry in dict.fromkeys(entry for told in by_rank for entry in told):
+        told = {rank: each[entry] for rank, each in enumerate(by_rank) if entry in each}
+        role = classify(owner, entry, [told[rank][0] if rank in told else None for rank in range(len(by_rank))], held)
+        values = {rank: value for rank, (_, value) in told.items()}
+        value = agreed(owner, entry, values, held) if role is Role.SCALAR else None
+        found[entry] = role, next(iter(told.values()))[0], value
+    return found
+
+
 def same_value(a: Any, b: Any) -> bool:
     """Whether two values are equal and have the same type, shape and dtype; a NaN equals itself."""
     if seen(a) != seen(b):

@@ -56,6 +56,23 @@ def together(title: str, act: Callable[[], T]) -> T:
     return done
 
 
+class AllProcesses:
+    """The processes of a run, which save a checkpoint together (`crossframe.checkpoint.save`)."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0."""
+        return jax.process_index() == 0
+
+    def together(self, title: str, act: Callable[[], T]) -> T:
+        """See the function `together`."""
+        return together(title, act)
+
+    def from_first(self, value: str) -> str:
+        """Process 0's value."""
+        return everyones(value)[0]
+
+
 def _gathered(array: np.ndarray) -> np.ndarray:
     """(num_processes, *shape)"""
     return np.asarray(multihost_utils.process_allgather(array)).reshape(jax.process_count(), *array.shape)

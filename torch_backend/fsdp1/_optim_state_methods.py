@@ -21,7 +21,7 @@ _OLD = "Use `{}`".format
 
 
 class HasOptimStateDicts(HasStateDicts):
-    """A wrapper with methods for the state of its optimizer. All ranks call them."""
+    """Adds methods for the state of an optimizer to a wrapper. All ranks call them."""
 
     @staticmethod
     def optim_state_dict(
@@ -30,21 +30,21 @@ class HasOptimStateDicts(HasStateDicts):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """An optimizer's state under the names of parameters: full or sharded tensors, as `set_state_dict_type` says.
+        """An optimizer's state by the names of parameters, in full or sharded tensors, as set by `set_state_dict_type`.
 
         Args:
-            model: the module whose parameters the optimizer holds, with wrappers in it.
+            model: the module whose parameters the optimizer holds, which contains wrappers.
             optim: the optimizer.
-            optim_state_dict: what `optim.state_dict()` returns, or has returned.
-            group: whose first rank it is that `rank0_only` means; all ranks if None.
+            optim_state_dict: a result of `optim.state_dict()`; None: it is called here.
+            group: with `rank0_only`, the first rank of this group gets the state; None: of all ranks.
 
         Returns:
-            "state": by parameter name and by the optimizer's own name of the entry; "param_groups": with names as "params".
-            Under `rank0_only` an empty dict on other ranks.
+            "state": by parameter name and the optimizer's name of the entry; "param_groups": with names as "params". With
+            `rank0_only` an empty dict on other ranks.
 
         Raises:
-            StateDictError: state that is neither one value an element nor one value in all, or that ranks differ in.
-            UsageError: an optimizer of other parameters.
+            StateDictError: an entry that is neither elementwise nor a scalar, or a scalar that differs between ranks.
+            UsageError: the optimizer holds other parameters.
         """
         settings = HasStateDictType.get_state_dict_type(model)
         config: Any = settings.optim_state_dict_config
@@ -70,17 +70,17 @@ class HasOptimStateDicts(HasStateDicts):
         """The inverse of `optim_state_dict`, for any wrapping and any number of ranks.
 
         Args:
-            optim_state_dict: full tensors, or sharded ones of these ranks. Under `rank0_only` only the first rank's counts.
+            optim_state_dict: with full tensors, or sharded ones of these ranks. With `rank0_only` only the first rank's is used.
             is_named_optimizer: the optimizer's keys are names.
-            load_directly: load it into `optim`, too.
-            group: as of `optim_state_dict`.
+            load_directly: also load the result into `optim`.
+            group: see `optim_state_dict`.
 
         Returns:
-            What `optim.load_state_dict` takes.
+            An argument for `optim.load_state_dict`.
 
         Raises:
-            StateDictError: state that does not fit the model or the optimizer; all that is wrong is listed.
-            AgreementError: ranks with other sharded state.
+            StateDictError: the state does not fit the model or the optimizer; everything that does not fit is listed.
+            AgreementError: other ranks have other sharded state.
         """
         settings = HasStateDictType.get_state_dict_type(model)
         full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
@@ -105,7 +105,7 @@ class HasOptimStateDicts(HasStateDicts):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict` with full tensors on the CPU, whatever is set."""
+        """`optim_state_dict` with full tensors on the CPU, independent of `set_state_dict_type`."""
         raw = optim.state_dict()
         return save(
             model, optim, raw, full=True, rank0_only=rank0_only, offload=True, group=group, given=_listed(optim_input)
@@ -116,7 +116,7 @@ class HasOptimStateDicts(HasStateDicts):
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """`optim_state_dict` with sharded tensors on the CPU, whatever is set."""
+        """`optim_state_dict` with sharded tensors on the CPU, independent of `set_state_dict_type`."""
         return save(model, optim, optim.state_dict(), full=False, rank0_only=False, offload=True, group=group)
 
     @staticmethod
@@ -147,7 +147,7 @@ class HasOptimStateDicts(HasStateDicts):
         optim: Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict_to_load` of full tensors that the first rank alone has."""
+        """`optim_state_dict_to_load` of full tensors that only the first rank has."""
         return to_load(model, optim, full_optim_state_dict, rank0_only=True, group=group, given=_listed(optim_input))
 
     @staticmethod
@@ -158,17 +158,17 @@ class HasOptimStateDicts(HasStateDicts):
         optim_input: OptimInput = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """An optimizer's state with names in the place of the optimizer's own keys, or the other way. Nothing is sharded or
-        gathered: it is for the optimizer of a model without wrappers.
+        """Replace the positions of parameters in an optimizer's state by names, or the reverse. Nothing is sharded or gathered:
+        it is for the optimizer of a model without wrappers.
 
         Args:
-            optim_state_dict: under names, or under places among the optimizer's parameters.
-            optim_state_key_type: what it shall be under.
-            model: whose parameters these are.
+            optim_state_dict: with names, or positions among the optimizer's parameters, as keys.
+            optim_state_key_type: the keys of the result.
+            model: the model with these parameters.
             optim_input: the parameters, or groups of them, that the optimizer was built with; or pass `optim`.
 
         Raises:
-            StateDictError: keys of no parameter, or flat parameters, which have no names.
+            StateDictError: a key without a parameter, or flat parameters, which have no names.
         """
         key_type = as_ours(optim_state_key_type, OptimStateKeyType)
         if not isinstance(key_type, OptimStateKeyType):

@@ -1,7 +1,7 @@
 """ShardStore: one rank's shard of a bucket, in one buffer that the store owns."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,8 +116,11 @@ class ShardStore:
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""
-        parts = torch.split_with_sizes(shard, self._cuts.widths)
-        return [parts[at] for at in self._cuts.places]
+        return self._cuts.split(shard)
+
+    def join(self, pieces: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
+        """The inverse of `split`: a buffer with these pieces, by index of the parameter, and zeros elsewhere."""
+        return self._cuts.join(pieces, torch.zeros_like(self.buffer, dtype=dtype))
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,18 @@ class _Cuts:
     padding: Sequence[Padding]
     widths: list[int]
     places: Sequence[int]
+
+    def split(self, line: Tensor) -> list[Tensor]:
+        """The pieces of a buffer laid out like the shard, one a parameter, as views."""
+        parts = torch.split_with_sizes(line, self.widths)
+        return [parts[at] for at in self.places]
+
+    def join(self, pieces: Mapping[int, Tensor], line: Tensor) -> Tensor:
+        """The buffer, with these pieces by index of the parameter copied into it."""
+        parts = self.split(line)
+        for i, piece in pieces.items():
+            parts[i].copy_(piece.detach().reshape(-1))
+        return line
 
 
 @functools.lru_cache(maxsize=64)

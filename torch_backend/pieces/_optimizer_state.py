@@ -1,6 +1,6 @@
 """Optimizer state of PieceTensors: DTensors in state dicts, PieceTensors inside (R37).
 
-An optimizer gets the hooks for this at its first step, before which it has no state. What was loaded before is taken over then.
+An optimizer gets the hooks for this at its first step. State that was loaded before is converted then.
 """
 
 import weakref
@@ -14,25 +14,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from crossframe.errors import StateDictError
-from torch_backend.pieces._piece_moves import from_dtensors
+from torch_backend.pieces._fill import fill
 from torch_backend.pieces._piece_tensor import PieceTensor, dtensors_of, piece_tensor
 from torch_backend.ranks._consensus import agree, withdraw
 
 TITLE = "loading of optimizer state"
 
 
-# State by parameter (or what stands for it) and by its name in the optimizer.
+# State by parameter (or its key) and by entry.
 State = Mapping[Any, Mapping[Hashable, Any]]
 
-# What one collective moves: the entries of one bucket, name and dtype. Sorted, the order of collectives is the same on all ranks,
-# even if their optimizers hold the parameters in different orders.
+# The entries of one bucket, name and dtype, which one collective moves. Groups are sorted, so that the order of collectives is
+# the same on all ranks, even if their optimizers hold the parameters in different orders.
 _GroupKey = tuple[str, str, str, int]
 
 _hooked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def as_dtensors(state: State) -> dict[Any, dict[Hashable, Any]]:
-    """State with DTensors in the place of PieceTensors. One all-to-all for each bucket, name and dtype; all ranks call it."""
+    """State with DTensors instead of PieceTensors. One all-to-all for each bucket, name and dtype; all ranks call it."""
     result = {key: dict(values) for key, values in state.items()}
     groups: dict[_GroupKey, list[tuple[Any, Hashable, PieceTensor]]] = {}
     for key, values in result.items():
@@ -46,15 +46,15 @@ def as_dtensors(state: State) -> dict[Any, dict[Hashable, Any]]:
 
 
 def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashable, Any]]:
-    """The inverse: what has its parameter's shape becomes a PieceTensor, of a DTensor or of a full tensor. All ranks call it.
+    """The inverse: DTensors and full tensors of a parameter's shape become PieceTensors. All ranks call it.
 
     Args:
-        state: under the keys of `params`.
-        params: the parameters, in any order. State of those that are not PieceTensors stays as it is.
+        state: by the keys of `params`.
+        params: the parameters, in any order. The state of those that are not PieceTensors stays as it is.
 
     Raises:
         StateDictError: a DTensor on another mesh.
-        AgreementError: ranks were given other entries. Like the error above, all ranks raise it and nothing has been taken.
+        AgreementError: ranks were given different entries. Both errors are raised on all ranks, and nothing has been converted.
     """
     result = {key: dict(values) for key, values in state.items()}
     groups_of = {param.place.shards.ranks: param.place.shards.group for param in params.values() if _is_piece(param)}
@@ -73,25 +73,23 @@ def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashabl
     said = [(f"state {name!r} of {param.place.name!r}", _described(value)) for _, param, name, value in found]
     for group in shards:
         agree([group], TITLE, said, advice="load the same state dict on every rank")
-    groups: dict[_GroupKey, list[tuple[Any, Hashable, DTensor]]] = {}
+    groups: dict[_GroupKey, list[tuple[Any, PieceTensor, Hashable, Tensor]]] = {}
     for key, param, name, value in found:
-        if isinstance(value, DTensor):
-            groups.setdefault(_group_key(param, name, value), []).append((key, name, value))
-        else:
-            result[key][name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+        groups.setdefault(_group_key(param, name, value), []).append((key, param, name, value))
     for _, members in _in_one_order(groups):
-        places = [params[key].place for key, _, _ in members]
-        store, like = places[0].store, members[0][2].to_local()
-        buffer = like.new_empty(store.layout.padded_shard_numel)
-        from_dtensors(places, [value for _, _, value in members], buffer)
-        parts = store.split(buffer)
-        for (key, name, _), place in zip(members, places, strict=True):
-            result[key][name] = piece_tensor(parts[place.index], place)
+        store = members[0][1].place.store
+        line = torch.zeros_like(store.buffer, dtype=members[0][3].dtype)
+        fill(
+            line, store, ((f"state {name!r} of {param.place.name!r}", param.place, v) for _, param, name, v in members)
+        )
+        parts = store.split(line)
+        for key, param, name, _ in members:
+            result[key][name] = piece_tensor(parts[param.place.index], param.place)
     return result
 
 
 def _entries(state: State, params: Mapping[Any, Any]) -> Iterator[tuple[Any, PieceTensor, Hashable, Tensor]]:
-    """What becomes a PieceTensor, by the parameter's name: in one order on all ranks."""
+    """The tensors that become PieceTensors, in the order of parameter names, which is the same on all ranks."""
     pieces = [(key, param) for key, param in params.items() if _is_piece(param)]
     for key, param in sorted(pieces, key=lambda each: each[1].place.name):
         for name, value in sorted(state.get(key, {}).items(), key=lambda item: str(item[0])):
@@ -109,7 +107,7 @@ def _group_key(param: PieceTensor, name: Hashable, value: Tensor) -> _GroupKey:
 
 
 def _in_one_order(groups: Mapping[_GroupKey, list[Any]]) -> list[tuple[_GroupKey, list[Any]]]:
-    """Groups by name. Before the root has run, units may have parameters of one name; these stay in the optimizer's order."""
+    """Groups in the order of names. Before the root has run, units may have equal names; these stay in the optimizer's order."""
     return sorted(groups.items(), key=lambda item: item[0][:3])
 
 
@@ -125,7 +123,7 @@ def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 def _take(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    # Of other lengths than the optimizer's, for torch to complain of.
+    # If the lengths differ, torch raises.
     return {**state_dict, "state": as_pieces(state_dict["state"], dict(zip(keys, params, strict=False)))}
 
 

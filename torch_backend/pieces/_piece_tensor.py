@@ -18,7 +18,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 from crossframe.errors import ParamError, UsageError
 from crossframe.layout import Layout, Piece
 from torch_backend.compat._dtypes import dtype_name
-from torch_backend.pieces._piece_moves import to_dtensors
+from torch_backend.pieces._piece_moves import as_sharded
 from torch_backend.pieces._piece_place import Place
 
 
@@ -206,13 +206,10 @@ def piece_param(local: Tensor, place: Place, *, requires_grad: bool) -> nn.Param
 
 def dtensors_of(tensors: Sequence[PieceTensor]) -> list[DTensor]:
     """PieceTensors at different places of one bucket, of one dtype, as DTensors, by one all-to-all."""
-    store, like = tensors[0].place.store, tensors[0].local
-    values = like.new_empty(store.layout.padded_shard_numel)
+    store, dtype = tensors[0].place.store, tensors[0].local.dtype
     with torch.no_grad():
-        parts = store.split(values)
-        for tensor in tensors:
-            parts[tensor.place.index].copy_(tensor.local)
-    return to_dtensors([tensor.place for tensor in tensors], values)
+        line = store.join({tensor.place.index: tensor.local for tensor in tensors}, dtype)
+    return as_sharded([tensor.place for tensor in tensors], line)  # type: ignore[return-value]
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -1,8 +1,8 @@
 """Checks that a state dict fits a sharded model before anything is loaded, so that an error changes nothing (R36).
 
-torch's `load_state_dict` copies entry by entry and lists at its end what did not fit. Here the outermost sharded module, whose
-turn comes first, looks at all entries below it, and all ranks hear of what any of them found. Then they agree on what they load,
-since it will be exchanged between them.
+torch's `load_state_dict` copies entry by entry, and at its end lists the entries that did not fit. Here the outermost sharded
+module, which is loaded first, checks all entries below it, and an error on one rank is raised on all. Then the ranks agree that
+they load the same entries, since these are exchanged between them.
 """
 
 import weakref
@@ -28,16 +28,16 @@ from torch_backend.registration._modules import ShardedParams
 
 TITLE = "loading of a state dict"
 
-# Sharded modules below one that has been checked, with all that is below it.
+# Sharded modules below one that has been checked.
 _checked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-# What the calls of `load_state_dict` that are under way were given as `strict`: torch does not tell it to hooks.
+# The argument `strict` of the calls of `load_state_dict` that are under way: torch does not pass it to hooks.
 _strict: list[bool] = []
 
 
 @contextmanager
 def strictly(strict: bool) -> Iterator[None]:
-    """Around `load_state_dict` of a sharded module: whether missing and unexpected entries are wrong. Of a plain module around
-    sharded ones it is not known, and misshapen entries alone are found beforehand."""
+    """Around `load_state_dict` of a sharded module: whether missing and unexpected entries are errors. If a plain module that
+    contains sharded ones is loaded, this is not known, and only misshapen entries are found in advance."""
     _strict.append(strict)
     try:
         yield
@@ -46,11 +46,11 @@ def strictly(strict: bool) -> Iterator[None]:
 
 
 def check_load(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Called by every sharded module before it loads its part of a state dict; the outermost one checks all.
+    """Called by every sharded module before it loads its part of a state dict; the outermost one checks all entries.
 
     Args:
-        state: under names without wrappers.
-        prefix: the module's own.
+        state: with names without wrappers.
+        prefix: of the module.
 
     Raises:
         StateDictError: on all ranks of the module's mesh; the message lists what is wrong on the rank where it was found.
@@ -77,7 +77,7 @@ def check_load(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None
 
 
 def _seen(value: Any) -> tuple[Any, ...]:
-    """What ranks compare of an entry."""
+    """The description of an entry that ranks compare."""
     if not isinstance(value, Tensor):
         return (type(value).__name__,)
     return type(value).__name__, value.shape, value.dtype
@@ -97,11 +97,11 @@ def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> It
 
     Args:
         own: the module's part of a state dict.
-        strict: whether missing and unexpected entries are wrong.
+        strict: whether missing and unexpected entries are errors.
     """
     entries, opaque = expected.entries, tuple(expected.opaque)
     found = {
-        # What is no tensor but like one: lightning's are read from their file when they are copied.
+        # Tensor-like objects of lightning are read from their file when they are copied.
         key: value.shape if is_tensor_like(value) else type(value).__name__
         for key, value in own.items()
         if key in entries or not (key.endswith("_extra_state") or key.startswith(opaque))
@@ -114,10 +114,10 @@ def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> It
 
 
 def _of_another_mesh(key: str, value: Any, like: Any) -> Iterator[str]:
-    """What is wrong with the mesh of a value, or with its lack of one.
+    """Reports a value on another mesh than its parameter, or without one.
 
     Args:
-        like: the DTensor or PieceTensor that it is copied into, or what a parameter of FSDP1 is a part of.
+        like: the DTensor or PieceTensor that the value is copied into; under FSDP1, the DTensor that the parameter is a part of.
     """
     if not isinstance(value, DTensor):
         if isinstance(like, DTensor | Whole):
@@ -137,13 +137,13 @@ def _is_over(mesh: DeviceMesh, like: DTensor | PieceTensor) -> bool:
 
 
 class _Expected:
-    """What a module loads.
+    """The entries that a module loads.
 
     Attributes:
-        entries: by key their shapes, and the DTensors or PieceTensors that they are copied into, if they are.
-        optional: which of them may lack.
-        opaque: below which prefixes modules have their own way of loading, of which nothing is known.
-        local: below which prefixes units load shards of this rank's own, which they look at themselves.
+        entries: shapes by key, each with the DTensor or PieceTensor that the entry is copied into, or None.
+        optional: keys that may be missing.
+        opaque: prefixes of modules that override how they load, so that their keys are unknown.
+        local: prefixes of units that load a local state dict, which they check themselves.
         sharded: the sharded modules below the module.
     """
 
@@ -153,17 +153,17 @@ class _Expected:
         self.opaque: set[str] = set()
         self.local: set[str] = set()
         self.sharded: list[nn.Module] = []
-        # The shapes of parameters of FSDP1's units, for which something of another shape is registered, or nothing.
+        # The shapes of parameters of FSDP1's units: what is registered for them has another shape, or nothing is registered.
         self._shapes: dict[nn.Module, dict[str, tuple[tuple[int, ...], Whole | None]]] = {}
         self._visit(module, prefix, known=True)
         del self.sharded[0]
 
     def _visit(self, module: nn.Module, at: str, *, known: bool) -> None:
-        """A module and all below it, by hand: `named_modules` takes as long as all the rest.
+        """Visit a module and all modules below it. Recursion, since `named_modules` would take as long as the rest of the check.
 
         Args:
             at: its prefix.
-            known: whether no module around it has its own way of loading.
+            known: whether no module that contains it overrides how it loads.
         """
         if UNIT in module.__dict__:
             self.sharded.append(module)
@@ -200,7 +200,7 @@ class _Expected:
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
                 self.entries[at + attribute] = (buffer.shape, buffer if isinstance(buffer, DTensor) else None)
-        if isinstance(module, _NormBase):  # which takes state dicts from before it counted batches
+        if isinstance(module, _NormBase):  # old state dicts lack the count of batches
             self.optional.add(f"{at}num_batches_tracked")
 
 

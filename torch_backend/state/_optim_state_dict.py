@@ -1,8 +1,8 @@
 """Optimizer state dicts of FSDP1 (R37): by parameter name, full or sharded.
 
-The optimizer holds a unit's flat parameter, or this rank's pieces of its original ones. Either way its elementwise state is laid
-out like the unit's shard, so it is gathered, or cut into rows, as the shard is; what is one value for a whole parameter
-(`step`) stays one value. The names in it are those of the model without wrappers, so that it loads into any other wrapping.
+The optimizer holds a unit's flat parameter, or this rank's pieces of its original parameters. In both cases elementwise state has
+the layout of the unit's shard and moves by the same copies; a scalar (`step`) stays one value. Names are those of the model
+without wrappers, so that the state loads into any other wrapping.
 """
 
 import functools
@@ -12,99 +12,54 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from crossframe.errors import StateDictError, UnsupportedError, UsageError
 from crossframe.faces import Face
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
-from crossframe.state import (
-    Described,
-    Role,
-    Seen,
-    StateKind,
-    agreed,
-    classify,
-    rekeyed_groups,
-    state_key,
-)
-from torch_backend.compat._dtypes import dtype_name, from_numpy, to_numpy, torch_dtype
-from torch_backend.engine._bucket import Bucket
+from crossframe.state import Role, StateKind, rekeyed_groups, state_key
+from torch_backend.compat._dtypes import from_numpy, torch_dtype
 from torch_backend.engine._unit import unit_of
 from torch_backend.engine._unit_tree import named_units
 from torch_backend.memory._gather import views_of
-from torch_backend.pieces._piece_moves import PHASE
-from torch_backend.registration import FlatRegistrar
-from torch_backend.state._state_dict import HasStateDicts, as_rows, kind_of, places_of
+from torch_backend.pieces._piece_moves import PHASE, as_sharded
+from torch_backend.state._held_params import HeldParams, StateOf, Told, told_by_all
+from torch_backend.state._state_dict import HasStateDicts, check_use_dtensor, full_values, kind_of, places_of
 
 State = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Owned:
-    """A bucket, for its optimizer.
-
-    Attributes:
-        params: what the optimizer holds of it, as a rule.
-        specs: its parameters, under their names in the model that the state dict is of.
-    """
+class Owned(HeldParams):
+    """A bucket of FSDP1, with the outermost wrapper of its unit."""
 
     wrapper: HasStateDicts
-    bucket: Bucket
-    specs: tuple[ParamSpec, ...]
 
     @functools.cached_property
     def shown(self) -> tuple[ParamSpec, ...]:
         """The parameters with the shapes that a state dict shows: under tensor parallelism those of the DTensors."""
-        wholes = self.bucket.registrar.wholes
-        if not wholes:
-            return self.specs
+        wholes = self.bucket.registrar.wholes or [None] * len(self.specs)
         return tuple(
             spec if whole is None else replace(spec, shape=whole.shape)
             for spec, whole in zip(self.specs, wholes, strict=True)
         )
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether one flat parameter stands for all."""
-        return isinstance(self.bucket.registrar, FlatRegistrar)
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return self.bucket.registrar.managed()
-
-    def members(self, at: int) -> range:
-        """The indices of the parameters that the optimizer's parameter `at` stands for."""
-        return range(len(self.specs)) if self.is_flat else range(at, at + 1)
-
-    def held(self, at: int) -> list[int]:
-        """How many elements each rank has of the optimizer's parameter `at`."""
-        layout = self.bucket.layout
-        if self.is_flat:
-            return [layout.padded_shard_numel] * layout.world_size
-        numels = [0] * layout.world_size
-        for piece in layout.find(at, 0, self.specs[at].numel):
-            numels[piece.rank] += piece.numel
-        return numels
-
-    def called(self, at: int) -> str:
-        """For messages."""
-        return f"the flat parameter of {self.specs[0].name!r}" if self.is_flat else self.specs[at].name
 
 
 def owned_by(model: nn.Module) -> list[Owned]:
     """All buckets below a model, in the order of its modules.
 
     Raises:
-        UsageError: there are none, or wrappers that differ in `use_orig_params`.
+        UsageError: there are none, or wrappers differ in `use_orig_params`.
     """
     named = named_units(model, Face.FSDP1)
-    found = [Owned(unit.modules[0], each.bucket, each.params) for unit in named for each in unit.buckets]  # type: ignore[arg-type]
+    found = [
+        Owned(each.bucket, each.layout, each.bucket.registrar.managed(), unit.modules[0])  # type: ignore[arg-type]
+        for unit in named
+        for each in unit.buckets
+    ]
     if not named:
         raise UsageError(
             "there is no FullyShardedDataParallel in this model: use the optimizer's own state_dict and load_state_dict"
@@ -159,7 +114,7 @@ class Names:
         return name in self._first
 
     def of(self, param: nn.Parameter) -> list[str]:
-        """The names that a parameter of the optimizer stands for.
+        """The names of what a parameter of the optimizer holds: several for a flat parameter.
 
         Raises:
             UsageError: it is not in the model.
@@ -224,17 +179,17 @@ def save(
     group: dist.ProcessGroup | None,
     given: Any = None,
 ) -> dict[str, Any]:
-    """An optimizer's state under the names of parameters. All ranks call it.
+    """An optimizer's state by the names of parameters. All ranks call it.
 
     Args:
-        raw: what `optimizer.state_dict()` gave.
+        raw: the result of `optimizer.state_dict()`.
         full: full tensors, or sharded ones.
-        rank0_only: with `full`, other ranks than the first of `group` get an empty dict.
+        rank0_only: with `full`, only the first rank of `group` gets state, the others an empty dict.
         offload: to the CPU.
         given: see Names.
 
     Raises:
-        StateDictError: state that is neither one value an element nor one in all, or that ranks differ in.
+        StateDictError: an entry that is neither elementwise nor a scalar, or a scalar that differs between ranks.
     """
     names = Names(model, optimizer, given)
     if full and rank0_only:
@@ -243,8 +198,8 @@ def save(
     states = {id(param): raw["state"][key] for key, param in keys.items()}
     kept = not (full and rank0_only) or dist.get_rank(group) == 0
     state: State = {}
-    everywhere = list(zip(names.owned, _everyones(names.owned, states), strict=True))
-    # The largest first: what a bucket needs on the way comes on top of what is there of those before.
+    everywhere = list(zip(names.owned, told_by_all(names.owned, states), strict=True))
+    # The largest first: the memory that a bucket needs on the way adds to the results of those before it.
     everywhere.sort(key=lambda pair: pair[0].bucket.layout.padded_shard_numel, reverse=True)
     for each, by_rank in everywhere:
         state |= _of_bucket(each, by_rank, states, full=full, kept=kept, offload=offload)
@@ -277,123 +232,59 @@ def refuse_rank0_only(names: Names, what: str) -> None:
         )
 
 
-# What a rank's optimizer keeps of the parameters of a bucket, by their index in `Owned.params` and by entry.
-_Told = dict[int, dict[str, Described]]
-
-
-def _everyones(owned: Sequence[Owned], states: Mapping[int, Mapping[str, Any]]) -> list[list[_Told]]:
-    """Of each bucket what every rank of its shard group has. One exchange of objects for all buckets of a group."""
-    found: list[list[_Told]] = [[] for _ in owned]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for k, each in enumerate(owned):
-        groups.setdefault(each.bucket.mesh.shards.ranks, []).append(k)
-    for members in groups.values():
-        said = [
-            {
-                at: {entry: described(value) for entry, value in states[id(param)].items()}
-                for at, param in enumerate(owned[k].params)
-                if id(param) in states
-            }
-            for k in members
-        ]
-        gathered = owned[members[0]].bucket.mesh.shards.gather_objects(said)
-        for place, k in enumerate(members):
-            found[k] = [by_rank[place] for by_rank in gathered]
-    return found
-
-
-def described(value: Any) -> Described:
-    """The shape and dtype of a value, and the value if there is a single one, as an array if it is a tensor."""
-    if not isinstance(value, Tensor):
-        return Seen(None, type(value).__name__), value
-    is_one = not isinstance(value, DTensor | ShardedTensor) and value.numel() == 1
-    return Seen(tuple(value.shape), dtype_name(value.dtype)), to_numpy(value) if is_one else None
-
-
 def _of_bucket(
-    each: Owned,
-    by_rank: list[_Told],
-    states: Mapping[int, Mapping[str, Any]],
-    *,
-    full: bool,
-    kept: bool,
-    offload: bool,
+    each: Owned, by_rank: Sequence[Told], states: StateOf, *, full: bool, kept: bool, offload: bool
 ) -> State:
+    """The state of a bucket's parameters, by name."""
     state: State = {spec.name: {} for spec in each.specs}
     elementwise: dict[tuple[str, str], list[int]] = {}
-    for at in range(len(each.params)):
-        for entry in dict.fromkeys(entry for told in by_rank for entry in told.get(at, {})):
-            told = {rank: told[at][entry] for rank, told in enumerate(by_rank) if entry in told.get(at, {})}
-            held = each.held(at)
-            by_place = [told[rank][0] if rank in told else None for rank in range(len(by_rank))]
-            if classify(each.called(at), entry, by_place, held) is Role.ELEMENTWISE:
-                elementwise.setdefault((entry, next(iter(told.values()))[0].dtype), []).append(at)
-                for i in each.members(at):
-                    state[each.specs[i].name][entry] = None  # in the optimizer's order; the tensor follows
-                continue
-            value = agreed(each.called(at), entry, {rank: value for rank, (_, value) in told.items()}, held)
+    for at, entries in enumerate(each.entries(by_rank)):
+        for entry, (role, seen, value) in entries.items():
             for i in each.members(at):
-                state[each.specs[i].name][entry] = from_numpy(value).clone() if isinstance(value, np.ndarray) else value
-    for (entry, dtype), places in elementwise.items():
-        values = _laid_out(each, entry, places, states, torch_dtype(dtype))
-        indices = [i for at in places for i in each.members(at)]
-        if full or kind_of(each.wrapper) is StateKind.FULL:
-            shown = _whole(each, values, indices, kept=kept, offload=offload)
+                # In the optimizer's order: a tensor of elementwise state follows.
+                state[each.specs[i].name][entry] = copied(value) if role is Role.SCALAR else None
+            if role is Role.ELEMENTWISE:
+                elementwise.setdefault((entry, seen.dtype), []).extend(each.members(at))
+    for (entry, dtype), indices in elementwise.items():
+        pieces = each.pieces(entry, states)
+        if each.is_flat:
+            line = states[id(each.params[0])][entry].detach().reshape(-1)
         else:
-            shown = _rows(each, values, indices, offload=offload)
-        for i, value in zip(indices, shown, strict=True):
+            line = each.bucket.store.join({i: pieces[i] for i in indices if i in pieces}, torch_dtype(dtype))
+        if full or kind_of(each.wrapper) is StateKind.FULL:
+            shown = _whole(each, line, indices, kept=kept, offload=offload)
+        else:
+            shown = _rows(each, line, indices, offload=offload)
+        for i, value in zip(indices, shown, strict=False):  # nothing is shown on a rank that keeps nothing
             state[each.specs[i].name][entry] = value
     return {name: entries for name, entries in state.items() if entries}
 
 
-def _laid_out(
-    each: Owned, entry: str, places: Sequence[int], states: Mapping[int, Mapping[str, Any]], dtype: torch.dtype
-) -> Tensor:
-    """One entry of the state, laid out like the shard: shape (padded_shard_numel,); zeros where a parameter has none."""
-    store = each.bucket.store
-    if each.is_flat:
-        return states[id(each.params[0])][entry].detach().reshape(-1)
-    values = torch.zeros_like(store.buffer, dtype=dtype)
-    parts = store.split(values)
-    for at in places:
-        own = states.get(id(each.params[at]), {}).get(entry)
-        if own is not None:
-            parts[at].copy_(own.detach().reshape(-1))
-    return values
+def copied(value: Any) -> Any:
+    """A scalar that ranks told, as an optimizer has it."""
+    return from_numpy(value).clone() if isinstance(value, np.ndarray) else value
 
 
-def _whole(each: Owned, values: Tensor, indices: list[int], *, kept: bool, offload: bool) -> Sequence[Tensor | None]:
-    """Full tensors, from what is laid out like the shard; where they are not `kept`, None."""
-    bucket, name = each.bucket, unit_of(each.wrapper).name
-    layout, shards = bucket.layout, bucket.mesh.shards
-    device = torch.device("cpu") if offload else bucket.device
-    if each.is_flat:
-        # Views of what was gathered, as in torch: copies would hold as much again while they are made.
-        values = values.to(bucket.device)
-        gathered = values.new_empty(layout.padded_shard_numel * layout.world_size)
-        shards.all_gather(gathered, values, unit=name, phase=PHASE).wait()
-        views = views_of(layout, gathered)
-        return [_shown(bucket, i, views[i].to(device)) if kept else None for i in indices]
-    with bucket.gathered(values, name) as whole:
-        if layout.world_size > 1:
-            values.untyped_storage().resize_(0)  # it has been sent, and no one else has it
-        return [_shown(bucket, i, whole[i].to(device, copy=True)) if kept else None for i in indices]
+def _whole(each: Owned, line: Tensor, indices: list[int], *, kept: bool, offload: bool) -> Sequence[Tensor]:
+    """Full tensors of elementwise state; none unless `kept`."""
+    bucket, unit = each.bucket, unit_of(each.wrapper).name
+    if not each.is_flat or bucket.registrar.wholes:
+        spent = not each.is_flat  # then the line is a copy
+        return full_values(bucket, line, indices, kept=kept, offload=offload, unit=unit, spent=spent)
+    # Views of what was gathered, as in torch: copies would hold as much again while they are made.
+    line, layout = line.to(bucket.device), bucket.layout
+    gathered = line.new_empty(layout.gathered_numel)
+    bucket.mesh.shards.all_gather(gathered, line, unit=unit, phase=PHASE).wait()
+    views = views_of(layout, gathered)
+    return [views[i].cpu() if offload else views[i] for i in indices if kept]
 
 
-def _shown(bucket: Bucket, i: int, value: Tensor) -> Tensor:
-    """A full value of a parameter's state, under tensor parallelism as a DTensor."""
-    whole = bucket.registrar.wholes[i] if bucket.registrar.wholes else None
-    return value if whole is None else whole.dtensor(value)
-
-
-def _rows(each: Owned, values: Tensor, indices: list[int], *, offload: bool) -> Sequence[Tensor]:
-    """A sharded state dict's tensors, from what is laid out like the shard."""
-    bucket, config = each.bucket, each.wrapper._state_dict_settings.optim_state_dict_config
-    places = places_of(bucket, each.wrapper._device_mesh)
-    use_dtensor = getattr(config, "_use_dtensor", False)
-    rows = as_rows(
-        bucket, values, [places[i] for i in indices], use_dtensor=use_dtensor, unit=unit_of(each.wrapper).name
-    )
+def _rows(each: Owned, line: Tensor, indices: list[int], *, offload: bool) -> Sequence[Tensor]:
+    """A sharded state dict's tensors of elementwise state."""
+    wrapper, bucket, unit = each.wrapper, each.bucket, unit_of(each.wrapper).name
+    check_use_dtensor(wrapper, wrapper._state_dict_settings.optim_state_dict_config, unit)
+    places = places_of(bucket, wrapper._device_mesh)
+    rows = as_sharded([places[i] for i in indices], line.to(bucket.device), unit=unit)
     return [value.cpu() for value in rows] if offload else rows
 
 
@@ -401,11 +292,11 @@ def _rows(each: Owned, values: Tensor, indices: list[int], *, offload: bool) -> 
 
 
 def rekey(state_dict: Mapping[str, Any], names: Names, *, to_names: bool) -> dict[str, Any]:
-    """The same state under the other kind of key. Of parameters that are flat there is no other key."""
+    """The same state with names as keys instead of positions, or the reverse. Flat parameters have no names."""
     keys = [*state_dict["state"], *(key for group in state_dict["param_groups"] for key in group["params"])]
     kinds = {type(key) for key in keys}
     if len(kinds - {int, str}) or len(kinds) > 1:
-        raise StateDictError(f"expected names as the keys of an optimizer's state, or places, got {shown(keys)}")
+        raise StateDictError(f"expected names as the keys of an optimizer's state, or positions, got {shown(keys)}")
     if kinds == {str if to_names else int}:
         return dict(state_dict)
     called = []
@@ -413,7 +304,7 @@ def rekey(state_dict: Mapping[str, Any], names: Names, *, to_names: bool) -> dic
         own = names.of(param)
         if len(own) > 1:
             raise StateDictError(
-                f"the optimizer holds {own} as one flat parameter, which has no name of its own: use optim_state_dict and "
+                f"the optimizer holds {own} as one flat parameter, which has no name: use optim_state_dict and "
                 "optim_state_dict_to_load, or use_orig_params=True"
             )
         called += own

@@ -21,12 +21,12 @@ from crossframe.errors import StateDictError
 from crossframe.shown import shown
 from crossframe.state import Role, rekeyed_groups, role_in_full, unfit_state
 from torch_backend.engine._unit import unit_of
+from torch_backend.pieces._fill import fill
 from torch_backend.pieces._optimizer_state import TITLE
-from torch_backend.pieces._piece_moves import from_rows, is_over, part_of_dtensor
 from torch_backend.ranks._collectives import Communicator, default_process_group
 from torch_backend.ranks._consensus import agree, withdraw
-from torch_backend.state._optim_state_dict import Names, Owned, described, refuse_rank0_only
-from torch_backend.state._sharded_tensors import rows_of_sharded_tensor
+from torch_backend.state._held_params import described
+from torch_backend.state._optim_state_dict import Names, Owned, refuse_rank0_only
 from torch_backend.state._state_dict import places_of
 
 
@@ -152,49 +152,27 @@ def _of_bucket(each: Owned, state: Mapping[Any, Any], source: Communicator | Non
                 elementwise.setdefault((entry, value.dtype), {})[i] = value
     # The entries of a state dict may have different orders on different ranks.
     for (entry, dtype), values in sorted(elementwise.items(), key=lambda item: (str(item[0][0]), str(item[0][1]))):
-        buffer = _buffer_of(each, values, dtype, source)
+        line = _line_of(each, values, dtype, source)
         if each.is_flat:
-            found[0][entry] = buffer
+            found[0][entry] = line
             continue
-        parts = each.bucket.store.split(buffer)
+        parts = each.bucket.store.split(line)
         for i in values:
-            found[i][entry] = parts[i].view(each.params[i].shape)  # of the one buffer, as the shards are
+            found[i][entry] = parts[i].view(each.params[i].shape)  # of the one line, as the shards are
     # The optimizer steps no parameter without elements on this rank.
     return {at: own for at, own in found.items() if each.is_flat or each.params[at].numel()}
 
 
-def _buffer_of(each: Owned, values: Mapping[int, Any], dtype: torch.dtype, source: Communicator | None) -> Tensor:
-    """Laid out like the shard: shape (padded_shard_numel,); zeros where nothing is given."""
-    store, layout, shards = each.bucket.store, each.bucket.layout, each.bucket.mesh.shards
-    buffer = torch.zeros_like(store.buffer, dtype=dtype)
-    rows: dict[int, Tensor] = {}
-    full: list[Tensor | None] = [None] * len(each.shown)
-    places = places_of(each.bucket, each.wrapper._device_mesh)
-    for i, value in values.items():
-        local, is_rows = None, True
-        if isinstance(value, ShardedTensor):
-            local = rows_of_sharded_tensor(value, layout, i, store.rank)
-        elif isinstance(value, DTensor):
-            if is_over(value.device_mesh, places[i]):
-                local, is_rows = part_of_dtensor(value, places[i])
-        elif places[i].whole is None:
-            local, is_rows = _fetched(value, source), False
-        if local is not None and not is_rows:
-            full[i] = local
-            part = store.slices(full)[i]
-            if part is not None:
-                store.split(buffer)[i].copy_(part)
-            full[i] = None
-            continue
-        if local is None:
-            raise StateDictError(
-                f"optimizer state of {each.shown[i].name!r}: expected {layout.world_size} shards of rows on the ranks of its "
-                f"unit, got a {type(value).__name__} that is cut otherwise"
-            )
-        rows[i] = local
-    if rows:
-        from_rows(rows, buffer, layout, shards, unit=unit_of(each.wrapper).name)
-    return buffer
+def _line_of(each: Owned, values: Mapping[int, Any], dtype: torch.dtype, source: Communicator | None) -> Tensor:
+    """One entry of elementwise state, laid out like the shard: shape (padded_shard_numel,); zeros where no value is given.
+
+    Args:
+        values: by index of the parameter.
+    """
+    line, places = each.bucket.store.join({}, dtype), places_of(each.bucket, each.wrapper._device_mesh)
+    given = ((each.specs[i].name, places[i], _fetched(value, source)) for i, value in values.items())
+    fill(line, each.bucket.store, given, unit=unit_of(each.wrapper).name)
+    return line
 
 
 def _skeleton(saved: Any, source: Communicator) -> Any:

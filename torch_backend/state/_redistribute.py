@@ -1,7 +1,6 @@
-"""State dict hooks for PieceTensors, which `fully_shard` registers: DTensors outside, PieceTensors inside (R36).
+"""Converts PieceTensors to the tensors of sharded state dicts and back, and the hooks of `fully_shard` that do it (R36).
 
-The hooks that `fully_shard` registers. State dicts then are what they are under the per-parameter layout, so that checkpoints go
-from any layout to any other.
+State dicts are therefore the same under every layout, and checkpoints load from any layout into any other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,55 +8,57 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
-from crossframe.errors import StateDictError
 from crossframe.state import state_key
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import unit_of
-from torch_backend.pieces._piece_moves import from_rows, is_over, part_of_dtensor, to_dtensors
+from torch_backend.pieces._fill import fill
+from torch_backend.pieces._piece_moves import as_sharded
 from torch_backend.pieces._piece_place import Place
-from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor, same_place
+from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor
 from torch_backend.registration._modules import Registration
 from torch_backend.registration._pieces import PieceRegistrar
-from torch_backend.state._sharded_tensors import rows_of_sharded_tensor
 
 
 def show_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Of a sharded module's state dict: put DTensors in the place of this unit's PieceTensors, under all their names (R36).
+    """State dict hook: replace this unit's PieceTensors by DTensors, under all their names (R36).
 
-    All ranks of the shard group ask for the state dict. What is asked for with `keep_vars=True` are the parameters themselves.
+    All ranks of the shard group ask for the state dict. With `keep_vars=True` it has the parameters themselves.
     """
     unit = unit_of(module)
     for bucket in unit.buckets:
         registrar = bucket.registrar
-        if not isinstance(registrar, PieceRegistrar):
-            continue
-        named = [
-            (key, value.place.index)
-            for key, value in state.items()
-            if isinstance(value, PieceTensor)
-            and value.place.store is bucket.store
-            and not isinstance(value, nn.Parameter)
-        ]
-        if named:
-            registrar.adopt()
-            indices = sorted({i for _, i in named})
-            dtensors = to_dtensors([registrar.places[i] for i in indices], bucket.store.buffer, unit=unit.name)
-            shown = dict(zip(indices, dtensors, strict=True))
-            state.update({key: shown[i] for key, i in named})
+        if isinstance(registrar, PieceRegistrar):
+            keys = [key for key in piece_keys(bucket, state) if not isinstance(state[key], nn.Parameter)]
+            if keys:
+                registrar.adopt()
+                show_sharded(bucket, registrar.places, state, keys, unit=unit.name)
+
+
+def piece_keys(bucket: Bucket, state: dict[str, Any]) -> list[str]:
+    """The keys of a state dict under which there are pieces of a bucket's parameters."""
+    store = bucket.store
+    return [key for key, value in state.items() if isinstance(value, PieceTensor) and value.place.store is store]
+
+
+def show_sharded(
+    bucket: Bucket, places: Sequence[Place], state: dict[str, Any], keys: Sequence[str], *, unit: str
+) -> None:
+    """In a state dict, replace PieceTensors by the tensors of a sharded state dict.
+
+    Args:
+        places: of all parameters of the bucket.
+        keys: of the PieceTensors.
+    """
+    indices = sorted({state[key].place.index for key in keys})
+    if indices:
+        made = as_sharded([places[i] for i in indices], bucket.store.buffer.to(bucket.device), unit=unit)
+        shown = dict(zip(indices, made, strict=True))
+        state.update({key: shown[state[key].place.index] for key in keys})
 
 
 def take_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a sharded module loads a state dict: put PieceTensors in the place of what it holds for this unit's parameters.
-
-    A DTensor may have any placements on the unit's mesh. Of a plain tensor, which is full and the same on all ranks, each takes
-    its part. What has another shape stays, for torch to complain of. All ranks load the same names.
-
-    Raises:
-        StateDictError: tensors on another mesh, or cut otherwise; the message names them.
-    """
+    """Load hook: replace the tensors of a state dict for this unit's parameters by PieceTensors; see `take`."""
     unit = unit_of(module)
     for bucket in unit.buckets:
         if isinstance(bucket.registrar, PieceRegistrar):
@@ -67,11 +68,11 @@ def take_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 
 def paths_of(module: nn.Module, registered: Iterable[Registration], prefix: str) -> dict[int, list[str]]:
-    """By the index of each parameter, under which keys a state dict may hold it.
+    """The keys that each parameter may have in a state dict, by its index.
 
     Args:
         registered: where parameters are registered, below `module`.
-        prefix: the module's own, in the state dict.
+        prefix: of the module, in the state dict.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
@@ -88,10 +89,14 @@ def paths_of(module: nn.Module, registered: Iterable[Registration], prefix: str)
 def take(
     bucket: Bucket, places: Sequence[Place], state: dict[str, Any], paths: dict[int, list[str]], unit: str
 ) -> None:
-    """In a state dict, put PieceTensors in the place of what it holds for a bucket's parameters; see `take_dtensors`.
+    """In a state dict, replace the tensors for a bucket's parameters by PieceTensors. All ranks load the same names; see `fill`.
+    A tensor of another shape stays, and torch reports it.
 
     Args:
-        paths: by the index of each parameter the keys that it may have.
+        paths: the keys that each parameter may have, by its index.
+
+    Raises:
+        StateDictError: tensors on another mesh or with another layout; the message names them.
     """
     store = bucket.store
     keys: dict[int, list[str]] = {}
@@ -102,44 +107,9 @@ def take(
     device = store.buffer.device
     if device.type == "meta" and keys:  # what is loaded may make the unit real
         device = state[next(iter(keys.values()))[-1]].device
-    values = torch.empty_like(store.buffer, device=device)
-    rows: dict[int, Tensor] = {}
-    wrong = []
-    for i, names in keys.items():
-        value, part = state[names[-1]], store.split(values)[i]  # of the names of a shared parameter the last one counts
-        if isinstance(value, PieceTensor):
-            if same_place(value.place, places[i]):
-                part.copy_(value.local)
-            else:
-                wrong.append(f"{names[-1]!r} is {value!r}, cut otherwise than here")
-        elif isinstance(value, DTensor):
-            if is_over(value.device_mesh, places[i]):
-                local, is_rows = part_of_dtensor(value, places[i])
-                if is_rows:
-                    rows[i] = local
-                else:
-                    piece_tensor(part, places[i]).copy_(local)
-            else:
-                wrong.append(f"{names[-1]!r} is on {value.device_mesh}")
-        elif isinstance(value, ShardedTensor):
-            local = rows_of_sharded_tensor(value, store.layout, i, store.rank)
-            if local is None:
-                wrong.append(
-                    f"{names[-1]!r} is a ShardedTensor of other shards than {store.layout.world_size} chunks of rows"
-                )
-            else:
-                rows[i] = local
-        elif places[i].whole is not None:
-            wrong.append(f"{names[-1]!r} is a plain tensor")
-        else:
-            piece_tensor(part, places[i]).copy_(value)
-    if wrong:
-        raise StateDictError(
-            f"unit {unit!r}, rank {store.rank}: expected DTensors on {places[0].mesh}, or full tensors, but {'; '.join(wrong)}; "
-            "use to_dtensor() or full_tensor() of the model that they come from"
-        )
-    if rows:
-        from_rows(rows, values, store.layout, places[0].shards, unit=unit)
+    line = torch.empty_like(store.buffer, device=device)
+    # Of the names of a shared parameter the last one counts.
+    fill(line, store, ((names[-1], places[i], state[names[-1]]) for i, names in keys.items()), unit=unit)
     for i, names in keys.items():
         for key in names:
-            state[key] = piece_tensor(store.split(values)[i], places[i])
+            state[key] = piece_tensor(store.split(line)[i], places[i])

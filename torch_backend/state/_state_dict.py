@@ -1,14 +1,13 @@
 """Model state dicts of FSDP1 (R36): full, sharded and local, under the module's names without wrappers.
 
-A wrapper's `state_dict` lets its module register, instead of what is sharded, what the state dict shall hold. So keys come
-in the order and under the names that the module itself gives them, whatever hooks of activation checkpointing or of a user say.
-Full values are gathered unit by unit, each into tensors that stay. For a sharded one the module registers PieceTensors, and
-once it is through they become rows of each parameter, by one all-to-all a unit, with no parameter ever full. To load, the module
-copies into PieceTensors, which are the shards.
+While a state dict is made, the module registers what the state dict should hold. So the module itself decides the order and the
+names of the keys, together with the hooks of activation checkpointing and of users. For a full state dict it registers full
+parameters, gathered unit by unit. For a sharded one it registers PieceTensors, which become rows of each parameter afterwards, by
+one all-to-all for each unit and without full parameters. To load, the module copies into PieceTensors, which alias the shards.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -17,20 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from crossframe.errors import StateDictError, UnsupportedError, UsageError
 from crossframe.state import FLAT_PARAM, FSDP_WRAPPED, StateKind, state_key
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit, unit_of
-from torch_backend.mesh._tensor_parallel import as_params
-from torch_backend.pieces._piece_moves import dtensor_of_rows, to_rows
 from torch_backend.pieces._piece_place import Place
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_param
+from torch_backend.pieces._sharded_tensors import sharded_tensor
 from torch_backend.registration import FlatParameter, FlatRegistrar
 from torch_backend.state._load_check import check_load, strictly
-from torch_backend.state._redistribute import paths_of, take
-from torch_backend.state._sharded_tensors import sharded_tensor
+from torch_backend.state._redistribute import paths_of, piece_keys, show_sharded, take
 from torch_backend.state._state_dict_types import (
     FullStateDictConfig,
     HasStateDictType,
@@ -50,10 +46,10 @@ class HasStateDicts(HasStateDictType):
     _device_mesh: DeviceMesh | None
 
     def _provide_state_dicts(self, device_mesh: DeviceMesh | None) -> None:
-        """The last thing in a constructor."""
+        """Called at the end of a constructor."""
         self._device_mesh = device_mesh
         self._state_dict_settings = settings_of(StateDictType.FULL_STATE_DICT)
-        # In low precision while the unit is used (R33).
+        # Buffers have a lower precision while the unit is used (R33).
         self._buffer_dtypes = {name: buffer.dtype for name, buffer in self.named_buffers()}
         self.register_state_dict_post_hook(_finish)
         self.register_load_state_dict_pre_hook(_prepare_load)
@@ -61,13 +57,13 @@ class HasStateDicts(HasStateDictType):
 
     @property
     def _has_params(self) -> bool:
-        """torch's name of it, for libraries: whether the unit has parameters."""
+        """Whether the unit has parameters. Libraries read it under torch's name."""
         return bool(unit_of(self).buckets)
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        """torch's name of it, for libraries: the flat parameter; with original parameters, the shard that they lie in; None of a
-        unit without parameters."""
+        """The flat parameter; with original parameters, the shard that holds them; None if the unit has no parameters. Libraries
+        read it under torch's name."""
         if not self._has_params:
             return None
         bucket = unit_of(self).buckets[0]
@@ -78,25 +74,25 @@ class HasStateDicts(HasStateDictType):
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What torch.distributed.checkpoint.state_dict, and nothing else, asks a module for: names that it gave to others.
+        """No name is changed. Only torch.distributed.checkpoint.state_dict calls it.
 
         Raises:
-            UsageError: always, unless `stand_in` was called: shards would be saved there as if they were whole.
+            UsageError: `stand_in` was not called: torch would save shards as if they were full parameters.
         """
         if not isinstance(self, import_module("torch.distributed.checkpoint.state_dict").FSDP):
             raise UsageError(
-                "torch.distributed.checkpoint.state_dict knows torch's own FullyShardedDataParallel alone: call "
-                "torch_backend.stand_in() before, or use FullyShardedDataParallel.state_dict_type and .optim_state_dict"
+                "torch.distributed.checkpoint.state_dict supports only torch's own FullyShardedDataParallel: call "
+                "torch_backend.stand_in() first, or use FullyShardedDataParallel.state_dict_type and .optim_state_dict"
             )
         return {}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the module without wrappers, of the type that was set by `set_state_dict_type`: full tensors on every rank if
-        nothing was. All ranks call it. While parameters are summoned, it holds what the user sees.
+        """The state dict of the module without wrappers, of the type that `set_state_dict_type` set; by default full tensors on
+        every rank. All ranks call it. While parameters are summoned, it holds the summoned parameters.
 
         Raises:
-            StateError: in a forward or backward.
-            UnsupportedError: a local one with a `device_mesh`, as in torch.
+            StateError: called in a forward or backward.
+            UnsupportedError: a local state dict with a `device_mesh`, as in torch.
         """
         unit = unit_of(self)
         if unit.summoned:
@@ -105,19 +101,19 @@ class HasStateDicts(HasStateDictType):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of the module without wrappers, of the type that was set, or of full tensors. All ranks call it. Where something
-        does not fit, nothing is loaded.
+        """Load a state dict of the module without wrappers, of the type that was set, or with full tensors. All ranks call it. If
+        something does not fit, nothing is loaded.
 
         Raises:
             StateDictError: on all ranks; the message lists what does not fit.
-            StateError: in a forward or backward.
+            StateError: called in a forward or backward.
         """
         with strictly(strict):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def kind_of(wrapper: HasStateDicts) -> StateKind:
-    """The type of a wrapper's state dicts: where nothing is sharded they are full."""
+    """The kind of a wrapper's state dicts; FULL if nothing is sharded."""
     kind = wrapper._state_dict_settings.state_dict_type.kind
     unit = unit_of(wrapper)
     if kind is not StateKind.FULL and unit.mesh.spec.shard == 1:
@@ -137,14 +133,14 @@ def kind_of(wrapper: HasStateDicts) -> StateKind:
 
 
 def config_of(wrapper: HasStateDicts) -> StateDictConfig:
-    """How a wrapper's state dicts are made: where nothing is sharded by the defaults, as in torch."""
+    """The settings of a wrapper's state dicts; the defaults if nothing is sharded, as in torch."""
     if unit_of(wrapper).mesh.spec.shard == 1:
         return FullStateDictConfig()
     return wrapper._state_dict_settings.state_dict_config
 
 
 def has_entries(config: Any, unit: Unit) -> bool:
-    """Whether this rank's state dict has entries of the unit's."""
+    """Whether this rank's state dict has the entries of a unit."""
     return not getattr(config, "rank0_only", False) or unit.mesh.group_rank == 0
 
 
@@ -156,7 +152,7 @@ def _check_idle(unit: Unit) -> None:
 
 @contextmanager
 def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
-    """Inside, the module registers what its state dict shall hold."""
+    """Inside, the module registers what its state dict should hold."""
     kind, config = kind_of(wrapper), config_of(wrapper)
     if kind is not wrapper._state_dict_settings.state_dict_type.kind:
         warnings.warn(f"unit {unit.name!r} is not sharded: its state dict is a full one", stacklevel=3)
@@ -181,18 +177,36 @@ def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
 
 
 def _full_params(bucket: Bucket, config: StateDictConfig, unit: Unit) -> list[nn.Parameter]:
-    """Full parameters in memory of their own; on a rank that has no entries, PieceTensors."""
+    """Full parameters in memory of their own; PieceTensors on a rank without entries."""
     kept = has_entries(config, unit)
-    with bucket.gathered(bucket.store.buffer, unit.name) as full:
-        if not kept:
-            return _piece_params(bucket, None)
-        device = torch.device("cpu") if config.offload_to_cpu else bucket.device
-        copies = [value.to(device, copy=True) for value in full]
-        return as_params(copies, [False] * len(copies), bucket.registrar.wholes)
+    indices = range(len(bucket.layout.params))
+    values = full_values(bucket, bucket.store.buffer, indices, kept=kept, offload=config.offload_to_cpu, unit=unit.name)
+    return [nn.Parameter(value, requires_grad=False) for value in values] if kept else _piece_params(bucket, None)
+
+
+def full_values(
+    bucket: Bucket, line: Tensor, indices: Iterable[int], *, kept: bool, offload: bool, unit: str, spent: bool = False
+) -> list[Tensor]:
+    """The tensors of a full state dict, for a bucket's parameters or tensors with the same layout. All ranks call it.
+
+    Args:
+        line: shape (padded_shard_numel,), in any dtype.
+        indices: the parameters that are wanted.
+        kept: whether this rank needs them; else the result is empty.
+        offload: to the CPU.
+        spent: the line's memory is freed as soon as it has been sent.
+    """
+    device = torch.device("cpu") if offload else bucket.device
+    wholes = bucket.registrar.wholes or [None] * len(bucket.layout.params)
+    with bucket.gathered(line, unit) as full:
+        if spent and bucket.layout.world_size > 1:
+            line.untyped_storage().resize_(0)
+        copies = [(full[i].to(device, copy=True), wholes[i]) for i in indices if kept]
+    return [copy if whole is None else whole.dtensor(copy) for copy, whole in copies]
 
 
 def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[Place]:
-    """Where the parameters of a bucket lie."""
+    """The places of a bucket's parameters."""
     ranks: Any = mesh
     wholes = bucket.registrar.wholes or [None] * len(bucket.layout.params)
     return [Place(bucket.store, i, ranks, bucket.mesh.shards, whole) for i, whole in enumerate(wholes)]
@@ -212,14 +226,14 @@ def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     for key in [key for key in state if key.startswith(inside)]:
         state[prefix + key.removeprefix(inside)] = state.pop(key)
     unit = unit_of(wrapper)
-    if unit.summoned:  # copies, since what the user sees is freed when they leave
+    if unit.summoned:  # copies, since summoned parameters are freed when the context ends
         for bucket in unit.buckets:
             for keys in paths_of(wrapper, bucket.registrar.registered, prefix).values():
                 state.update({key: state[key].detach().clone() for key in keys if key in state})
         return
     config = config_of(wrapper)
     if not has_entries(config, unit):
-        own = [key for key, value in state.items() if any(is_piece_of(value, bucket) for bucket in unit.buckets)]
+        own = [key for bucket in unit.buckets for key in piece_keys(bucket, state)]
         for key in (*own, *(key for key, _ in _buffers(wrapper, prefix))):
             state.pop(key, None)
         return
@@ -233,16 +247,11 @@ def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
 
 
 def _buffers(wrapper: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """The keys and names of all buffers below but those of ignored modules."""
+    """The keys and names of all buffers below, except for those of ignored modules."""
     ignored = {id(buffer) for module in wrapper._ignored.modules for buffer in module.buffers()}
     for name, buffer in wrapper.named_buffers():
         if id(buffer) not in ignored:
             yield prefix + state_key(name), name
-
-
-def is_piece_of(value: Any, bucket: Bucket) -> bool:
-    """Whether a value is a piece of a bucket's parameter, or of a tensor with the same layout."""
-    return isinstance(value, PieceTensor) and value.place.store is bucket.store
 
 
 def _own_shard(bucket: Bucket, config: StateDictConfig) -> ShardedTensor:
@@ -257,45 +266,24 @@ def _own_shard(bucket: Bucket, config: StateDictConfig) -> ShardedTensor:
 
 
 def _replace_pieces(bucket: Bucket, state: dict[str, Any], wrapper: HasStateDicts, unit: str) -> None:
-    found = {key: value.place.index for key, value in state.items() if is_piece_of(value, bucket)}
-    if not found:
+    keys, config = piece_keys(bucket, state), wrapper._state_dict_settings.state_dict_config
+    if not keys:
         return
-    config: Any = wrapper._state_dict_settings.state_dict_config
-    places = places_of(bucket, wrapper._device_mesh)
-    indices = sorted(set(found.values()))
-    made = as_rows(
-        bucket, bucket.store.buffer, [places[i] for i in indices], use_dtensor=config._use_dtensor, unit=unit
-    )
-    shown = dict(zip(indices, made, strict=True))
+    check_use_dtensor(wrapper, config, unit)
+    show_sharded(bucket, places_of(bucket, wrapper._device_mesh), state, keys, unit=unit)
     if config.offload_to_cpu:
-        shown = {i: value.cpu() for i, value in shown.items()}
-    state.update({key: shown[i] for key, i in found.items()})
+        moved = {id(state[key]): state[key].cpu() for key in keys}  # one tensor under all names of a shared parameter
+        state.update({key: moved[id(state[key])] for key in keys})
 
 
-def as_rows(
-    bucket: Bucket, values: Tensor, places: list[Place], *, use_dtensor: bool, unit: str
-) -> list[DTensor | ShardedTensor]:
-    """The tensors of a sharded state dict, for a bucket's parameters or tensors with the same layout.
-
-    Args:
-        values: shape (padded_shard_numel,), laid out like the bucket's shard.
-        places: of the parameters that are wanted.
-        use_dtensor: give DTensors, which need a mesh. Where there is one they are DTensors in any case.
-    """
-    mesh, shards = places[0].mesh, bucket.mesh.shards
-    if use_dtensor and mesh is None:
+def check_use_dtensor(wrapper: HasStateDicts, config: Any, unit: str) -> None:
+    """Raise UsageError if sharded state dicts shall hold DTensors and there is no mesh. With a mesh they always do."""
+    if getattr(config, "_use_dtensor", False) and wrapper._device_mesh is None:
         raise UsageError(f"unit {unit!r}: a DTensor needs a mesh; construct the wrapper with device_mesh")
-    rows = to_rows(values.to(bucket.device), bucket.layout, shards, [place.index for place in places], unit=unit)
-    if mesh is not None:
-        return [dtensor_of_rows(row, place) for row, place in zip(rows, places, strict=True)]
-    return [
-        sharded_tensor(row, place.shape, -(-place.shape[0] // shards.size), shards)
-        for row, place in zip(rows, places, strict=True)
-    ]
 
 
 def _convert_buffers(wrapper: HasStateDicts, state: dict[str, Any], prefix: str, config: StateDictConfig) -> None:
-    """Buffers in the dtypes that they had when they were wrapped, on the CPU if asked for."""
+    """Convert buffers to the dtypes that they had when they were wrapped, and move them to the CPU if the settings say so."""
     lowered = wrapper.mixed_precision.buffer_dtype is not None  # type: ignore[union-attr]
     for key, name in _buffers(wrapper, prefix):
         buffer, dtype = state.get(key), wrapper._buffer_dtypes.get(name)
@@ -312,8 +300,8 @@ def _convert_buffers(wrapper: HasStateDicts, state: dict[str, Any], prefix: str,
 
 
 def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A state dict is about to be loaded: let the module register the shard's pieces, and convert what will be copied into
-    them; and put the wrapper into the names."""
+    """Load hook: register the shard's pieces, convert the values that will be copied into them, and put the wrapper's name into
+    the keys."""
     unit = unit_of(wrapper)
     if not unit.summoned:
         _check_idle(unit)
@@ -357,7 +345,7 @@ def _take_own_shard(bucket: Bucket, state: dict[str, Any], key: str, unit: str) 
 
 
 def _end_load(wrapper: Any, incompatible: Any) -> None:
-    """After loading a state dict: register the sharded parameters again, and remove wrappers from the reported names."""
+    """Load hook, afterwards: register the sharded parameters again, and remove wrappers from the reported names."""
     unit = unit_of(wrapper)
     for names in incompatible:
         names[:] = [state_key(name) for name in names]
@@ -372,7 +360,7 @@ def _end_load(wrapper: Any, incompatible: Any) -> None:
 
 @torch.no_grad()
 def _take_assigned(bucket: Bucket) -> None:
-    """With `assign=True` the module has registered others instead of the pieces."""
+    """Copy the tensors that the module registered instead of the pieces, because of `assign=True`."""
     for i, owner, attribute in bucket.registrar.registered:
         left = owner._parameters.get(attribute)
         if isinstance(left, PieceTensor) and left.local.data_ptr() != bucket.store.pieces[i].data_ptr():

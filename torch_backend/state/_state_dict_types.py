@@ -32,7 +32,7 @@ class StateDictType(Enum):
     """What a state dict holds.
 
     - FULL_STATE_DICT: full tensors, as the module without wrappers has them.
-    - LOCAL_STATE_DICT: this rank's shard of each flat parameter. It loads on as many ranks as saved it.
+    - LOCAL_STATE_DICT: this rank's shard of each flat parameter. It loads only at the world size that saved it.
     - SHARDED_STATE_DICT: of each parameter this rank's rows. It loads on any number of ranks.
     """
 
@@ -47,7 +47,7 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """What stands for a parameter in an optimizer's state dict: its name, or its place among the optimizer's parameters."""
+    """The keys of parameters in an optimizer's state dict: names, or positions among the optimizer's parameters."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -55,10 +55,10 @@ class OptimStateKeyType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """How state dicts of a model are made.
+    """Settings of the state dicts of a model.
 
     Attributes:
-        offload_to_cpu: whether what they hold is on the CPU.
+        offload_to_cpu: whether their tensors are on the CPU.
     """
 
     offload_to_cpu: bool = False
@@ -66,10 +66,10 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Of full state dicts.
+    """Settings of full state dicts.
 
     Attributes:
-        rank0_only: whether the first rank of the process group alone has entries. With `offload_to_cpu`, no other rank needs the
+        rank0_only: whether only the first rank of the process group has entries. With `offload_to_cpu`, no other rank needs
             memory for them.
     """
 
@@ -78,16 +78,16 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Of local state dicts."""
+    """Settings of local state dicts."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Of sharded state dicts.
+    """Settings of sharded state dicts.
 
     Attributes:
-        _use_dtensor: whether they hold DTensors, for which the module needs a `device_mesh`, or ShardedTensors. With a mesh they
-            hold DTensors in any case.
+        _use_dtensor: whether they must hold DTensors, for which the module needs a `device_mesh`. They hold DTensors whenever
+            there is a mesh, and ShardedTensors otherwise.
     """
 
     _use_dtensor: bool = False
@@ -95,10 +95,10 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """How state dicts of an optimizer are made.
+    """Settings of the state dicts of an optimizer.
 
     Attributes:
-        offload_to_cpu: whether what they hold is on the CPU.
+        offload_to_cpu: whether their tensors are on the CPU.
     """
 
     offload_to_cpu: bool = True
@@ -106,10 +106,10 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Of full state dicts.
+    """Settings of full state dicts.
 
     Attributes:
-        rank0_only: whether the first rank alone gets one, and the others an empty dict.
+        rank0_only: whether only the first rank gets one, and the others an empty dict.
     """
 
     rank0_only: bool = False
@@ -117,17 +117,17 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Of local state dicts."""
+    """Settings of local state dicts."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Of sharded state dicts.
+    """Settings of sharded state dicts.
 
     Attributes:
-        _use_dtensor: as in ShardedStateDictConfig.
+        _use_dtensor: see ShardedStateDictConfig.
     """
 
     _use_dtensor: bool = False
@@ -150,10 +150,10 @@ class StateDictSettings:
 
 
 def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> StateDictSettings:
-    """The arguments of `set_state_dict_type`. torch's own enum and records are taken too: scripts mix their imports.
+    """Settings from the arguments of `set_state_dict_type`. torch's own enum and records are accepted, since scripts mix imports.
 
     Raises:
-        UsageError: no such type, or a record that is another type's.
+        UsageError: no such type, or a record of another type.
     """
     found = as_ours(kind, StateDictType)
     if not isinstance(found, StateDictType):
@@ -190,14 +190,14 @@ class HasStateDictType(nn.Module):
         """Set the type of the state dicts of all wrappers in a module tree, and of those of its optimizer.
 
         Args:
-            state_dict_config, optim_state_dict_config: of the classes that go with the type; None for their defaults.
+            state_dict_config, optim_state_dict_config: settings of the type's classes; None for their defaults.
 
         Returns:
-            What they were set to before. Of a tree without wrappers, the defaults.
+            The previous settings; the defaults if there are no wrappers.
 
         Raises:
-            UsageError: no such type, settings of another type (also a RuntimeError), or wrappers that differ in what they were
-                set to (also an AssertionError).
+            UsageError: no such type, settings of another type (also a RuntimeError), or wrappers whose settings differ (also an
+                AssertionError).
         """
         settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         before = HasStateDictType.get_state_dict_type(module)
@@ -207,7 +207,7 @@ class HasStateDictType(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What the wrappers in a module tree are set to.
+        """The settings of the wrappers in a module tree.
 
         Raises:
             AssertedError: they differ.
@@ -218,9 +218,8 @@ class HasStateDictType(nn.Module):
                 found.append(wrapper._state_dict_settings)
         if len(found) > 1:
             raise AssertedError(
-                "the wrappers in this module are set to different state dicts: "
-                f"{', '.join(each.state_dict_type.name for each in found)}, or to different settings of one type; set them "
-                "together, on the outermost module"
+                "the wrappers in this module have different types of state dicts, or different settings: "
+                f"{', '.join(each.state_dict_type.name for each in found)}; call set_state_dict_type on the outermost module"
             )
         return found[0] if found else settings_of(StateDictType.FULL_STATE_DICT)
 
@@ -232,7 +231,7 @@ class HasStateDictType(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """`set_state_dict_type` inside, and what was set before afterwards."""
+        """A context with `set_state_dict_type`, after which the previous settings hold."""
         before = HasStateDictType.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from crossframe.checkpoint import (
     MODEL,
     CheckpointError,
+    Contents,
     abandon,
     begin,
     check_about,
@@ -18,6 +19,7 @@ from crossframe.checkpoint import (
     read,
     remove,
     remove_unfinished,
+    save,
     state_layout,
     write_rank,
 )
@@ -280,3 +282,37 @@ def test_R31_R37_what_is_kept_of_a_shared_parameter_has_all_its_names_and_lies_a
     assert places[0] == places[1] == places[2] and kept[0].dtype == "float32"
     renamed = state_layout(layout, "", "float32", "blocks.{}".format)
     assert [spec.name for spec in renamed.params] == ["blocks.w", "blocks.b"]
+
+
+class Alone:
+    """One process, which fails at a step if `fails` is that step's title."""
+
+    is_first = True
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.titles = fails, []
+
+    def together(self, title, act):
+        self.titles.append(title)
+        done = act()
+        if title == self.fails:
+            raise RuntimeError(title)
+        return done
+
+    def from_first(self, value):
+        return value
+
+
+def test_a_save_is_complete_or_leaves_nothing(tmp_path):
+    sharding = Sharding((("", FlatLayout((ParamSpec("w", (3,)),), 1, True)),), MeshSpec(1))
+    line = np.arange(sharding.units[0][1].padded_shard_numel, dtype=np.float32)
+    contents = Contents({MODEL: sharding}, {}, [0], lambda place: {MODEL: [line]})
+    alone = Alone()
+    save(tmp_path / "c", alone, lambda: contents, {"step": 1})
+    assert read(tmp_path / "c").lines(MODEL, sharding, 0)[0].tolist() == line.tolist()
+    for title in alone.titles[:2]:
+        with pytest.raises(RuntimeError, match=title):
+            save(tmp_path / "d", Alone(title), lambda: contents)
+    with pytest.raises(CheckpointError, match="about"):
+        save(tmp_path / "d", Alone(), lambda: contents, {"at": (1,)})
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

@@ -20,6 +20,7 @@ from crossframe.state import (
     StateKind,
     agreed,
     classify,
+    merged,
     rekeyed_groups,
     role_in_full,
     same_value,
@@ -163,6 +164,15 @@ def test_R37_scalars_that_differ_between_ranks_are_refused(a, b):
 def test_R37_a_scalar_is_the_same_as_itself(value):
     other = value.copy() if isinstance(value, np.ndarray) else value
     assert same_value(value, other) and agreed("p0", "step", {0: value, 1: other}, [1, 1]) is value
+
+
+def test_R37_a_rank_without_elements_may_lack_state_or_have_stayed_behind():
+    moment, here, behind = (Seen((2, 3), "float32"), None), seen(7), seen(0)
+    told = [{"step": (here, 7), "m": moment}, {"step": (behind, 0)}, {}, {"m": moment, "step": (here, 7)}]
+    assert merged("w", told, [6, 0, 0, 6]) == {"step": (Role.SCALAR, here, 7), "m": (Role.ELEMENTWISE, moment[0], None)}
+    assert merged("w", [{}, {}], [6, 6]) == {}
+    with pytest.raises(StateDictError, match=r"'step' of 'w'.*rank 0 has 7, rank 1 has 0"):
+        merged("w", told[:2], [6, 6])
 
 
 # State dicts

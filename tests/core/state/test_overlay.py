@@ -10,7 +10,17 @@ import pytest
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import LayoutError, MeshError
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout, Sharding, Transfer, overlay
+from crossframe.layout import (
+    FlatLayout,
+    Layout,
+    Part,
+    PerParamLayout,
+    RaggedLayout,
+    Sharding,
+    Transfer,
+    exchange,
+    overlay,
+)
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.reference.redistribute import apply_overlay
@@ -226,3 +236,65 @@ def test_no_rank_holds_more_of_a_parameter_than_its_source_and_target_pieces():
         assert np.array_equal(
             target[rank][0].reshape(2048, 256), np.arange(2**21).reshape(2048, 1024)[:, rank * 256 :][:, :256]
         )
+
+
+def test_R36_exchanges_between_ranks_are_the_copies_of_the_overlay():
+    rng = random.Random(5)
+    for trial in range(500):
+        seed = rng.getrandbits(32)
+        drawn = random.Random(seed)
+        params = tuple(
+            ParamSpec(f"p{i}", tuple(drawn.choice([0, 1, 2, 3, 4, 6, 8]) for _ in range(drawn.randint(1, 3))))
+            for i in range(drawn.randint(1, 4))
+        )
+        size = drawn.randint(1, 6)
+        source, target = (random_layout(drawn, params, size) for _ in range(2))
+        indices = tuple(sorted(drawn.sample(range(len(params)), drawn.randint(1, len(params)))))
+        plans = [exchange(source, target, rank, indices) for rank in range(size)]
+        arrays = {
+            p.name: np.arange(p.numel, dtype=np.float32).reshape(p.shape) + 1000 * i for i, p in enumerate(params)
+        }
+        held = [_pieces(source, rank, arrays) for rank in range(size)]
+        found = [
+            {name: np.full_like(piece, -1) for name, piece in _pieces(target, rank, arrays).items()}
+            for rank in range(size)
+        ]
+        wires = {}
+        for rank, plan in enumerate(plans):
+            assert plan.sent_numels[rank] == plan.received_numels[rank] == 0, (trial, seed)
+            for a, b in plan.kept:
+                _at(found[rank], params, b)[:] = _at(held[rank], params, a)
+            line = np.concatenate([_at(held[rank], params, part) for part in plan.sent] or [np.zeros(0)])
+            for other, part in enumerate(np.split(line, np.cumsum(plan.sent_numels)[:-1])):
+                wires[rank, other] = part
+        for rank, plan in enumerate(plans):
+            came = [wires[other, rank] for other in range(size)]
+            assert tuple(map(len, came)) == plan.received_numels, (trial, seed)
+            line, start = np.concatenate(came), 0
+            for part in plan.received:
+                _at(found[rank], params, part)[:] = line[start : start + part.numel]
+                start += part.numel
+        for rank in range(size):
+            for i, (name, expected) in enumerate(_pieces(target, rank, arrays).items()):
+                wanted = expected if i in indices else np.full_like(expected, -1)
+                assert same_bits(found[rank][name], wanted), (trial, seed, rank, name)
+
+
+def _pieces(layout: Layout, rank: int, arrays: Arrays) -> dict[str, np.ndarray]:
+    """What a rank holds of each parameter."""
+    found = {param.name: [np.zeros(0, np.float32)] for param in layout.params}
+    for piece in layout.pieces(rank):
+        line = arrays[piece.name].reshape(-1)
+        found[piece.name] += [line[run.param_start : run.param_start + run.numel] for run in piece.runs()]
+    return {name: np.concatenate(runs) for name, runs in found.items()}
+
+
+def _at(held: dict[str, np.ndarray], params: tuple[ParamSpec, ...], part: Part) -> np.ndarray:
+    return held[params[part.index].name][part.start : part.start + part.numel]
+
+
+def test_exchanges_between_other_parameters_or_ranks_are_refused():
+    one, two = specs([(2,)]), specs([(2,), (3,)])
+    for other in (PerParamLayout(two, 2), PerParamLayout(one, 3)):
+        with pytest.raises(LayoutError, match="the same parameters over the same ranks"):
+            exchange(FlatLayout(one, 2, True), other, 0, (0,))

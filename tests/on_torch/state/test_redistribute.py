@@ -30,7 +30,8 @@ from tests.on_torch.helpers.layouts import LAYOUTS, mesh_of, places_of, shard
 from tests.on_torch.helpers.models import build_net, loss_of
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.observe import record_trace
-from torch_backend.pieces._piece_moves import from_dtensors, to_dtensors
+from torch_backend.pieces._fill import fill
+from torch_backend.pieces._piece_moves import as_sharded
 from torch_backend.pieces._piece_tensor import PieceTensor
 
 PIECES = LAYOUTS[1:]
@@ -80,7 +81,7 @@ def _there_and_back(rank: int, world_size: int, kind: str, sizes: tuple[int, ...
         for run in store.layout.padding(rank % sizes[-1]):
             store.buffer[run.start : run.stop] = math.nan  # poison, which reaches nothing
         with CommDebugMode() as seen, record_trace() as events:
-            dtensors = to_dtensors(places, store.buffer, unit="blocks.0")
+            dtensors = as_sharded(places, store.buffer, unit="blocks.0")
         assert seen.get_total_counts() == len(events) == (1 if sizes[-1] > 1 else 0), seed
         for event in events:
             assert (event.kind, event.unit, event.phase) == (ALL_TO_ALL, "blocks.0", "state")
@@ -93,7 +94,7 @@ def _there_and_back(rank: int, world_size: int, kind: str, sizes: tuple[int, ...
             assert torch.equal(_bits(dtensor.to_local()), _bits(expected.to_local())), seed
         back = torch.full_like(store.buffer, 7)
         with CommDebugMode() as seen:
-            from_dtensors(places, dtensors, back)
+            fill(back, store, zip(map(str, places), places, dtensors, strict=True))
         assert seen.get_total_counts() == (1 if sizes[-1] > 1 else 0), seed
         for a, b in zip(store.split(back), store.pieces, strict=True):
             assert torch.equal(_bits(a), _bits(b)), seed
@@ -104,7 +105,7 @@ def _there_and_back(rank: int, world_size: int, kind: str, sizes: tuple[int, ...
         alone = PieceTensor(store.pieces[i], places[i]).to_dtensor()
         assert torch.equal(_bits(alone.to_local()), _bits(dtensors[i].to_local())), seed
         back = torch.full_like(store.buffer, 7)
-        from_dtensors([places[i]], [dtensors[i]], back)
+        fill(back, store, [("alone", places[i], dtensors[i])])
         for k, (a, b) in enumerate(zip(store.split(back), store.pieces, strict=True)):
             assert torch.equal(_bits(a), _bits(b)) if k == i else (a == 7).all(), seed
 
@@ -230,7 +231,7 @@ def _refuses(rank: int, world_size: int) -> None:
     with pytest.raises(StateDictError, match=r"nothing was loaded: 'head.weight' is on .*full_tensor\(\)"):
         model.load_state_dict(state)
     other = shard(build_net(), "ragged")
-    with pytest.raises(StateDictError, match=r"'embedding.weight' is .*ragged layout.*cut otherwise"):
+    with pytest.raises(StateDictError, match=r"'embedding.weight' is .*ragged layout.*another layout"):
         model.load_state_dict({n: v.detach() for n, v in other.state_dict(keep_vars=True).items()})
     state["head.weight"] = value[:3]
     with pytest.raises(RuntimeError, match=r"nothing was loaded.*head.weight.*\(3, 7\).*\(11, 7\)"):

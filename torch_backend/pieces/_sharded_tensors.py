@@ -15,17 +15,17 @@ from torch_backend.ranks._collectives import Communicator
 def sharded_tensor(
     local: Tensor, shape: tuple[int, ...], rows: int, shards: Communicator, *, requires_grad: bool = False
 ) -> ShardedTensor:
-    """A ShardedTensor that is cut on dim 0. It aliases `local`; nothing is communicated.
+    """A ShardedTensor cut on dim 0. It aliases `local`; nothing is communicated.
 
     Args:
         local: this rank's rows.
-        shape: of the whole.
-        rows: how many each rank has, but for the last ones, of which one may have fewer and the others have none.
+        shape: of the full tensor.
+        rows: the number of rows of each rank; the last rows may be fewer, and the ranks after them have none.
         shards: the ranks.
-        requires_grad: what it says of itself.
+        requires_grad: as its metadata states.
     """
     group = shards.group
-    # Of ranks without rows there are no shards; of a tensor without rows there is one.
+    # Ranks without rows have no shard, but a tensor without rows has one.
     starts = list(range(0, shape[0], rows)) if shape[0] else [0]
     metadata = [
         ShardMetadata([start, *[0] * (len(shape) - 1)], [min(rows, shape[0] - start), *shape[1:]], _place(group, k))
@@ -39,7 +39,7 @@ def sharded_tensor(
 
 
 def _place(group: dist.ProcessGroup, k: int) -> str:
-    """Where torch says that the shard of rank k of the group is: on the device of the group's collectives."""
+    """The place of rank k's shard as torch writes it: on the device of the group's collectives."""
     kinds = [kind.type for kind in group._device_types]
     device = "cpu" if "cpu" in kinds else kinds[0]
     rank = dist.get_global_rank(group, k)
@@ -48,7 +48,7 @@ def _place(group: dist.ProcessGroup, k: int) -> str:
 
 
 def rows_of_sharded_tensor(value: ShardedTensor, layout: Layout, i: int, rank: int) -> Tensor | None:
-    """This rank's rows of parameter i, if the ShardedTensor is cut as `sharded_tensor` does; else None."""
+    """This rank's rows of parameter i, if the ShardedTensor has the chunks that `sharded_tensor` makes; else None."""
     shape = PerParamLayout((layout.params[i],), layout.world_size).shard_shape(0, rank)
     shards = value.local_shards()
     if not shards and 0 in shape:

@@ -1,0 +1,74 @@
+"""Fills a bucket's line from whatever a state dict holds for its parameters."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from crossframe.errors import StateDictError
+from torch_backend.memory._store import ShardStore
+from torch_backend.pieces._piece_moves import from_rows, is_over, part_of_dtensor
+from torch_backend.pieces._piece_place import Place
+from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor, same_place
+from torch_backend.pieces._sharded_tensors import rows_of_sharded_tensor
+
+
+@torch.no_grad()
+def fill(line: Tensor, store: ShardStore, given: Iterable[tuple[str, Place, Tensor]], *, unit: str = "") -> None:
+    """Fill a line from tensors of a state dict. All ranks of the shard group give tensors of the same kinds.
+
+    A full tensor is the same on all ranks, and each takes its part. A DTensor may have any placements on the unit's mesh. A
+    ShardedTensor has chunks of rows. A PieceTensor has the layout of the store. All may have any dtype.
+
+    Args:
+        line: shape (padded_shard_numel,). The elements of other parameters, and padding, keep their values.
+        store: of the bucket, whose layout the line has.
+        given: names for messages, places in the bucket, and tensors of the shapes there. They may be made one by one: only rows
+            are kept.
+        unit: for messages and the trace.
+
+    Raises:
+        StateDictError: a tensor on another mesh or with another layout; the message names all of them. No rows have been
+            exchanged.
+    """
+    parts = store.split(line)
+    rows: dict[int, Tensor] = {}
+    wrong, place = [], None
+    for name, place, value in given:
+        part, full = parts[place.index], value
+        if isinstance(value, PieceTensor):
+            if same_place(value.place, place):
+                part.copy_(value.local)
+            else:
+                wrong.append(f"{name!r} is {value!r}, with another layout")
+            continue
+        if isinstance(value, ShardedTensor):
+            local = rows_of_sharded_tensor(value, store.layout, place.index, store.rank)
+            if local is None:
+                chunks = f"{store.layout.world_size} chunks of rows"
+                wrong.append(f"{name!r} is a ShardedTensor of other shards than {chunks}")
+            else:
+                rows[place.index] = local
+            continue
+        if isinstance(value, DTensor):
+            if not is_over(value.device_mesh, place):
+                wrong.append(f"{name!r} is on {value.device_mesh}")
+                continue
+            full, is_rows = part_of_dtensor(value, place)
+            if is_rows:
+                rows[place.index] = full
+                continue
+        elif place.whole is not None:
+            wrong.append(f"{name!r} is a plain tensor")
+            continue
+        piece_tensor(part, place).copy_(full)
+    if wrong:
+        mesh = place.mesh if place is not None else None
+        raise StateDictError(
+            f"unit {unit!r}, rank {store.rank}: expected DTensors on {mesh}, or full tensors, but {'; '.join(wrong)}; "
+            "use to_dtensor() or full_tensor() of the model that they come from"
+        )
+    if rows and place is not None:
+        from_rows(rows, line, store.layout, place.shards, unit=unit)
