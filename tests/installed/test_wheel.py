@@ -6,7 +6,7 @@ import zipfile
 import pytest
 
 import crossframe
-from tests.core import synthetic
+from tests.core.helpers import synthetic
 from tests.installed.environments import Environment, build_wheel
 
 TRAINS_IN_TORCH = """

@@ -6,7 +6,7 @@ from safetensors.numpy import save_file
 
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.shapes import model_shapes
-from tests.core import synthetic
+from tests.core.helpers import synthetic
 
 SHAPES = {"wte.weight": (5, 2), "h.2.mlp.up.weight": (4, 2), "h.10.mlp.up.weight": (4, 2), "head.0.weight": (5, 2)}
 
