@@ -1,7 +1,7 @@
 """Running a lesson: its code block by block, in one namespace, and the lesson as it should read.
 
 A block opened by ```python is run. What it prints stands in the block ```text that follows. Words after "python" name extras
-that it needs ("```python torch"); where one of them is not installed the block is passed over, and its output is taken on trust.
+that it needs ("```python torch"); a block whose extras are not installed is skipped, and its output is not checked.
 Code runs in an empty folder with a folder `pictures` in it; what is written there is compared with `pictures` beside the lesson.
 """
 
@@ -28,6 +28,9 @@ LESSONS = (
 )
 FOLDER = Path(__file__).parent
 PICTURES = "pictures"
+OUTPUT = "text"
+WITH_OUTPUT = ("python", "console")
+"""Languages whose blocks may be followed by a block of output."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,17 @@ class Block:
     """A block of code, and where it and its output stand in the lesson.
 
     Attributes:
-        code: Python source.
-        needs: modules without which it is passed over.
+        language: the first word after the fence.
+        words: the other words after the fence; in lessons, modules without which the block is skipped.
+        code: its lines.
         start: the first line of the code, counted from 0.
-        stop: the line behind the end of the block.
-        output: lines `start, stop` of the block of output behind it, fences included; None if there is none.
+        stop: the line after the end of the block.
+        output: lines `start, stop` of the block of output that follows, fences included; None if there is none.
     """
 
+    language: str
+    words: tuple[str, ...]
     code: str
-    needs: tuple[str, ...]
     start: int
     stop: int
     output: tuple[int, int] | None
@@ -91,15 +96,17 @@ class Lesson:
 
 
 def blocks_of(text: str) -> Iterator[Block]:
-    """The blocks of code of a lesson, in order."""
+    """The fenced blocks of a page that are not the output of another one, in order."""
     tokens = MarkdownIt("commonmark").parse(text)
+    output = None
     for token, following in zip(tokens, [*tokens[1:], None], strict=True):
-        language, *needs = token.info.split() or [""]
-        if token.type != "fence" or language != "python":
+        if token.type != "fence" or token is output:
             continue
+        language, *words = token.info.split() or [""]
+        is_output = following is not None and following.type == "fence" and following.info == OUTPUT
+        output = following if is_output and language in WITH_OUTPUT else None
         start, stop = _lines(token)
-        is_output = following is not None and following.type == "fence" and following.info == "text"
-        yield Block(token.content, tuple(needs), start + 1, stop, _lines(following) if is_output else None)
+        yield Block(language, tuple(words), token.content, start + 1, stop, _lines(output) if output else None)
 
 
 def _lines(token: Any) -> tuple[int, int]:
@@ -116,20 +123,24 @@ def run(path: Path) -> Lesson:
     if not path.is_file():
         raise UsageError(f"expected the file of a lesson, got {str(path)!r}")
     found = path.read_text(encoding="utf-8")
-    blocks = list(blocks_of(found))
-    missing = {name for block in blocks for name in block.needs if importlib.util.find_spec(name) is None}
-    chosen = [block for block in blocks if not missing & set(block.needs)]
+    blocks = [block for block in blocks_of(found) if block.language == "python"]
+    missing = {name for block in blocks for name in block.words if importlib.util.find_spec(name) is None}
+    chosen = [block for block in blocks if not missing & set(block.words)]
     namespace: dict[str, Any] = {"__name__": path.stem}
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         drawings = Path(folder, PICTURES)
         drawings.mkdir()
-        printed = {block: _printed(path, block, namespace) for block in chosen}
+        printed = {block: printed_by(path, block, namespace) for block in chosen}
         pictures = {file.name: file.read_text(encoding="utf-8") for file in sorted(drawings.iterdir())}
-    return Lesson(path, found, _with_outputs(found, printed), pictures, tuple(sorted(missing)))
+    return Lesson(path, found, with_outputs(found, printed), pictures, tuple(sorted(missing)))
 
 
-def _printed(path: Path, block: Block, namespace: dict[str, Any]) -> str:
-    """What a block prints. Its lines are those of the lesson, for tracebacks."""
+def printed_by(path: Path, block: Block, namespace: dict[str, Any]) -> str:
+    """What a block prints. Its lines are those of its page, for tracebacks.
+
+    Raises:
+        UsageError: the code raises; the message has the page and the line.
+    """
     stdout = io.StringIO()
     try:
         with redirect_stdout(stdout):
@@ -143,8 +154,8 @@ def _printed(path: Path, block: Block, namespace: dict[str, Any]) -> str:
     return stdout.getvalue()
 
 
-def _with_outputs(text: str, printed: dict[Block, str]) -> str:
-    """The lesson with these outputs in the place of its own."""
+def with_outputs(text: str, printed: dict[Block, str]) -> str:
+    """A page with these outputs instead of its own."""
     lines = text.splitlines(keepends=True)
     for block, output in reversed(printed.items()):
         end = "" if not output or output.endswith("\n") else "\n"

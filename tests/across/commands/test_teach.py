@@ -48,7 +48,7 @@ SHORT_AND_LONG = [pytest.param(n, marks=[pytest.mark.exhaustive] * (n == "two_fr
 def test_a_lesson_and_its_pictures_are_what_its_code_gives(name):
     # In another hash seed, time zone and terminal than those that it was written in: nothing hangs on them.
     result = teach(FOLDER / name, seed=str(1 + LESSONS.index(name)))
-    assert (result.returncode, result.stdout) == (0, f"{name}: stands\n"), result.stdout + result.stderr
+    assert (result.returncode, result.stdout) == (0, f"{name}: unchanged\n"), result.stdout + result.stderr
 
 
 def test_every_lesson_of_the_folder_is_listed_and_every_picture_is_of_a_lesson():
@@ -60,7 +60,7 @@ def test_every_lesson_of_the_folder_is_listed_and_every_picture_is_of_a_lesson()
 
 
 def test_a_lesson_is_known_by_its_name_and_another_name_lists_them(tmp_path):
-    assert teach(LESSONS[0]).stdout == f"{LESSONS[0]}: stands\n"
+    assert teach(LESSONS[0]).stdout == f"{LESSONS[0]}: unchanged\n"
     for wrong in ("flat.md", tmp_path / LESSONS[0], tmp_path):
         result = teach(wrong)
         assert result.returncode == 2 and result.stdout == ""
@@ -71,9 +71,9 @@ def test_the_core_s_part_of_every_lesson_stands_without_torch_and_jax():
     result = teach(without=("torch", "jax", "flax", "optax"))
     assert result.returncode == 0, result.stdout + result.stderr
     *core, last = result.stdout.splitlines()
-    assert core == [f"{name}: stands" for name in LESSONS[:-1]]
-    assert last == f"{LESSONS[-1]}: stands, without jax, torch"
-    assert len([block for block in blocks_of(read(LESSONS[-1])) if not block.needs]) >= 5
+    assert core == [f"{name}: unchanged" for name in LESSONS[:-1]]
+    assert last == f"{LESSONS[-1]}: unchanged, without jax, torch"
+    assert len([block for block in blocks_of(read(LESSONS[-1])) if not block.words]) >= 5
 
 
 def test_every_rule_is_explained_in_a_sentence_of_some_lesson():
