@@ -8,7 +8,7 @@ WORLD_SIZE ?= 2
 FAULTS ?= 200
 WORKERS ?= 2
 
-.PHONY: parity test exhaustive jax-defaults check spec mutate format clean
+.PHONY: parity test exhaustive jax-defaults check docs spec mutate format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make exhaustive   the same with every combination and the tests that take long: hours"
 	@echo "make jax-defaults   tests/on_jax without jax_enable_x64 and with XLA's default flags, in $(WORKERS) processes"
 	@echo "make check    formatting, lint, types and import rules"
+	@echo "make docs     the documentation site, in site/"
 	@echo "make spec     every rule of sharding against torch, the reference and closed forms, all cases"
 	@echo "make mutate   put $(FAULTS) small faults into the core, and see which of them no test sees"
 	@echo "make format   format the code"
@@ -61,4 +62,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .hypothesis dist
+
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --quiet
+	@echo "$(BIN)/python -m http.server -d site shows it on port 8000"

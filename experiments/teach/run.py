@@ -26,7 +26,7 @@ LESSONS = (
     "hybrid_sharding.md",
     "two_frameworks.md",
 )
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[2] / "docs" / "lessons"
 PICTURES = "pictures"
 OUTPUT = "text"
 WITH_OUTPUT = ("python", "console")
