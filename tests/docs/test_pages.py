@@ -12,7 +12,8 @@ from experiments.teach.run import LESSONS
 from tests.docs.page import ROOT, blocks_to_run, run
 
 # Lessons have tests of their own.
-PAGES = sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/**/*.md") if path.name not in LESSONS)
+PAGES = [Path("README.md")]
+PAGES += sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/**/*.md") if path.name not in LESSONS)
 GUIDES = Path("docs/guides")
 TICKS = "```"
 

@@ -64,7 +64,9 @@ def test_a_lesson_is_known_by_its_name_and_another_name_lists_them(tmp_path):
     for wrong in ("flat.md", tmp_path / LESSONS[0], tmp_path):
         result = teach(wrong)
         assert result.returncode == 2 and result.stdout == ""
-        assert result.stderr == f"crossframe: no lesson {str(wrong)!r}: expected a file, or one of {', '.join(LESSONS)}\n"
+        assert (
+            result.stderr == f"crossframe: no lesson {str(wrong)!r}: expected a file, or one of {', '.join(LESSONS)}\n"
+        )
 
 
 def test_the_core_s_part_of_every_lesson_stands_without_torch_and_jax():
