@@ -328,7 +328,7 @@ def _mark(neighbour: Neighbour, op: Operator) -> str:
 def _in_words(op: Operator, *, short: bool = False) -> str:
     arguments = f"({op.arguments})" if op.arguments else ""
     shapes = ", ".join(f"{each.dtype}{list(each.shape)}" for each in op.outputs[:2])
-    where = op.line.in_words() if op.line is not None else "no line of the script"
+    where = op.line.describe() if op.line is not None else "no line of the script"
     if short:
         return f"{op.name}{arguments} -> {shapes}   {where}"
     return f"{where}\n    {op.name}{arguments} -> {shapes}, {op.phase} of module {op.module or '(root)'!r}"

@@ -18,10 +18,10 @@ def print_inspection(console: Console, found: Inspection) -> None:
         highlight=False,
     )
     for title, sentences in (
-        ("not finite", [each.in_words() for each in found.not_finite]),
-        ("ranks disagree", [each.in_words() for each in found.disagreements]),
-        ("optimizer", [each.in_words() for each in found.departures]),
-        ("grows", [each.in_words() for each in found.growing]),
+        ("not finite", [each.describe() for each in found.not_finite]),
+        ("ranks disagree", [each.describe() for each in found.disagreements]),
+        ("optimizer", [each.describe() for each in found.departures]),
+        ("grows", [each.describe() for each in found.growing]),
         ("note", list(found.notes)),
     ):
         for sentence in sentences[:_MOST]:

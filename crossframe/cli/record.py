@@ -108,7 +108,7 @@ def _missing(directory: Path, command: str, twins: int) -> int:
             f"{directory}: expected a recording made by `{command}`, but it was made by `{made_by}`; perturbed runs are of "
             "one run: repeat that command with --top-up"
         )
-    present = len(recording.twins())
+    present = len(recording.perturbed_runs())
     if present >= twins:
         raise UsageError(f"{directory} has {present} perturbed runs already; pass a larger --perturbed-runs")
     return present + 1

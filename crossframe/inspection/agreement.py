@@ -16,7 +16,7 @@ from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.lines import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.measure.metrics import distance, ratio
-from crossframe.verdict.measure.sides import Side, put_together
+from crossframe.verdict.measure.values import Side, assemble
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Disagreement:
     rounding: bool
     by_majority: bool = True
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The finding in a sentence.
 
-        >>> Disagreement(2, "norm", "gradient norm", (1,), 0.5, False).in_words()
+        >>> Disagreement(2, "norm", "gradient norm", (1,), 0.5, False).describe()
         "step 2: the gradient norm on rank 1 differs from the other ranks' by 0.5 (relative)"
         """
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks[:8]))}"
@@ -60,7 +60,7 @@ class Disagreement:
             **asdict(self),
             "ranks": list(self.ranks),
             "difference": finite_or_none(self.difference),
-            "in_words": self.in_words(),
+            "description": self.describe(),
         }
 
 
@@ -110,7 +110,7 @@ def _held(recording: Recording, step: int, name: str, dtype: str) -> Side | None
     phase, before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
     if not recording.has(phase, before, name):
         return None
-    held = put_together(recording, phase, before, name)
+    held = assemble(recording, phase, before, name)
     if held.elements is not None:
         return Side(held.elements.astype(numpy_dtype(dtype)))
     return held if held.sketch is not None and held.sketch.dtype == dtype else None

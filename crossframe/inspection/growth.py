@@ -36,10 +36,10 @@ class Growth:
     last: float
     factor: float
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The finding in a sentence.
 
-        >>> Growth("gradient norm", 4, 10, 1.0, 64.0, 2.0).in_words()
+        >>> Growth("gradient norm", 4, 10, 1.0, 64.0, 2.0).describe()
         'the gradient norm grows from step 4 on by a factor of 2 a step, from 1 to 64 at step 10'
         """
         return (
@@ -49,7 +49,7 @@ class Growth:
 
     def to_json(self) -> dict:
         """The finding as a JSON object."""
-        return {**asdict(self), "in_words": self.in_words()}
+        return {**asdict(self), "description": self.describe()}
 
 
 def growth(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> list[Growth]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from crossframe.inspection.agreement import Disagreement, disagreements
 from crossframe.inspection.growth import Growth, growth
 from crossframe.inspection.not_finite import NotFinite, first_not_finite
-from crossframe.inspection.optimizer import Departure, optimizer_departures
+from crossframe.inspection.optimizer import Departure, optimizer_deviations
 from crossframe.inspection.values import values_of
 from crossframe.recording import Recording
 
@@ -70,7 +70,7 @@ def inspect(recording: Recording) -> Inspection:
     steps = {step: list(values_of(recording, step)) for step in range(recording.num_steps)}
     not_finite, harmless = first_not_finite(recording, steps)
     parted, odd = disagreements(recording)
-    departed, unexamined = optimizer_departures(recording)
+    departed, unexamined = optimizer_deviations(recording)
     return Inspection(
         str(recording.directory),
         recording.num_steps,

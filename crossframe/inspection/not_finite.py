@@ -40,14 +40,14 @@ class NotFinite:
     inputs: tuple[Range, ...]
     unseen: tuple[int, int] | None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The finding in a sentence."""
         at = f"step {self.step}, rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks[:8]))}"
         if self.module and self.microbatch:
             at += f", microbatch {self.microbatch}"
         said = f"{at}: the {self.name} is the first value that is not finite ({self.num_not_finite} of {self.numel} elements)"
         if self.inputs:
-            said += f"; it was computed from the {'; '.join(each.in_words() for each in self.inputs)}"
+            said += f"; it was computed from the {'; '.join(each.describe() for each in self.inputs)}"
         if self.skipped:
             said += "; the optimizer left all parameters as they were, as a gradient scaler does"
         if self.unseen is not None:
@@ -58,7 +58,7 @@ class NotFinite:
 
     def to_json(self) -> dict:
         """The finding as a JSON object."""
-        return {**asdict(self), "ranks": list(self.ranks), "in_words": self.in_words()}
+        return {**asdict(self), "ranks": list(self.ranks), "description": self.describe()}
 
 
 def first_not_finite(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> tuple[list[NotFinite], list[str]]:

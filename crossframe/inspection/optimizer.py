@@ -1,9 +1,9 @@
 """Finds steps that did not follow the optimizer's rule, by comparing the recorded values before and after them.
 
-The rules and their rounding errors are those of `crossframe.verdict.diagnosis.rules`. Two numbers are not taken from the manifest
-but fitted: the learning rate, which may follow a schedule, and the scale of gradients, which may change after they were recorded,
-as by clipping. One factor is fitted for each parameter. Only parameters whose factor differs from that of the other parameters of
-their group are findings.
+`crossframe.verdict.diagnosis.optimizer_rules` defines the rules and their rounding errors. Two numbers are fitted instead of
+taken from the manifest: the learning rate, which may follow a schedule, and the scale of the gradients, which may change after
+they were recorded, for example by clipping. One factor is fitted for each parameter. Only parameters whose factor differs from
+that of the other parameters of their group are reported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import GROUPS
 from crossframe.recording.lines import PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.departures import Update, departures
 from crossframe.verdict.diagnosis.fit import best, factor_between
-from crossframe.verdict.diagnosis.moments import Moment, moment_departures
-from crossframe.verdict.diagnosis.of_optimizer import average_of, moment_of, update_of
-from crossframe.verdict.diagnosis.rules import SGD
-from crossframe.verdict.diagnosis.stated import MOMENTS, SGD_, Stated, stated_rule
+from crossframe.verdict.diagnosis.moment_deviations import Moment, moment_deviations
+from crossframe.verdict.diagnosis.optimizer_hypotheses import average_of, moment_of, update_of
+from crossframe.verdict.diagnosis.optimizer_rules import SGD
+from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, SGD_, Stated, stated_rule
+from crossframe.verdict.diagnosis.update_deviations import Update, update_deviations
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.quantities import Quantity
 
@@ -45,10 +45,10 @@ class Departure:
     share: float
     evidence: str
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The finding in a sentence.
 
-        >>> Departure(3, "update", ("h.0.w",), 0.5, "").in_words()
+        >>> Departure(3, "update", ("h.0.w",), 0.5, "").describe()
         "step 3: the update of 'h.0.w' does not follow the optimizer's rule: it leaves 0.5 of it unexplained"
         """
         first, *others = self.parameters
@@ -62,7 +62,7 @@ class Departure:
             **asdict(self),
             "parameters": list(self.parameters),
             "share": finite_or_none(self.share),
-            "in_words": self.in_words(),
+            "description": self.describe(),
         }
 
 
@@ -78,7 +78,7 @@ class _Checked:
     follows: bool = True
 
 
-def optimizer_departures(recording: Recording) -> tuple[list[Departure], list[str]]:
+def optimizer_deviations(recording: Recording) -> tuple[list[Departure], list[str]]:
     """All departures in the order of steps, and notes on fitted factors and on steps that were not inspected."""
     kind = recording.manifest.settings.get("optimizer")
     if not isinstance(kind, str) or kind not in MOMENTS:
@@ -168,7 +168,7 @@ def _check_update(case: Case, stated: Stated, count: float) -> _Checked | None:
             if tried.rest(fitted) <= tried.error(fitted):
                 return _Checked(case.name, fitted.rate / rule.rate, error)
     ideal = Update(seen.before, rule.updated(seen.before, *seen.moments), seen.moments, seen.roundoff)
-    fit = best(departures(ideal, seen, rule, count, distance(ideal.after, seen.after)))
+    fit = best(update_deviations(ideal, seen, rule, count, distance(ideal.after, seen.after)))
     share = seen.rest(rule) / max(norm(ideal.moved), norm(seen.moved))
     return _Checked(case.name, 1.0, error, share, fit.evidence if fit else "", follows=False)
 
@@ -207,7 +207,7 @@ def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
         return _Checked(case.name, root, error / factor if factor else error)
     ideal = Moment(seen.old, average.new(seen.old, seen.gradient), seen.gradient, seen.before, seen.roundoff)
     difference = distance(ideal.new, seen.new)
-    fits = moment_departures(ideal, seen, average, [], difference, decay=stated.coupled, squared=squared)
+    fits = moment_deviations(ideal, seen, average, [], difference, decay=stated.coupled, squared=squared)
     share = difference / max(norm(ideal.new - seen.old), norm(seen.new - seen.old))
     fit = best(fits)
     return _Checked(case.name, 1.0, error, share, fit.evidence if fit else "", follows=False)

@@ -9,7 +9,7 @@ import numpy as np
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.recording.reader import Run
-from crossframe.verdict.measure.sides import Side, of_activation
+from crossframe.verdict.measure.values import Side, activation_values
 
 LOSS = "loss"
 
@@ -75,7 +75,7 @@ def values_of(recording: Recording, step: int) -> Iterator[Value]:
     for at in recording.activations(step):
         microbatch, module, use = at
         for rank in ranks:
-            yield _value(of_activation(recording, step, rank, at), step, microbatch, rank, FORWARD, use, module, "")
+            yield _value(activation_values(recording, step, rank, at), step, microbatch, rank, FORWARD, use, module, "")
     for rank in ranks:
         yield _value(Side(losses[rank : rank + 1]), step, 0, rank, FORWARD, LOSS, "", "")
     if recorded:
@@ -151,10 +151,10 @@ class Range:
         ends = (float(wide.min()), float(wide.max())) if wide.size else (None, None)
         return cls(name, *ends, side.norm / math.sqrt(max(wide.size, 1)), side.num_not_finite)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The range in a phrase.
 
-        >>> Range("input", -2.0, 3.5, 1.0, 0).in_words()
+        >>> Range("input", -2.0, 3.5, 1.0, 0).describe()
         'input from -2 to 3.5 (root mean square 1)'
         """
         if self.low is None or self.high is None:
@@ -188,7 +188,7 @@ def _activation_ranges(
     at = (microbatch, module, use)
     if at not in recording.activations(step):
         return ()
-    return (Range.of(f"{use} of module {module or 'the model'!r}", of_activation(recording, step, rank, at)),)
+    return (Range.of(f"{use} of module {module or 'the model'!r}", activation_values(recording, step, rank, at)),)
 
 
 def _parameter_ranges(recording: Recording, phase: str, step: int, rank: int, names: list[str]) -> tuple[Range, ...]:

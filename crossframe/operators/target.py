@@ -15,7 +15,7 @@ from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD, PARAMETERS, UNSHARDED
 from crossframe.verdict import PairVerdict
-from crossframe.verdict.bits import not_same_program
+from crossframe.verdict.bits import program_difference
 from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.result import Judged
 
@@ -49,7 +49,7 @@ def target_of(a: Recording, b: Recording, verdict: PairVerdict) -> Target | None
         UsageError: no operator computes the quantity that differs, or the dtype is too coarse to distinguish it from rounding.
     """
     where = verdict.first_divergence
-    same_program = not_same_program(a, b) is None
+    same_program = program_difference(a, b) is None
     beyond = next((each for each in verdict.judged if (not each.equal if same_program else each.beyond)), None)
     if beyond is None:
         return None

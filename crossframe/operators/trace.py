@@ -26,7 +26,7 @@ class SourceLine:
     function: str
     code: str
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The line as "file:number: code", which editors can open."""
         return f"{self.file}:{self.number}: {self.code}"
 

@@ -3,7 +3,7 @@
 DIRECTORY/manifest.json                      describes the run (`Manifest`)
 DIRECTORY/rank00000/events.jsonl             the events of a rank, one on each line (`crossframe.recording.lines`)
 DIRECTORY/rank00000/step00000.safetensors    the tensors of a recorded step
-DIRECTORY/twin00001/                         the recording of a perturbed run, if there are any (`crossframe.recording.twins`)
+DIRECTORY/twin00001/                         the recording of a perturbed run (`crossframe.recording.perturbed_runs`)
 """
 
 from crossframe.recording.create import create_recording

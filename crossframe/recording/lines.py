@@ -99,7 +99,7 @@ def rank_folder(rank: int) -> str:
     return f"rank{rank:05d}"
 
 
-def twin_folder(twin: int) -> str:
+def perturbed_run_folder(twin: int) -> str:
     """The folder of a perturbed run, itself a recording, in the recording. Perturbed runs are numbered from 1."""
     return f"twin{twin:05d}"
 

@@ -94,10 +94,10 @@ class Recording:
             )
         return cls(path, manifest, indexes, num_steps)
 
-    def twins(self) -> tuple["Recording", ...]:
-        """The perturbed runs that were recorded with this run, by number (`crossframe.recording.twins`)."""
+    def perturbed_runs(self) -> tuple["Recording", ...]:
+        """The perturbed runs that were recorded with this run, by number (`crossframe.recording.perturbed_runs`)."""
         found = []
-        while (folder := self.directory / lines.twin_folder(len(found) + 1)).is_dir():
+        while (folder := self.directory / lines.perturbed_run_folder(len(found) + 1)).is_dir():
             found.append(Recording.open(folder).with_channels_first(self._moved))
         return tuple(found)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
-from crossframe.recording.lines import INPUT, OUTPUT, twin_folder
+from crossframe.recording.lines import INPUT, OUTPUT, perturbed_run_folder
 from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.recording.program import PROGRAM
 from crossframe.report.traces import trace_of, trace_table
@@ -117,7 +117,7 @@ def _shape(verdict: PairVerdict, run: Recording) -> tuple[int, ...] | None:
 
 
 def _num_twins(run: Recording) -> int:
-    return next(i for i in count() if not (run.directory / twin_folder(i + 1)).is_dir())
+    return next(i for i in count() if not (run.directory / perturbed_run_folder(i + 1)).is_dir())
 
 
 def _mean_losses(recording: Recording) -> tuple[float, ...]:

@@ -166,7 +166,7 @@ def headline(report: dict[str, Any], name: str) -> str:
     both = f"{display(pair['a'])} and {display(pair['b'])}"
     match report["verdict"]:
         case "equal":
-            return f"{both} agree: every bit that was compared is equal."
+            return f"{both} agree: all compared values are bitwise equal."
         case "rounding":
             return f"{both} agree: the differences are rounding."
         case "bug":

@@ -1,9 +1,8 @@
 """Compares two recordings: equal, rounding, a bug and where, or no answer and why.
 
-Where to look: `compare` states the order of a comparison; `measure.walk` lists what is compared, `measure.judge` and `envelope`
-say how far two values may differ, `findings` collects that; `conclude` words the verdict, `evidence` overrules it for differences
-as small as rounding, `diagnosis` names causes; `result` is what a caller gets. Imports go from this folder to `diagnosis` and
-from both to `measure`.
+`compare` runs a comparison: `measure.walk` lists the compared quantities, `measure.judge` and `envelope` bound their differences,
+`findings` collects the judgements, `conclude` derives the verdict, `evidence` overrules it for differences as small as rounding,
+and `diagnosis` names causes. `result` is the return type. This folder imports `diagnosis`, and both import `measure`.
 """
 
 from crossframe.verdict.compare import compare

@@ -1,39 +1,38 @@
-"""The verdict and its reason, by bounds or by perturbed runs."""
+"""Derives the verdict and its reason from the findings."""
 
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
 from crossframe.recording.lines import UPDATE
-from crossframe.verdict.envelope import ENOUGH, Envelope, decisive
+from crossframe.verdict.envelope import SUFFICIENT_RUNS, Envelope, decisive
 from crossframe.verdict.findings import Findings
+from crossframe.verdict.initial_values import differing_replica, unrelated_parameters
 from crossframe.verdict.islands import Island
 from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.start import other_start, parted_replica
-from crossframe.verdict.unseen import unseen
-from crossframe.verdict.words import in_words
+from crossframe.verdict.messages import describe
+from crossframe.verdict.unrecorded import unseen
 
-# Rounding that training amplifies grows from one recorded step to the next by a factor: about 100 in five steps was seen for
-# a GPT at a learning rate too high for it. A bug is there at once: what it touches is off by many orders of magnitude
-# more than all that came before. The border lies between the two.
+# Amplified rounding grows gradually: by about 100 times in five steps for a GPT with a learning rate that was too high. A bug
+# appears at once, many orders of magnitude above all earlier differences. The threshold lies in between.
 JUMP = 1000.0
 NEAR = 0.1
-"""The share of a coarse bound, one not measured on perturbed runs, above which the verdict is inconclusive."""
+"""The share of a coarse bound (one not measured on perturbed runs) above which the verdict is inconclusive."""
 
 
 def conclude_by_bounds(
     pair: Pair, findings: Findings, where: Divergence | None, island: Island | None
 ) -> tuple[Verdict, str]:
-    """The verdict and its reason, without perturbed runs."""
+    """Return the verdict and its reason, without perturbed runs."""
     verdict, reason = _of_bounds(pair, findings, where, island)
-    return verdict, f"{reason}; {island.in_words()}" if island and not findings.equal else reason
+    return verdict, f"{reason}; {island.describe()}" if island and not findings.equal else reason
 
 
 def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island: Island | None) -> tuple[Verdict, str]:
     first, bounds = findings.first, island.bounds if island else pair.bounds
     dtype = island.dtype if island else pair.dtype
     if first is not None and where is not None:
-        said = in_words(first, where, labels(pair.a, pair.b), unseen=unseen(pair, where))
+        said = describe(first, where, labels(pair.a, pair.b), unseen=unseen(pair, where))
         if first.one_sided or first.quantity.bound is None:
             return Verdict.BUG, said
         if not bounds.decisive:
@@ -43,7 +42,9 @@ def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island:
         if dtype == "float64":
             if first.used > JUMP * findings.used_before:
                 return Verdict.BUG, said
-            grown = f"it grew up to there by less than {JUMP:g} times at once, as rounding does that training amplifies"
+            grown = (
+                f"differences grew by less than {JUMP:g} times from one step to the next, as amplified rounding does"
+            )
             return Verdict.INCONCLUSIVE, f"{said}, but {grown}: compare fewer steps, or lower the learning rate"
         return (
             Verdict.INCONCLUSIVE,
@@ -52,22 +53,22 @@ def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island:
     also = ""
     if (judgement := findings.not_finite) is not None:
         q = judgement.quantity
-        also = f"from step {q.step} on ({q.phase} {q.name!r}) both sides hold NaN or infinity"
+        also = f"from step {q.step} on ({q.phase} {q.name!r}) both sides contain NaN or infinity"
     if findings.equal:
-        return Verdict.EQUAL, "every bit that was compared is equal" + (f"; {also}" if also else "")
+        return Verdict.EQUAL, "all compared values are bitwise equal" + (f"; {also}" if also else "")
     if also:
-        return Verdict.INCONCLUSIVE, f"{also}, where nothing can be compared: lower the learning rate"
+        return Verdict.INCONCLUSIVE, f"{also} and cannot be compared: lower the learning rate"
     largest = max(findings.parameters.values(), default=0.0)
     said = f"losses differ by at most {max(findings.losses):.1e}, parameters by {largest:.1e}"
     if not bounds.decisive:
         return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_settle(pair)}"
-    said = f"{said}; rounding may reach {bounds.loss:.1e} and {bounds.parameter:.1e}"
+    said = f"{said}; the bounds are {bounds.loss:.1e} and {bounds.parameter:.1e}"
     if dtype != "float64" and (near := [each for each in findings.judged if (each.used or 0.0) > NEAR]):
         most = max(near, key=lambda each: each.used or 0.0)
-        what = f"the {most.name or most.event} at step {most.step} uses {most.used:.2f} of it"
+        what = f"the {most.name or most.event} at step {most.step} uses {most.used:.2f} of its bound"
         return Verdict.INCONCLUSIVE, (
-            f"{said}, a coarse bound for {dtype}, within which a small bug may hide: {what}, and {len(near)} of "
-            f"{len(findings.judged)} quantities more than {NEAR:g}; {_settle(pair)}"
+            f"{said}, which are coarse in {dtype}, so a small bug may stay within them: {what}, and {len(near)} of "
+            f"{len(findings.judged)} quantities use more than {NEAR:g}; {_settle(pair)}"
         )
     return Verdict.ROUNDING, said
 
@@ -75,59 +76,58 @@ def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island:
 def conclude_by_envelope(
     pair: Pair, findings: Findings, where: Divergence | None, envelope: Envelope
 ) -> tuple[Verdict, str]:
-    """The verdict and its reason, by the spread of perturbed runs."""
+    """Return the verdict and its reason, from the spread of perturbed runs."""
     if findings.first is not None and where is not None:
-        names, by = labels(pair.a, pair.b), envelope.in_words()
-        said = in_words(findings.first, where, names, by=by, unseen=unseen(pair, where))
+        names, by = labels(pair.a, pair.b), envelope.describe()
+        said = describe(findings.first, where, names, by=by, unseen=unseen(pair, where))
         near, enough = findings.most_beyond, decisive(envelope.num_runs)
         if findings.first.quantity.bound is not None and near <= enough:
             return Verdict.INCONCLUSIVE, (
-                f"{said}; but nothing is more than {near:.2f} times what rounding may reach, and with {envelope.num_runs} "
-                f"perturbed runs only {enough:.1f} times would be decisive: {_settle(pair, ENOUGH)}"
+                f"{said}; but no quantity exceeds {near:.2f} times its bound, and with {envelope.num_runs} perturbed runs "
+                f"{enough:.1f} times would be decisive: {_settle(pair, SUFFICIENT_RUNS)}"
             )
         return Verdict.BUG, said
     if findings.equal:
-        return Verdict.EQUAL, "every bit that was compared is equal"
+        return Verdict.EQUAL, "all compared values are bitwise equal"
     if (judgement := findings.not_finite) is not None:
         q = judgement.quantity
-        said = f"from step {q.step} on ({q.phase} {q.name!r}) both sides hold NaN or infinity, where nothing can be compared"
+        said = f"from step {q.step} on ({q.phase} {q.name!r}) both sides contain NaN or infinity and cannot be compared"
         return Verdict.INCONCLUSIVE, f"{said}: lower the learning rate"
     said = (
-        f"everything lies as near as {envelope.in_words()} do to one another: at most {findings.used_before:.2f} of what "
-        f"rounding may reach ({100 * envelope.judged_share:.0f} % of what was updated had gradients large enough to be judged)"
+        f"all differences are within the spread of {envelope.describe()}: at most {findings.used_before:.2f} of the bound "
+        f"({100 * envelope.judged_share:.0f} % of the updated elements had gradients large enough to be judged)"
     )
     if (step := envelope.saturated_from) is not None:
-        chaos = (
-            f"but from step {step} on the perturbed runs' gradients have nothing in common, and a bug would not show"
-        )
+        chaos = f"but from step {step} on the gradients of the perturbed runs are unrelated, so a bug would not show"
         return Verdict.INCONCLUSIVE, f"{said}, {chaos}: compare fewer steps (--steps {max(step, 1)}), or in float64"
     return Verdict.ROUNDING, said
 
 
-def started_apart(pair: Pair) -> tuple[Verdict, str] | None:
-    """The verdict on initial values that differ: a bug if copies within one recording do, else another run."""
+def conclude_initial_values(pair: Pair) -> tuple[Verdict, str] | None:
+    """Return the verdict on differing initial values: a bug if replicas of one recording differ, incomparable if the two runs
+    drew different values; None otherwise."""
     names = labels(pair.a, pair.b)
     for recording, label in zip((pair.a, pair.b), names, strict=True):
-        if (found := parted_replica(recording)) is not None:
+        if (found := differing_replica(recording)) is not None:
             replica, name = found
             mesh = recording.manifest.mesh
             ranks = mesh.shard_group(replica * mesh.shard)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
             return Verdict.BUG, (
-                f"{who} of {label} started from other values of {name!r} than rank 0: broadcast parameters from rank 0, or seed "
-                "all ranks alike"
+                f"{who} of {label} started with other values of {name!r} than rank 0: broadcast the parameters from rank 0, or "
+                "use the same seed on all ranks"
             )
-    if apart := other_start(pair):
+    if apart := unrelated_parameters(pair):
         total = sum(recorded.numel > 0 for recorded in pair.a.manifest.params.values())
         return Verdict.INCOMPARABLE, (
-            f"the runs start from different values: {len(apart)} of {total} parameters, {apart[0]!r} the first, on all ranks "
-            "alike; start both from one seed or one checkpoint"
+            f"the runs start with different values of {len(apart)} of {total} parameters, first {apart[0]!r}, on all ranks: "
+            "start both from the same seed or checkpoint"
         )
     return None
 
 
 def _settle(pair: Pair, num_runs: int = 4) -> str:
-    """What would tell, with so many perturbed runs: of either run, or of the one that rounds more."""
+    """What to do to settle the verdict: record perturbed runs, of the coarser run if the dtypes differ."""
     runs = (pair.a, pair.b)
     alike = "in float64" if pair.coarser is None else "in one dtype"
     for recording in runs if pair.coarser is None else (runs[pair.coarser],):
@@ -137,13 +137,10 @@ def _settle(pair: Pair, num_runs: int = 4) -> str:
                 keep = "--top-up" if command.startswith(RECORD) else "--overwrite"
                 again = f"`{ours} --output {recording.directory} {keep} --perturbed-runs {num_runs}{dashes}{of_script}`"
             else:
-                first = 1 + len(recording.twins())
-                again = (
-                    f"`{command}`, started as it was, with CROSSFRAME_TWIN={first}, then {first + 1} to {num_runs} in its "
-                    "environment,"
-                )
-            return f"measure what rounding does with {again} and compare again, or record both {alike}"
-    which, dtype = "one of both", "with --dtype float64"
+                first = 1 + len(recording.perturbed_runs())
+                again = f"`{command}`, once each with CROSSFRAME_TWIN={first} to {num_runs} in its environment,"
+            return f"measure rounding with {again} and compare again, or record both {alike}"
+    which, dtype = "one of them", "with --dtype float64"
     if pair.coarser is not None:
         which, dtype = labels(pair.a, pair.b)[pair.coarser], alike
     return f"record {which} again with perturbed runs (--perturbed-runs {num_runs}), or both {dtype}, and compare those"

@@ -1,9 +1,9 @@
-"""The order of dims in which activations of two recordings are compared.
+"""Aligns the order of dims of activations in two recordings.
 
-Where a recording does not know its order (`crossframe.recording.dims`), the other one tells it: both have the same shape as they
-are, or once the channels are moved from the last dim to dim 1. Where both fit, as of 8 channels of 8 x 8, recordings of one
-framework lie alike; a convolution's channels are moved, since that is known of convolutions; of others the order is taken in
-which the values of the first dense step lie nearer. One order holds for a module's input, or its output, at all steps.
+Where one recording does not state its order (`crossframe.recording.dims`), the shapes of both decide: they agree either as
+recorded, or after the channels are moved from the last dim to dim 1. If both are possible, for example with 8 channels of 8 x 8,
+two recordings of the same framework are left as recorded, and channels of convolutions are moved. Otherwise the order with the
+smaller distance at the first dense step is used. One order holds for each module's input or output at all steps.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from crossframe.recording.dims import LEAST_DIMS, Order, channels_first_shape
 from crossframe.verdict.measure.aligned import At, aligned
 from crossframe.verdict.measure.metrics import distance
 from crossframe.verdict.measure.quantities import finite
-from crossframe.verdict.measure.sides import Side, activation_name, matched, of_activation
+from crossframe.verdict.measure.values import Side, activation_name, activation_values, match_values
 
 Of = tuple[str, str]
 """(module, use)."""
@@ -23,14 +23,14 @@ _AS_THEY_ARE = (False, False)
 
 
 def in_one_order(a: Recording, b: Recording) -> tuple[Recording, Recording]:
-    """The two recordings, the channels of some activations of either moved to dim 1, so that both lie alike."""
+    """Return both recordings with the channels of activations moved to dim 1 where needed, so that the orders of dims agree."""
     steps = [step for step in range(min(a.num_steps, b.num_steps)) if a.activations(step) and b.activations(step)]
     same_framework = a.manifest.framework == b.manifest.framework
     moved: tuple[set[Of], set[Of]] = (set(), set())
     open_ones: dict[Of, list[tuple[bool, bool]]] = {}
     for of, choices in _choices(a, b, steps).items():
         if not choices:
-            continue  # the walk says so
+            continue  # the walk raises
         if same_framework and _AS_THEY_ARE in choices:
             continue
         if len(choices) == 1 or choices[0] != _AS_THEY_ARE:
@@ -50,7 +50,7 @@ def _note(moved: tuple[set[Of], set[Of]], of: Of, choice: tuple[bool, bool]) -> 
 
 
 def _choices(a: Recording, b: Recording, steps: Iterable[int]) -> dict[Of, list[tuple[bool, bool]]]:
-    """By activation whose order is not known in either recording, which of (a, b) may be moved so that all shapes agree."""
+    """For each activation whose order is unknown, the choices of (move in a, move in b) under which all shapes agree."""
     same_world = a.manifest.world_size == b.manifest.world_size
     found: dict[Of, list[tuple[bool, bool]]] = {}
     for step in steps:
@@ -64,13 +64,13 @@ def _choices(a: Recording, b: Recording, steps: Iterable[int]) -> dict[Of, list[
                     break
                 shapes = [recording.activation_shape(step, rank, *at) for recording in (a, b)]
                 choices = found.setdefault(at[1:], _all_choices(orders))
-                # Of other world sizes a rank has another number of samples.
+                # At different world sizes, ranks have different numbers of samples.
                 found[at[1:]] = [choice for choice in choices if _agree(shapes, choice, 0 if same_world else 1)]
     return found
 
 
 def _all_choices(orders: list[Order]) -> list[tuple[bool, bool]]:
-    """What may be moved, what is likely first. As they are comes first, unless one alone is known to be a convolution's."""
+    """All choices, the likeliest first: moving nothing, unless exactly one side is known to be a convolution's activation."""
     moves = [
         move for move, order in zip(((True, False), (False, True)), orders, strict=True) if order is not Order.TORCH
     ]
@@ -88,7 +88,7 @@ def _agree(shapes: list[tuple[int, ...]], choice: tuple[bool, bool], first: int)
 def _nearest(
     a: Recording, b: Recording, step: int, of: dict[Of, list[tuple[bool, bool]]]
 ) -> dict[Of, tuple[bool, bool]]:
-    """Of activations whose shapes fit in several orders, that in which the values lie nearest; the first of equals."""
+    """For each activation, the choice with the smallest distance between values; the first one on ties."""
     best: dict[Of, tuple[float, tuple[bool, bool]]] = {}
     for choice in ((False, False), (True, False), (False, True)):
         names = {each for each, choices in of.items() if choice in choices}
@@ -102,7 +102,7 @@ def _nearest(
 def _distances(a: Recording, b: Recording, step: int, names: set[Of]) -> dict[Of, float]:
     found: dict[Of, float] = {}
     for at, x, y in _sides(a, b, step, names):
-        left, right, _ = matched(activation_name(at), x, y, by_sketch=False)
+        left, right, _ = match_values(activation_name(at), x, y, by_sketch=False)
         found[at[1:]] = float(np.hypot(found.get(at[1:], 0.0), distance(finite(left), finite(right))))
     return found
 
@@ -115,4 +115,4 @@ def _sides(a: Recording, b: Recording, step: int, names: set[Of]) -> Iterable[tu
     for at in a.activations(step):
         if at in theirs and at[1:] in names:
             for rank in range(a.manifest.world_size):
-                yield at, of_activation(a, step, rank, at), of_activation(b, step, rank, at)
+                yield at, activation_values(a, step, rank, at), activation_values(b, step, rank, at)

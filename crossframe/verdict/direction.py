@@ -1,51 +1,51 @@
-"""Differences inside the spread of perturbed runs that have a direction.
+"""Tests for differences within the spread of perturbed runs that have a direction.
 
-Rounding in a low precision is larger than many faults, element by element. But rounding has no direction: averaged over elements,
-microbatches, ranks and steps it vanishes, and what a fault does to all of them alike remains. Four directions are tested, of each
-activation and of each gradient. With a and b of both recordings, d = b - a, and sums over all that is averaged:
+In low precision, rounding is larger than many faults, element by element. But rounding has no direction: its average over
+elements, microbatches, ranks and steps vanishes, while a fault that affects all of them alike remains. Four directions are tested
+for each activation and each gradient. With a and b from the two recordings, d = b - a, and sums over everything that is averaged:
 
-    slope     sum(d a) / sum(a a)              b is another multiple of a
-    size      sum(d sign(a)) / sum(|a|)        the same, for which large elements count less
-    mean      sum(d) / (n rms(a))              something was added to all elements (activations only)
+    slope     sum(d a) / sum(a a)              b is a multiple of a
+    size      sum(d sign(a)) / sum(|a|)        the same, with less weight on large elements
+    mean      sum(d) / (n rms(a))              a constant is added to all elements (activations only)
     channels  rms over the last dim of the mean of d over the others, / rms(a)     (activations only)
 
-One more is that of a hypothesis, a GELU by tanh instead of by erf. Where y = x Phi(x) of what came before, each recording has its
-own estimate sum((y - erf(x)) h) / sum(h h) with h = tanh(x) - erf(x), which is 0 of one function and 1 of the other:
+A fifth direction tests one hypothesis, a tanh GELU instead of an erf GELU. Where y = x Phi(x) for an earlier activation x, each
+recording has its own estimate sum((y - erf(x)) h) / sum(h h) with h = tanh(x) - erf(x), which is 0 for erf and 1 for tanh:
 
-    tanh      the estimate of b less that of a; it must exceed 1/2, which no rounding of a constant does
+    tanh      the estimate of b minus that of a; it must exceed 1/2, which no rounding of a constant does
 
-And one of the norms, of which another epsilon is a special case. Where y is a layer norm or an RMS norm of its module's own
-input, up to a factor g for each channel, g is estimated of each recording from its own input, so that what came in cancels out:
+A sixth direction tests norms, for example a different epsilon. Where y is a layer norm or RMS norm of its module's input up to a
+factor g for each channel, each recording's g is estimated from its own input, so that differences of the input cancel:
 
     gain      sum((g of b - g of a) (g of a)) / sum(g of a squared)
 
-Each is measured in the same way of each of k perturbed runs against their run, x_1 ... x_k. Under the hypothesis that the other
-recording rounds as they do, x is one more draw, of mean zero, and
+Each direction is also measured for each of k perturbed runs against their original run: x_1 ... x_k. Under the hypothesis that
+the other recording differs only by rounding, x is one more draw with mean zero, and
 
     t = x / rms(x_1 ... x_k)
 
-has at most the tail of Student's distribution with k degrees of freedom: it has just this if the run itself does not round, and
-a lighter one where the rounding of the run is in numerator and denominator, and for a length of several components.
+has at most the tail of Student's distribution with k degrees of freedom: exactly this tail if the original run does not round,
+and a lighter one if the rounding of the original run is in numerator and denominator, or for a length with several components.
 
-Family-wise, all tests of a comparison (directions x quantities x windows) together are given `share` of the rate of
-`crossframe.verdict.envelope`. Each of the D directions gets an equal part of it, so that those of a hypothesis, which few
-quantities have, keep their power beside thousands of slopes: a test of a direction with N tests is significant if its t has a
-chance of less than share / (D N) (Bonferroni with weights; whatever the tests have to do with one another). With few perturbed
-runs that asks for a large t, but t grows with the number of averaged elements.
+All tests of a comparison (directions x quantities x windows) share the family-wise error rate `share`, a part of the rate of
+`crossframe.verdict.envelope`. Each of the D directions gets an equal part, so that directions with few quantities keep their
+power next to thousands of slopes: a direction with N tests is significant if its t has a probability below share / (D N)
+(weighted Bonferroni, valid under any dependence). With few perturbed runs this requires a large t, but t grows with the number of
+averaged elements.
 
-Of a sketch (`crossframe.recording.sketch`) the slope is tested: with the K sums of both, S(d) and S(a), sum(S(d) S(a)) has the
-mean sum(d a) over keys and a variance of at most (|d|^2 |a|^2 + sum(d a)^2) / K, so the slope has a standard error of
-|d| / (16 |a|), where that of n elements is |d| / (sqrt(n) |a|). Perturbed runs have the same keys, and are measured in the same
-way. In bfloat16, where |d| is about 1 % of |a|, that is 0.06 % a step. Size, mean and channels need elements.
+For sketches (`crossframe.recording.sketch`), only the slope is tested. With the K sums S(d) and S(a), sum(S(d) S(a)) has mean
+sum(d a) over keys and variance at most (|d|^2 |a|^2 + sum(d a)^2) / K, so the slope has a standard error of |d| / (16 |a|),
+compared to |d| / (sqrt(n) |a|) for n elements. Perturbed runs use the same keys. In bfloat16, where |d| is about 1 % of |a|, this
+is 0.06 % per step.
 
-In float32 none is tested. There an average of n elements resolves 2^-24 / sqrt(n), less than two implementations of exp or of a
-square root are biased by, an amount that no perturbed run of one of them shows.
+In float32, no direction is tested. There an average over n elements resolves 2^-24 / sqrt(n), which is less than the bias between
+two implementations of exp or of a square root, and no perturbed run shows this bias.
 
-A kernel may round a constant once, so that a right result is off by a factor of up to 1 + u, all one way. So an effect must
-exceed the unit roundoff u of the dtype as well: nothing below the resolution of the dtype is reported.
+A kernel may round a constant once, so that a correct result is off by a factor of up to 1 + u in one direction. So an effect must
+also exceed the unit roundoff u of the dtype.
 
-Steps are averaged over the first, the first 2, 4, 8 ... and all of them. A significant direction is reported of the fewest steps
-that show any, and there of the first quantity in the order of causes: later steps carry a fault to everything.
+Averages are taken over the first step, the first 2, 4, 8 ... and all steps. The reported direction is the one that needs the
+fewest steps, and among these the first quantity in causal order, because later steps carry a fault to all quantities.
 """
 
 import math
@@ -62,23 +62,23 @@ from crossframe.verdict.measure.quantities import ACTIVATION, Quantity, finite
 SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN = "slope", "size", "mean", "channels", "tanh", "gain"
 DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN)
 OF_OWN_INPUT = (TANH, GAIN)
-"""Directions that are estimated of each side's own input, so that what came in does not count."""
+"""Directions that are estimated from each side's own input, so that differences of the input cancel."""
 _COARSE = 2.0**-12
-"""Directions are tested in dtypes of at least this unit roundoff: bfloat16 and float16. In finer ones distances are enough."""
+"""The smallest unit roundoff at which directions are tested: bfloat16 and float16, not float32."""
 _MOST_CHANNELS = 1 << 14
 _MOST_ELEMENTS = 1 << 15
-"""Of an activation that may be a GELU so many elements are looked at."""
+"""The number of elements of a possible GELU that are used."""
 _NEARBY = 4
-"""How many earlier activations of its shape are tried as what it is a function of."""
+"""The number of earlier activations of the same shape that are tried as the input of a GELU."""
 _LEAST_EFFECT = {TANH: 0.5}
 
 Key = tuple[str, str]
-"""(kind, name) of a quantity: what is averaged over steps, microbatches and ranks."""
+"""(kind, name) of a quantity, whose values are averaged over steps, microbatches and ranks."""
 
 
 @dataclass
 class Sums:
-    """What is summed of one quantity over its elements."""
+    """Sums over the elements of one quantity."""
 
     numel: int = 0
     squares: float = 0.0
@@ -94,7 +94,7 @@ class Sums:
 
     @classmethod
     def of(cls, quantity: Quantity) -> "Sums":
-        """Of a quantity's elements, or of its sketch, which is linear and has a slope alone."""
+        """The sums of a quantity's elements, or of its sketch, which only has a slope."""
         a = finite(quantity.a)
         d = finite(quantity.b) - a
         if quantity.sketched:
@@ -121,7 +121,7 @@ class Sums:
         return self
 
     def directions(self, kind: str) -> Iterator[tuple[str, float]]:
-        """The directions that are measured of a kind of quantity."""
+        """Yield (direction, value) for each direction that is defined for this kind of quantity."""
         if not self.squares:
             return
         yield SLOPE, self.products / self.squares
@@ -151,12 +151,12 @@ class Tally:
     _centred: dict[str, bool | None] = field(default_factory=dict)
 
     def add(self, group: Sequence[Quantity]) -> None:
-        """Take in a group of quantities, the same thing on several ranks."""
+        """Add a group: the same quantity on several ranks."""
         kind = group[0].kind
         if kind not in (ACTIVATION, BACKWARD, REDUCE) or group[0].bound in (None, math.inf):
             return
         if kind == REDUCE:
-            group = group[:1]  # copies of one gradient
+            group = group[:1]  # replicas of one gradient
         key = kind, group[0].name
         self.first.setdefault(key, group[0])
         sums = self.of.setdefault(key, {}).setdefault(group[0].step, Sums())
@@ -167,7 +167,7 @@ class Tally:
             self._note_functions(group, sums)
 
     def _note_functions(self, group: Sequence[Quantity], sums: Sums) -> None:
-        """Look at an activation as at a GELU of one before it, and as at a norm of its module's input."""
+        """Add the sums of an activation that is a GELU of an earlier one, or a norm of its module's input."""
         at, name = (group[0].step, group[0].microbatch), group[0].name
         recent = self._recent.setdefault(at, [])
         if len(self._recent) > 1:
@@ -183,7 +183,7 @@ class Tally:
             for x, y in zip(given, group, strict=False):
                 first, second = (_estimate(*both) for both in ((x.a, y.a), (x.b, y.b)))
                 sums.way += first[1]
-                # Of the other recording's own inputs: its sum of squares is next to the same.
+                # From the other recording's own inputs, whose sum of squares is nearly the same.
                 sums.along += second[0] * (first[1] / second[1] if second[1] else 0.0) - first[0]
         given = next(
             (each for each in recent if group[0].use == OUTPUT and each[0].name == f"input of {group[0].module}"), ()
@@ -207,7 +207,7 @@ class Tally:
 
     @property
     def windows(self) -> list[int]:
-        """Where the windows end, each of which begins at the first step."""
+        """The end of each window; all windows begin at the first step."""
         steps = sorted({step for by_step in self.of.values() for step in by_step})
         counts = [1 << i for i in range(len(steps).bit_length())]
         return sorted({steps[min(count, len(steps)) - 1] + 1 for count in [*counts, len(steps)] if steps})
@@ -218,13 +218,13 @@ class Found:
     """A significant direction.
 
     Attributes:
-        quantity: one of those that were averaged, of the first step.
+        quantity: the first of the averaged quantities.
         direction: one of DIRECTIONS.
-        value: the effect, relative.
+        value: the relative effect.
         error: its standard error, from the perturbed runs.
-        limit: how large it may be.
-        stop: the steps before this one were averaged.
-        num_tests, num_runs: tests of the comparison, and perturbed runs.
+        limit: the significance threshold for abs(value).
+        stop: the average is over the steps before this one.
+        num_tests, num_runs: the number of tests of the comparison, and of perturbed runs.
     """
 
     quantity: Quantity
@@ -236,17 +236,17 @@ class Found:
     num_tests: int
     num_runs: int
 
-    def in_words(self, names: Sequence[str]) -> str:
-        """What was found, with numbers."""
+    def describe(self, names: Sequence[str]) -> str:
+        """The effect with its value, standard error and threshold, as a sentence."""
         steps = "at step 0" if self.stop == 1 else f"over the steps before {self.stop}"
         times = f"{1 + self.value:.4f} times that of {names[0]}"
         said = {
             SLOPE: f"in {names[1]} is {times}",
-            SIZE: f"in {names[1]} is in size {times}",
-            MEAN: f"in {names[1]} is shifted by {self.value:+.2g} of its size, all elements alike",
-            GAIN: f"in {names[1]} is {1 + self.value:.4f} times what {names[0]} makes of the same input",
-            TANH: f"has {self.value:.3f} times the difference between a GELU by tanh and one by erf more in {names[1]}",
-            CHANNELS: f"in {names[1]} is shifted by {self.value:.2g} of its size, by channel",
+            SIZE: f"in {names[1]} has a magnitude {times}",
+            MEAN: f"in {names[1]} is shifted by {self.value:+.2g} of its magnitude in all elements",
+            GAIN: f"in {names[1]} is {1 + self.value:.4f} times the output of {names[0]} for the same input",
+            TANH: f"in {names[1]} is shifted by {self.value:.3f} times the difference between a tanh GELU and an erf GELU",
+            CHANNELS: f"in {names[1]} is shifted by {self.value:.2g} of its magnitude, by channel",
         }[self.direction]
         q = self.quantity
         what = (
@@ -256,21 +256,21 @@ class Found:
         )
         return (
             f"{steps} {what} {said}: the effect is {abs(self.value) / max(self.error, 1e-300):.3g} standard errors of "
-            f"{self.error:.1e} from zero, and rounding may reach {self.limit:.1e} ({self.num_runs} perturbed runs, "
+            f"{self.error:.1e} from zero, beyond the bound of {self.limit:.1e} ({self.num_runs} perturbed runs, "
             f"{self.num_tests} tests of directions)"
         )
 
 
 @dataclass(frozen=True)
 class Directions:
-    """What the tests of a comparison came to.
+    """The results of all tests of a comparison.
 
     Attributes:
-        found: the first significant direction; None of none.
-        power: by kind of quantity and direction, the smallest effect that would have been found: (of the most sensitive quantity,
-            of half of them). Relative, over all steps.
-        near: the largest t as a share of the significant one, of those effects that exceed the resolution.
-        num_tests: how many tests share the rate.
+        found: the first significant direction, or None.
+        power: by kind of quantity and direction, the smallest relative effect over all steps that would be significant: (for the
+            most sensitive quantity, for the median quantity).
+        near: the largest effect as a share of its threshold, among effects that exceed the resolution.
+        num_tests: the number of tests that share the error rate.
     """
 
     found: Found | None
@@ -295,16 +295,16 @@ def directions_of(
     *,
     cast: float = 0.0,
 ) -> Directions | None:
-    """Test all directions of a comparison; None in a dtype in which they are not tested.
+    """Test all directions of a comparison. Returns None for dtypes in which directions are not tested.
 
     Args:
-        pair: of both recordings.
-        perturbed: of the perturbed runs against their run, for each recording that has any. Where both have, the wider spread
-            counts, with the fewer degrees of freedom.
-        dtype: in which the runs compute.
-        share: the family-wise rate.
-        among: the directions that are tested.
-        cast: how large the factor of a norm may be beside rounding, where its weight is cast on one side alone.
+        pair: the tally of both recordings.
+        perturbed: for each recording with perturbed runs, their tallies against the original run. If both recordings have them,
+            the wider spread is used, with the smaller number of degrees of freedom.
+        dtype: the compute dtype of the runs.
+        share: the family-wise error rate.
+        among: the directions to test.
+        cast: a bound on the effect on a norm's gain of casting its weight on one side only.
     """
     resolution = unit_roundoff(dtype)
     if resolution < _COARSE or not perturbed:
@@ -339,7 +339,7 @@ def directions_of(
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
-    """With an error of at most 1.5e-7 (Abramowitz and Stegun, 7.1.26), far below what low precision resolves."""
+    """erf with an error of at most 1.5e-7 (Abramowitz and Stegun, 7.1.26), far below the resolution of low precision."""
     t = 1 / (1 + 0.3275911 * np.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     return np.sign(x) * (1 - series * np.exp(-x * x))
@@ -358,14 +358,14 @@ def _estimate(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _is_gelu(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether y is a GELU of x, by erf or by tanh: both lie within 5e-4 of one another, and low precision rounds further."""
+    """Whether y is an erf or tanh GELU of x; these differ by at most 5e-4, less than rounding in low precision."""
     x, y = (finite(side).reshape(-1)[:512] for side in (x, y))
     apart, size = float(np.linalg.norm(y - _gelu_by_erf(x))), float(np.linalg.norm(y))
     return bool(size) and np.ptp(x) > 0 and apart <= 0.02 * size
 
 
 def _gains(x: np.ndarray, y: np.ndarray, centred: bool) -> tuple[np.ndarray, np.ndarray]:
-    """sum(y n) and sum(n n) by channel, with n what a norm makes of x; of a layer norm, which adds a bias, of y less its mean."""
+    """sum(y n) and sum(n n) by channel, where n is the normalised x; for a layer norm, which adds a bias, y minus its mean."""
     x, y = (finite(side).reshape(-1, side.shape[-1]) for side in (x, y))
     if centred:
         x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=0, keepdims=True)
@@ -376,21 +376,21 @@ def _gains(x: np.ndarray, y: np.ndarray, centred: bool) -> tuple[np.ndarray, np.
 
 
 def _norm_of(x: np.ndarray, y: np.ndarray) -> bool | None:
-    """Whether y is a norm of x that subtracts the mean, or one that does not; None if it is neither."""
+    """True if y is a layer norm of x, False if it is an RMS norm, None if it is neither."""
     for centred in (False, True):
         products, squares = _gains(x, y, centred)
         if not squares.all() or not products.all():
             continue
         flat = finite(y).reshape(-1, y.shape[-1])
         size = np.square(flat - flat.mean(axis=0) if centred else flat).sum()
-        # What is left of y after a factor for each channel.
+        # The residual of y after fitting a factor for each channel.
         if size - np.square(products / np.sqrt(squares)).sum() <= 0.01 * size:
             return centred
     return None
 
 
 def _spread(perturbed: Sequence[Sequence[Tally]], key: Key, stop: int, name: str) -> float | None:
-    """The root mean square of a direction over perturbed runs, of the run where that is wider; None where it was not measured."""
+    """The root mean square of a direction over perturbed runs, the larger one of both recordings; None if not measured."""
     found = []
     for runs in perturbed:
         values = [dict(run.within(key, stop).directions(key[0])).get(name) for run in runs]
@@ -400,7 +400,7 @@ def _spread(perturbed: Sequence[Sequence[Tally]], key: Key, stop: int, name: str
 
 
 def student_limit(chance: float, degrees: int) -> float:
-    """The t that Student's distribution exceeds, in size, with so small a chance.
+    """The t that |T| of Student's distribution exceeds with probability `chance`.
 
     >>> [round(student_limit(0.05, k), 3) for k in (1, 2, 4, 30)]
     [12.706, 4.303, 2.776, 2.042]
@@ -417,7 +417,7 @@ def student_limit(chance: float, degrees: int) -> float:
 
 
 def _student_tail(t: float, degrees: int) -> float:
-    """The chance that |T| > t (M. Abramowitz, I. Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4)."""
+    """The probability that |T| > t (M. Abramowitz, I. Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(degrees))
     cosine = math.cos(angle)
     term = total = math.cos(angle) if degrees % 2 else 1.0

@@ -1,34 +1,33 @@
-"""How far rounding drove runs like these apart: measured on perturbed runs, quantity by quantity.
+"""Bounds on rounding, measured on perturbed runs for each quantity.
 
-A perturbed run is the run once more, with other rounding (`crossframe.recording.twins`). At every quantity q the k perturbed
-runs lie at distances t_1 ... t_k from the run. Their root mean square s is the spread, and the other recording is held against
+A perturbed run repeats a run with different rounding (`crossframe.recording.perturbed_runs`). For each quantity, the k perturbed
+runs have distances t_1 ... t_k from the original run. Their root mean square s is the spread, and the bound on the other
+recording's distance is
 
-    d <= factor * s,     factor = margin * max over q and i of  t_i / rms(t_j, j != i)
+    d <= factor * s,     factor = margin * max over quantities and i of  t_i / rms(t_j, j != i)
 
-The maximum, over all quantities of one kind, is how far the most eccentric perturbed run strays when it is judged by the others.
-Were the other recording one more perturbed run, its chance to stray further than all k of them is at most 1 / (k + 1): of k + 1
-like things each is the most extreme as often. The margin makes that rare enough. Where a quantity moves in one direction alone,
-t_i is the size of a normal variable, and the ratio has Student's distribution with k degrees of freedom, whose tail falls as
-x^-k; where it moves in many directions it falls faster. So going beyond `margin` times the maximum has a chance of at most
-margin^-k / (k + 1), and
+The maximum, over all quantities of one kind, is the distance of the most eccentric perturbed run, measured by the others. If the
+other recording were one more perturbed run, it would exceed all k of them with probability at most 1 / (k + 1), by
+exchangeability. The margin lowers this probability. If a quantity moves in one direction only, t_i is the magnitude of a normal
+variable, and the ratio has Student's distribution with k degrees of freedom, whose tail decreases as x^-k; with more directions
+it decreases faster. So the probability of exceeding `margin` times the maximum is at most margin^-k / (k + 1), and
 
-    margin = ((k + 1) * FALSE_ALARMS / kinds)^(-1 / k)
+    margin = ((k + 1) * FALSE_POSITIVE_RATE / kinds)^(-1 / k)
 
-makes that FALSE_ALARMS a comparison of so many kinds of quantities. Directions (`crossframe.verdict.direction`) count as one kind
-more. More perturbed runs allow a smaller margin. Nothing here is fitted
-to any fault.
+gives FALSE_POSITIVE_RATE per comparison with this number of kinds of quantities. Directions (`crossframe.verdict.direction`)
+count as one more kind. More perturbed runs allow a smaller margin. No constant is fitted to faults.
 
-[Note: unsteady elements] An optimizer that divides a gradient by its size turns one that is next to zero into a whole step,
-this way or that. Whether one does is a matter of luck and not of how far the perturbed runs lie apart. So an update is judged by
-its steady elements: those whose gradient stood out from what rounding makes of it, or was just zero, in both recordings, at every
-step so far, but for the few that lie furthest apart (`trimmed_distance`). Once a step was not recorded nobody knows which those
-are, and updates are judged by the half of their elements that lie least apart (`inner_distance`).
+[Note: unsteady elements] An optimizer that divides a gradient by its magnitude turns a gradient near zero into a full step with
+an arbitrary sign, whatever the spread of the perturbed runs. So an update is judged by its steady elements: those whose gradient
+exceeded its rounding, or was exactly zero, in both recordings at every step so far, without the few that differ most
+(`trimmed_distance`). Once a step was not recorded, the steady elements are unknown, and updates are judged by the half of their
+elements that differ least (`inner_distance`).
 
-Where only sketches are there (`crossframe.recording.sketch`), distances are those of their sums: a few elements that are off are
-in a few sums, so that the same measures leave them out. Which elements are steady nobody knows then.
+For sketches (`crossframe.recording.sketch`), distances are those of their sums. A few wrong elements affect few sums, so the same
+measures exclude them. Steady elements are unknown.
 
-A distance is never taken to be smaller than one unit in the last place of one typical element: what all perturbed runs agree
-upon may still fall to its neighbour in another implementation.
+A distance is never taken to be smaller than one unit in the last place of a typical element: even where all perturbed runs agree,
+another implementation can round to the neighbouring value.
 """
 
 import math
@@ -50,13 +49,13 @@ from crossframe.verdict.measure.quantities import ACTIVATION, LATE_UPDATE, Quant
 from crossframe.verdict.measure.walk import walk
 from crossframe.verdict.precision import Implied
 
-FALSE_ALARMS = 1e-3
-"""The rate of right pairs that are called a bug, where perturbed runs round as the other recording does."""
-LEAST_TWINS = 2
+FALSE_POSITIVE_RATE = 1e-3
+"""The probability that a correct pair is called a bug, if perturbed runs round as the other recording does."""
+MIN_RUNS = 2
 
 Measure = Callable[[np.ndarray, np.ndarray], float]
-ENOUGH = 8
-"""With so many perturbed runs a quantity beyond its limit is a bug, however near to the limit it is."""
+SUFFICIENT_RUNS = 8
+"""The number of perturbed runs from which on any quantity beyond its limit is a bug."""
 MEASURES: dict[str, Measure] = {
     ACTIVATION: distance,
     FORWARD: distance,
@@ -66,36 +65,36 @@ MEASURES: dict[str, Measure] = {
     STATE: distance,
     UPDATE: trimmed_distance,
     LATE_UPDATE: inner_distance,
-    UNSHARDED: inner_distance,  # of parameters that a loop edits between steps: what earlier updates made of them, and the edit
+    UNSHARDED: inner_distance,  # parameters that a loop edits between steps: earlier updates and the edit
 }
-"""By kind of quantity, how distances are measured. Each kind has a factor of its own."""
-SHARE = FALSE_ALARMS / (len(MEASURES) + 1)
-"""The rate of each kind of quantity, and of all directions together."""
+"""The distance measure of each kind of quantity. Each kind has its own factor."""
+SHARE = FALSE_POSITIVE_RATE / (len(MEASURES) + 1)
+"""The false-positive rate of each kind of quantity, and of all directions together."""
 
-Place = tuple[int, str, str, int]
-"""What is the same thing in all recordings of a run: (step, kind, name, microbatch)."""
+Key = tuple[int, str, str, int]
+"""(step, kind, name, microbatch): identifies a quantity in all recordings of a run."""
 
 
-def margin(num_twins: int) -> float:
-    """How much further than the most eccentric of so many perturbed runs another recording may lie.
+def margin(num_runs: int) -> float:
+    """The factor by which another recording's distance may exceed that of the most eccentric perturbed run.
 
     >>> [round(margin(k), 1) for k in (2, 3, 4, 8)]
     [57.7, 13.6, 6.7, 2.4]
     """
-    return ((num_twins + 1) * SHARE) ** (-1 / num_twins)
+    return ((num_runs + 1) * SHARE) ** (-1 / num_runs)
 
 
 def decisive(num_runs: int) -> float:
-    """How many times its limit a quantity must reach to be called a bug with so few perturbed runs; nearer, more are needed.
+    """The multiple of its limit that a quantity must reach to be called a bug; below it, more perturbed runs are needed.
 
-    Runs are added in stages. By the tail above, going beyond `factor` times the limit has a chance of factor^-k of the rate; with
-    factor = 100^(1/k) before the last stage, that stage adds a hundredth of the rate, and all stages together keep within 1.01
-    times it.
+    Runs are added in stages. By the tail above, exceeding `factor` times the limit has a probability of factor^-k times the rate.
+    With factor = 100^(1/k) before the last stage, such a stage adds a hundredth of the rate, so all stages together stay within
+    1.01 times the rate.
 
     >>> [round(decisive(k), 1) for k in (2, 4, 8)]
     [10.0, 3.2, 1.0]
     """
-    return 1.0 if num_runs >= ENOUGH else 100.0 ** (1 / num_runs)
+    return 1.0 if num_runs >= SUFFICIENT_RUNS else 100.0 ** (1 / num_runs)
 
 
 def eccentricity(distances: np.ndarray) -> float:
@@ -112,59 +111,61 @@ def eccentricity(distances: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the perturbed runs of one run lie.
+    """The spread of the perturbed runs of one run.
 
     Attributes:
-        run: what the recording is called.
-        num_twins: how many.
-        factors: by kind, how many times the spread is allowed.
-        of: the spread, by place.
-        numel: how many elements lie so far apart, by place.
+        run: name of the recording.
+        num_runs: number of perturbed runs.
+        factors: by kind, the multiple of the spread that is allowed.
+        of: the spread of each quantity.
+        numel: the number of elements of each quantity.
         tallies: the directions in which each perturbed run differs (`crossframe.verdict.direction`).
     """
 
     run: str
-    num_twins: int
+    num_runs: int
     factors: dict[str, float]
-    of: dict[Place, float]
-    numel: dict[Place, int]
+    of: dict[Key, float]
+    numel: dict[Key, int]
     tallies: tuple[Tally, ...] = ()
 
     def limit(self, quantity: Quantity, more: float = 0.0) -> float | None:
-        """How far another recording may lie there; None where the perturbed runs were not recorded. At another world size an
-        activation may have more samples, and be of another microbatch: its limit is that of as many elements.
+        """The largest allowed distance of another recording; None if the perturbed runs did not record the quantity.
+
+        At another world size, an activation can have another number of samples and another microbatch; its limit scales with the
+        square root of the number of elements.
 
         Args:
-            more: how many times the spread is allowed beside the factor.
+            more: a multiple of the spread that is allowed in addition to the factor.
         """
-        step, kind, name, _ = place = place_of(quantity)
+        step, kind, name, _ = place = key_of(quantity)
         place = place if place in self.of else (step, kind, name, 0)
         if place not in self.of:
             return None
         return (self.factors[kind] + more) * self.of[place] * math.sqrt(quantity.numel / max(self.numel[place], 1))
 
 
-def spread_of(recording: Recording, twins: Sequence[Recording], *, sketched: bool = False) -> Spread:
-    """Measure the perturbed runs of a run.
+def spread_of(recording: Recording, perturbed: Sequence[Recording], *, sketched: bool = False) -> Spread:
+    """Measure the spread of a run's perturbed runs.
 
     Args:
-        sketched: by sketches of everything large.
+        sketched: use sketches of large tensors.
 
     Raises:
-        RecordingError: fewer than two.
+        RecordingError: fewer than `MIN_RUNS` perturbed runs.
     """
-    if len(twins) < LEAST_TWINS:
+    if len(perturbed) < MIN_RUNS:
         raise RecordingError(
-            f"{recording.directory}: expected {LEAST_TWINS} perturbed runs or more, got {len(twins)}: --perturbed-runs 4"
+            f"{recording.directory}: expected {MIN_RUNS} perturbed runs or more, got {len(perturbed)}: --perturbed-runs 4"
         )
-    name, pairs = recording.directory.name, [Pair(recording, twin, sketched=sketched) for twin in twins]
-    # Which elements of updates are steady, the spread of gradients says: it comes first.
+    name, pairs = recording.directory.name, [Pair(recording, twin, sketched=sketched) for twin in perturbed]
+    # The spread of gradients comes first because it determines which elements of updates are steady.
     before = _measured(name, pairs, (REDUCE,), None)
     rest = _measured(name, pairs, tuple(phase for phase in _COMPUTED if phase != REDUCE), before)
     both = zip(before.tallies, rest.tallies, strict=True)
     tallies = tuple(Tally(first.of | second.of) for first, second in both)
     return Spread(
-        name, len(twins), before.factors | rest.factors, before.of | rest.of, before.numel | rest.numel, tallies
+        name, len(perturbed), before.factors | rest.factors, before.of | rest.of, before.numel | rest.numel, tallies
     )
 
 
@@ -176,21 +177,21 @@ def known_spread(recording: Recording, *, sketched: bool = False) -> Spread | No
     """The spread of a recording's own perturbed runs, measured once; None if it has none."""
     known = _KNOWN.setdefault(recording, {})
     if sketched not in known:
-        twins = recording.twins()
-        if not twins:
+        perturbed = recording.perturbed_runs()
+        if not perturbed:
             return None
-        known[sketched] = spread_of(recording, twins, sketched=sketched)
+        known[sketched] = spread_of(recording, perturbed, sketched=sketched)
     return known[sketched]
 
 
 def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: Spread | None) -> Spread:
-    """The spread of what is computed in some phases.
+    """The spread of the quantities of these phases.
 
     Args:
-        before: of the gradients, where it is known: it says which elements are steady.
+        before: the spread of the gradients, which determines the steady elements; None if not known yet.
     """
-    found: dict[Place, list[float]] = {}
-    numel: dict[Place, int] = {}
+    found: dict[Key, list[float]] = {}
+    numel: dict[Key, int] = {}
     tallies = []
     for pair in pairs:
         tally = Tally()
@@ -203,7 +204,7 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
             if group[0].phase in phases and group[0].bound is not None:
                 apart = max(_apart(steady.of(quantity)) for quantity in group)
                 least = max(_resolution(quantity, pair.a.manifest.dtype) for quantity in group)
-                place = place_of(group[0])
+                place = key_of(group[0])
                 numel[place] = group[0].numel
                 found.setdefault(place, []).append(math.hypot(apart, least))
     whole = {place: np.array(apart) for place, apart in found.items() if len(apart) == len(pairs)}
@@ -217,15 +218,15 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
 
 
 class Steady:
-    """Which elements of parameters are steady: see the note above. A walk through one pair of recordings."""
+    """Tracks which elements of parameters are steady during a walk. See [Note: unsteady elements]."""
 
     def __init__(self, limit: Callable[[Quantity], float | None] | None) -> None:
-        """`limit` is of reduced gradients; None: all elements are steady."""
+        """`limit` bounds reduced gradients; None: all elements are steady."""
         self._limit = limit
         self._unsteady: dict[str, np.ndarray] = {}
 
     def note(self, group: list[Quantity]) -> None:
-        """Look at reduced gradients as they come by."""
+        """Update the steady elements from a group of reduced gradients; ignores other groups."""
         if self._limit is None or group[0].phase != REDUCE or group[0].sketched:
             return
         limit, name = self._limit(group[0]), group[0].parameter
@@ -234,17 +235,19 @@ class Steady:
         element = limit / math.sqrt(group[0].a.size)
         for quantity in group:
             a, b = finite(quantity.a), finite(quantity.b)
-            # What no rounding reaches, such as rows of an embedding that were not looked up, has one right update.
+            # Exact zeros, such as rows of an embedding that were not looked up, are not rounding and stay steady.
             small = ((np.abs(a) <= element) | (np.abs(b) <= element)) & ((a != 0) | (b != 0))
             self._unsteady[name] = small | self._unsteady.get(name, False)
 
     def num_unsteady(self, parameter: str) -> int:
-        """How many elements of a parameter are not."""
+        """The number of unsteady elements of a parameter."""
         return int(np.sum(self._unsteady.get(parameter, 0)))
 
     def of(self, quantity: Quantity) -> Quantity:
-        """An update in which unsteady elements are as in the first recording; other quantities as they are, and so are updates of
-        which nobody knows all unsteady elements: the half that counts of those must not be made of elements that were hidden."""
+        """Return an update with its unsteady elements replaced by those of the first recording.
+
+        Returns other quantities unchanged, and also late updates: their inner half must not consist of replaced elements.
+        """
         unsteady = self._unsteady.get(quantity.parameter)
         if quantity.kind != UPDATE or unsteady is None or quantity.sketched:
             return quantity
@@ -253,13 +256,13 @@ class Steady:
 
 
 class Envelope:
-    """What two recordings are held against: the spread of the perturbed runs of either, or of both. Walks one pair once."""
+    """Judges the quantities of one walk by the spread of the perturbed runs of either recording, or of both."""
 
     def __init__(self, spreads: Sequence[Spread], noise: tuple[str, ...] = (), implied: Implied | None = None) -> None:
         """
         Args:
             noise: parameters whose gradients are not judged.
-            implied: what one side's dtype implies, if it rounds more than the other side's.
+            implied: additional rounding of the coarser dtype, if the dtypes differ.
         """
         self.spreads, self.noise, self._implied = tuple(spreads), noise, implied
         self._steady = Steady(self._limit)
@@ -269,8 +272,7 @@ class Envelope:
 
     @classmethod
     def of(cls, pair: Pair) -> "Envelope | None":
-        """The envelope of a pair; None if neither recording has perturbed runs, or if one rounds more than the other and has
-        none."""
+        """The envelope of a pair; None if neither recording has perturbed runs, or if the coarser one has none."""
         sides = [side for side in (0, 1) if pair.coarser in (None, side)]
         known = ((side, known_spread((pair.a, pair.b)[side], sketched=pair.sketched)) for side in sides)
         found = [(side, spread) for side, spread in known if spread is not None]
@@ -278,21 +280,21 @@ class Envelope:
         return cls([spread for _, spread in found], _noise(pair, found), implied) if found else None
 
     def limit(self, quantity: Quantity) -> float:
-        """The largest distance that rounding may reach there; inf where the perturbed runs say nothing."""
+        """The largest allowed norm(a - b); inf if the perturbed runs did not record the quantity."""
         limit = self._limit(quantity)
         return math.inf if limit is None else limit
 
     def judge(self, group: list[Quantity]) -> list[Judgement]:
-        """Hold both sides of each quantity against what the perturbed runs reach there."""
+        """Judge each quantity of a group by its limit."""
         if group[0].bound is None or group[0].phase == PARAMETERS or group[0].parameter in self.noise:
             return [judge(quantity) for quantity in group]
         self._steady.note(group)
         self._note_chaos(group)
         self._tally.add(group)
-        return [self._held(quantity, self.limit(quantity)) for quantity in group]
+        return [self._judge_one(quantity, self.limit(quantity)) for quantity in group]
 
     def _limit(self, quantity: Quantity) -> float | None:
-        # The wider of both sides: what one framework rounds more often may lie outside the other's perturbed runs.
+        # The larger limit: one framework may round more often than the other's perturbed runs show.
         implied = self._implied
         more = implied.times_spread(quantity) if implied else 0.0
         limits = [limit for spread in self.spreads if (limit := spread.limit(quantity, more)) is not None]
@@ -300,10 +302,10 @@ class Envelope:
             return None
         if implied and implied.unused(quantity):
             return math.inf
-        return max(limits) * quantity.grown + (implied.casts(quantity) if implied else 0.0)
+        return max(limits) * quantity.unclipped_by + (implied.casts(quantity) if implied else 0.0)
 
-    def _held(self, quantity: Quantity, limit: float) -> Judgement:
-        """One quantity against its limit, in the quantity's own scale."""
+    def _judge_one(self, quantity: Quantity, limit: float) -> Judgement:
+        """Judge one quantity by its limit, relative to the quantity's scale."""
         steady = self._steady.of(quantity)
         if quantity.phase == UPDATE:
             self._updated[0] += quantity.numel - self._steady.num_unsteady(quantity.parameter)
@@ -316,7 +318,7 @@ class Envelope:
         return replace(judged, equal=own.equal, difference=difference, beyond=difference > bound, whole=own.whole)
 
     def directions(self, dtype: str) -> Directions | None:
-        """What the tests of directions come to, of all that was judged so far; None in dtypes in which there are none."""
+        """The results of the tests of directions for all quantities judged so far; None in dtypes without such tests."""
         tallies = [spread.tallies for spread in self.spreads]
         if self._implied is None:
             return directions_of(self._tally, tallies, dtype, SHARE)
@@ -324,16 +326,16 @@ class Envelope:
 
     @property
     def num_runs(self) -> int:
-        """How many perturbed runs the wider or only spread has, at least."""
-        return min(spread.num_twins for spread in self.spreads)
+        """The smallest number of perturbed runs of any spread."""
+        return min(spread.num_runs for spread in self.spreads)
 
     @property
     def judged_share(self) -> float:
-        """How large a part of all updated elements, of those judged so far, was steady; 1 of none."""
+        """The share of the updated elements judged so far that were steady; 1 if there were none."""
         return self._updated[0] / self._updated[1] if self._updated[1] else 1.0
 
     def _note_chaos(self, group: list[Quantity]) -> None:
-        place = place_of(group[0])
+        place = key_of(group[0])
         if place[1] == REDUCE:
             squares = self._chaos.setdefault(place[0], [0.0, 0.0])
             squares[0] += max(spread.of.get(place, 0.0) for spread in self.spreads) ** 2
@@ -341,26 +343,27 @@ class Envelope:
 
     @property
     def saturated_from(self) -> int | None:
-        """The first step, of those judged so far, at which the perturbed runs' gradients are as far from the run's as those are
-        from zero: the runs have nothing to do with one another any more. None: not yet."""
+        """The first step at which the gradients of the perturbed runs are as far from the original run's as these are from zero,
+        so that the runs are unrelated; None if there is no such step yet."""
         return min((step for step, (apart, signal) in self._chaos.items() if apart >= signal), default=None)
 
-    def in_words(self) -> str:
-        """What was measured.
-
-        >>> Envelope([Spread("torch", 4, {}, {}, {})]).in_words()
+    def describe(self) -> str:
+        """
+        >>> Envelope([Spread("torch", 4, {}, {}, {})]).describe()
         '4 perturbed runs of torch'
         """
-        return " and ".join(f"{spread.num_twins} perturbed runs of {spread.run}" for spread in self.spreads)
+        return " and ".join(f"{spread.num_runs} perturbed runs of {spread.run}" for spread in self.spreads)
 
 
 def _noise(pair: Pair, found: Sequence[tuple[int, Spread]]) -> tuple[str, ...]:
-    """Parameters whose gradient is noise, as of a bias before a batch norm: at every recorded step it is no larger than the
-    perturbed runs lie apart, and in the other recording no larger than rounding may leave of a sum that is zero
-    (`crossframe.verdict.measure.zero_gradient`). How large such noise is differs between frameworks, and says nothing.
+    """Parameters whose gradient is noise, such as a bias before a batch norm.
+
+    At every recorded step, such a gradient is no larger than the spread of the perturbed runs, and in the other recording no
+    larger than the rounding of a sum that is zero (`crossframe.verdict.measure.zero_gradient`). The magnitude of this noise
+    depends on the framework.
 
     Args:
-        found: by side, the spread of its perturbed runs.
+        found: (side, spread of its perturbed runs).
     """
     most = min(pair.terms * unit_roundoff(pair.dtype), 1.0)
 
@@ -377,8 +380,8 @@ def _noise(pair: Pair, found: Sequence[tuple[int, Spread]]) -> tuple[str, ...]:
     return tuple(name for name in names if pair.steps and any(is_noise(name, *each) for each in found))
 
 
-def place_of(quantity: Quantity) -> Place:
-    """What the quantity is in all recordings of a run."""
+def key_of(quantity: Quantity) -> Key:
+    """The key of a quantity in all recordings of a run."""
     return quantity.step, quantity.kind, quantity.name, quantity.microbatch
 
 
@@ -387,6 +390,6 @@ def _apart(quantity: Quantity) -> float:
 
 
 def _resolution(quantity: Quantity, dtype: str) -> float:
-    # A loss and a norm are recorded as float64, in whatever dtype they were computed.
+    # Losses and norms are recorded as float64 whatever their compute dtype.
     stored = dtype if quantity.kind in (FORWARD, NORM) else quantity.dtypes[0]
     return 2 * unit_roundoff(stored) * quantity.typical

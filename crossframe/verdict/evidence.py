@@ -1,9 +1,9 @@
-"""Evidence of a bug in differences of a size that rounding also has: bits, causes that a hypothesis repeats, directions."""
+"""Evidence of a bug in differences as small as rounding: bits, reproduced causes, and directions."""
 
 from dataclasses import dataclass, replace
 
 from crossframe.dtypes import unit_roundoff
-from crossframe.verdict.bits import Bits, other_operator
+from crossframe.verdict.bits import Bits, operator_difference
 from crossframe.verdict.diagnosis import Diagnosis, diagnose
 from crossframe.verdict.direction import GAIN, TANH, Directions, Found
 from crossframe.verdict.envelope import Envelope
@@ -13,40 +13,40 @@ from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.words import called
+from crossframe.verdict.messages import describe_quantity
 
 UNDECIDED = (Verdict.ROUNDING, Verdict.INCONCLUSIVE)
-"""Verdicts that evidence of a direction or of a repeated cause can overrule."""
-# What a hypothesis repeats operation by operation, so that it explains a difference whatever program it is found in.
+"""Verdicts that evidence from a direction or a reproduced cause can overrule."""
+# Signatures whose hypotheses reproduce the computation operation by operation, so that they hold for any program.
 _REPEATED = frozenset(
     {"norm_epsilon", "tanh_gelu", "low_precision_reduction", "missing_rank", "tied_weight", "dropout"}
 )
 _LEAST_ELEMENTS = 16
-"""A hypothesis that explains half of the difference of so many elements does not do so by chance."""
+"""The number of elements from which on a hypothesis does not explain half of a difference by chance."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A verdict that overrules the one by size, and where it applies."""
+    """A verdict that overrules the one by size, with its location and reason."""
 
     verdict: Verdict
     first: Judgement
     where: Divergence
     diagnosis: Diagnosis | None
-    said: str
+    reason: str
 
 
-def by_bits(
+def evidence_from_bits(
     pair: Pair, findings: Findings, bits: Bits | None, verdict: Verdict, names: tuple[str, str]
 ) -> Evidence | None:
-    """The verdict where bits are evidence; None where they are not, or change nothing.
+    """Return the verdict from bits; None if bits are not evidence or change nothing.
 
-    A bug stays a bug. It is located where bits first differ, unless the program is compiled as a whole.
+    A bug stays a bug, located where bits first differ unless the whole program is compiled.
     """
     first = findings.in_bits
     if (
         bits is None
-        or bits.why_not is not None
+        or bits.objection is not None
         or first is None
         or first.quantity.bound is None
         or verdict is Verdict.INCOMPARABLE
@@ -56,25 +56,29 @@ def by_bits(
         return None
     q = first.quantity
     where = locate_sketch(first, pair) if q.sketched else _located_in_bits(first, pair)
-    # Both were computed from the same bits: what a hypothesis leaves unexplained is the rounding of a few operations.
+    # Both were computed from the same bits, so the residual of a hypothesis is the rounding of a few operations.
     diagnosis = diagnose(pair, first, where, _few_roundings) if where.step in pair.steps else None
-    size = "larger than any bound known for rounding" if first.beyond else "of a size that rounding also has"
-    said = (
-        f"a different computation took place: at step {q.step} the {called(first)} differs by {first.difference:.1e} between "
-        f"{names[0]} and {names[1]}, {size}, but both are of the same program, and everything before it is equal in every bit"
+    size = "more than any known bound on rounding" if first.beyond else "as little as rounding"
+    reason = (
+        f"a different computation took place: at step {q.step} the {describe_quantity(first)} differs by "
+        f"{first.difference:.1e} between {names[0]} and {names[1]}, {size}, but both are of the same program, and everything "
+        "before it is bitwise equal"
     )
     if bits.compiled:
-        said = f"{said} (compiled as a whole, so that the change may lie elsewhere in the step)"
+        reason = f"{reason} (the whole program is compiled, so the change may be elsewhere in the step)"
     if not bits.repeated:
-        said = f"{said}. If it may be nondeterministic, record either run again and pass that recording with --repeat"
-    return Evidence(Verdict.BUG if verdict is Verdict.BUG else Verdict.DIFFERENT, first, where, diagnosis, said)
+        reason = f"{reason}. If the run may be nondeterministic, record either run again and pass that recording with --repeat"
+    return Evidence(Verdict.BUG if verdict is Verdict.BUG else Verdict.DIFFERENT, first, where, diagnosis, reason)
 
 
-def by_cause(
+def evidence_from_cause(
     pair: Pair, findings: Findings, bits: Bits | None, verdict: Verdict, names: tuple[str, str]
 ) -> Evidence | None:
-    """A bug where the first quantity that differs in bits is what a hypothesis predicts, operation by operation, from causes that
-    are equal in every bit. That holds between other wrappers and layouts too; None otherwise."""
+    """Return a bug if a hypothesis reproduces the first quantity that differs in bits, operation by operation, from bitwise equal
+    causes; None otherwise.
+
+    This also holds between different wrappers and layouts.
+    """
     first = findings.in_bits
     if bits is None or bits.repetition or verdict not in UNDECIDED or first is None or first.quantity.bound is None:
         return None
@@ -82,24 +86,24 @@ def by_cause(
         return None
     if pair.coarser is not None:
         return None
-    if pair.a.manifest.framework != pair.b.manifest.framework or other_operator(pair, first.quantity) is not None:
-        return None  # another framework's operator, or another kernel, rounds at other places
+    if pair.a.manifest.framework != pair.b.manifest.framework or operator_difference(pair, first.quantity) is not None:
+        return None  # a different operator or kernel rounds elsewhere
     where = locate_sketch(first, pair) if first.quantity.sketched else _located_in_bits(first, pair)
     diagnosis = diagnose(pair, first, where, _few_roundings)
     if diagnosis is None or diagnosis.signature not in _REPEATED:
         return None
-    said = (
-        f"at step {where.step} the {called(first)} differs by {first.difference:.1e} between {names[0]} and {names[1]}, a size "
-        f"that rounding also has, but everything before it is equal in every bit, and {diagnosis.evidence.rstrip('.')}"
+    reason = (
+        f"at step {where.step} the {describe_quantity(first)} differs by {first.difference:.1e} between {names[0]} and "
+        f"{names[1]}, as little as rounding, but everything before it is bitwise equal, and {diagnosis.evidence.rstrip('.')}"
     )
-    return Evidence(Verdict.BUG, first, where, diagnosis, said)
+    return Evidence(Verdict.BUG, first, where, diagnosis, reason)
 
 
 def _located_in_bits(judgement: Judgement, pair: Pair) -> Divergence:
     return locate(replace(judgement, quantity=replace(judgement.quantity, bound=None)), pair.b.manifest)
 
 
-def by_direction(
+def evidence_from_direction(
     pair: Pair,
     findings: Findings,
     directions: Directions | None,
@@ -107,38 +111,41 @@ def by_direction(
     where: Divergence | None,
     names: tuple[str, str],
 ) -> Evidence | None:
-    """A bug where a difference inside the spread of perturbed runs has a direction, before anything is outside of it."""
+    """Return a bug if a difference within the spread of perturbed runs has a direction, and no earlier quantity is outside; None
+    otherwise."""
     if directions is None or envelope is None or (found := directions.found) is None:
         return None
     if where is not None and where.step < found.stop - 1:
         return None
     judgement = replace(judge(found.quantity), beyond=True)
-    said = found.in_words(names)
+    reason = found.describe(names)
     if (apart := findings.in_bits) is not None and _is_cause(pair, apart.quantity, found):
-        # Of the same step, and with causes equal in every bit: what has a direction is its consequence.
-        judgement, said = apart, f"{said}; in bits the first difference is {called(apart)}"
+        # The quantity with a direction is a consequence of the first bitwise difference of the same step.
+        judgement, reason = apart, f"{reason}; in bits the first difference is {describe_quantity(apart)}"
     at = locate_sketch(judgement, pair)
     diagnosis = diagnose(pair, judgement, at, envelope.limit) if at.step in pair.steps else None
     if found.direction == GAIN and diagnosis is None:
-        diagnosis = Diagnosis("norm_epsilon", f"{said}, as with another epsilon.")
+        diagnosis = Diagnosis("norm_epsilon", f"{reason}, as with another epsilon.")
     if found.direction == TANH:
-        diagnosis = Diagnosis("tanh_gelu", f"{said}.")
-    return Evidence(Verdict.BUG, judgement, at, diagnosis, said)
+        diagnosis = Diagnosis("tanh_gelu", f"{reason}.")
+    return Evidence(Verdict.BUG, judgement, at, diagnosis, reason)
 
 
 def _is_cause(pair: Pair, first: Quantity, found: Found) -> bool:
-    """Whether the first quantity that differs in bits is where a direction begins: in the step that shows it, and not for another
-    kernel or framework."""
+    """Whether the first bitwise difference causes a direction: it is in the step that shows the direction, and not due to a
+    different kernel or framework."""
     same = pair.a.manifest.framework == pair.b.manifest.framework and pair.same_world and pair.coarser is None
-    return same and first.bound is not None and first.step == found.stop - 1 and other_operator(pair, first) is None
+    return (
+        same and first.bound is not None and first.step == found.stop - 1 and operator_difference(pair, first) is None
+    )
 
 
-def bits_in_words(bits: Bits, findings: Findings) -> str:
-    """What equal and different bits say, in a clause."""
-    first = f"the first difference in bits is {called(findings.in_bits)} at step {findings.in_bits.quantity.step}"  # type: ignore[union-attr]
-    return f"{first}; not used as evidence: {bits.why_not}" if bits.why_not else first
+def describe_bits(bits: Bits, findings: Findings) -> str:
+    """The first bitwise difference, and why it is not evidence if so, as a clause."""
+    first = f"the first difference in bits is {describe_quantity(findings.in_bits)} at step {findings.in_bits.quantity.step}"  # type: ignore[union-attr]
+    return f"{first}; not used as evidence: {bits.objection}" if bits.objection else first
 
 
 def _few_roundings(quantity: Quantity) -> float:
-    """How far the results of a few operations on the same bits may lie apart: a unit in the last place of each element."""
+    """The bound on norm(a - b) for a few operations on the same bits: one unit in the last place of each element."""
     return 2 * max(unit_roundoff(dtype) for dtype in quantity.dtypes) * max(quantity.norms)

@@ -1,4 +1,5 @@
-"""What the walk over a pair has met: the first quantity outside, the first that differs in bits, the largest differences."""
+"""Collects the judgements of a walk: the first quantity outside its bound, the first bitwise difference, the largest
+differences."""
 
 import math
 import sys
@@ -11,29 +12,29 @@ from crossframe.verdict.result import Judged
 
 
 class Findings:
-    """Judgements of a walk, as far as it has come."""
+    """The judgements of a walk so far."""
 
     def __init__(self) -> None:
         self.equal = True
         self.first: Judgement | None = None
-        # The same thing on all ranks, where it was first outside.
+        # The group of `first`: the same quantity on all ranks.
         self.group: list[Judgement] = []
         # The first quantity that differs in bits.
         self.in_bits: Judgement | None = None
-        # How much of its bound any quantity before the first one outside had used up.
+        # The largest share of its bound that any quantity before `first` uses.
         self.used_before = 0.0
-        # The most that any quantity outside uses.
+        # The largest share that any quantity outside its bound uses.
         self.most_beyond = 0.0
         self.not_finite: Judgement | None = None
-        # The first activation that has another dtype in either, up to the first quantity outside.
+        # The first activation before `first` whose dtypes differ.
         self.other_dtype: Quantity | None = None
         self.losses: list[float] = []
         self.parameters: dict[int, float] = {}
         self.judged: list[Judged] = []
         self._at_first = self._at_bits = 0
 
-    def judged_as(self, judgement: Judgement | None) -> Judged | None:
-        """The entry of `judged` that a first judgement is in."""
+    def entry_for(self, judgement: Judgement | None) -> Judged | None:
+        """The entry of `judged` for a judgement."""
         if judgement is None:
             return None
         if judgement is self.first:
@@ -45,10 +46,10 @@ class Findings:
         return next(same, None)
 
     def add(self, group: list[Judgement], quantities: list[Quantity]) -> None:
-        """Take in a group of judgements.
+        """Add the judgements of a group.
 
         Args:
-            quantities: what was judged, with all elements.
+            quantities: the judged quantities, with all elements.
         """
         worst = max(group, key=lambda judgement: (judgement.beyond, judgement.difference))
         q = worst.quantity
@@ -56,7 +57,7 @@ class Findings:
         known = q.bound != math.inf or worst.one_sided
         used = worst.used if known else None
         equal = all(judgement.equal for judgement in group)
-        # Names repeat at every step: one object each, as there may be millions of these.
+        # Interned because names repeat at every step and there may be millions of entries.
         name = sys.intern(q.name)
         self.judged.append(Judged(step, phase, q.event, q.unit, name, worst.difference, used, worst.beyond, equal))
         if self.in_bits is None and not equal:
@@ -83,6 +84,6 @@ class Findings:
         if q.kind == FORWARD:
             self.losses.append(worst.difference)
         elif phase == UPDATE:
-            # A zero-gradient parameter, bounded by inf, says nothing unless it is not finite on one side.
+            # A zero-gradient parameter (bound inf) counts only if it is not finite on one side.
             apart = max(judgement.whole for judgement in group)
             self.parameters[step] = max(self.parameters.get(step, 0.0), apart if known else 0.0)

@@ -1,7 +1,7 @@
-"""Parts of a run that compute in a narrower dtype than the run's own, as norms of many models do.
+"""Detects parts of a run that compute in a narrower dtype than the run, as the norms of many models do.
 
-From there on, everything carries the rounding of that dtype, and a bound for the run's own dtype says nothing. Many modules cast
-back before they return, so the dtype of an output does not tell; its values do: each is one that the narrower dtype has.
+From such a part on, all quantities carry the rounding of the narrower dtype, so the bound of the run's dtype does not apply. Many
+modules cast back before they return, so the narrower dtype shows in the values of an output, not in its dtype.
 """
 
 from dataclasses import dataclass, replace
@@ -13,18 +13,19 @@ from crossframe.verdict.measure.bounds import Bounds, bounds_for
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
 _NARROW = "float32"
-# A float64 value drawn at random is one of float32 once in 2^29, so that eight of them, four a side, are no coincidence.
+# A random float64 value is representable in float32 with probability 2^-29, so eight of them (four on each side) are no
+# coincidence.
 _LEAST_DIFFERING = 4
 
 
 @dataclass(frozen=True)
 class Island:
-    """Where a run begins to carry the rounding of a narrower dtype.
+    """The first activation with the rounding of a narrower dtype.
 
     Attributes:
-        name: of the activation, as `Quantity.name` has it.
-        dtype: the narrower one.
-        own: the run's.
+        name: the `Quantity.name` of the activation.
+        dtype: the narrower dtype.
+        own: the dtype of the run.
     """
 
     name: str
@@ -33,27 +34,26 @@ class Island:
 
     @property
     def bounds(self) -> Bounds:
-        """What rounding may reach from there on."""
+        """The bounds that apply from this activation on."""
         return bounds_for(self.dtype)
 
     def judged(self, quantity: Quantity) -> Quantity:
-        """The quantity with the bound of the narrower dtype; what only moves, or is not bounded, stays."""
+        """The quantity with the bound of the narrower dtype; unchanged if it must be bitwise equal or is not bounded."""
         if quantity.bound is None or quantity.bound == np.inf:
             return quantity
         wider = quantity.bound * unit_roundoff(self.dtype) / unit_roundoff(self.own)
         return replace(quantity, bound=min(wider, self.bounds.parameter))
 
-    def in_words(self) -> str:
-        """What is computed in which dtype."""
+    def describe(self) -> str:
+        """The activation and both dtypes, as a clause."""
         return f"the {self.name} is computed in {self.dtype}, in a run in {self.own}"
 
 
 def island_at(group: list[Quantity], dtype: str) -> Island | None:
-    """The island that begins at a group of quantities of a run in `dtype`; None if none does.
+    """The island that begins at a group of quantities of a run in `dtype`, or None.
 
-    It begins in a float64 run at an activation that differs, where each differing element is a float32 value on both sides. Of a
-    sketch nothing is known. Values that bfloat16 or float16 has too, such as the zeros and ones of a mask, do not count: they
-    say nothing about how they were computed.
+    An island begins in a float64 run at a differing activation if all differing elements are float32 values on both sides, but
+    not all are values of bfloat16 or float16, such as the zeros and ones of a mask. Sketches cannot show an island.
     """
     if dtype != "float64" or group[0].kind != ACTIVATION or any(quantity.sketched for quantity in group):
         return None
@@ -62,7 +62,7 @@ def island_at(group: list[Quantity], dtype: str) -> Island | None:
 
 
 def _is_narrow(quantity: Quantity) -> bool | None:
-    """Whether the elements that differ are float32 values, and not all of a narrower dtype; None if too few differ to tell."""
+    """Whether the differing elements are float32 values, not all of an even narrower dtype; None if too few elements differ."""
     a, b = quantity.a.reshape(-1).astype(np.float64), quantity.b.reshape(-1).astype(np.float64)
     differ = a != b
     if differ.sum() < _LEAST_DIFFERING:

@@ -1,16 +1,16 @@
-"""What a comparison can come to."""
+"""The possible verdicts."""
 
 from collections.abc import Iterable
 from enum import Enum
 
 
 class Verdict(Enum):
-    """The answer for a pair of recordings, or for several.
+    """The verdict on one or several pairs of recordings.
 
-    EQUAL: every bit that was compared. ROUNDING: they differ, within what rounding can do. BUG: something differs that
-    rounding cannot have caused. DIFFERENT: two runs of the same program differ in bits, within what rounding can do or where no
-    bound is known: something was computed in another way (`crossframe.verdict.bits`). INCONCLUSIVE: what was recorded cannot
-    tell. INCOMPARABLE: two different runs.
+    EQUAL: all compared values are bitwise equal. ROUNDING: all differences are within the bounds of rounding. BUG: a difference
+    cannot be caused by rounding. DIFFERENT: two runs of the same program differ in bits, within the bounds or where no bound is
+    known, so something was computed differently (`crossframe.verdict.bits`). INCONCLUSIVE: the recordings do not decide.
+    INCOMPARABLE: two different runs.
     """
 
     EQUAL = "equal"
@@ -22,8 +22,8 @@ class Verdict(Enum):
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a command that found this: 0 the runs agree, 1 a bug, 3 undecided, 4 different runs, 5 a
-        different computation. A command exits with 2 if it was used wrongly."""
+        """The exit status of a command with this verdict: 0 the runs agree, 1 a bug, 3 inconclusive, 4 incomparable, 5 a
+        different computation. Status 2 is a usage error."""
         return _EXIT_STATUS[self]
 
 
@@ -39,7 +39,7 @@ _GRAVITY = (Verdict.BUG, Verdict.INCOMPARABLE, Verdict.DIFFERENT, Verdict.INCONC
 
 
 def overall(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict on several pairs: the gravest of them. Of no pair at all nothing is known.
+    """The verdict on several pairs: the gravest one, or INCONCLUSIVE if there are none.
 
     >>> overall([Verdict.EQUAL, Verdict.ROUNDING]), overall([Verdict.BUG, Verdict.INCOMPARABLE]), overall([])
     (<Verdict.ROUNDING: 'rounding'>, <Verdict.BUG: 'bug'>, <Verdict.INCONCLUSIVE: 'inconclusive'>)

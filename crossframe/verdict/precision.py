@@ -1,26 +1,27 @@
-"""Pairs of runs of which one rounds more: float32 against bfloat16 parameters, autocast or mixed precision.
+"""Bounds for pairs of runs with different precision: float32 against bfloat16 parameters, autocast or mixed precision.
 
 With u the unit roundoff of the coarser dtype, the coarser run differs from the finer one by
 
-- casts of values. A value that is cast to nearest moves by at most u of itself, so norm(cast(x) - x) <= u * norm(x). Initial
-  parameters are equal in every bit after the cast.
-- rounding of results. To nearest it errs by 1/sqrt(12) = 0.29 units in the last place, root mean square. Perturbed runs of the
-  coarser run move each result by a unit up, down or not at all, 0.82 units: their spread s covers it, with the factor of
-  `crossframe.verdict.envelope`. Perturbed runs of the finer run say nothing about the coarser one, and are not used.
-- casts of parameters. Perturbed runs cast them to the same values. For one sample the effect of a cast is about that of rounding
-  a result, 0.29 / 0.82 of what perturbed runs do, and more where terms cancel: it is taken to be at most s. But the rounding of
-  n samples differs, and their mean averages it to 1/sqrt(n) of that, while the cast is common to all. So in losses, in gradients
-  and in what follows from these, casts reach at most sqrt(n) * s.
-- a reduction between R ranks in the coarser dtype, which perturbed runs do not move: R roundings of sums of R gradients, each
-  at most sqrt(R) times as large as the mean, if they have nothing in common.
+- casts of values. A cast to nearest changes a value by at most u relative to it, so norm(cast(x) - x) <= u * norm(x). Initial
+  parameters are bitwise equal after the cast.
+- rounding of results. Rounding to nearest has a root mean square error of 1/sqrt(12) = 0.29 units in the last place. Perturbed
+  runs of the coarser run move each result by one unit up, down or not at all, 0.82 units: their spread s covers the rounding,
+  with the factor of `crossframe.verdict.envelope`. Perturbed runs of the finer run do not apply to the coarser one and are not
+  used.
+- casts of parameters. Perturbed runs cast parameters to the same values. For one sample, the effect of a cast is about that of
+  rounding a result, 0.29 / 0.82 of the perturbation, and larger where terms cancel: s is used as its bound. The rounding of n
+  samples is independent, so their mean averages it to 1/sqrt(n), while the cast is common to all samples. So for losses,
+  gradients and quantities that depend on them, the effect of casts is at most sqrt(n) * s.
+- a reduction between R ranks in the coarser dtype, which perturbed runs do not change: R roundings of sums of R gradients, each
+  at most sqrt(R) times as large as the mean, if they are uncorrelated.
 
-The limit is the sum of these: factor * s + sqrt(n) * s + u * norm(x), and R**1.5 * u * norm(x) for a reduction.
+The limit is the sum: factor * s + sqrt(n) * s + u * norm(x), and R**1.5 * u * norm(x) for a reduction.
 
-Directions that averages over samples show are not tested: casts of parameters have them. Those of a function whose input and
-output are recorded are tested, with u for the cast of its weight.
+Directions that are averages over samples are not tested because casts of parameters have a direction. Directions of functions
+whose input and output are recorded are tested, with u for the cast of the weight.
 
-A decision, such as which expert gets a sample, may fall otherwise. Where a parameter has a gradient of zero at a step and not at
-all steps, it was not used there, and nothing is said about it.
+A discrete decision, such as the expert of a sample, can differ. A parameter whose gradient is zero at one step but not at all
+steps was not used at that step and is not judged there.
 """
 
 import math
@@ -33,7 +34,7 @@ from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
 
 class Implied:
-    """What the coarser dtype of a pair implies, beside the spread of perturbed runs."""
+    """The bounds that the coarser dtype of a pair adds to the spread of perturbed runs."""
 
     def __init__(self, pair: Pair) -> None:
         assert pair.coarser is not None
@@ -41,14 +42,14 @@ class Implied:
         self.unit_roundoff = unit_roundoff(pair.dtype)
 
     def times_spread(self, quantity: Quantity) -> float:
-        """How many times the spread casts of parameters may reach."""
+        """The effect of casts of parameters, as a multiple of the spread."""
         if quantity.kind == ACTIVATION:
             return 1.0
         accumulated = self._run.manifest.settings.get("accumulate") or 1
         return math.sqrt(self._pair.terms * accumulated * self._run.manifest.world_size)
 
     def casts(self, quantity: Quantity) -> float:
-        """How far casts of the quantity itself may move it, and its reduction."""
+        """The bound on the effect of casting the quantity itself, and of its reduction."""
         assert self._pair.coarser is not None
         size = quantity.norms[1 - self._pair.coarser]
         first, second = quantity.dtypes
@@ -63,7 +64,7 @@ class Implied:
         return ranks * math.sqrt(ranks) * unit_roundoff(reduces_in(self._run)) if ranks > 1 else 0.0
 
     def unused(self, quantity: Quantity) -> bool:
-        """Whether either run did not use a parameter at this step that it uses at others."""
+        """Whether either run did not use the parameter at this step, but does at other steps."""
         if quantity.kind not in (BACKWARD, REDUCE, STATE, UPDATE):
             return False
         step, name = quantity.step, quantity.parameter
@@ -74,14 +75,14 @@ class Implied:
 
 
 def reduces_in(recording: Recording) -> str:
-    """The dtype in which a recording reduces gradients, where it says so; else that in which it computes."""
+    """The dtype in which a recording reduces gradients, or its compute dtype if not stated."""
     settings = recording.manifest.settings
     stated = settings.get("reduce_dtype") or settings.get("param_dtype")
     return stated if stated in FLOATING else recording.manifest.dtype
 
 
-def precisions_in_words(pair: Pair, names: tuple[str, str]) -> str:
-    """In which dtype each side computes, stores and reduces."""
+def describe_precisions(pair: Pair, names: tuple[str, str]) -> str:
+    """The dtypes in which each side computes, stores parameters and reduces, as a clause."""
     said = []
     for name, recording in zip(names, (pair.a, pair.b), strict=True):
         computes, stored = recording.manifest.dtype, coarser(*(p.dtype for p in recording.manifest.params.values()))

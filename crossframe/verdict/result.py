@@ -1,4 +1,4 @@
-"""What a comparison returns."""
+"""The result of a comparison."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from crossframe.verdict.measure.locate import Divergence
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What became of a group of quantities, the same thing on several ranks: that of the worst.
+    """The worst judgement of a group: the same quantity on several ranks.
 
     Attributes:
-        name: parameter, "input of MODULE", "exp_avg of PARAMETER"; "" of a loss and of a norm.
-        difference: relative.
-        used: how much of what rounding may reach it is; more than 1 is outside. None where nothing is known of that; inf where
-            bits are asked for, and differ.
+        name: parameter, "input of MODULE", "exp_avg of PARAMETER"; "" for a loss or a norm.
+        difference: relative difference.
+        used: the difference as a share of its bound; more than 1 is outside. None without a bound; inf if bitwise equality is
+            required and violated.
     """
 
     step: int
@@ -33,32 +33,30 @@ class Judged:
 
 @dataclass(frozen=True)
 class PairVerdict:
-    """What a comparison found.
+    """The result of comparing two recordings.
 
     Attributes:
-        a, b: what the recordings are called (`labels`).
-        world_size: of both, or (of a, of b) where they differ.
-        steps: how many steps were compared.
-        max_relative_loss_difference: over steps and ranks; inf where only one side is finite; None if not compared.
+        a, b: names of the recordings (`labels`).
+        world_size: of both recordings, or (of a, of b) if they differ.
+        steps: number of compared steps.
+        max_relative_loss_difference: over steps and ranks; inf if only one side is finite; None if not compared.
         max_relative_parameter_difference: over recorded steps and parameters, without `zero_gradient_parameters`.
-        zero_gradient_parameters: what differs for no reason (`crossframe.verdict.measure.zero_gradient`).
-        first_divergence: the first quantity outside its bound, None where there is none.
-        reason: the verdict's ground, in a sentence.
-        loss_differences: the largest over ranks, a step.
-        parameter_differences: (step, the largest over parameters), a recorded step.
-        envelope_used: how much of what perturbed runs allow was used up where it was most; more than 1 is outside. None without
+        zero_gradient_parameters: parameters whose gradient is only rounding (`crossframe.verdict.measure.zero_gradient`).
+        first_divergence: the first quantity outside its bound, or None.
+        reason: the reason for the verdict, as a sentence.
+        loss_differences: per step, the largest over ranks.
+        parameter_differences: per recorded step, (step, the largest over parameters).
+        envelope_used: the largest share of its limit that any quantity uses; more than 1 is outside. None without perturbed runs.
+        judged_share: the share of all updated elements that could be judged (`crossframe.verdict.envelope`). None without
             perturbed runs.
-        judged_share: which part of all updated elements could be judged (`crossframe.verdict.envelope`). None without perturbed
-            runs.
-        judged: everything that was compared, causes first.
-        diagnosis: what the first divergence looks like; None where nothing known does.
-        settings: what the two state differently (`crossframe.verdict.measure.comparable.differing_settings`), a sentence each.
-        notes: what else is not alike and makes no difference: samples in another order, gradients recorded before clipping and
-            after it; a sentence each.
-        parted: the judgement of the quantity that `first_divergence` is in.
-        directions: tests of direction inside the spread of perturbed runs; None where there were none.
-        bits: what the first quantity that differs in bits says, or why bits are no evidence, in a clause; None where all bits are
-            equal.
+        judged: all compared quantities in causal order.
+        diagnosis: the hypothesis that explains the first divergence, or None.
+        settings: differing settings (`crossframe.verdict.measure.comparable.differing_settings`), one sentence each.
+        notes: differences that do not affect the comparison, such as reordered samples, or gradients recorded before clipping on
+            one side and after it on the other; one sentence each.
+        parted: the entry of `judged` for `first_divergence`.
+        directions: the tests of direction within the spread of perturbed runs; None if there were none.
+        bits: the first bitwise difference, and why it is not evidence if so, as a clause; None if all bits are equal.
     """
 
     a: str
@@ -85,7 +83,7 @@ class PairVerdict:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict:
-        """The verdict as a JSON object. A difference that is not finite, or was not taken, is null."""
+        """The verdict as a JSON object. A difference that is not finite or was not computed is null."""
         worlds = self.world_size
         return {
             "a": self.a,

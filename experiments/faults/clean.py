@@ -19,7 +19,7 @@ from rich.console import Console
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.envelope import FALSE_ALARMS
+from crossframe.verdict.envelope import FALSE_POSITIVE_RATE
 from experiments.faults.catalogue.fault import ALL_DTYPES, JAX, TORCH
 from experiments.faults.judging import loss_differs, parameters_close, place_of
 from experiments.faults.run import TWINS, Recorders
@@ -231,10 +231,10 @@ def _text(done: Sequence[Pair], seconds: float) -> str:
     lines = [
         "# Pairs of right runs",
         "",
-        f"{len(done)} pairs in {seconds / 60:.0f} minutes: {len(false)} called a bug. Stated is a rate of {FALSE_ALARMS:g} a "
-        f"comparison by perturbed runs: {FALSE_ALARMS * len(measured):.2f} of these {len(measured)} pairs. The last two columns "
-        "say of how many pairs final parameters are too far apart for torch.testing.assert_close, and of how many a loss differs "
-        "by more than a hundredth. By sketches of everything large the verdict is the same of "
+        f"{len(done)} pairs in {seconds / 60:.0f} minutes: {len(false)} called a bug. The false-positive rate of a comparison "
+        f"with perturbed runs is {FALSE_POSITIVE_RATE:g}: {FALSE_POSITIVE_RATE * len(measured):.2f} of {len(measured)} pairs. "
+        "The last two columns count the pairs whose final parameters fail torch.testing.assert_close, and those with a loss that "
+        "differs by more than 1 %. With sketches of all large tensors, the verdict is the same for "
         f"{sum(pair.sketched == pair.verdict for pair in done)} pairs.",
         "",
         "| " + " | ".join(HEAD) + " |",

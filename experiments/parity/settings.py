@@ -15,10 +15,10 @@ from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Manifest, Schedule
 from crossframe.recording.known_settings import COMMAND, PER_RANK, TRAIN
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.program import PROGRAM
 from crossframe.recording.schedule import window_arguments
-from crossframe.recording.twins import moved
+from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.shown import shown
 from crossframe.strategy import Strategy
 from experiments.data import Batch
@@ -60,7 +60,7 @@ class RunSettings:
         device: "cpu", "cuda", or "auto": GPUs if there are enough, otherwise the CPU.
         fault: name of a fault to put in on purpose (`experiments.faults.catalogue`), or "".
         dtype: in which it computes. In bfloat16 parameters are stored, and gradients reduced, in float32 (R33).
-        twin: 0, or which perturbed run of the run this is: the same but for its rounding (`crossframe.recording.twins`).
+        twin: 0, or which perturbed run of the run this is: the same but for its rounding (`crossframe.recording.perturbed_runs`).
         dense: so many steps at the beginning are recorded in full.
         windows: (start, stop) of further steps that are.
         resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.train.resume`); None: it
@@ -150,7 +150,7 @@ class RunSettings:
     def initial_params(self) -> dict[str, np.ndarray]:
         """Initial values by canonical name; a perturbed run's are a unit in the last place away."""
         values = self.definition.initial_params(self.seed, self.stored_dtype)
-        return {name: moved(name, value, self.twin) for name, value in values.items()}
+        return {name: perturbed_values(name, value, self.twin) for name, value in values.items()}
 
     def batch(self, step: int, rank: int) -> Batch:
         """What a rank is fed at a step, all microbatches of it."""
@@ -207,7 +207,7 @@ class RunSettings:
             UsageError: a number of perturbed runs that says nothing.
         """
         check_perturbed_runs(twins)
-        others = [(replace(self, twin=i), output / twin_folder(i)) for i in range(1, twins + 1)]
+        others = [(replace(self, twin=i), output / perturbed_run_folder(i)) for i in range(1, twins + 1)]
         return [(self, output), *others]
 
     def arguments(self, framework: str) -> list[str]:

@@ -12,7 +12,7 @@ from crossframe.errors import UsageError
 from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.names import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
-from crossframe.recording.twins import moved
+from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.units import enclosing_unit
 from jax_backend.recorder._grid import Grid
 from jax_backend.state._optimizer_state import counts_of, fields_in_torch
@@ -68,12 +68,11 @@ class OfArrays:
         return slots, {self.param_map.by_path[path].name: count for path, count in found.counts.items()}
 
     def moved(self, params: Any, twin: int) -> Any:
-        """The parameters as a perturbed run of the run begins with them (`crossframe.recording.twins`), where they lie."""
-
+        """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`), with the same shardings."""
         leaves, found = leaves_by_path(params), {}
         for entry in self.param_map.entries:
             values = entry.to_canonical(*(_whole(leaves[path]) for path in entry.paths))
-            values = moved(entry.name, values, twin)
+            values = perturbed_values(entry.name, values, twin)
             found |= {path: placed_like(leaves[path], entry.from_canonical(values, path)) for path in entry.paths}
         return jax.tree.unflatten(jax.tree.structure(params), [found[path] for path in leaves])
 

@@ -15,7 +15,7 @@ import jax
 from crossframe.errors import RecordingError
 from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.program import PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy
@@ -47,7 +47,7 @@ class About:
 
 def place_of(directory: str | Path, twin: int) -> Path:
     """Where a run, or one of its perturbed runs, is recorded."""
-    return Path(directory, twin_folder(twin)) if twin else Path(directory)
+    return Path(directory, perturbed_run_folder(twin)) if twin else Path(directory)
 
 
 def check_directory(path: Path, overwrite: bool) -> None:

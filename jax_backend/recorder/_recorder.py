@@ -18,7 +18,7 @@ from crossframe.operators import Request
 from crossframe.recording import Batch, Schedule
 from crossframe.recording.batches import digest_of, row_ids
 from crossframe.recording.known_settings import LOSSES, MEAN
-from crossframe.recording.twins import twin_number
+from crossframe.recording.perturbed_runs import perturbed_run_number
 from crossframe.trace import Event
 from jax_backend.engine._value_and_grad import Result, value_and_grad
 from jax_backend.other_rounding import other_rounding
@@ -96,9 +96,9 @@ class Recorder:
             last dim where torch has them in dim 1; all others then lie as in torch. None: convolutions of the map have them last,
             and of other images the shapes of both recordings tell when they are compared. To be given only where those fit both
             ways, as of 8 channels of 8 x 8, and values do not tell either.
-        twin: 0, or which perturbed run of the run this is (`crossframe.recording.twins`): `recorder.params` are one unit in the
-            last place away, what is wrapped rounds otherwise, and it lies inside the run's own recording. None: as the
-            environment variable CROSSFRAME_TWIN says.
+        twin: number of the perturbed run (`crossframe.recording.perturbed_runs`), or 0 for the original run. A perturbed run
+            starts with `recorder.params` one unit in the last place away, and wrapped functions round differently. Its recording
+            is a folder inside the original run's recording. None: the environment variable CROSSFRAME_TWIN, else 0.
         overwrite: replace a recording that is there.
         name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is that in which the run computes;
             None: that of most parameters. `settings` is JSON, such as {"optimizer": "AdamW", "weight_decay": 0.1}.
@@ -146,7 +146,7 @@ class Recorder:
             self._source: OfArrays | OfShards = OfShards(params)
         else:
             self._source = OfArrays(params, mesh, param_map, units)
-        self.twin, self._overwrite, self._samples = twin_number(twin), overwrite, samples
+        self.twin, self._overwrite, self._samples = perturbed_run_number(twin), overwrite, samples
         self._channels_last = check_channels_last(channels_last)
         self._path = place_of(directory, self.twin)
         schedule = Schedule(dense, every, tuple(windows))

@@ -11,7 +11,7 @@ from crossframe.checkpoint import state_layout
 from crossframe.layout import Layout, PerParamLayout, Piece
 from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec
-from crossframe.recording.twins import moved
+from crossframe.recording.perturbed_runs import perturbed_values
 from jax_backend.mesh._device_mesh import mesh_spec
 from jax_backend.optimizer._sharded_optimizer import true_shape
 from jax_backend.recorder._arrays import Pieces, slot_name, state_by_path
@@ -101,13 +101,13 @@ class OfShards:
         return {rank: whole[cut] for rank, whole in self.grid.copies(leaf).items()}
 
     def moved(self, params: ShardedParams, twin: int) -> ShardedParams:
-        """The parameters as a perturbed run of the run begins with them (`crossframe.recording.twins`)."""
+        """The parameters as a perturbed run of the run begins with them (`crossframe.recording.perturbed_runs`)."""
         leaves, changed = leaves_by_path(full := unshard(params)), {}
         for name, bucket in self.tree.bucket_of.items():
             entry, called = self.tree.param_map.by_name[name], _names(bucket, name)
             arrays = [np.asarray(leaves[path]) for path in entry.paths]
             layers = [arrays] if bucket.num_layers is None else list(zip(*arrays, strict=True))
-            made = [moved(own, entry.to_canonical(*parts), twin) for own, parts in zip(called, layers, strict=True)]
+            made = [perturbed_values(own, entry.to_canonical(*parts), twin) for own, parts in zip(called, layers, strict=True)]
             for path in entry.paths:
                 parts = [entry.from_canonical(each, path) for each in made]
                 changed[path] = parts[0] if bucket.num_layers is None else np.stack(parts)

@@ -15,9 +15,9 @@ from crossframe.names import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND, GROUPS, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
+from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.recording.program import PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
-from crossframe.recording.twins import moved
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.recorder.model import ModelView
@@ -33,7 +33,9 @@ def move(view: ModelView, twin: int) -> None:
         here = held.of(held.param)
         if here.numel():
             values = to_numpy(here)
-            away = torch.from_numpy(moved(held.name, values, twin, held.start).view(_carrier(values.itemsize)))
+            away = torch.from_numpy(
+                perturbed_values(held.name, values, twin, held.start).view(_carrier(values.itemsize))
+            )
             here.copy_(away.view(here.dtype).to(here.device))
 
 

@@ -14,8 +14,8 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, Schedule
 from crossframe.recording.batches import digest_of, row_ids
-from crossframe.recording.lines import twin_folder
-from crossframe.recording.twins import twin_number
+from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.perturbed_runs import perturbed_run_number
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._inputs import tensors_in
 from torch_backend.other_rounding import OtherRounding
@@ -72,9 +72,9 @@ class Recorder(Sink, Listener):
         detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes a tensor), or "auto": sketches of a model of more
             than a million parameters.
         steps: how many the loop will take, if that is known; the last one is then recorded too.
-        twin: 0, or which perturbed run of the run this is (`crossframe.recording.twins`): it begins one unit in the last place
-            away, it rounds otherwise, and it lies inside the run's own recording. None: as the environment variable
-            CROSSFRAME_TWIN says.
+        twin: number of the perturbed run (`crossframe.recording.perturbed_runs`), or 0 for the original run. A perturbed run
+            starts one unit in the last place away and rounds differently. Its recording is a folder inside the original run's
+            recording. None: the environment variable CROSSFRAME_TWIN, else 0.
         overwrite: replace a recording that is there.
         name: of the model. None: that of its class.
         seed, settings: for the manifest: where initial values and batches come from, and whatever else is worth knowing.
@@ -112,8 +112,10 @@ class Recorder(Sink, Listener):
         if detail not in ("auto", "full", "sketch"):
             raise UsageError(f"Recorder: detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
         self._model, self._units, self._overwrite, self._manifest = model, units, overwrite, manifest
-        self._twin = twin_number(twin)
-        self._path = Path(directory, twin_folder(self._twin)) if self._twin and manifest is None else Path(directory)
+        self._twin = perturbed_run_number(twin)
+        self._path = (
+            Path(directory, perturbed_run_folder(self._twin)) if self._twin and manifest is None else Path(directory)
+        )
         self._options: dict[str, Any] = {
             "schedule": Schedule(dense, every, tuple(windows)),
             "detail": detail,

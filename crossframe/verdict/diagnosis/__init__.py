@@ -1,8 +1,8 @@
 """What a difference looks like: hypotheses that predict one side from what was recorded, and the one that fits.
 
-One file a family: `factors`, `moved`, `reduction`, `tied`, `forward`, `rules` with `departures` and `moments`, and `batches` know
-numbers alone; `of_values`, `of_ranks`, `of_modules` and `of_optimizer` put to them what two recordings hold (`case`). When a fit
-is believed, and which one is reported: `fit`.
+One file a family: `factors`, `moved`, `reduction`, `tied`, `forward`, `rules` with `update_deviations` and `moments`, and
+`batches` know numbers alone; `of_values`, `of_ranks`, `of_modules` and `of_optimizer` put to them what two recordings hold
+(`case`). When a fit is accepted, and which one is reported: `fit`.
 """
 
 from crossframe.verdict.diagnosis.diagnose import (

@@ -29,7 +29,7 @@ class Other:
     same_samples: bool = False
 
 
-def other_batches(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
+def batch_difference(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
     """How the batches of two runs differ, by digests and sample ids; None where they do not.
 
     Args:

@@ -14,7 +14,7 @@ from crossframe.verdict.diagnosis.fit import Contrast
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.measure.sides import Side, activation_name, of_activation, on_rank, put_together
+from crossframe.verdict.measure.values import Side, activation_name, activation_values, assemble, rank_values
 
 At = tuple[int, str, str]
 """An activation: (microbatch, module, use)."""
@@ -38,7 +38,7 @@ class Case:
     names: tuple[str, str]
     replicas: tuple[int, int]
     limit: float
-    turned: bool = False
+    swapped: bool = False
     start: int | None = None
     stop: int | None = None
 
@@ -65,7 +65,7 @@ class Case:
     @cached_property
     def both(self) -> Contrast:
         """Both sides, all elements."""
-        a, b = (self.quantity.b, self.quantity.a) if self.turned else (self.quantity.a, self.quantity.b)
+        a, b = (self.quantity.b, self.quantity.a) if self.swapped else (self.quantity.a, self.quantity.b)
         return Contrast.of(a, b, self.limit)
 
     @cached_property
@@ -78,7 +78,7 @@ class Case:
         array = np.asarray(array, np.float64)
         return array if self.start is None else array.reshape(-1)[self.start : self.stop]
 
-    def turn(self) -> "Case":
+    def swap(self) -> "Case":
         """The other recording taken to be right."""
         return replace(
             self,
@@ -86,7 +86,7 @@ class Case:
             wrong=self.right,
             names=self.names[::-1],
             replicas=self.replicas[::-1],
-            turned=not self.turned,
+            swapped=not self.swapped,
         )
 
     def within(self, start: int, stop: int) -> "Case":
@@ -103,20 +103,20 @@ class Case:
         """A parameter, or what has its shape, put together from shards: elements, or sums where sketches are compared."""
         if step < 0 or step >= recording.num_steps or not recording.has(phase, step, name, use=slot):
             return None
-        return self._values(name, put_together(recording, phase, step, name, slot, self.replica_of(recording)))
+        return self._values(name, assemble(recording, phase, step, name, slot, self.replica_of(recording)))
 
     def own(self, recording: Recording, phase: str, step: int, rank: int, name: str) -> np.ndarray | None:
         """What one rank holds of a parameter in full."""
         if step < 0 or step >= recording.num_steps or not recording.has(phase, step, name, rank):
             return None
-        return self._values(name, on_rank(recording, phase, step, rank, name))
+        return self._values(name, rank_values(recording, phase, step, rank, name))
 
     def activation(self, recording: Recording, step: int, at: At) -> np.ndarray | None:
         """What a module was given or gave on the rank of the quantity."""
         rank = self.quantity.rank
         if rank is None or not 0 <= step < recording.num_steps or at not in recording.activations(step):
             return None
-        return self._values(activation_name(at), of_activation(recording, step, rank, at))
+        return self._values(activation_name(at), activation_values(recording, step, rank, at))
 
     def _values(self, name: str, side: Side) -> np.ndarray | None:
         return side.sketched(name).sums if self.quantity.sketched else side.elements
@@ -146,7 +146,7 @@ class Case:
         ranks = range(recording.manifest.world_size)
         if self.step >= recording.num_steps or not recording.has(BACKWARD, self.step, name):
             return None
-        found = [self._values(name, on_rank(recording, BACKWARD, self.step, rank, name)) for rank in ranks]
+        found = [self._values(name, rank_values(recording, BACKWARD, self.step, rank, name)) for rank in ranks]
         grads = [grad for grad in found if grad is not None and np.isfinite(grad.astype(np.float64)).all()]
         return grads if len(grads) == len(found) else None
 

@@ -9,8 +9,14 @@ from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.lines import FORWARD
-from crossframe.verdict.diagnosis import of_counts, of_layers, of_modules, of_optimizer, of_values
-from crossframe.verdict.diagnosis.batches import Other, fed_to, other_batches
+from crossframe.verdict.diagnosis import (
+    count_hypotheses,
+    layer_hypotheses,
+    module_hypotheses,
+    optimizer_hypotheses,
+    value_hypotheses,
+)
+from crossframe.verdict.diagnosis.batches import Other, batch_difference, fed_to
 from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.fit import SIGNATURES, Fit, best
 from crossframe.verdict.measure.bounds import bounds_for
@@ -73,14 +79,14 @@ def _diagnose(pair: Pair, judgement: Judgement, where: Divergence, limit: Limit)
 
 
 def _fits(case: Case) -> Iterator[Fit]:
-    """All hypotheses that are believed, with either side taken to be right."""
+    """All hypotheses that are accepted, with either side taken to be right."""
     if case.quantity.sketched:
-        hypotheses = of_values.LINEAR
+        hypotheses = value_hypotheses.LINEAR
     elif case.quantity.kind == ACTIVATION:
-        hypotheses = (*of_layers.ALL, *of_modules.ALL, *of_values.ALL)
+        hypotheses = (*layer_hypotheses.ALL, *module_hypotheses.ALL, *value_hypotheses.ALL)
     else:
-        hypotheses = (*of_counts.ALL, *of_optimizer.ALL, *of_values.ALL)
-    for either in (case,) if case.quantity.within else (case, case.turn()):
+        hypotheses = (*count_hypotheses.ALL, *optimizer_hypotheses.ALL, *value_hypotheses.ALL)
+    for either in (case,) if case.quantity.within else (case, case.swap()):
         for hypothesis in hypotheses:
             yield from hypothesis(either)
 
@@ -107,7 +113,7 @@ def _in_others(pair: Pair, case: Case, fit: Fit, limit: Limit) -> str:
         if not np.isfinite(other.sides.difference) or other.sides.difference <= other.limit:
             continue
         differ += 1
-        agree += any(each.signature == fit.signature and each.story.same(fit.story) for each in _fits(other))
+        agree += any(each.signature == fit.signature and each.claim.same(fit.claim) for each in _fits(other))
     if not differ:
         return "; no other parameter differs there"
     return f"; the same is found in {agree} of {differ} other parameters that differ there"
@@ -118,7 +124,7 @@ def follows_optimizer(pair: Pair, quantity: Quantity) -> bool:
     if quantity.within:
         return False
     with np.errstate(all="ignore"):
-        return of_optimizer.follows(case_of(pair, quantity, lambda _: 0.0))
+        return optimizer_hypotheses.follows(case_of(pair, quantity, lambda _: 0.0))
 
 
 def needs_full_tensors(judgement: Judgement) -> str | None:
@@ -138,7 +144,7 @@ def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
         fed = fed_to(a, num_steps), fed_to(b, num_steps)
     except (KeyError, RecordingError):
         return None
-    found = other_batches(*fed, labels(a, b))
+    found = batch_difference(*fed, labels(a, b))
     if found is None:
         return None
     told = _inputs_or_labels(a, b, found) if found.same_samples else ""

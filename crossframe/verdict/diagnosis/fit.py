@@ -1,14 +1,14 @@
-"""When a hypothesis about a difference is believed.
+"""When a hypothesis about a difference is accepted.
 
 A hypothesis predicts one side of a quantity from what was recorded. What it does not explain, norm(side - prediction), is its
-*rest*. It is believed where the rest is
+*rest*. It is accepted where the rest is
 
 - no more than rounding may leave: the *limit* of the quantity (what norm(a - b) reaches between two right sides), or the *error*
   of the prediction itself, which each hypothesis derives from the operations that it repeats; and
 - at most half of the difference that it is to explain, so that a difference that is barely beyond its limit is not put down to
   whatever is near.
 
-A hypothesis without a constant of its own that is believed by its own error has repeated the very arithmetic: a more specific one
+A hypothesis without a constant of its own that is accepted by its own error has repeated the very arithmetic: a more specific one
 then goes before a more general one. Otherwise the smaller rest decides.
 """
 
@@ -47,7 +47,7 @@ SIGNATURES = (
 )
 """Every signature, the more specific first."""
 PLAIN = "factor"
-"""The story of a quantity that is a multiple of the other as a whole."""
+"""The claim of a quantity that is a multiple of the other as a whole."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Contrast:
         """norm(right - wrong)."""
         return distance(self.right, self.wrong)
 
-    def turned(self) -> "Contrast":
+    def swapped(self) -> "Contrast":
         """The other way round."""
         return Contrast(self.wrong, self.right, self.limit, self.roundoff)
 
@@ -94,10 +94,10 @@ class Contrast:
         return distance(self.wrong, predicted)
 
 
-def believed(rest: float, difference: float, tolerance: float) -> bool:
+def accepted(rest: float, difference: float, tolerance: float) -> bool:
     """Whether so small a rest speaks for what left it.
 
-    >>> believed(1e-9, 1.0, 1e-8), believed(0.9, 1.0, 2.0), believed(0.0, 0.0, 1.0)
+    >>> accepted(1e-9, 1.0, 1e-8), accepted(0.9, 1.0, 2.0), accepted(0.0, 0.0, 1.0)
     (True, False, False)
     """
     return rest <= tolerance and 2 * rest <= difference and difference > 0
@@ -119,18 +119,18 @@ def roundoff_of(array: np.ndarray) -> float:
     return unit_roundoff(array.dtype.name) if array.dtype.name in FLOATING else 0.0
 
 
-def says_nothing(array: np.ndarray, limit: float = 0.0) -> bool:
+def is_uninformative(array: np.ndarray, limit: float = 0.0) -> bool:
     """Whether all elements are the same, but for what rounding may leave: zeros, or the ones that a norm starts from, lie in many
     places at once.
 
-    >>> says_nothing(np.ones(3)), says_nothing(np.array([1e-9, 0.0]), 1e-8), says_nothing(np.arange(3.0), 0.1)
+    >>> is_uninformative(np.ones(3)), is_uninformative(np.array([1e-9, 0.0]), 1e-8), is_uninformative(np.arange(3.0), 0.1)
     (True, True, False)
     """
     return array.size == 0 or norm(array.astype(np.float64) - float(array.reshape(-1)[0])) <= limit
 
 
 @dataclass(frozen=True)
-class Story:
+class Claim:
     """What other parameters of the step must say for them to tell the same.
 
     Attributes:
@@ -142,10 +142,10 @@ class Story:
     value: float | None = None
     error: float = 0.0
 
-    def same(self, other: "Story") -> bool:
+    def same(self, other: "Claim") -> bool:
         """Whether both say the same thing.
 
-        >>> Story("factor", 2.0, 0.1).same(Story("factor", 2.1, 0.1)), Story("factor", 2.0).same(Story("factor", 3.0))
+        >>> Claim("factor", 2.0, 0.1).same(Claim("factor", 2.1, 0.1)), Claim("factor", 2.0).same(Claim("factor", 3.0))
         (True, False)
         """
         if self.kind != other.kind or self.value is None or other.value is None:
@@ -155,21 +155,21 @@ class Story:
 
 @dataclass(frozen=True)
 class Fit:
-    """A hypothesis that is believed.
+    """A hypothesis that is accepted.
 
     Attributes:
         signature: its name.
         evidence: a sentence with numbers, without its full stop.
         rest: what it leaves unexplained.
         error: of the prediction itself; see the note above.
-        story: what other parameters of the step must say too.
+        claim: what other parameters of the step must say too.
     """
 
     signature: str
     evidence: str
     rest: float
     error: float = 0.0
-    story: Story = Story("")
+    claim: Claim = Claim("")
 
     def __post_init__(self) -> None:
         assert self.signature in SIGNATURES, self.signature
@@ -187,7 +187,7 @@ def best(fits: Iterable[Fit]) -> Fit | None:
     def order(fit: Fit) -> tuple[bool, float, int, bool]:
         exact = fit.rest <= fit.error
         # That one side is a multiple of the other says less than what of it is.
-        plain = fit.story.kind == PLAIN
+        plain = fit.claim.kind == PLAIN
         return not exact, 0.0 if exact else fit.rest, SIGNATURES.index(fit.signature), plain
 
     return min(fits, key=order, default=None)

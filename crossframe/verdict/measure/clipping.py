@@ -16,7 +16,7 @@ from crossframe.recording.sketch import Sketch
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.measure.sides import put_together
+from crossframe.verdict.measure.values import assemble
 
 # What a gradient's share of a momentum is: by torch's names of an optimizer's state.
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
@@ -44,9 +44,9 @@ class Clipped:
         sketches = quantity.sketches
         if sketches is not None:
             sketches = tuple(_sketch_times(s, grow if i == self.side else 1.0) for i, s in enumerate(sketches))
-        return replace(quantity, a=a, b=b, sketches=sketches, grown=grow)
+        return replace(quantity, a=a, b=b, sketches=sketches, unclipped_by=grow)
 
-    def in_words(self, names: tuple[str, str], step: int) -> str:
+    def describe(self, names: tuple[str, str], step: int) -> str:
         """As a note on a comparison."""
         return (
             f"from step {step} on, gradients were recorded after clipping in {names[self.side]} and before it in "
@@ -107,7 +107,7 @@ def _common_factor(pair: Pair, step: int, small: int) -> tuple[float, list[str]]
 
 def _of_sides(pair: Pair, step: int, name: str, small: int) -> tuple[np.ndarray, np.ndarray, float]:
     """The gradients before and after clipping, in one line each, and the norm of the former; 0 where it is not finite."""
-    sides = pair.put_together(REDUCE, step, name, (0, 0))[:2]
+    sides = pair.assemble(REDUCE, step, name, (0, 0))[:2]
     x, y = (np.asarray(sides[i], np.float64).reshape(-1) for i in (1 - small, small))
     size = norm(x)
     return x, y, size if np.isfinite(size) and np.isfinite(norm(y)) else 0.0
@@ -118,7 +118,7 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
     x, _, size = _of_sides(pair, step, name, small)
     for slot in _FIRST_MOMENTS:
         if all(recording.has(STATE, step, name, use=slot) for recording in (pair.a, pair.b)):
-            moments = pair.put_together(STATE, step, name, (0, 0), slot)[:2]
+            moments = pair.assemble(STATE, step, name, (0, 0), slot)[:2]
             betas = pair.a.manifest.settings.get("betas") or _BETAS
             share = 1 - float(betas[0]) if slot == "exp_avg" else 1.0
             return distance(*moments) <= share * (1 - factor) * size / 2
@@ -138,8 +138,8 @@ def _moved(recording: Recording, step: int, name: str, sketched: bool) -> tuple[
     none = None, np.zeros(0)
     if sketched or (step and not recording.has(UPDATE, step - 1, name)) or not recording.has(UPDATE, step, name):
         return none
-    before = put_together(recording, *((UPDATE, step - 1) if step else ("parameters", 0)), name).elements
-    after = put_together(recording, UPDATE, step, name).elements
+    before = assemble(recording, *((UPDATE, step - 1) if step else ("parameters", 0)), name).elements
+    after = assemble(recording, UPDATE, step, name).elements
     if before is None or after is None:
         return none
     start = np.asarray(before, np.float64).reshape(-1)

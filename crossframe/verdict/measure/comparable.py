@@ -53,7 +53,7 @@ class Setting:
             return False
         return self.acts_in == FORWARD or where.phase in _ORDER[_ORDER.index(self.acts_in) :]
 
-    def in_words(self, names: tuple[str, str]) -> str:
+    def describe(self, names: tuple[str, str]) -> str:
         """Both values, with the names of the recordings."""
         when = f" from step {self.since} on" if self.since else ""
         some = ""

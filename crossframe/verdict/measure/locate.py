@@ -15,7 +15,7 @@ from crossframe.verdict.measure.quantities import Quantity
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place at which two recordings part, while everything that causes it agrees.
+    """The first place at which two recordings part, while all of its causes agree.
 
     Attributes:
         rank: whose it is: the owner, in the second recording, of the worst element; None for a mean over ranks, for samples that

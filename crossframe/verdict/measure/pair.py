@@ -11,7 +11,7 @@ from crossframe.recording.lines import BACKWARD, PARAMETERS, UPDATE
 from crossframe.verdict.measure.bounds import Bounds, bounds_for
 from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
 from crossframe.verdict.measure.quantities import finite
-from crossframe.verdict.measure.sides import Sides, matched, on_rank, put_together
+from crossframe.verdict.measure.values import Sides, assemble, match_values, rank_values
 from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
 
 
@@ -71,18 +71,18 @@ class Pair:
         names = [name for name, spec in self.a.manifest.params.items() if spec.numel]
         return names[::-1] if backward else names
 
-    def put_together(self, phase: str, step: int, name: str, replicas: tuple[int, int], use: str = "") -> Sides:
+    def assemble(self, phase: str, step: int, name: str, replicas: tuple[int, int], use: str = "") -> Sides:
         """Both sides of a parameter, or of what has its shape."""
         sides = (
-            put_together(recording, phase, step, name, use, replica)
+            assemble(recording, phase, step, name, use, replica)
             for recording, replica in zip((self.a, self.b), replicas, strict=True)
         )
-        return matched(name, *sides, by_sketch=self.sketched)
+        return match_values(name, *sides, by_sketch=self.sketched)
 
-    def on_rank(self, phase: str, step: int, rank: int, name: str) -> Sides:
+    def rank_values(self, phase: str, step: int, rank: int, name: str) -> Sides:
         """Both sides of what one rank holds of a parameter in full."""
-        sides = (on_rank(recording, phase, step, rank, name) for recording in (self.a, self.b))
-        return matched(name, *sides, by_sketch=self.sketched)
+        sides = (rank_values(recording, phase, step, rank, name) for recording in (self.a, self.b))
+        return match_values(name, *sides, by_sketch=self.sketched)
 
     @cached_property
     def terms(self) -> int:
@@ -93,7 +93,7 @@ class Pair:
         """The root mean square of all of a rank's own gradients."""
         recording = self.a
         names = [name for name in self.names() if recording.has(BACKWARD, step, name, rank)]
-        norms = np.array([on_rank(recording, BACKWARD, step, rank, name).norm for name in names])
+        norms = np.array([rank_values(recording, BACKWARD, step, rank, name).norm for name in names])
         return root_mean_square(norm(norms), sum(recording.manifest.params[name].numel for name in names))
 
     def gradient_noise(self, typical: float, numel: int) -> float:
@@ -106,8 +106,8 @@ class Pair:
             last = max((step for step in self.steps if self.a.has(UPDATE, step, name)), default=None)
             moved = 0.0
             if last is not None and self.a.has(PARAMETERS, 0, name):
-                ends = (put_together(self.a, phase, step, name) for phase, step in ((PARAMETERS, 0), (UPDATE, last)))
-                initial, final, _ = matched(name, *ends, by_sketch=self.sketched)
+                ends = (assemble(self.a, phase, step, name) for phase, step in ((PARAMETERS, 0), (UPDATE, last)))
+                initial, final, _ = match_values(name, *ends, by_sketch=self.sketched)
                 moved = distance(finite(final), finite(initial))
             self._update_norms[name] = moved if math.isfinite(moved) else 0.0
         return self._update_norms[name]

@@ -56,7 +56,7 @@ class Quantity:
     use: str = ""
     sketches: tuple[Sketch, Sketch] | None = None
     within: str = ""
-    grown: float = 1.0
+    unclipped_by: float = 1.0
 
     @property
     def kind(self) -> str:

@@ -36,7 +36,15 @@ from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.measure.sides import Side, Sides, activation_name, matched, of_activation, on_rank, put_together
+from crossframe.verdict.measure.values import (
+    Side,
+    Sides,
+    activation_name,
+    activation_values,
+    assemble,
+    match_values,
+    rank_values,
+)
 
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
@@ -125,7 +133,7 @@ def _parameters(pair: Pair) -> Iterator[Group]:
 def _initial(pair: Pair, name: str, replicas: tuple[int, int]) -> Quantity:
     """Initial values are equal in bits once both sides are in the dtype that rounds more. Elements that only a sketch has are
     rounded on one side by at most the unit roundoff."""
-    a, b, sketches = pair.put_together(PARAMETERS, 0, name, replicas)
+    a, b, sketches = pair.assemble(PARAMETERS, 0, name, replicas)
     stored = coarser(*(recording.manifest.params[name].dtype for recording in (pair.a, pair.b)))
     bound = None
     if sketches is None:
@@ -185,8 +193,8 @@ def _edited(pair: Pair, step: int, name: str) -> Group:
     group = []
     for rank in range(max(worlds)):
         ranks = [rank if rank < world else 0 for world in worlds]
-        sides = (on_rank(r, UNSHARDED, step, own, name) for r, own in zip((pair.a, pair.b), ranks, strict=True))
-        made = matched(name, *sides, by_sketch=pair.sketched)
+        sides = (rank_values(r, UNSHARDED, step, own, name) for r, own in zip((pair.a, pair.b), ranks, strict=True))
+        made = match_values(name, *sides, by_sketch=pair.sketched)
         quantity = _quantity(pair, step, UNSHARDED, ALL_GATHER, name, made, bound=pair.bounds.parameter, rank=ranks[1])
         group.append(quantity.with_scale(_moving_scale(pair, name, quantity)))
     return group
@@ -206,12 +214,12 @@ def _gathered(recording: Recording, step: int, run: Run, name: str) -> Sides | N
         phase, before = PARAMETERS, 0  # frozen
     if not recording.has(phase, before, name):
         return None
-    held = put_together(recording, phase, before, name, replica=recording.manifest.mesh.coordinate(rank)[0])
+    held = assemble(recording, phase, before, name, replica=recording.manifest.mesh.coordinate(rank)[0])
     if held.elements is not None:
         held = Side(held.elements.astype(numpy_dtype(run.dtype)))  # rounds to nearest, as the gather's cast does (R33)
     elif held.sketch is not None and held.sketch.dtype != run.dtype:
         return None
-    return matched(name, held, on_rank(recording, UNSHARDED, step, rank, name), by_sketch=False)
+    return match_values(name, held, rank_values(recording, UNSHARDED, step, rank, name), by_sketch=False)
 
 
 def _activations(pair: Pair, step: int) -> Iterator[Group]:
@@ -228,9 +236,9 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
                     f"step {step}, rank {rank}: the {use} of module {module!r} has shape {shapes[0]} in {pair.a.directory} and "
                     f"{shapes[1]} in {pair.b.directory}{_reordered(shapes)}"
                 )
-            sides = (of_activation(recording, step, rank, at) for recording in (pair.a, pair.b))
+            sides = (activation_values(recording, step, rank, at) for recording in (pair.a, pair.b))
             group.append(
-                _activation(pair, step, at, rank, matched(activation_name(at), *sides, by_sketch=pair.sketched))
+                _activation(pair, step, at, rank, match_values(activation_name(at), *sides, by_sketch=pair.sketched))
             )
         yield group
 
@@ -248,7 +256,7 @@ def _reordered(shapes: list[tuple[int, ...]]) -> str:
 def _aligned_activations(pair: Pair, step: int) -> Iterator[Group]:
     found: dict[At, Group] = {}
     for at, _, a, b in aligned(pair.a, pair.b, step):
-        sides = matched(activation_name(at), Side(a), Side(b), by_sketch=pair.sketched)
+        sides = match_values(activation_name(at), Side(a), Side(b), by_sketch=pair.sketched)
         found.setdefault(at, []).append(_activation(pair, step, at, None, sides))
     yield from found.values()
 
@@ -294,7 +302,7 @@ def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
             continue
         group = []
         for rank in ranks:
-            sides = pair.on_rank(BACKWARD, step, rank, name)
+            sides = pair.rank_values(BACKWARD, step, rank, name)
             group.append(_gradient(pair, step, BACKWARD, "backward", name, sides, typical[rank], rank, 0))
         yield group
 
@@ -331,7 +339,7 @@ def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
             continue
         group = []
         for replicas in pair.replicas:
-            sides = pair.put_together(REDUCE, step, name, replicas)
+            sides = pair.assemble(REDUCE, step, name, replicas)
             made = _gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1])
             if clipped:
                 made = clipped.undone(made)
@@ -367,7 +375,7 @@ def _state(pair: Pair, step: int) -> Iterator[Group]:
 
 
 def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]) -> Quantity:
-    sides, bound = pair.put_together(STATE, step, name, replicas, slot), pair.bounds.parameter
+    sides, bound = pair.assemble(STATE, step, name, replicas, slot), pair.bounds.parameter
     made = _quantity(pair, step, STATE, "state", name, sides, bound=bound, replica=replicas[1], use=slot)
     sizes, size = pair.sizes[0], made.norms[0]
     noise = pair.gradient_noise(sizes.typical[step], made.numel)
@@ -385,7 +393,7 @@ def _updates(pair: Pair, step: int) -> Iterator[Group]:
             continue  # frozen
         group = []
         for replicas in pair.replicas:
-            sides = pair.put_together(UPDATE, step, name, replicas)
+            sides = pair.assemble(UPDATE, step, name, replicas)
             made = _quantity(pair, step, UPDATE, "optimizer", name, sides, bound=bound, replica=replicas[1])
             group.append(made.with_scale(_moving_scale(pair, name, made)))
         yield group

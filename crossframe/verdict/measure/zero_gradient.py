@@ -22,7 +22,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.lines import REDUCE
 from crossframe.verdict.measure.metrics import norm, root_mean_square
-from crossframe.verdict.measure.sides import put_together
+from crossframe.verdict.measure.values import assemble
 
 _TELLABLE = 0.01
 
@@ -64,7 +64,7 @@ def _measured(recording: Recording, step: int) -> tuple[dict[str, float], float]
         if not recording.has(REDUCE, step, name):
             of[name] = 0.0
             continue
-        grad = put_together(recording, REDUCE, step, name)
+        grad = assemble(recording, REDUCE, step, name)
         norms.append(grad.norm)
         numel += spec.numel - grad.num_not_finite
         of[name] = np.inf if grad.num_not_finite else root_mean_square(grad.norm, spec.numel)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from experiments.bench.contestants import BARE, DDP, Dtypes, build
 from experiments.bench.own.cells import Run
 from experiments.data import Batch
@@ -134,4 +134,4 @@ def _backward(settings: RunSettings, model: Any, batch: Batch) -> float:
 
 def twin_paths(run: Run, path: Path) -> list[Path]:
     """Where the perturbed runs of a run lie."""
-    return [path / twin_folder(i) for i in range(1, run.twins + 1)]
+    return [path / perturbed_run_folder(i) for i in range(1, run.twins + 1)]

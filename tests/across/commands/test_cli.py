@@ -58,7 +58,7 @@ def test_wrong_use_is_one_clear_line_and_exit_status_2(tmp_path, arguments, expe
 def test_compare_answers_equal_for_a_recording_and_itself(recording, tmp_path):
     status, said = run("compare", recording, recording, "--output", tmp_path)
     assert status == 0
-    assert "every bit that was compared is equal" in said
+    assert "all compared values are bitwise equal" in said
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "equal"
 
 

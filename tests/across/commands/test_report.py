@@ -23,7 +23,7 @@ from crossframe.layout import FlatLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import step_plan
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.report import words
 from crossframe.report.build import PairSeries, report_of
 from crossframe.report.evidence import Worst, curves, heat_map, level, phases
@@ -149,7 +149,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
     }
     assert report["pairs"][0]["diagnosis"]["signature"] == "constant_factor"
     assert "It looks like a constant factor: jax has 2 times what torch has (the world size)" in page
-    assert "where rounding may reach" in page  # the reason, beside the diagnosis
+    assert "more than the bound of" in page  # the reason, beside the diagnosis
 
 
 def test_the_page_is_whole_and_needs_no_network(tmp_path):
@@ -288,7 +288,7 @@ def test_reordered_samples_are_no_differing_setting(tmp_path):
     synthetic.edit_events(b.directory, fed, '"sample_ids": [2, 0, 4]')
     report, series = report_of([(a, type(b).open(b.directory))])
     (note,) = report["pairs"][0]["notes"]
-    assert "same samples in another order" in note and not report["pairs"][0]["settings"]
+    assert "same samples in a different order" in note and not report["pairs"][0]["settings"]
     assert note in page(report, series)
     text = " ".join(printed(report, series, 400).split())
     assert note in text and "stated differently" not in text
@@ -333,7 +333,7 @@ def test_of_a_pair_with_twins_no_bound_is_shown_that_was_not_used(tmp_path):
     made = synthetic.manifest(dtype="float32")
     a = synthetic.record(tmp_path / "a", made)
     for i in (1, 2):
-        synthetic.record(a.directory / twin_folder(i), made)
+        synthetic.record(a.directory / perturbed_run_folder(i), made)
     report, series = report_of([(a, synthetic.record(tmp_path / "b", made))])
     page = write_report(tmp_path / "report", report, series).read_text()
     assert "by twins" in page and "bound 5.4e-04" not in page and "bound on losses" not in page

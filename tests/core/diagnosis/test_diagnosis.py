@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossframe.recording import Batch
-from crossframe.verdict.diagnosis.batches import other_batches
-from crossframe.verdict.diagnosis.departures import Update, departures, follow_one_rule
-from crossframe.verdict.diagnosis.factors import factor_of, name_of
-from crossframe.verdict.diagnosis.fit import Contrast, Fit, Story, best
-from crossframe.verdict.diagnosis.forward import (
+from crossframe.verdict.diagnosis.batches import batch_difference
+from crossframe.verdict.diagnosis.factor_fits import factor_of, name_of
+from crossframe.verdict.diagnosis.fit import Claim, Contrast, Fit, best
+from crossframe.verdict.diagnosis.module_fits import (
     ERF_GELU,
     FUNCTIONS,
     TANH_GELU,
@@ -28,12 +27,19 @@ from crossframe.verdict.diagnosis.forward import (
     norm_epsilons,
     two_masks_of,
 )
-from crossframe.verdict.diagnosis.moments import Moment, moment_departures
-from crossframe.verdict.diagnosis.moved import reorderings, same_as, shift_of, transposition_of
-from crossframe.verdict.diagnosis.of_values import is_shifted
-from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, mixed_ranks, on_grid, weighted_ranks
-from crossframe.verdict.diagnosis.rules import AdamW, Average
-from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
+from crossframe.verdict.diagnosis.moment_deviations import Moment, moment_deviations
+from crossframe.verdict.diagnosis.movement_fits import reorderings, same_as, shift_of, transposition_of
+from crossframe.verdict.diagnosis.optimizer_rules import AdamW, Average
+from crossframe.verdict.diagnosis.reduction_fits import (
+    absent_ranks,
+    low_reduction,
+    mixed_ranks,
+    on_grid,
+    weighted_ranks,
+)
+from crossframe.verdict.diagnosis.tied_weights import rows_looked_up, uses_of
+from crossframe.verdict.diagnosis.update_deviations import Update, follow_one_rule, update_deviations
+from crossframe.verdict.diagnosis.value_hypotheses import is_shifted
 from crossframe.verdict.measure.metrics import norm
 from tests.core.helpers.random_layouts import QUICK
 
@@ -198,7 +204,7 @@ def test_how_often_each_rank_counts_is_told(seed: int, num_ranks: int, data: st.
     wrong = np.mean([t * grad for t, grad in zip(times, grads, strict=True)], axis=0)
     found = weighted_ranks(contrast(np.mean(grads, axis=0), wrong, seed), grads)
     assert found is not None and found.ranks == [rank]
-    assert np.allclose(found.times, times, rtol=0, atol=found.unsure) and found.unsure < 1e-4
+    assert np.allclose(found.times, times, rtol=0, atol=found.uncertainty) and found.uncertainty < 1e-4
     assert weighted_ranks(contrast(np.mean(grads, axis=0), 2 * np.mean(grads, axis=0), seed), grads) is None
     absent = (sum(grads) - grads[0]) / num_ranks
     assert weighted_ranks(contrast(np.mean(grads, axis=0), absent, seed), grads) is None  # that has a name of its own
@@ -363,9 +369,12 @@ OTHER_RULES: list[tuple[str, AdamW, str]] = [
 @pytest.mark.parametrize(("signature", "rule", "said"), OTHER_RULES, ids=[said for *_, said in OTHER_RULES])
 def test_an_update_by_another_rule_names_what_differs(signature: str, rule: AdamW, said: str, seed: int) -> None:
     right, wrong = updates(100 * seed, rule)
-    found = best(departures(right, wrong, RULE, None, norm(right.after - wrong.after)))
+    found = best(update_deviations(right, wrong, RULE, None, norm(right.after - wrong.after)))
     assert found is not None and (found.signature, said in found.evidence) == (signature, True), found
-    assert departures(wrong, right, RULE, None, norm(right.after - wrong.after)) == [] or signature == "constant_factor"
+    assert (
+        update_deviations(wrong, right, RULE, None, norm(right.after - wrong.after)) == []
+        or signature == "constant_factor"
+    )
 
 
 def test_constants_that_were_rounded_are_no_departure() -> None:
@@ -374,7 +383,7 @@ def test_constants_that_were_rounded_are_no_departure() -> None:
     first, rounded = changed(count_m=1, count_v=1), changed(count_m=1, count_v=1, beta2=1 - float(np.float32(1) - low))
     assert first.beta2 != rounded.beta2
     (_, right), (_, wrong) = updates(0, first, size=1e-4), updates(0, rounded, size=1e-4)
-    assert departures(right, wrong, first, None, norm(right.after - wrong.after)) == []
+    assert update_deviations(right, wrong, first, None, norm(right.after - wrong.after)) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -383,7 +392,7 @@ def test_a_decay_below_the_resolution_is_not_named(stated: float, seed: int) -> 
     """float32 resolves a decay to 2 * 2^-24 / 0.01 = 1.2e-5 here, in each of both updates."""
     rule = changed(decay=stated)
     (_, right), (_, wrong) = updates(seed, rule), updates(seed, changed(decay=stated + 2e-5))
-    assert departures(right, wrong, rule, None, norm(right.after - wrong.after)) == []
+    assert update_deviations(right, wrong, rule, None, norm(right.after - wrong.after)) == []
     assert follow_one_rule(right, wrong, rule)
     assert not follow_one_rule(right, updates(seed, changed(decay=stated + 0.05))[1], rule)
 
@@ -392,18 +401,18 @@ def test_a_schedules_rate_is_read_off_the_right_side() -> None:
     scheduled = changed(rate=0.0031)
     right, _ = updates(0, scheduled), None
     wrong = updates(0, changed(rate=0.0031, decay=0.0))[1]
-    found = best(departures(right[1], wrong, RULE, None, norm(right[1].after - wrong.after)))
+    found = best(update_deviations(right[1], wrong, RULE, None, norm(right[1].after - wrong.after)))
     assert found is not None and found.signature == "weight_decay", found
 
 
 def test_a_count_that_was_lost_long_ago_is_told_where_it_is_counted() -> None:
     due, began = changed(count_m=4000, count_v=4000), changed(count_m=170, count_v=170)
     (_, right), (_, wrong) = updates(0, due), updates(0, began)
-    counted = best(departures(right, wrong, due, 170.0, norm(right.after - wrong.after)))
+    counted = best(update_deviations(right, wrong, due, 170.0, norm(right.after - wrong.after)))
     assert counted is not None and counted.signature == "lost_step", counted
     assert "as at step 170 of the optimizer, where it is step 4000" in counted.evidence
     # Otherwise nothing is said: some step or other scales an update by any factor.
-    assert departures(right, wrong, due, None, norm(right.after - wrong.after)) == []
+    assert update_deviations(right, wrong, due, None, norm(right.after - wrong.after)) == []
 
 
 @QUICK
@@ -411,7 +420,7 @@ def test_a_count_that_was_lost_long_ago_is_told_where_it_is_counted() -> None:
 def test_an_update_by_no_rule_is_given_no_name(seed: int) -> None:
     right, wrong = updates(seed % 1000, RULE)
     after = wrong.after + 1e-4 * drawn(seed + 7, 80)
-    assert departures(right, Update(wrong.before, after, wrong.moments, wrong.roundoff), RULE, None, 1e-3) == []
+    assert update_deviations(right, Update(wrong.before, after, wrong.moments, wrong.roundoff), RULE, None, 1e-3) == []
 
 
 Rule = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -435,7 +444,7 @@ def moments(seed: int, other: Rule) -> tuple[Moment, Moment]:
 )
 def test_a_moment_by_another_rule_names_what_differs(signature: str, said: str, new: Rule) -> None:
     right, wrong = moments(0, new)
-    found = best(moment_departures(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
+    found = best(moment_deviations(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
     assert found is not None and found.signature == signature and said in found.evidence, found
 
 
@@ -446,7 +455,7 @@ def test_a_gain_that_was_rounded_is_no_departure() -> None:
     old, gradient, before = np.zeros(60), drawn(1, 60), drawn(2, 60)
     made = [factor * gradient for factor in (0.001, gain)]
     right, wrong = (Moment(old, new, gradient, before, 2.0**-24) for new in made)
-    found = moment_departures(right, wrong, Average(0.999, 0.001), (), norm(made[0] - made[1]), squared=True)
+    found = moment_deviations(right, wrong, Average(0.999, 0.001), (), norm(made[0] - made[1]), squared=True)
     assert gain != 0.001 and found == []
 
 
@@ -455,7 +464,7 @@ def test_gradients_that_something_scaled_on_both_sides_are_no_departure() -> Non
         Moment(side.old, side.new, side.gradient / 8, side.before, side.roundoff)
         for side in moments(0, lambda m, g, p: 0.9 * m + 0.1 * (g + 0.1 * p))
     )
-    found = best(moment_departures(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
+    found = best(moment_deviations(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
     assert found is not None and found.signature == "weight_decay", found
 
 
@@ -486,7 +495,7 @@ def test_epsilons_of_norms_are_read_off_their_outputs(kind: str, first: tuple, s
     found = norm_epsilons(Contrast.of(outputs[0], outputs[1], 1e-7 * norm(outputs[0])), (x, x), w, b, 2.0**-24)
     assert found is not None and found.said == kind
     for epsilon, (value, under_root) in ((found.right, first), (found.wrong, second)):
-        assert abs(epsilon.value - value) <= epsilon.unsure and epsilon.under_root == under_root, (kind, epsilon)
+        assert abs(epsilon.value - value) <= epsilon.uncertainty and epsilon.under_root == under_root, (kind, epsilon)
     assert norm_epsilons(Contrast.of(outputs[0], 1.001 * outputs[0] ** 3, 1e-7), (x, x), w, b, 2.0**-24) is None
 
 
@@ -608,9 +617,9 @@ def test_of_several_fits_the_exact_and_specific_goes_first() -> None:
 
 
 def test_stories_agree_within_what_was_fitted() -> None:
-    assert Story("decay", 0.1, 1e-3).same(Story("decay", 0.101, 1e-3))
-    assert not Story("decay", 0.1, 1e-4).same(Story("decay", 0.2, 1e-4))
-    assert not Story("decay", 0.1).same(Story("epsilon", 0.1))
+    assert Claim("decay", 0.1, 1e-3).same(Claim("decay", 0.101, 1e-3))
+    assert not Claim("decay", 0.1, 1e-4).same(Claim("decay", 0.2, 1e-4))
+    assert not Claim("decay", 0.1).same(Claim("epsilon", 0.1))
 
 
 def fed(*steps: list[list[int]], labels: str = "") -> list[list[Batch]]:
@@ -637,10 +646,10 @@ RIGHT = fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]])
     ],
 )  # fmt: skip
 def test_how_batches_differ_is_said(other: list, step: int, said: str) -> None:
-    found = other_batches(RIGHT, other, ("a", "b"))
+    found = batch_difference(RIGHT, other, ("a", "b"))
     assert found is not None and found.step == step and said in found.said, found
 
 
 def test_batches_that_are_the_same_differ_in_nothing() -> None:
-    assert other_batches(RIGHT, RIGHT, ("a", "b")) is None
-    assert other_batches(RIGHT, fed([[3, 2, 1, 0]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), ("a", "b")) is None
+    assert batch_difference(RIGHT, RIGHT, ("a", "b")) is None
+    assert batch_difference(RIGHT, fed([[3, 2, 1, 0]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), ("a", "b")) is None

@@ -416,7 +416,7 @@ BY_SKETCH: dict[str, str] = {
 def test_sketches_are_enough_for_what_is_linear(
     name: str, clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("verdict.measure.sides", "recording.writer"):
+    for module in ("verdict.measure.values", "recording.writer"):
         monkeypatch.setattr(f"crossframe.{module}.WHOLE", 16)
     UNDER_TEST["world_size"] = 3
     options: dict[str, Any] = {**SINGLE, "detail": "sketch"}

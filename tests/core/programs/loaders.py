@@ -80,7 +80,7 @@ def use_checkpoint(path: Path, right: Path) -> None:
 def use_recording(path: Path, right: Path) -> None:
     """Everything that is read of a recording."""
     found = Recording.open(path)
-    _ = found.steps_done(), found.losses(), found.twins()
+    _ = found.steps_done(), found.losses(), found.perturbed_runs()
     for step in range(found.num_steps):
         for rank in range(found.manifest.world_size):
             _ = found.batch(step, rank), found.collectives(step, rank), found.grad_norm(step, rank)

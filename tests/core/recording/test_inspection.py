@@ -79,7 +79,7 @@ def test_steps_recorded_too_thinly_name_a_window(inspected):
     found = inspected(at("forward", 2, 0, "", with_first(np.nan)), schedule=Schedule(dense=1, every=2))
     (first,) = found.not_finite
     assert (first.name, first.unseen) == ("loss", (1, 3))
-    assert "--window 1:3" in first.in_words()
+    assert "--window 1:3" in first.describe()
 
 
 @pytest.mark.parametrize(

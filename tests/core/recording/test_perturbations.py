@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from crossframe.recording.hashing import element_keys, mix
-from crossframe.recording.twins import moved
+from crossframe.recording.perturbed_runs import perturbed_values
 
 
 def test_an_element_has_one_key_wherever_it_lies():
@@ -37,18 +37,23 @@ def test_a_twin_begins_one_unit_in_the_last_place_away(dtype):
     values = np.random.default_rng(0).normal(size=(30, 7)).astype(dtype)
     values[3] = 0
     values[4] = np.inf
-    found = moved("w", values, 1)
+    found = perturbed_values("w", values, 1)
     assert found.dtype == values.dtype and found.shape == values.shape
     assert (found[3:5] == values[3:5]).all()
     rest = np.delete(values, [3, 4], 0), np.delete(found, [3, 4], 0)
     up, down = (np.nextafter(rest[0], dtype(sign * np.inf), dtype=dtype) for sign in (1, -1))
     assert ((rest[1] == up) | (rest[1] == down)).all()
     assert 0.3 < (rest[1] == up).mean() < 0.7
-    assert not (moved("w", values, 2) == found).all() and not (moved("v", values, 1) == found).all()
+    assert (
+        not (perturbed_values("w", values, 2) == found).all() and not (perturbed_values("v", values, 1) == found).all()
+    )
 
 
 def test_a_twin_is_the_same_in_every_layout_and_twin_0_is_the_run():
     values = np.random.default_rng(0).normal(size=40)
-    found = moved("w", values, 3)
-    assert (np.concatenate([moved("w", values[:11], 3), moved("w", values[11:], 3, start=11)]) == found).all()
-    assert moved("w", values, 0) is values
+    found = perturbed_values("w", values, 3)
+    assert (
+        np.concatenate([perturbed_values("w", values[:11], 3), perturbed_values("w", values[11:], 3, start=11)])
+        == found
+    ).all()
+    assert perturbed_values("w", values, 0) is values

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossframe.recording import Recording
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.aligned import aligned, rows_of
 from tests.core.helpers import synthetic
@@ -51,7 +51,7 @@ def test_the_limit_of_more_samples_is_that_of_so_many_elements(tmp_path):
 
     a = run(tmp_path / "a", 1)
     for i in range(1, 5):
-        synthetic.record(a.directory / twin_folder(i), a.manifest, tamper=noise(i, 1e-6))
+        synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=noise(i, 1e-6))
     for world_size in (2, 3):
         quiet = run(tmp_path / f"b{world_size}", world_size, tamper=noise(9, 1e-6))
         assert compare(a, quiet).verdict is compare(quiet, a).verdict is Verdict.ROUNDING
@@ -94,7 +94,7 @@ def test_samples_in_another_order_on_a_rank_agree(tmp_path):
     for found in (compare(a, b), compare(b, a)):
         assert found.verdict is Verdict.EQUAL, found.reason
         assert not found.settings and found.notes[0].startswith(
-            "from step 0 on, ranks were fed the same samples in another order"
+            "from step 0 on, ranks received the same samples in a different order"
         )
     wrong = run(tmp_path / "c", 2, tamper=swapped)
     assert compare(a, wrong).verdict is Verdict.BUG

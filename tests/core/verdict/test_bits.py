@@ -7,7 +7,7 @@ import pytest
 
 from crossframe.errors import RecordingError
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.program import PROGRAM
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
@@ -40,7 +40,7 @@ def pair(tmp_path):
         second = second or made(source="2")
         a = synthetic.record(tmp_path / "a", first or made())
         for i in range(1, twins + 1):
-            synthetic.record(a.directory / twin_folder(i), first or made(), tamper=jitter(i, 1e-3))
+            synthetic.record(a.directory / perturbed_run_folder(i), first or made(), tamper=jitter(i, 1e-3))
         return a, synthetic.record(tmp_path / "b", second, tamper=tamper)
 
     return record
@@ -58,7 +58,7 @@ def test_other_bits_in_one_program_are_no_rounding(pair):
     found = compare(*pair(nudged("output", "block")))
     assert found.first_divergence and found.first_divergence.module == "block"
     assert found.verdict is Verdict.DIFFERENT and found.verdict.exit_status == 5
-    assert "of a size that rounding also has" in found.reason and "--repeat" in found.reason
+    assert "as little as rounding" in found.reason and "--repeat" in found.reason
     assert (where := found.first_divergence) is not None
     assert (where.step, where.phase, where.event, where.unit, where.start, where.stop) == (
         0,
@@ -104,7 +104,7 @@ def test_a_compiled_bug_stays_where_bounds_place_it(pair):
         pytest.param(replace(made(source="2"), framework="jax"), "framework differs", id="framework"),
         pytest.param(replace(made(source="2"), strategy="shard_grad_op"), "strategy differs", id="strategy"),
         pytest.param(replace(made(source="2"), versions={"numpy": "1"}), "versions differs", id="versions"),
-        pytest.param(synthetic.manifest(dtype="float32"), "does not state on which device", id="older"),
+        pytest.param(synthetic.manifest(dtype="float32"), "does not state its device", id="older"),
         pytest.param(made(), "same command, source and environment", id="repetition"),
     ],
 )

@@ -2,6 +2,7 @@
 """Activations whose order of dims a recording does not know, compared with those of another framework."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.dims import Order, channels_first
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.dims import in_one_order
@@ -137,10 +138,10 @@ def test_shapes_that_fit_in_no_order_are_refused(tmp_path):
 def test_perturbed_runs_are_moved_with_their_run(tmp_path):
     value = values_of(IMAGE)
     a, b = pair_of(tmp_path, channels_first(value), value, Order.UNSTATED)
-    write(b.directory / twin_folder(1), "jax", value, Order.UNSTATED)
+    write(b.directory / perturbed_run_folder(1), "jax", value, Order.UNSTATED)
     _, moved = in_one_order(a, b)
     assert moved.activation_shape(0, 0, 0, *BLOCK) == (2, 3, 5, 5)
-    assert moved.twins()[0].activation(0, 0, 0, *BLOCK).shape == (2, 3, 5, 5)
+    assert moved.perturbed_runs()[0].activation(0, 0, 0, *BLOCK).shape == (2, 3, 5, 5)
     assert b.activation(0, 0, 0, *BLOCK).shape == IMAGE and moved.activation_order(0, 0, 0, *BLOCK) is Order.TORCH
     assert in_one_order(a, b)[1] is moved and in_one_order(a, a) == (a, a)
 
@@ -155,6 +156,7 @@ def test_wrong_orders_are_refused(tmp_path):
         writer.loss(0, 1.0)
         with pytest.raises(RecordingError, match="3 dims or more"):
             writer.activation(0, 0, *BLOCK, values_of((2, 3)), order=Order.UNSTATED)
+        given: Any
         for given in ({"order": Order.UNSTATED}, {"moved": sketch}):
             with pytest.raises(RecordingError, match="the sketch with channels first exactly where"):
                 writer.activation(0, 0, *BLOCK, sketch, large.shape, **given)

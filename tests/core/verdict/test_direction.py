@@ -9,7 +9,7 @@ import pytest
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Schedule
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.direction import Directions, Sums, Tally, directions_of, student_limit
@@ -193,7 +193,7 @@ def test_a_direction_inside_the_spread_is_a_bug_there(tmp_path):
     made = synthetic.manifest(dtype="bfloat16", schedule=Schedule(dense=3, every=1))
     a = synthetic.record(tmp_path / "a", made)
     for i in range(1, 9):
-        synthetic.record(a.directory / twin_folder(i), made, tamper=jitter(i, 0.02))
+        synthetic.record(a.directory / perturbed_run_folder(i), made, tamper=jitter(i, 0.02))
     clean = compare(a, synthetic.record(tmp_path / "clean", made, tamper=jitter(99, 0.02)))
     assert clean.verdict is Verdict.ROUNDING and clean.directions and clean.directions.found is None
     assert clean.to_json()["power"]["activation"]["slope"]["least"] > 2.0**-8

@@ -9,7 +9,7 @@ import pytest
 
 from crossframe.errors import RecordingError
 from crossframe.recording import Schedule
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.envelope import Steady, eccentricity, margin, spread_of
 from tests.conftest import EXHAUSTIVE
@@ -30,7 +30,7 @@ def run(folder, twins=0, *, seed=0, tamper=None, made=None):
     made = made or synthetic.manifest(dtype="float32")
     recording = synthetic.record(folder, made, tamper=tamper)
     for i in range(1, twins + 1):
-        synthetic.record(folder / twin_folder(i), made, tamper=jitter(1000 * seed + i))
+        synthetic.record(folder / perturbed_run_folder(i), made, tamper=jitter(1000 * seed + i))
     return recording
 
 
@@ -53,7 +53,7 @@ def test_what_the_twins_do_too_is_rounding(perturbed, tmp_path):
     found = compare(a, b)
     assert found.verdict is Verdict.ROUNDING and "4 perturbed runs of a" in found.reason
     # The gradient of `block.k_bias` is next to zero, 3 of 33 elements, and of one other element at the last of three steps.
-    assert "(90 % of what was updated" in found.reason
+    assert "(90 % of the updated elements" in found.reason
     assert found.max_relative_parameter_difference > 1e-5  # of all elements
     assert compare(b, a).verdict is Verdict.ROUNDING  # the perturbed runs of either side do
     lone = run(tmp_path / "c")
@@ -84,7 +84,7 @@ def test_what_no_twin_does_is_a_bug_there(perturbed, tmp_path, phase):
     assert found.verdict is Verdict.BUG, found.reason
     first = found.first_divergence
     assert (first.step, first.phase, first.parameter) == (0, phase, "block.w")
-    assert "as 4 perturbed runs of a say" in found.reason
+    assert "measured on 4 perturbed runs of a" in found.reason
 
 
 def test_edits_between_steps_are_held_against_perturbed_runs(tmp_path):
@@ -102,7 +102,7 @@ def test_edits_between_steps_are_held_against_perturbed_runs(tmp_path):
     dense = synthetic.manifest(dtype="float32", schedule=Schedule(dense=3, every=1))
     a = synthetic.record(tmp_path / "a", dense, tamper=edits(1.25))
     for i in range(1, 5):
-        synthetic.record(a.directory / twin_folder(i), dense, tamper=edits(1.25, i))
+        synthetic.record(a.directory / perturbed_run_folder(i), dense, tamper=edits(1.25, i))
     right = synthetic.record(tmp_path / "right", dense, tamper=edits(1.25, 77))
     assert compare(a, right).verdict is Verdict.ROUNDING
     found = compare(a, synthetic.record(tmp_path / "wrong", dense, tamper=edits(1.5, 78)))
@@ -129,7 +129,9 @@ def test_an_element_whose_gradient_is_next_to_zero_may_go_either_way(tmp_path):
         folder = tmp_path / verdict.value
         a = run(folder / "a", tamper=sends(0.0, grad))
         for i in range(1, 5):
-            synthetic.record(a.directory / twin_folder(i), a.manifest, tamper=both(sends(0.0, grad), jitter(i)))
+            synthetic.record(
+                a.directory / perturbed_run_folder(i), a.manifest, tamper=both(sends(0.0, grad), jitter(i))
+            )
         b = run(folder / "b", tamper=both(sends(0.5, grad), jitter(9)))
         assert compare(a, b).verdict is verdict
 
@@ -181,23 +183,25 @@ def test_runs_that_have_nothing_in_common_any_more_are_inconclusive(tmp_path):
     made = synthetic.manifest(dtype="float32", settings={"eps": 1e-6})
     a = run(tmp_path / "a", made=made)
     for i in range(1, 5):
-        synthetic.record(a.directory / twin_folder(i), a.manifest, tamper=chaos(i))
+        synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=chaos(i))
     found = compare(a, run(tmp_path / "b", tamper=chaos(9)))
     assert found.verdict is Verdict.INCONCLUSIVE
     assert "from step 2 on" in found.reason and "--steps 2" in found.reason
     # A setting that differs is then what is known to differ.
     found = compare(a, run(tmp_path / "c", tamper=chaos(9), made=replace(made, settings={"eps": 1e-8})))
     assert found.verdict is Verdict.INCOMPARABLE and found.first_divergence is None
-    assert found.reason.startswith("eps differs: 1e-06 in a, 1e-08 in c; of the numbers, everything lies as near")
+    assert found.reason.startswith(
+        "eps differs: 1e-06 in a, 1e-08 in c; from the numbers alone: all differences are within"
+    )
 
 
 def test_the_side_that_rounds_more_says_how_far_rounding_goes(perturbed, tmp_path):
     a, b = perturbed, run(tmp_path / "b")
     for i in range(1, 5):
-        synthetic.record(b.directory / twin_folder(i), b.manifest, tamper=jitter(50 + i, NOISE / 1000))
+        synthetic.record(b.directory / perturbed_run_folder(i), b.manifest, tamper=jitter(50 + i, NOISE / 1000))
     noisy = run(tmp_path / "a2", tamper=jitter(7))
     for i in range(1, 5):
-        synthetic.record(noisy.directory / twin_folder(i), noisy.manifest, tamper=jitter(70 + i))
+        synthetic.record(noisy.directory / perturbed_run_folder(i), noisy.manifest, tamper=jitter(70 + i))
     assert compare(noisy, b).verdict is compare(b, noisy).verdict is Verdict.ROUNDING
     assert compare(a, b).verdict is Verdict.EQUAL
 
@@ -212,7 +216,7 @@ def test_a_neighbour_of_what_all_twins_agree_upon_is_rounding(tmp_path):
 
     a = run(tmp_path / "a")
     for i in range(1, 5):
-        synthetic.record(a.directory / twin_folder(i), a.manifest)
+        synthetic.record(a.directory / perturbed_run_folder(i), a.manifest)
     assert compare(a, run(tmp_path / "b", tamper=neighbour)).verdict is Verdict.ROUNDING
 
 
@@ -249,7 +253,7 @@ def test_other_worlds_are_held_against_the_same_twins(perturbed, tmp_path):
 
 
 def test_factors_are_of_phases_and_more_twins_allow_less(perturbed):
-    spread = spread_of(perturbed, perturbed.twins())
+    spread = spread_of(perturbed, perturbed.perturbed_runs())
     assert set(spread.factors) == {"activation", "forward", "backward", "reduce", "norm", "state", "update"}
     assert all(factor >= margin(4) for factor in spread.factors.values())
     assert margin(2) > margin(4) > margin(8) > 1
@@ -263,7 +267,7 @@ def test_a_quantity_near_its_limit_asks_for_more_perturbed_runs(tmp_path):
     """With 4 perturbed runs up to 3.2 times the limit is undecided, with 8 nothing is."""
     for twins, verdict in ((4, Verdict.INCONCLUSIVE), (8, Verdict.BUG)):
         a = run(tmp_path / f"a{twins}", twins)
-        limit = spread_of(a, a.twins()).of[0, "norm", "", 0] * spread_of(a, a.twins()).factors["norm"]
+        limit = spread_of(a, a.perturbed_runs()).of[0, "norm", "", 0] * spread_of(a, a.perturbed_runs()).factors["norm"]
 
         def off(phase, step, rank, name, array, limit=limit):
             return array + 1.5 * limit if (phase, step) == ("norm", 0) else array
@@ -290,6 +294,6 @@ def test_moments_that_follow_their_gradients_are_no_first_divergence(tmp_path, f
 
     a = synthetic.record(tmp_path / "a", made)
     for i in range(1, 5):
-        synthetic.record(a.directory / twin_folder(i), made, tamper=moved(i, 0.0))
+        synthetic.record(a.directory / perturbed_run_folder(i), made, tamper=moved(i, 0.0))
     found = compare(a, synthetic.record(tmp_path / "b", made, tamper=moved(9, follows)))
     assert found.verdict is verdict, found.reason

@@ -15,7 +15,7 @@ from crossframe.verdict.measure.locate import locate
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
-from crossframe.verdict.words import in_words
+from crossframe.verdict.messages import describe
 from tests.core.helpers import synthetic
 
 NAN, INF = math.nan, math.inf
@@ -28,7 +28,7 @@ def quantity(a, b, *, scale=1.0, bound: float | None = 0.5, phase="update", unit
 
 
 def said(judgement, manifest=None):
-    return in_words(judgement, locate(judgement, manifest or synthetic.manifest()), ("torch", "jax"))
+    return describe(judgement, locate(judgement, manifest or synthetic.manifest()), ("torch", "jax"))
 
 
 def test_a_difference_that_is_just_the_bound_is_within():
@@ -140,7 +140,7 @@ def test_a_place_as_json():
 
 def test_divergences_in_words():
     loss = quantity([1.0], [3.0], phase="forward", parameter="", rank=1, step=4)
-    agrees = "where rounding may reach 5.0e-01; everything that causes it agrees"
+    agrees = "more than the bound of 5.0e-01; all of its causes agree"
     assert said(judge(loss)) == f"at step 4 the loss of rank 1 differs by 2.0e+00 between torch and jax, {agrees}"
     mean = judge(replace(loss, rank=None))
     assert said(mean) == f"at step 4 the mean loss over ranks differs by 2.0e+00 between torch and jax, {agrees}"
@@ -157,7 +157,7 @@ def test_divergences_in_words():
                 f"at step 0 the {noun} of 'bias' ({shown}, elements 1:2, rank 0) differs by 3.0e+00"
             )
     moved = judge(quantity([0.0] * 3, [0.0, 3.0, 0.0], phase="parameters", bound=None, rank=0))
-    assert said(moved).endswith(" rank 0) is not the same bit for bit in torch and jax: data was moved wrongly")
+    assert said(moved).endswith(" rank 0) is not bitwise equal in torch and jax: data was moved incorrectly")
 
 
 def test_the_side_that_is_not_finite_is_named():
@@ -165,7 +165,7 @@ def test_the_side_that_is_not_finite_is_named():
     for a, b, end in (
         (good, bad, "in jax and finite in torch"),
         (bad, good, "in torch and finite in jax"),
-        (bad, [NAN, 2.0], "in other elements in torch than in jax"),
+        (bad, [NAN, 2.0], "in different elements in torch and jax"),
     ):
         for bound in (0.5, None):
             found = judge(quantity(a, b, rank=0, bound=bound))

@@ -6,7 +6,7 @@ import pytest
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.recording import Schedule
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.direction import GAIN, OF_OWN_INPUT, Tally, directions_of
 from crossframe.verdict.envelope import margin
@@ -38,7 +38,7 @@ def pair(tmp_path):
         a = synthetic.record(tmp_path / "a", fine or made("float32"))
         b = synthetic.record(tmp_path / "b", coarse, tamper=both(jitter(99, UNIT / 4), tamper))
         for i in range(1, perturbed + 1):
-            synthetic.record(b.directory / twin_folder(i), coarse, tamper=both(jitter(i, UNIT), tamper))
+            synthetic.record(b.directory / perturbed_run_folder(i), coarse, tamper=both(jitter(i, UNIT), tamper))
         return a, b
 
     return record
@@ -50,7 +50,7 @@ def test_bfloat16_differs_from_float32_by_rounding(pair):
         assert found.verdict is Verdict.ROUNDING, found.reason
         assert found.dtype == "bfloat16"
         assert "a computes in float32" in found.reason and "b computes in bfloat16" in found.reason
-        assert "they differ as the rounding of bfloat16 implies" in found.reason
+        assert "the rounding of bfloat16 explains the difference" in found.reason
         assert any(said.startswith("dtype differs") for said in found.settings)
 
 
@@ -66,7 +66,7 @@ def test_bfloat16_differs_from_float32_by_rounding(pair):
 def test_a_fault_in_the_coarser_run_is_located(pair, tamper, phase, name):
     found = compare(*pair(tamper))
     assert found.verdict is Verdict.BUG, found.reason
-    assert "more than the rounding of bfloat16 implies" in found.reason
+    assert "the rounding of bfloat16 does not explain the difference" in found.reason
     assert found.first_divergence is not None and found.parted is not None
     assert (found.first_divergence.step, found.first_divergence.phase, found.parted.name) == (0, phase, name)
 
@@ -82,7 +82,7 @@ def test_only_perturbed_runs_of_the_coarser_run_count(pair):
     coarse, fine = (made(d, settings={COMMAND: f"train.py --dtype {d}"}) for d in ("bfloat16", "float32"))
     a, b = pair(perturbed=0, coarse=coarse, fine=fine)
     for i in range(1, 5):
-        synthetic.record(a.directory / twin_folder(i), fine, tamper=jitter(i, 1e-6))
+        synthetic.record(a.directory / perturbed_run_folder(i), fine, tamper=jitter(i, 1e-6))
     found = compare(a, b)
     assert found.verdict is Verdict.INCONCLUSIVE and found.envelope_used is None
     assert "`train.py --dtype bfloat16`" in found.reason and "is not known" in found.reason

@@ -11,7 +11,7 @@ from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.names import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Recording, RecordingWriter, create_recording
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.sketch import WHOLE, sketches_of
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
@@ -56,7 +56,7 @@ def at(phase, name, change, *, step=0, rank=None):
 def run(folder, manifest, *, twins=0, tamper=None):
     synthetic.record(folder, manifest, tamper=tamper)
     for i in range(1, twins + 1):
-        synthetic.record(folder / twin_folder(i), manifest, tamper=jitter(i))
+        synthetic.record(folder / perturbed_run_folder(i), manifest, tamper=jitter(i))
     return Recording.open(folder)
 
 

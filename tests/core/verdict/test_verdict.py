@@ -126,7 +126,7 @@ def test_a_flipped_bit_in_the_initial_parameters(tmp_path):
     found = versus(tmp_path, only("parameters", "embed", flip))
     assert found.verdict is Verdict.BUG
     assert place(found) == (0, "parameters", "all_gather", "", "embed", 1, (9, 10))
-    assert "not the same bit for bit" in found.reason
+    assert "not bitwise equal" in found.reason
 
 
 def test_a_loss_that_is_off(tmp_path):
@@ -265,10 +265,10 @@ def test_not_finite_on_both_sides(tmp_path):
     a = synthetic.record(tmp_path / "a", tamper=spoil)
     found = compare(a, synthetic.record(tmp_path / "b", tamper=spoil))
     assert found.verdict is Verdict.EQUAL
-    assert "from step 1 on (forward '') both sides hold NaN or infinity" in found.reason
+    assert "from step 1 on (forward '') both sides contain NaN or infinity" in found.reason
     found = compare(a, synthetic.record(tmp_path / "c", tamper=synthetic.both(spoil, jitter(1e-15))))
     assert found.verdict is Verdict.INCONCLUSIVE
-    assert "nothing can be compared" in found.reason
+    assert "cannot be compared" in found.reason
 
 
 def test_an_earlier_cause_wins(tmp_path):
@@ -324,9 +324,9 @@ def test_a_setting_explains_what_it_can_change(tmp_path, name, fields, phase):
     b = synthetic.manifest(**(fields | {"settings": _STATED | {"accumulate": 1} | fields.get("settings", {})}))
     found = versus(tmp_path, only(phase, "block.w", lambda array: 3 * array), a=a, b=b)
     assert found.verdict is Verdict.INCOMPARABLE and found.diagnosis is None
-    assert found.reason.startswith(f"{name} differs: ") and "of the numbers, at step 0" in found.reason
+    assert found.reason.startswith(f"{name} differs: ") and "from the numbers alone: at step 0" in found.reason
     assert found.first_divergence is not None and found.first_divergence.phase == phase
-    assert found.to_json()["settings"] == [found.reason.partition("; of the numbers")[0]]
+    assert found.to_json()["settings"] == [found.reason.partition("; from the numbers alone")[0]]
 
 
 @pytest.mark.parametrize(("name", "fields", "phase"), SETTINGS)
@@ -349,7 +349,7 @@ def test_an_option_of_some_parameters_explains_theirs(tmp_path):
     found = versus(tmp_path / "own", only("update", "bias", lambda array: 3 * array), a=a, b=b)
     assert found.verdict is Verdict.INCOMPARABLE
     words = "weight decay of 1 of 4 parameters, 'bias' the first, differs: 0.0 in a, 0.1 in b"
-    assert found.reason.startswith(f"{words}; of the numbers")
+    assert found.reason.startswith(f"{words}; from the numbers alone")
     found = versus(tmp_path / "other", only("update", "embed", lambda array: 3 * array), a=a, b=b)
     assert found.verdict is Verdict.BUG and found.settings == (words,)
 
@@ -424,12 +424,12 @@ def test_steps_that_only_one_side_recorded_are_passed_over(tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "phase", "step", "expected"),
     [
-        (Schedule(1, 3), "reduce", 3, "it began at one of the steps 1 to 3: of those before 3 only losses were recorded; to see "
-         "where, record both again with windows=[(1, 4)] (--window 1:4)"),
-        (Schedule(0, 1), "reduce", 2, "everything recorded that causes it agrees, but what happened inside of the step was not "
-         "recorded; to see where, record both again with windows=[(2, 3)] (--window 2:3)"),
-        (Schedule(0, 1), "update", 2, "everything that causes it agrees"),
-        (Schedule(3, 1), "reduce", 2, "everything that causes it agrees"),
+        (Schedule(1, 3), "reduce", 3, "it began at one of the steps 1 to 3: only losses were recorded before step 3; to "
+         "locate it, record both again with windows=[(1, 4)] (--window 1:4)"),
+        (Schedule(0, 1), "reduce", 2, "all recorded causes agree, but the inside of the step was not "
+         "recorded; to locate it, record both again with windows=[(2, 3)] (--window 2:3)"),
+        (Schedule(0, 1), "update", 2, "all of its causes agree"),
+        (Schedule(3, 1), "reduce", 2, "all of its causes agree"),
     ],
 )  # fmt: skip
 def test_what_was_not_recorded_is_not_said_to_agree(tmp_path, schedule, phase, step, expected):
@@ -452,7 +452,7 @@ def test_a_module_that_gave_another_dtype_ahead_of_a_divergence_is_told(tmp_path
     assert compare(a, synthetic.record(tmp_path / "b", tamper=narrowed(np.float32))).verdict is Verdict.ROUNDING
     doubled = only("reduce", "bias", lambda grad: 2 * grad)
     found = compare(a, synthetic.record(tmp_path / "c", tamper=synthetic.both(narrowed(np.float32), doubled)))
-    assert found.reason.endswith("; ahead of it the output of block is float64 in a and float32 in c")
+    assert found.reason.endswith("; before it, the output of block is float64 in a and float32 in c")
 
 
 def test_a_verdict_as_json(tmp_path):
@@ -575,8 +575,8 @@ def test_recordings_are_called_by_what_tells_them_apart(tmp_path):
             "crossframe record train.py --dense 2 -- --lr 1",
             r"`crossframe record train.py --dense 2 --output \S+ --top-up --perturbed-runs 4 -- --lr 1`",
         ),
-        ("python train.py", r"`python train.py`, started as it was, with CROSSFRAME_TWIN=1, then 2"),
-        (None, r"record one of both again with perturbed runs \(--perturbed-runs 4\)"),
+        ("python train.py", r"`python train.py`, once each with CROSSFRAME_TWIN=1 to"),
+        (None, r"record one of them again with perturbed runs \(--perturbed-runs 4\)"),
     ],
 )
 def test_without_twins_the_command_that_settles_is_quoted(tmp_path, command, again):

@@ -291,7 +291,7 @@ def test_one_difference_anywhere_is_not_equal(tmp_path, phase, name):
     assert found.verdict is Verdict.ROUNDING
     assert found.max_relative_parameter_difference == 0.0
     assert (found.max_relative_loss_difference != 0.0) == (phase == "forward")
-    assert found.reason.endswith("parameters by 0.0e+00; rounding may reach 1.0e-12 and 1.0e-11")
+    assert found.reason.endswith("parameters by 0.0e+00; the bounds are 1.0e-12 and 1.0e-11")
 
 
 def test_the_largest_difference_of_a_step_is_kept(tmp_path):
@@ -308,7 +308,7 @@ def test_the_largest_difference_of_a_step_is_kept(tmp_path):
 
 def test_equal_in_words_and_json(tmp_path):
     found = compare(*pair(tmp_path, tamper=only("reduce", "block.k_bias", lambda grad: grad)))
-    assert found.reason == "every bit that was compared is equal"
+    assert found.reason == "all compared values are bitwise equal"
     made = found.to_json()
     assert made == json.loads(json.dumps(made))
     assert made["first_divergence"] is None
@@ -346,7 +346,7 @@ def test_a_jump_is_over_the_largest_that_came_before(tmp_path):
     assert place(found)[0] == 2
     assert found.verdict is Verdict.INCONCLUSIVE
     assert found.reason.endswith(
-        "but it grew up to there by less than 1000 times at once, as rounding does that training amplifies: compare fewer "
+        "but differences grew by less than 1000 times from one step to the next, as amplified rounding does: compare fewer "
         "steps, or lower the learning rate"
     )
 
@@ -366,7 +366,7 @@ def test_the_first_that_is_not_finite_on_both_sides_is_named(tmp_path):
 
     found = compare(*pair(tmp_path, tamper_a=spoil, tamper=spoil))
     assert found.reason == (
-        "every bit that was compared is equal; from step 1 on (forward '') both sides hold NaN or infinity"
+        "all compared values are bitwise equal; from step 1 on (forward '') both sides contain NaN or infinity"
     )
 
 
@@ -420,7 +420,7 @@ def test_a_parameter_without_elements_is_not_compared(tmp_path, monkeypatch):
 @pytest.mark.parametrize("swapped", [False, True])
 def test_of_what_was_killed_the_side_without_a_step_is_named(tmp_path, swapped):
     whole = synthetic.record(tmp_path / "whole")
-    for stop, reason in ((0, "no step is whole in killed"), (1, "every bit that was compared is equal")):
+    for stop, reason in ((0, "no step is whole in killed"), (1, "all compared values are bitwise equal")):
         directory = tmp_path / str(stop) / "killed"
         synthetic.write_run(directory, synthetic.manifest(), stop_before=stop)
         killed = Recording.open(directory, partial=True)

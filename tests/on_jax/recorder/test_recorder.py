@@ -14,7 +14,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.recording import Batch, Recording
 from crossframe.recording.batches import digest_of, row_ids
 from crossframe.recording.dims import Order
-from crossframe.recording.twins import moved
+from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.bounds import bounds_for
 from jax_backend import Recorder
@@ -231,13 +231,13 @@ def test_twins_begin_and_round_otherwise_and_lie_inside_of_the_run(tmp_path):
                 after, *_ = wrapped(after, (), x + i)
             assert jax.tree.map(lambda leaf: leaf.sharding, after) == jax.tree.map(lambda leaf: leaf.sharding, start)
     run = Recording.open(tmp_path / "run")
-    twins = run.twins()
+    twins = run.perturbed_runs()
     assert [twin.manifest.settings["twin"] for twin in twins] == [1, 2]
     for i, twin in enumerate(twins, 1):
         assert twin.manifest.mesh == run.manifest.mesh
         for name in params:
             for phase in ("parameters", "update"):  # which leaves them as they were
-                np.testing.assert_array_equal(twin.full(phase, 0, name), moved(name, params[name], i))
+                np.testing.assert_array_equal(twin.full(phase, 0, name), perturbed_values(name, params[name], i))
         assert not (twin.losses() == run.losses()).all()
         np.testing.assert_allclose(twin.losses(), run.losses(), rtol=bounds_for("float32").loss)
     assert not (twins[0].losses() == twins[1].losses()).all()

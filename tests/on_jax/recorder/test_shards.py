@@ -11,7 +11,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.names import MapEntry, ParamMap
 from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
-from crossframe.recording.twins import moved
+from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
@@ -192,7 +192,7 @@ def test_layers_of_a_stacked_unit_are_recorded_one_by_one(tmp_path, one_device):
             for unit, pieces in by_unit.items():
                 for name, (start, _, values) in pieces.items():
                     np.testing.assert_array_equal(
-                        before.pieces(after)[rank][unit][name][2], moved(name, values, 1, start)
+                        before.pieces(after)[rank][unit][name][2], perturbed_values(name, values, 1, start)
                     )
 
 
@@ -205,9 +205,9 @@ def test_twins_of_shards_are_moved_in_canonical_order_and_round_otherwise(tmp_pa
             train(recorder, recorder.params, small_loss, steps=1)
         runs.append(Recording.open(tmp_path / "r" / f"twin{twin:05d}" if twin else tmp_path / "r"))
     run, twin = runs
-    assert [each.directory for each in run.twins()] == [twin.directory]
+    assert [each.directory for each in run.perturbed_runs()] == [twin.directory]
     for name in run.manifest.params:
-        wanted = moved(name, run.full("parameters", 0, name), 1)
+        wanted = perturbed_values(name, run.full("parameters", 0, name), 1)
         np.testing.assert_array_equal(twin.full("parameters", 0, name), wanted)
     assert not (run.losses() == twin.losses()).all()
     np.testing.assert_allclose(run.losses(), twin.losses(), rtol=bounds_for("float32").loss)

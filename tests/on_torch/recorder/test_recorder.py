@@ -16,8 +16,8 @@ from crossframe.errors import AgreementError, RecordingError, UsageError
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.diagnosis.reduction import sum_error
-from crossframe.verdict.diagnosis.stated import stated_rule
+from crossframe.verdict.diagnosis.reduction_fits import sum_error
+from crossframe.verdict.diagnosis.stated_optimizer import stated_rule
 from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.measure.metrics import distance
 from tests.conftest import EXHAUSTIVE
@@ -154,14 +154,14 @@ def test_twins_of_any_kind_part_by_rounding_and_judge_the_run(ranks, tmp_path, k
         ranks.run(2, partial(train, dtype=torch.float32, recorder={"twin": twin}), kind, directory)
     recording = Recording.open(directory)
     values = recording.full(PARAMETERS, 0, "blocks.0.up.weight")
-    for twin in recording.twins():
+    for twin in recording.perturbed_runs():
         apart = np.abs(twin.full(PARAMETERS, 0, "blocks.0.up.weight") - values) / np.abs(values)
         assert apart.min() > 0 and apart.max() < 2.0**-22
         assert twin.manifest.settings["twin"] in (1, 2)
         if kind == "ddp":
             first, second = (twin.full(UPDATE, 1, "scale", replica=replica) for replica in range(2))
             assert np.array_equal(first, second)
-    assert len(recording.twins()) == 2
+    assert len(recording.perturbed_runs()) == 2
     ranks.run(1, partial(train, dtype=torch.float32), "one", where(tmp_path, "one"))
     assert compare(recording, Recording.open(where(tmp_path, "one"))).verdict in FINE
 

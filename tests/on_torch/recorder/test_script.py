@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from crossframe.cli.record import record_script
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
-from crossframe.recording.lines import twin_folder
+from crossframe.recording.lines import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from tests.commands import status_of
 from tests.core.helpers import synthetic
@@ -122,7 +122,7 @@ def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twi
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     one, two = Recording.open(tmp_path / "out"), Recording.open(tmp_path / "two")
-    assert len(one.twins()) == 2
+    assert len(one.perturbed_runs()) == 2
     assert (one.num_steps, one.recorded_steps(), two.recorded_steps()) == (3, (0, 2), (0, 1, 2))
     assert two.manifest.mesh.replicate == 2
     assert one.grad_norm(2, 0) == pytest.approx(two.grad_norm(2, 1), rel=1e-12)
@@ -199,7 +199,7 @@ def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
         (command, 3, "perturbed run 3 of .* was not recorded"),  # the first that is missing
     ):
         made = synthetic.manifest(settings={"command": said})
-        for folder in (tmp_path / "out", *(tmp_path / "out" / twin_folder(i) for i in (1, 2))):
+        for folder in (tmp_path / "out", *(tmp_path / "out" / perturbed_run_folder(i) for i in (1, 2))):
             synthetic.record(folder, made, overwrite=True)
         with pytest.raises(UsageError, match=message):
             record(tmp_path, twins=twins, top_up=True)

@@ -8,7 +8,7 @@ from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, PARAMETER
 from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.locate import Divergence, who
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
-from crossframe.verdict.unseen import Unseen
+from crossframe.verdict.unrecorded import Unrecorded
 
 NOUNS = {
     PARAMETERS: "initial value",
@@ -22,38 +22,39 @@ NOUNS = {
 }
 
 
-def in_words(
-    judgement: Judgement, where: Divergence, names: Sequence[str], *, by: str = "", unseen: Unseen | None = None
+def describe(
+    judgement: Judgement, where: Divergence, names: Sequence[str], *, by: str = "", unseen: Unrecorded | None = None
 ) -> str:
-    """What differs, where, and by how much.
+    """The first divergence as a sentence: the quantity, its location, its difference and its bound.
 
     Args:
-        names: what the two recordings are called.
-        by: who says how far rounding may reach, if it was measured.
-        unseen: what was not recorded of what may cause it.
+        names: names of the two recordings.
+        by: the perturbed runs that measured the bound, if any.
+        unseen: unrecorded steps that may contain the cause.
     """
     q = judgement.quantity
-    said = f"at step {q.step} {_what(q, where)}"
+    subject = f"at step {q.step} {_what(q, where)}"
     if judgement.one_sided:
-        return f"{said} {_not_finite(q, names)}"
+        return f"{subject} {_not_finite(q, names)}"
     if q.within:
         own = names[q.within == "b"]
         return (
-            f"{said} is not bit for bit what the shards of {own} held before: data was moved wrongly in {own}, or its loop "
+            f"{subject} is not bitwise equal to the shards of {own} before the step: {own} moved data incorrectly, or its loop "
             "changed parameters between steps"
         )
     if q.use == COUNT:
-        return f"{said} is {q.a[0]:g} in {names[0]} and {q.b[0]:g} in {names[1]}"
+        return f"{subject} is {q.a[0]:g} in {names[0]} and {q.b[0]:g} in {names[1]}"
     if q.bound is None:
-        return f"{said} is not the same bit for bit in {names[0]} and {names[1]}: data was moved wrongly"
+        return f"{subject} is not bitwise equal in {names[0]} and {names[1]}: data was moved incorrectly"
+    bound = f"{q.bound:.1e}{f' measured on {by}' if by else ''}"
     return (
-        f"{said} differs by {judgement.difference:.1e} between {names[0]} and {names[1]}, where rounding may reach "
-        f"{q.bound:.1e}{f', as {by} say' if by else ''}; {unseen.in_words() if unseen else 'everything that causes it agrees'}"
+        f"{subject} differs by {judgement.difference:.1e} between {names[0]} and {names[1]}, more than the bound of {bound}; "
+        f"{unseen.describe() if unseen else 'all of its causes agree'}"
     )
 
 
-def called(judgement: Judgement | None) -> str:
-    """The name of what was judged."""
+def describe_quantity(judgement: Judgement | None) -> str:
+    """The name of the judged quantity."""
     assert judgement is not None
     q = judgement.quantity
     rank = f" of rank {q.rank}" if q.rank is not None else ""
@@ -63,9 +64,8 @@ def called(judgement: Judgement | None) -> str:
 
 
 def other_dtype(q: Quantity, names: Sequence[str]) -> str:
-    """That an activation has another dtype in either."""
-    said = " and ".join(f"{dtype} in {name}" for dtype, name in zip(q.dtypes, names, strict=True))
-    return f"the {q.name} is {said}"
+    """A clause saying that an activation's dtypes differ."""
+    return f"the {q.name} is {' and '.join(f'{dtype} in {name}' for dtype, name in zip(q.dtypes, names, strict=True))}"
 
 
 def _what(q: Quantity, where: Divergence) -> str:
@@ -89,9 +89,8 @@ def _what(q: Quantity, where: Divergence) -> str:
 def _not_finite(q: Quantity, names: Sequence[str]) -> str:
     if q.sketches:
         lost = [sketch.num_not_finite for sketch in q.sketches]
-        return f"has {lost[0]} elements that are NaN or infinity in {names[0]} and {lost[1]} in {names[1]}"
-    # finite[i] as an index: the side that is not finite comes first whichever it is.
+        return f"has {lost[0]} NaN or infinite elements in {names[0]} and {lost[1]} in {names[1]}"
     finite = [bool(np.isfinite(np.asarray(side, np.float64)).all()) for side in (q.a, q.b)]
     if finite[0] != finite[1]:
         return f"is not finite (NaN or infinity) in {names[finite[0]]} and finite in {names[finite[1]]}"
-    return f"is not finite (NaN or infinity) in other elements in {names[0]} than in {names[1]}"
+    return f"is not finite (NaN or infinity) in different elements in {names[0]} and {names[1]}"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Contrast, believed, factor_between, says_nothing
-from crossframe.verdict.diagnosis.forward import Normed, one_side
+from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between, is_uninformative
+from crossframe.verdict.diagnosis.module_fits import Normed, one_side
 from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_ROWS = 4
@@ -42,11 +42,11 @@ def positions_off(sides: Contrast, table: np.ndarray) -> Positions | None:
         if 2 * (high - low) < length or high - low < 2:
             continue
         step = table[low + by : high + by] - table[low:high]
-        if says_nothing(step, 2 * sides.limit):
+        if is_uninformative(step, 2 * sides.limit):
             continue
         right, wrong = x[..., low:high, :], y[..., low:high, :]
         rest, error = distance(wrong, right + step), 4 * sides.roundoff * norm(y)
-        if believed(rest, distance(wrong, right), sides.limit + error):
+        if accepted(rest, distance(wrong, right), sides.limit + error):
             return Positions(by, rest, sides.limit + error)
     return None
 
@@ -57,14 +57,14 @@ class Attention:
 
     Attributes:
         right, wrong: the factor on q k.
-        unsure: how far the wrong one may be off.
+        uncertainty: how far the wrong one may be off.
     """
 
     heads: int
     causal: bool
     right: float
     wrong: float
-    unsure: float
+    uncertainty: float
     rest: float
     error: float
 
@@ -92,9 +92,9 @@ def attention_of(sides: Contrast, inputs: Sequence[Sequence[np.ndarray]], roundo
             factor, rest = _fitted(sides.wrong, inputs[1], heads, usual, causal)
             near = _attend(inputs[1], heads, factor * (1 + 1e-4), causal)
             steep = distance(near, _attend(inputs[1], heads, factor, causal)) / (1e-4 * factor)
-            if steep and believed(rest, sides.difference, sides.limit + error):
-                unsure = (sides.limit + error) / steep
-                return Attention(heads, causal, usual, factor, unsure, rest, sides.limit + error)
+            if steep and accepted(rest, sides.difference, sides.limit + error):
+                uncertainty = (sides.limit + error) / steep
+                return Attention(heads, causal, usual, factor, uncertainty, rest, sides.limit + error)
     return None
 
 
@@ -170,7 +170,7 @@ def padded_norm(
         counted = min(rests, key=rests.__getitem__)
         error = roundoff * 12 * norm(y) + sides.limit
         as_factor = sides.rest(factor_between(sides.right, y) * sides.right)
-        if believed(rests[counted], sides.difference, error) and 2 * rests[counted] < as_factor:
+        if accepted(rests[counted], sides.difference, error) and 2 * rests[counted] < as_factor:
             return Padded(kind.said, numel, counted, rests[counted], error)
     return None
 
@@ -233,5 +233,5 @@ def _explained(
     sides: Contrast, predicted: Mapping[str, np.ndarray], error: float
 ) -> Iterator[tuple[str, float, float]]:
     for name, value in predicted.items():
-        if value.shape == sides.wrong.shape and believed(rest := sides.rest(value), sides.difference, error):
+        if value.shape == sides.wrong.shape and accepted(rest := sides.rest(value), sides.difference, error):
             yield name, rest, error

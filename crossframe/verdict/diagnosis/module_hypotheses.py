@@ -7,8 +7,8 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording.lines import INPUT, OUTPUT
 from crossframe.verdict.diagnosis.case import At, Case
-from crossframe.verdict.diagnosis.fit import Fit, Story
-from crossframe.verdict.diagnosis.forward import (
+from crossframe.verdict.diagnosis.fit import Claim, Fit
+from crossframe.verdict.diagnosis.module_fits import (
     ERF_GELU,
     TANH_GELU,
     Dropped,
@@ -19,7 +19,7 @@ from crossframe.verdict.diagnosis.forward import (
     norm_epsilons,
     two_masks_of,
 )
-from crossframe.verdict.diagnosis.reduction import on_grid
+from crossframe.verdict.diagnosis.reduction_fits import on_grid
 from crossframe.verdict.measure.metrics import norm
 
 LOWER = ("bfloat16", "float16", "float32")
@@ -37,39 +37,39 @@ Both = tuple[np.ndarray, np.ndarray]
 
 
 def norm_epsilon(case: Case) -> Iterator[Fit]:
-    """Both sides normalise, by other epsilons. Tried one way round only: the story is of both sides."""
+    """Both sides normalise, by other epsilons. Tried one way round only: the claim is of both sides."""
     given, params = input_of(case), parameters_of(case)
-    if case.turned or given is None or params is None or params[0].ndim != 1:
+    if case.swapped or given is None or params is None or params[0].ndim != 1:
         return
     found = norm_epsilons(case.sides, given, *params, case.compute_roundoff)
     if found is not None:
-        unsure = found.right.unsure + found.wrong.unsure
+        uncertainty = found.right.uncertainty + found.wrong.uncertainty
         said = f"{case.quantity.module} is a {found.said}, in which both have another epsilon"
-        if abs(found.right.value - found.wrong.value) > unsure:
+        if abs(found.right.value - found.wrong.value) > uncertainty:
             said = (
                 f"{case.quantity.module} is a {found.said}, in which {case.names[0]} has an epsilon of {found.right} and "
-                f"{case.names[1]} one of {found.wrong} (give or take {unsure:.0e})"
+                f"{case.names[1]} one of {found.wrong} (give or take {uncertainty:.0e})"
             )
-        yield Fit("norm_epsilon", said, found.rest, 0.0, Story("epsilon", found.wrong.value, found.wrong.unsure))
+        yield Fit("norm_epsilon", said, found.rest, 0.0, Claim("epsilon", found.wrong.value, found.wrong.uncertainty))
 
 
 def tanh_gelu(case: Case) -> Iterator[Fit]:
     """Both sides are functions of what came before, and not the same function. Tried one way round only."""
-    if case.turned:
+    if case.swapped:
         return
     near = [(at, both) for at in _nearby(case) if (both := of_both(case, at)) is not None]
     for i, (at, inputs) in enumerate(near):
         gates: list[tuple[str, Both] | None] = [None]
         gates += [(f" times the {gate[2]} of {gate[1]}", both) for j, (gate, both) in enumerate(near[:GATES]) if j != i]
         for gate in gates:
-            dtype = case.quantity.dtypes[case.turned]
+            dtype = case.quantity.dtypes[case.swapped]
             found = functions_of(case.sides, inputs, case.compute_roundoff, gate[1] if gate else None, dtype)
             if found is None:
                 continue
             # Other functions than these two are told apart too, but have no signature.
             if {found.right, found.wrong} == {ERF_GELU, TANH_GELU}:
                 of = f"with x the {at[2]} of {at[1]}, {case.names[0]} has {found.right} and {case.names[1]} has {found.wrong}"
-                yield Fit("tanh_gelu", of + (gate[0] if gate else ""), found.rest, found.error, Story("gelu"))
+                yield Fit("tanh_gelu", of + (gate[0] if gate else ""), found.rest, found.error, Claim("gelu"))
             return
 
 
@@ -83,9 +83,9 @@ def dropout(case: Case) -> Iterator[Fit]:
         if through is not None and (found := dropout_of(case.sides, np.asarray(through, np.float64))):
             yield _dropped(case, found, f"elements of what came in from the {at[2]} of {at[1]}")
             return
-    if not case.turned and (found := two_masks_of(case.sides)):
+    if not case.swapped and (found := two_masks_of(case.sides)):
         said = f"both drop {found.share:.3f} of {found.numel} elements, and not the same ones"
-        yield Fit("dropout", said, found.rest, 0.0, Story("dropout"))
+        yield Fit("dropout", said, found.rest, 0.0, Claim("dropout"))
 
 
 def _dropped(case: Case, found: Dropped, what: str) -> Fit:
@@ -93,7 +93,7 @@ def _dropped(case: Case, found: Dropped, what: str) -> Fit:
         f"in {case.names[1]} {found.share:.3f} of {found.numel} {what} are missing, and the others are {found.factor:.4g} times "
         f"as large: dropout with p = {1 - 1 / found.factor:.3g}"
     )
-    return Fit("dropout", said, found.rest, 0.0, Story("dropout", 1 - 1 / found.factor, 1e-6))
+    return Fit("dropout", said, found.rest, 0.0, Claim("dropout", 1 - 1 / found.factor, 1e-6))
 
 
 def transposed_kernel(case: Case) -> Iterator[Fit]:
@@ -103,19 +103,19 @@ def transposed_kernel(case: Case) -> Iterator[Fit]:
         return
     if found := kernel_reordered(case.sides, given, *params, case.compute_roundoff):
         said = f"{case.names[0]} uses the weight of {case.quantity.module} as it is, and {case.names[1]} {found[0]}"
-        yield Fit("transposed", said, found[1], 0.0, Story("kernel"))
+        yield Fit("transposed", said, found[1], 0.0, Claim("kernel"))
 
 
 def factor_of_branch(case: Case) -> Iterator[Fit]:
     """One of several things that are added comes in another number of times. Tried one way round only."""
-    if case.turned:
+    if case.swapped:
         return
     for at in _nearby(case):
         through = case.activation(case.right, case.step, at)
         if through is not None and (found := branch_of(case.sides, np.asarray(through, np.float64))):
             times = 0.0 if abs(found.factor) <= found.error else found.factor
             said = f"what {case.names[1]} adds of the {at[2]} of {at[1]} is {times:.6g} times what {case.names[0]} adds of it"
-            yield Fit("constant_factor", said, found.rest, 0.0, Story("branch", times, found.error))
+            yield Fit("constant_factor", said, found.rest, 0.0, Claim("branch", times, found.error))
             return
 
 
@@ -181,7 +181,7 @@ def low_precision(case: Case) -> Iterator[Fit]:
                 said = (
                     f"in {case.names[1]} each element is a number of {low}{scaled}, in {case.names[0]} {others:.0%} are"
                 )
-                yield Fit("low_precision", f"{said}: it is computed in {low}", 0.0, 0.0, Story(low))
+                yield Fit("low_precision", f"{said}: it is computed in {low}", 0.0, 0.0, Claim(low))
                 return
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.verdict.diagnosis.fit import Contrast, believed
+from crossframe.verdict.diagnosis.fit import Contrast, accepted
 from crossframe.verdict.measure.metrics import distance, norm
 
 _SAMPLE = 4096
@@ -34,7 +34,7 @@ class Epsilon:
     """
 
     value: float
-    unsure: float
+    uncertainty: float
     under_root: bool
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def norm_epsilons(
             continue
         (first, _), (second, rest) = right, wrong
         same = first.under_root == second.under_root and first.value == second.value
-        if believed(rest, sides.difference, math.inf) and not same:
+        if accepted(rest, sides.difference, math.inf) and not same:
             return Epsilons(kind.said, first, second, rest)
     return None
 
@@ -197,7 +197,7 @@ def functions_of(
         tolerance = max(error, sides.limit)
         left = {name: _distance(side, function(inputs[i]) * gate, dtype) for name, function in FUNCTIONS.items()}
         name = min(left, key=left.__getitem__)
-        if not believed(left[name], sides.difference, tolerance):
+        if not accepted(left[name], sides.difference, tolerance):
             return None
         names.append(name)
         rests.append(left[name])
@@ -246,7 +246,7 @@ def dropout_of(sides: Contrast, through: np.ndarray | None = None) -> Dropped | 
     predicted = sides.right + x * np.where(away, -1.0, np.where(kept, factor - 1, 0.0))
     tolerance = max(1.0, factor) * sides.limit + 8 * sides.roundoff * norm(sides.wrong)
     rest = sides.rest(predicted)
-    if not believed(rest, sides.difference, tolerance):
+    if not accepted(rest, sides.difference, tolerance):
         return None
     luck = 5 * math.sqrt(share * (1 - share) / total)
     return Dropped(share, factor, total, rest) if abs((1 - 1 / factor) - share) <= luck else None
@@ -258,7 +258,7 @@ def two_masks_of(sides: Contrast) -> Dropped | None:
     both = (x != 0) & (y != 0)
     only = ((x != 0) != (y != 0)).sum()
     rest = distance(np.where(both, x, 0.0), np.where(both, y, 0.0))
-    if x.size < 8 or not both.any() or not only or not believed(rest, sides.difference, sides.limit):
+    if x.size < 8 or not both.any() or not only or not accepted(rest, sides.difference, sides.limit):
         return None
     shares = [float((side == 0).mean()) for side in (x, y)]
     # Of two masks of one share p, p (1 - p) of all elements are in the first alone, and as many in the second.
@@ -286,7 +286,7 @@ def kernel_reordered(
         wrong = say(inputs[1], other, bias)
         if wrong is not None and wrong.shape == sides.wrong.shape:
             rest = distance(sides.wrong, wrong)
-            if believed(rest, sides.difference, tolerance):
+            if accepted(rest, sides.difference, tolerance):
                 return said, rest
     return None
 
@@ -330,7 +330,7 @@ def branch_of(sides: Contrast, through: np.ndarray) -> Branch | None:
     more = float(((sides.wrong - sides.right).reshape(-1) @ (through.reshape(-1) / size)) / size)
     tolerance = sides.limit * (1 + abs(more)) + 4 * sides.roundoff * norm(sides.wrong)
     rest = sides.rest(sides.right + more * through)
-    return Branch(1 + more, tolerance / size, rest) if believed(rest, sides.difference, tolerance) else None
+    return Branch(1 + more, tolerance / size, rest) if accepted(rest, sides.difference, tolerance) else None
 
 
 def convolved(x: np.ndarray, weight: np.ndarray) -> np.ndarray | None:

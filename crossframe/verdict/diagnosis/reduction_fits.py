@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.reduction import divide_factors
-from crossframe.verdict.diagnosis.fit import Contrast, believed, says_nothing
+from crossframe.verdict.diagnosis.fit import Contrast, accepted, is_uninformative
 from crossframe.verdict.measure.metrics import distance, norm
 
 LOW = ("bfloat16", "float16")
@@ -67,7 +67,7 @@ def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float =
     for divisor in {num_ranks, int(present.sum())}:
         rest = norm(wrong - terms[present].sum(axis=0) / divisor)
         error_here = error * num_ranks / divisor
-        if believed(rest, sides.difference, sides.limit * num_ranks / divisor + error_here):
+        if accepted(rest, sides.difference, sides.limit * num_ranks / divisor + error_here):
             found.append(Absent(tuple(int(i) for i in np.flatnonzero(~present)), divisor, rest, error_here))
     return min(found, key=lambda absent: absent.rest, default=None)
 
@@ -78,18 +78,18 @@ class Weighted:
 
     Attributes:
         times: how often each rank's count; 1 is right.
-        unsure: how far that may be off.
+        uncertainty: how far that may be off.
     """
 
     times: tuple[float, ...]
-    unsure: float
+    uncertainty: float
     rest: float
     error: float
 
     @property
     def ranks(self) -> list[int]:
         """Those that count otherwise."""
-        return [rank for rank, times in enumerate(self.times) if abs(times - 1) > self.unsure]
+        return [rank for rank, times in enumerate(self.times) if abs(times - 1) > self.uncertainty]
 
 
 def weighted_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float = 0.0) -> Weighted | None:
@@ -112,11 +112,11 @@ def weighted_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float
     if not singular.min(initial=np.inf) > 0:
         return None
     rest, largest = norm(sides.wrong.reshape(-1) - weights @ terms), max(1.0, float(np.abs(times).max()))
-    unsure = tolerance * largest * num_ranks / float(singular.min())
-    found = Weighted(tuple(map(float, times)), unsure, rest, error * largest)
-    fits = believed(rest, sides.difference, tolerance * largest) and min(map(abs, found.times)) > unsure
+    uncertainty = tolerance * largest * num_ranks / float(singular.min())
+    found = Weighted(tuple(map(float, times)), uncertainty, rest, error * largest)
+    fits = accepted(rest, sides.difference, tolerance * largest) and min(map(abs, found.times)) > uncertainty
     # All of them alike is a factor of the whole.
-    return found if fits and max(found.times) - min(found.times) > 2 * unsure else None
+    return found if fits and max(found.times) - min(found.times) > 2 * uncertainty else None
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ def mixed_ranks(
         return None
     weights = np.linalg.lstsq(np.concatenate([ours, others]).T, sides.wrong.reshape(-1), rcond=None)[0]
     swapped = weights[num_ranks:] > 0.5 / num_ranks
-    if not swapped.any() or any(says_nothing(grad, 2 * sides.limit) for grad in others[swapped]):
+    if not swapped.any() or any(is_uninformative(grad, 2 * sides.limit) for grad in others[swapped]):
         return None
     rest = norm(sides.wrong.reshape(-1) - np.where(swapped[:, None], others, ours).mean(axis=0))
-    if not believed(rest, sides.difference, sides.limit + error):
+    if not accepted(rest, sides.difference, sides.limit + error):
         return None
     return Mixed(tuple(int(i) for i in np.flatnonzero(swapped)), rest, error)
 
@@ -188,7 +188,7 @@ def low_reduction(
         found = [
             Low(low, said, rest, error)
             for said, predicted in (_coarse_means(grads, low, num_replicas) if grads else ())
-            if believed(rest := sides.rest(predicted), difference, error) and distance(predicted, mean) > error
+            if accepted(rest := sides.rest(predicted), difference, error) and distance(predicted, mean) > error
         ]
         if found:
             return min(found, key=lambda each: each.rest)

@@ -47,7 +47,7 @@ Sides = tuple[np.ndarray, np.ndarray, tuple[Sketch, Sketch] | None]
 """What a `Quantity` takes: a, b and sketches."""
 
 
-def matched(name: str, a: Side, b: Side, *, by_sketch: bool) -> Sides:
+def match_values(name: str, a: Side, b: Side, *, by_sketch: bool) -> Sides:
     """Both sides in elements, or both in sketches: where one has no elements, or where that is asked for and it is large."""
     large = a.elements is None or a.elements.size > WHOLE
     if a.elements is None or b.elements is None or (by_sketch and large):
@@ -56,7 +56,7 @@ def matched(name: str, a: Side, b: Side, *, by_sketch: bool) -> Sides:
     return a.elements, b.elements, None
 
 
-def put_together(recording: Recording, phase: str, step: int, name: str, use: str = "", replica: int = 0) -> Side:
+def assemble(recording: Recording, phase: str, step: int, name: str, use: str = "", replica: int = 0) -> Side:
     """What the shards of one copy of the model hold of a parameter. A gradient that was not recorded counts as zeros: None and
     zeros mean the same (R29)."""
     spec = recording.manifest.params[name]
@@ -67,7 +67,7 @@ def put_together(recording: Recording, phase: str, step: int, name: str, use: st
     return Side(recording.full(phase, step, name, use=use, replica=replica))
 
 
-def on_rank(recording: Recording, phase: str, step: int, rank: int, name: str) -> Side:
+def rank_values(recording: Recording, phase: str, step: int, rank: int, name: str) -> Side:
     """What one rank holds of a parameter in full; zeros where it recorded none."""
     spec, run = recording.manifest.params[name], recording.own_run(phase, step, rank, name)
     if run is None:
@@ -77,7 +77,7 @@ def on_rank(recording: Recording, phase: str, step: int, rank: int, name: str) -
     return Side(recording.elements(step, run).reshape(spec.shape))
 
 
-def of_activation(recording: Recording, step: int, rank: int, at: tuple[int, str, str]) -> Side:
+def activation_values(recording: Recording, step: int, rank: int, at: tuple[int, str, str]) -> Side:
     """What one rank's module was given or gave; `at` is (microbatch, module, use)."""
     sketch = recording.activation_sketch(step, rank, *at)
     return Side(None, sketch) if sketch is not None else Side(recording.activation(step, rank, *at))

@@ -7,18 +7,18 @@ import numpy as np
 
 from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.factors import counts_of, factor_of, name_of
-from crossframe.verdict.diagnosis.fit import PLAIN, Contrast, Fit, Story, believed
-from crossframe.verdict.diagnosis.moved import same_as, shift_of, transposition_of
-from crossframe.verdict.diagnosis.of_ranks import SHARDED, factor_of_ranks, low_precision_reduction, missing_rank
-from crossframe.verdict.diagnosis.reduction import mixed_ranks
-from crossframe.verdict.diagnosis.tied import rows_looked_up, uses_of
+from crossframe.verdict.diagnosis.factor_fits import counts_of, factor_of, name_of
+from crossframe.verdict.diagnosis.fit import PLAIN, Claim, Contrast, Fit, accepted
+from crossframe.verdict.diagnosis.movement_fits import same_as, shift_of, transposition_of
+from crossframe.verdict.diagnosis.rank_hypotheses import SHARDED, factor_of_ranks, low_precision_reduction, missing_rank
+from crossframe.verdict.diagnosis.reduction_fits import mixed_ranks
+from crossframe.verdict.diagnosis.tied_weights import rows_looked_up, uses_of
 from crossframe.verdict.measure.metrics import distance, norm
 
 
 def constant_factor(case: Case) -> Iterator[Fit]:
     """wrong = c * right. Tried one way round only: the other way it is 1 / c."""
-    if case.turned or case.quantity.use == COUNT:
+    if case.swapped or case.quantity.use == COUNT:
         return
     sides = _over_ranks(case)
     factor = factor_of(sides)
@@ -34,9 +34,9 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     said = f"{case.names[1]} has {factor.value:.6g} times what {case.names[0]} has"
     if case.quantity.within:
         said = f"what was seen is {factor.value:.6g} times what the shards hold"
-    story = Story(PLAIN, factor.value, factor.error)
+    claim = Claim(PLAIN, factor.value, factor.error)
     error = factor.roundoff if name else 0.0  # a constant that was fitted repeats no arithmetic
-    yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, error, story)
+    yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, error, claim)
 
 
 def is_shifted(sides: Contrast, error: float) -> bool:
@@ -71,15 +71,15 @@ def _over_ranks(case: Case) -> Contrast:
 
 def transposed(case: Case) -> Iterator[Fit]:
     """The same elements in another order of dims."""
-    if case.turned or not case.whole:
+    if case.swapped or not case.whole:
         return
     if found := transposition_of(case.sides):
-        yield Fit("transposed", f"{_holds(case)}, {found.said}", found.rest, 0.0, Story(found.said))
+        yield Fit("transposed", f"{_holds(case)}, {found.said}", found.rest, 0.0, Claim(found.said))
 
 
 def padding_shift(case: Case) -> Iterator[Fit]:
     """The same elements some places further on, and how much padding there is."""
-    if case.turned or case.phase not in (*SHARDED, BACKWARD) or case.quantity.sketched or case.quantity.use == COUNT:
+    if case.swapped or case.phase not in (*SHARDED, BACKWARD) or case.quantity.sketched or case.quantity.use == COUNT:
         return
     paddings = _paddings(case)
     shift = shift_of(case.both, case.start, case.stop, [*paddings])
@@ -88,7 +88,7 @@ def padding_shift(case: Case) -> Iterator[Fit]:
     places = f"{abs(shift.by)} element{'s' if abs(shift.by) > 1 else ''} {'late' if shift.by > 0 else 'early'}"
     why = f", and {paddings[abs(shift.by)]}" if abs(shift.by) in paddings else ""
     said = f"{_holds(case)} {places}, in all {shift.overlap} that do not come in from outside{why}"
-    yield Fit("padding_shift", said, shift.rest, 0.0, Story("shift"))
+    yield Fit("padding_shift", said, shift.rest, 0.0, Claim("shift"))
 
 
 def _paddings(case: Case) -> dict[int, str]:
@@ -125,15 +125,15 @@ def stale_copy(case: Case) -> Iterator[Fit]:
     said = f"what {case.names[1]} had a step before {which} once more"
     if case.phase == UNSHARDED and distance(case.sides.wrong, case.cut(earlier)) == 0.0:
         # Bit for bit, and the shards hold something else: so it was, zeros and ones too.
-        yield Fit("stale_copy", said, 0.0, 0.0, Story("stale"))
+        yield Fit("stale_copy", said, 0.0, 0.0, Claim("stale"))
     elif found := same_as(case.sides, {said: case.cut(earlier)}):
-        yield Fit("stale_copy", said, found.rest, 0.0, Story("stale"))
+        yield Fit("stale_copy", said, found.rest, 0.0, Claim("stale"))
     if case.phase in (BACKWARD, REDUCE):
         both = case.sides.right + case.cut(earlier)
         tolerance = case.limit + 4 * case.sides.roundoff * norm(both)
-        if believed(rest := case.sides.rest(both), case.sides.difference, tolerance):
+        if accepted(rest := case.sides.rest(both), case.sides.difference, tolerance):
             said = f"{case.names[1]} has the gradient of the step before added to that of this one"
-            yield Fit("stale_copy", said, rest, 0.0, Story("added"))
+            yield Fit("stale_copy", said, rest, 0.0, Claim("added"))
 
 
 def _step_before(case: Case) -> np.ndarray | None:
@@ -159,7 +159,7 @@ def _lost_count(case: Case) -> Iterator[Fit]:
     counts = [float(side.reshape(-1)[0]) for side in (case.both.right, case.both.wrong)]
     if counts[1] < counts[0]:
         said = f"the optimizer of {case.names[1]} counts {counts[1]:g} steps, and that of {case.names[0]} {counts[0]:g}"
-        yield Fit("lost_step", said, 0.0, 0.0, Story("count", counts[1]))
+        yield Fit("lost_step", said, 0.0, 0.0, Claim("count", counts[1]))
 
 
 def _not_stepped(case: Case) -> Iterator[Fit]:
@@ -174,7 +174,7 @@ def _not_stepped(case: Case) -> Iterator[Fit]:
     now = case.both.wrong if case.quantity.sketched else case.read(case.wrong, case.phase, case.step, case.name, slot)
     if now is not None and norm(case.sides.right) and distance(case.cut(now), case.cut(earlier)) == 0.0:
         said = f"in {case.names[1]} {what} is bit for bit what it was before the step: nothing was updated"
-        yield Fit("lost_step", said, 0.0, 0.0, Story("lost"))
+        yield Fit("lost_step", said, 0.0, 0.0, Claim("lost"))
 
 
 def mixed_parameters(case: Case) -> Iterator[Fit]:
@@ -190,7 +190,7 @@ def mixed_parameters(case: Case) -> Iterator[Fit]:
             continue
         if found := same_as(case.sides, {other: case.cut(theirs)}):
             said = f"{case.names[1]} has what belongs to {other!r}"
-            yield Fit("mixed_parameters", said, found.rest, 0.0, Story("mixed"))
+            yield Fit("mixed_parameters", said, found.rest, 0.0, Claim("mixed"))
         if case.phase == REDUCE:
             yield from _mixed_on_ranks(case, other)
 
@@ -213,7 +213,7 @@ def _mixed_on_ranks(case: Case, other: str) -> Iterator[Fit]:
         said = (
             f"in {case.names[1]} the sum holds the gradients of {other!r} from ranks {list(found.ranks)}, not its own"
         )
-        yield Fit("mixed_parameters", said, found.rest, found.error, Story("mixed"))
+        yield Fit("mixed_parameters", said, found.rest, found.error, Claim("mixed"))
 
 
 def tied_weight(case: Case) -> Iterator[Fit]:
@@ -225,7 +225,7 @@ def tied_weight(case: Case) -> Iterator[Fit]:
         said = (
             f"its gradient is zero in {case.names[1]}: neither {case.name!r} nor {', '.join(map(repr, aliases))} counts"
         )
-        yield Fit("tied_weight", said, 0.0, 0.0, Story("tied"))
+        yield Fit("tied_weight", said, 0.0, 0.0, Claim("tied"))
         return
     found = uses_of(case.sides, _looked_up(case)) or uses_of(case.sides)
     if found is None or (found.looked_up is None and not aliases):
@@ -239,7 +239,7 @@ def tied_weight(case: Case) -> Iterator[Fit]:
         f"in {case.names[1]} what comes from the {found.num_rows} rows that were looked up {times}, and what comes from the "
         f"use of all {len(case.sides.right)} rows counts {('not at all', 'once', 'twice')[found.all_rows]}{also}"
     )
-    yield Fit("tied_weight", said, found.rest, 0.0, Story("tied"))
+    yield Fit("tied_weight", said, found.rest, 0.0, Claim("tied"))
 
 
 def _looked_up(case: Case) -> np.ndarray | None:

@@ -6,9 +6,9 @@ import numpy as np
 
 from crossframe.recording.lines import OUTPUT
 from crossframe.verdict.diagnosis.case import At, Case
-from crossframe.verdict.diagnosis.fit import Fit, Story
-from crossframe.verdict.diagnosis.layers import attention_of, other_kernel, other_scale, padded_norm, positions_off
-from crossframe.verdict.diagnosis.of_modules import input_of, of_both, parameters_of
+from crossframe.verdict.diagnosis.fit import Claim, Fit
+from crossframe.verdict.diagnosis.layer_fits import attention_of, other_kernel, other_scale, padded_norm, positions_off
+from crossframe.verdict.diagnosis.module_hypotheses import input_of, of_both, parameters_of
 
 NEARBY = 8
 """How many earlier activations are tried as projections."""
@@ -28,7 +28,7 @@ def shifted_positions(case: Case) -> Iterator[Fit]:
         rows = f"{abs(found.rows)} row{'s' if abs(found.rows) > 1 else ''}"
         where = f"{rows} {'later' if found.rows > 0 else 'earlier'} than {case.names[0]}"
         said = f"{case.names[1]} takes each position from {name!r} {where}"
-        yield Fit("shifted_positions", said, found.rest, found.error, Story("positions", found.rows))
+        yield Fit("shifted_positions", said, found.rest, found.error, Claim("positions", found.rows))
 
 
 def attention_scale(case: Case) -> Iterator[Fit]:
@@ -47,7 +47,7 @@ def attention_scale(case: Case) -> Iterator[Fit]:
                 f"attention of {found.heads} heads multiplies scores by {found.right:.6g} (1 / the square root of {width}, "
                 f"a head's width) in {case.names[0]}, and by {found.wrong:.6g} in {case.names[1]}"
             )
-            yield Fit("attention_scale", said, found.rest, found.error, Story("scale", found.wrong, found.unsure))
+            yield Fit("attention_scale", said, found.rest, found.error, Claim("scale", found.wrong, found.uncertainty))
             return
 
 
@@ -81,7 +81,7 @@ def padding_in_norm(case: Case) -> Iterator[Fit]:
             f"{case.quantity.module} is a {found.said} over {found.numel} elements in {case.names[0]}; in {case.names[1]} its "
             f"mean is taken over {found.counted}, {found.counted - found.numel} of padding among them"
         )
-        yield Fit("padding_counted", said, found.rest, found.error, Story("counted", found.counted))
+        yield Fit("padding_counted", said, found.rest, found.error, Claim("counted", found.counted))
 
 
 def other_layer(case: Case) -> Iterator[Fit]:
@@ -99,7 +99,7 @@ def other_layer(case: Case) -> Iterator[Fit]:
     found = other_scale(case.sides, given, params, others)
     if found := found or other_kernel(case.sides, given, params, others, case.compute_roundoff):
         said = f"{case.quantity.module} of {case.names[1]} uses the weight of {found[0]}, and that of {case.names[0]} its own"
-        yield Fit("mixed_parameters", said, found[1], found[2], Story("mixed"))
+        yield Fit("mixed_parameters", said, found[1], found[2], Claim("mixed"))
 
 
 ALL = (shifted_positions, attention_scale, padding_in_norm, other_layer)

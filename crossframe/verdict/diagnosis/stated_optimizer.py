@@ -10,10 +10,10 @@ import numpy as np
 from crossframe.recording import Manifest, Recording
 from crossframe.recording.known_settings import GROUPS
 from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
-from crossframe.verdict.diagnosis.departures import Rule, Update, read_off
 from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
-from crossframe.verdict.diagnosis.rules import SGD, AdamW
-from crossframe.verdict.measure.sides import put_together
+from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
+from crossframe.verdict.diagnosis.update_deviations import Rule, Update, read_off
+from crossframe.verdict.measure.values import assemble
 
 ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
 MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}
@@ -130,8 +130,8 @@ def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:
     phase, last = (UPDATE, step - 1) if step else (PARAMETERS, 0)
     if stated is None or not recording.has(phase, last, name):
         return False
-    sides = [put_together(recording, phase, last, name), put_together(recording, UPDATE, step, name)]
-    sides += [put_together(recording, STATE, step, name, slot) for slot in MOMENTS[kind]]
+    sides = [assemble(recording, phase, last, name), assemble(recording, UPDATE, step, name)]
+    sides += [assemble(recording, STATE, step, name, slot) for slot in MOMENTS[kind]]
     arrays = [side.elements for side in sides]
     if any(array is None for array in arrays):
         return False

@@ -14,13 +14,13 @@ import numpy as np
 from crossframe.errors import UsageError
 from crossframe.recording.hashing import element_keys
 
-TWIN = "CROSSFRAME_TWIN"
+NUMBER_VARIABLE = "CROSSFRAME_TWIN"
 """The environment variable with the number of the perturbed run, if the loop does not pass it."""
 
 _INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
-def moved(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarray:
+def perturbed_values(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarray:
     """The initial values of a perturbed run: each one unit in the last place up or down; zeros, NaN and inf do not change.
 
     Args:
@@ -29,7 +29,7 @@ def moved(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarra
         twin: number of the perturbed run; 0 is the original run, which changes nothing.
 
     >>> one = np.ones(4, np.float32)
-    >>> sorted({float(abs(x - 1)) for x in moved("w", one, 1)}) == [2.0**-24, 2.0**-23]
+    >>> sorted({float(abs(x - 1)) for x in perturbed_values("w", one, 1)}) == [2.0**-24, 2.0**-23]
     True
     """
     if twin == 0:
@@ -43,16 +43,16 @@ def moved(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarra
     return changed.view(flat.dtype).reshape(values.shape)
 
 
-def twin_number(given: int | None) -> int:
+def perturbed_run_number(given: int | None) -> int:
     """The number of the perturbed run, from the argument or else from the environment; 0: not a perturbed run.
 
     Raises:
         UsageError: not an int of at least 0.
     """
-    said: Any = os.environ.get(TWIN, "0") if given is None else given
+    said: Any = os.environ.get(NUMBER_VARIABLE, "0") if given is None else given
     if isinstance(said, str) and said.isdecimal():
         said = int(said)
     if type(said) is not int or said < 0:
-        where = TWIN if given is None else "twin"
+        where = NUMBER_VARIABLE if given is None else "twin"
         raise UsageError(f"{where}: expected 0, or the number of a perturbed run, got {said!r}")
     return said

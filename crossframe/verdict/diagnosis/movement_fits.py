@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Contrast, believed, says_nothing
+from crossframe.verdict.diagnosis.fit import Contrast, accepted, is_uninformative
 from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_SHIFT = 64
@@ -60,7 +60,7 @@ def reorderings(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 def _first(sides: Contrast, candidates: Iterator[tuple[str, np.ndarray]]) -> Found | None:
     difference = sides.difference
     for said, predicted in candidates:
-        if believed(rest := sides.rest(predicted), difference, sides.limit):
+        if accepted(rest := sides.rest(predicted), difference, sides.limit):
             return Found(said, rest)
     return None
 
@@ -87,10 +87,10 @@ def shift_of(
             if 2 * (high - low) < last - first or high - low < 2:
                 continue
             target, source = y[low:high], x[low - shift : high - shift]
-            if says_nothing(source, 2 * sides.limit):
+            if is_uninformative(source, 2 * sides.limit):
                 continue
             rest = distance(target, source)
-            if believed(rest, distance(target, x[low:high]), sides.limit):
+            if accepted(rest, distance(target, x[low:high]), sides.limit):
                 return Shift(shift, rest, high - low)
     return None
 
@@ -100,6 +100,6 @@ def same_as(sides: Contrast, candidates: Mapping[str, np.ndarray]) -> Found | No
     shaped = (
         (name, np.asarray(array, np.float64).reshape(sides.wrong.shape))
         for name, array in candidates.items()
-        if array.size == sides.wrong.size and not says_nothing(array, 2 * sides.limit)
+        if array.size == sides.wrong.size and not is_uninformative(array, 2 * sides.limit)
     )
     return _first(sides, shaped)

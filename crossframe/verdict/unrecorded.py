@@ -1,4 +1,4 @@
-"""What was not recorded ahead of a divergence. Its cause may lie there."""
+"""Steps before a divergence that were not recorded and may contain its cause."""
 
 from dataclasses import dataclass
 
@@ -8,46 +8,44 @@ from crossframe.verdict.measure.pair import Pair
 
 
 @dataclass(frozen=True)
-class Unseen:
-    """Steps at one of which a divergence began, but which were not recorded well enough to say where.
+class Unrecorded:
+    """A range of steps that contains the cause of a divergence but was not recorded in sufficient detail.
 
     Attributes:
-        start, stop: of the steps. The last of them is that of the divergence.
-        again: whether a run that records them densely would show more.
+        start, stop: the range of steps; the divergence is at the last one.
+        again: whether recording these steps densely would show more.
     """
 
     start: int
     stop: int
     again: bool
 
-    def in_words(self) -> str:
-        """What is known of the cause, and what would tell more."""
+    def describe(self) -> str:
+        """The possible steps of the cause, and which option records them, as a clause."""
         last = self.stop - 1
         if self.start < last:
-            said = (
-                f"it began at one of the steps {self.start} to {last}: of those before {last} only losses were recorded"
-            )
+            text = f"it began at one of the steps {self.start} to {last}: only losses were recorded before step {last}"
         else:
-            said = "everything recorded that causes it agrees, but what happened inside of the step was not recorded"
+            text = "all recorded causes agree, but the inside of the step was not recorded"
         if not self.again:
-            return said
+            return text
         steps = f"windows=[({self.start}, {self.stop})] (--window {self.start}:{self.stop})"
-        return f"{said}; to see where, record both again with {steps}"
+        return f"{text}; to locate it, record both again with {steps}"
 
 
-def unseen(pair: Pair, where: Divergence) -> Unseen | None:
-    """What was not recorded of what may cause a divergence; None where all of it was."""
+def unseen(pair: Pair, where: Divergence) -> Unrecorded | None:
+    """The unrecorded steps that may contain the cause of a divergence; None if its causes were recorded."""
     start = stop = where.step
     while start and start - 1 not in pair.steps:
         start -= 1
     steps = range(start, stop + 1)
     if start == stop and _is_seen(pair, where):
         return None
-    return Unseen(start, stop + 1, any(not _is_planned(pair, step) for step in steps))
+    return Unrecorded(start, stop + 1, any(not _is_planned(pair, step) for step in steps))
 
 
 def _is_seen(pair: Pair, where: Divergence) -> bool:
-    """Whether both recorded what, within the step, comes right before."""
+    """Whether both recorded the direct causes within the step."""
     if where.phase == NORM:
         return where.step in pair.steps
     if where.phase == REDUCE and pair.same_world and where.parameter is not None:
@@ -59,5 +57,5 @@ def _is_seen(pair: Pair, where: Divergence) -> bool:
 
 
 def _is_planned(pair: Pair, step: int) -> bool:
-    """Whether both recordings are dense there already: what is missing, no recording of such runs has."""
+    """Whether both recordings are already dense at this step, so that recording again would not show more."""
     return all(recording.manifest.schedule.is_dense(step) for recording in (pair.a, pair.b))

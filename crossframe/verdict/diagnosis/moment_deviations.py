@@ -1,7 +1,7 @@
 """How a moment of an optimizer departs from the running average that it should be.
 
-As with updates (`departures`), one side's moment is explained by the rule, from that side's own values; the other's by the rule
-with one thing changed.
+As with updates (`update_deviations`), one side's moment is explained by the rule, from that side's own values; the other's by the
+rule with one thing changed.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.departures import FEW, TINY
-from crossframe.verdict.diagnosis.fit import Fit, Story, believed, factor_between
-from crossframe.verdict.diagnosis.rules import Average
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between
+from crossframe.verdict.diagnosis.optimizer_rules import Average
+from crossframe.verdict.diagnosis.update_deviations import FEW, TINY
 from crossframe.verdict.measure.metrics import distance, norm
 
-Offer = Callable[[str, str, float, float, Story], None]
-"""Takes a signature, how it is said, its rest, its error and its story."""
+Offer = Callable[[str, str, float, float, Claim], None]
+"""Takes a signature, how it is said, its rest, its error and its claim."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Other:
     value: np.ndarray
 
 
-def moment_departures(
+def moment_deviations(
     right: Moment,
     wrong: Moment,
     stated: Average,
@@ -90,13 +90,13 @@ def moment_departures(
             return []
     fits: list[Fit] = []
 
-    def offer(signature: str, said: str, rest: float, error: float, story: Story) -> None:
-        if believed(rest, difference, error):
-            fits.append(Fit(signature, said, rest, error, story))
+    def offer(signature: str, said: str, rest: float, error: float, claim: Claim) -> None:
+        if accepted(rest, difference, error):
+            fits.append(Fit(signature, said, rest, error, claim))
 
     for other in others:
         rest, error = wrong.rest(stated, old=other.value), wrong.error(stated, old=other.value)
-        offer(other.signature, other.said, rest, error, Story(other.said))
+        offer(other.signature, other.said, rest, error, Claim(other.said))
     error = wrong.error(stated)
     _offer_factor(offer, wrong, stated, error, squared)
     if not squared:
@@ -112,9 +112,9 @@ def _offer_factor(offer: Offer, wrong: Moment, stated: Average, error: float, sq
         return
     predicted = factor * wrong.gradient
     said = f"what went into it is {factor:.6g} times the {'square of the ' if squared else ''}gradient"
-    story = Story("gradient", factor, error / stated.gain / size)
+    claim = Claim("gradient", factor, error / stated.gain / size)
     offer(
-        "constant_factor", said, wrong.rest(stated, gradient=predicted), wrong.error(stated, gradient=predicted), story
+        "constant_factor", said, wrong.rest(stated, gradient=predicted), wrong.error(stated, gradient=predicted), claim
     )
 
 
@@ -123,13 +123,13 @@ def _offer_decay(offer: Offer, wrong: Moment, stated: Average, error: float, dec
     if not size:
         return
     more = factor_between(wrong.before, wrong.went_in(stated) - wrong.gradient)
-    unsure = error / stated.gain / size
-    total = 0.0 if abs(more + decay) <= unsure else more + decay
+    uncertainty = error / stated.gain / size
+    total = 0.0 if abs(more + decay) <= uncertainty else more + decay
     added = f"has {total:.4g} times the parameter added to it" if total else "has nothing of the parameter added to it"
     said = f"the gradient that went into it {added}, where {decay:.4g} times is stated"
     predicted = wrong.gradient + more * wrong.before
     error = wrong.error(stated, gradient=predicted)
-    offer("weight_decay", said, wrong.rest(stated, gradient=predicted), error, Story("decay", total, unsure))
+    offer("weight_decay", said, wrong.rest(stated, gradient=predicted), error, Claim("decay", total, uncertainty))
 
 
 def _offer_keep(offer: Offer, wrong: Moment, stated: Average, error: float) -> None:
@@ -141,4 +141,4 @@ def _offer_keep(offer: Offer, wrong: Moment, stated: Average, error: float) -> N
     keep = factor_between(gap, wrong.new - wrong.gradient)
     changed = Average(keep, 1 - keep if stated.gain != 1.0 else 1.0)
     said = f"it keeps {keep:.6g} of itself from step to step, where {stated.keep:.6g} is stated"
-    offer("constant_factor", said, wrong.rest(changed), error, Story("keep", keep, error / max(norm(gap), TINY)))
+    offer("constant_factor", said, wrong.rest(changed), error, Claim("keep", keep, error / max(norm(gap), TINY)))

@@ -7,8 +7,8 @@ import numpy as np
 
 from crossframe.recording.lines import COUNT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.fit import Fit, Story, believed
-from crossframe.verdict.diagnosis.reduction import absent_ranks, low_reduction, weighted_ranks
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
+from crossframe.verdict.diagnosis.reduction_fits import absent_ranks, low_reduction, weighted_ranks
 from crossframe.verdict.measure.metrics import distance, norm
 
 SHARDED = (PARAMETERS, UNSHARDED, REDUCE, STATE, UPDATE)
@@ -22,9 +22,9 @@ def factor_of_ranks(case: Case) -> Iterator[Fit]:
     found = weighted_ranks(case.sides, [case.cut(grad) for grad in grads], case.reduce_roundoff)
     if found is not None:
         said = ", ".join(f"those of rank {rank} count {found.times[rank]:.6g} times" for rank in found.ranks)
-        story = Story(f"times of rank {found.ranks}", found.times[found.ranks[0]], found.unsure)
+        claim = Claim(f"times of rank {found.ranks}", found.times[found.ranks[0]], found.uncertainty)
         yield Fit(
-            "constant_factor", f"of the gradients that {case.names[1]} averages {said}", found.rest, found.error, story
+            "constant_factor", f"of the gradients that {case.names[1]} averages {said}", found.rest, found.error, claim
         )
 
 
@@ -37,7 +37,7 @@ def missing_rank(case: Case) -> Iterator[Fit]:
         if found is not None:
             divided = f"the sum of the others is divided by {found.divided_by:g}"
             said = f"in {case.names[1]} the gradients of ranks {list(found.ranks)} of {len(grads)} are not in it; {divided}"
-            yield Fit("missing_rank", said, found.rest, found.error, Story(said))
+            yield Fit("missing_rank", said, found.rest, found.error, Claim(said))
     if case.phase in SHARDED and case.whole and case.quantity.use != COUNT:
         yield from _missing_slice(case)
         yield from _missing_slice_of_unit(case)
@@ -61,10 +61,10 @@ def _missing_slice(case: Case) -> Iterator[Fit]:
         for said, fill in fills.items():
             predicted = right.copy()
             predicted[held] = fill[held]
-            if believed(rest := distance(wrong, predicted), case.both.difference, case.limit):
+            if accepted(rest := distance(wrong, predicted), case.both.difference, case.limit):
                 whose = _global_rank(case, rank)
                 evidence = f"the {held.size} elements that rank {whose} holds are {said} in {case.names[1]}, the others are right"
-                yield Fit("missing_rank", evidence, rest, 0.0, Story(f"{rank} {said}"))
+                yield Fit("missing_rank", evidence, rest, 0.0, Claim(f"{rank} {said}"))
 
 
 def _global_rank(case: Case, place: int) -> int:
@@ -100,7 +100,7 @@ def _missing_slice_of_unit(case: Case) -> Iterator[Fit]:
         evidence = (
             f"all {parts['zeros']} elements that {whose} are zeros in {case.names[1]}, and those of other ranks are not"
         )
-        yield Fit("missing_rank", evidence, 0.0, 0.0, Story(f"{ranks[0]} zeros"))
+        yield Fit("missing_rank", evidence, 0.0, 0.0, Claim(f"{ranks[0]} zeros"))
 
 
 def _norm_of_one(case: Case) -> Iterator[Fit]:
@@ -118,9 +118,9 @@ def _norm_of_one(case: Case) -> Iterator[Fit]:
         for said, square in (("alone", squares[rank]), ("left out", squares.sum() - squares[rank])):
             predicted = np.array([math.sqrt(square)])
             tolerance = case.limit + 4 * case.compute_roundoff * math.sqrt(square)
-            if believed(rest := case.both.rest(predicted), case.both.difference, tolerance):
+            if accepted(rest := case.both.rest(predicted), case.both.difference, tolerance):
                 evidence = f"the norm in {case.names[1]} is that over the shards with those of rank {rank} {said}"
-                yield Fit("missing_rank", evidence, rest, 0.0, Story("norm"))
+                yield Fit("missing_rank", evidence, rest, 0.0, Claim("norm"))
 
 
 def low_precision_reduction(case: Case) -> Iterator[Fit]:
@@ -132,5 +132,5 @@ def low_precision_reduction(case: Case) -> Iterator[Fit]:
     mesh, microbatches = case.wrong.manifest.mesh, case.microbatches
     if found := low_reduction(case.sides, cut, mesh.world_size, case.reduce_roundoff, mesh.replicate, microbatches):
         yield Fit(
-            "low_precision_reduction", f"in {case.names[1]} {found.said}", found.rest, found.error, Story(found.dtype)
+            "low_precision_reduction", f"in {case.names[1]} {found.said}", found.rest, found.error, Claim(found.dtype)
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from crossframe.recording import Manifest
-from crossframe.verdict.diagnosis.fit import Contrast, believed
+from crossframe.verdict.diagnosis.fit import Contrast, accepted
 from crossframe.verdict.measure.metrics import norm
 
 BY_CHANCE = 0.05
@@ -49,7 +49,7 @@ def factor_of(sides: Contrast) -> Factor | None:
     value = float((x / size) @ y) / size
     rest, roundoff = sides.rest(value * sides.right), 2 * sides.roundoff * norm(y)
     tolerance = sides.limit * (abs(value) + max(1.0, abs(value))) + roundoff
-    if abs(value) * size <= tolerance or not believed(rest, sides.difference, tolerance):
+    if abs(value) * size <= tolerance or not accepted(rest, sides.difference, tolerance):
         return None
     noise = 3 * rest / math.sqrt(x.size - 1) + roundoff if x.size > 1 else tolerance
     return Factor(value, tolerance / size, min(noise, tolerance) / size, rest, roundoff)

@@ -10,13 +10,13 @@ from crossframe.grad_norm import EPSILON
 from crossframe.recording import Recording
 from crossframe.recording.lines import COUNT, REDUCE, STATE, UPDATE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.departures import Rule, Update, departures, follow_one_rule
 from crossframe.verdict.diagnosis.fit import Fit, roundoff_of
-from crossframe.verdict.diagnosis.moments import Moment, Other, moment_departures
-from crossframe.verdict.diagnosis.rules import SGD, Average
-from crossframe.verdict.diagnosis.stated import MOMENTS, Stated, rule_of, stated_rule
+from crossframe.verdict.diagnosis.moment_deviations import Moment, Other, moment_deviations
+from crossframe.verdict.diagnosis.optimizer_rules import SGD, Average
+from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, Stated, rule_of, stated_rule
+from crossframe.verdict.diagnosis.update_deviations import Rule, Update, follow_one_rule, update_deviations
 from crossframe.verdict.measure.metrics import distance, norm
-from crossframe.verdict.measure.sides import put_together
+from crossframe.verdict.measure.values import assemble
 
 
 def optimizer(case: Case) -> Iterator[Fit]:
@@ -67,7 +67,7 @@ def _update(case: Case, stated: Stated) -> Iterator[Fit]:
     sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
     counted = case.wrong.count(case.step, case.name)
     states = stated.states_decay
-    for fit in departures(sides[0], sides[1], stated.rule, counted, case.sides.difference, states_decay=states):
+    for fit in update_deviations(sides[0], sides[1], stated.rule, counted, case.sides.difference, states_decay=states):
         yield _of_side(case, fit)
 
 
@@ -91,7 +91,7 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
         return
     # A moment that is kept in a coarser dtype than the other one is no excuse for what its rounding does.
     sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
-    fits = moment_departures(
+    fits = moment_deviations(
         sides[0],
         sides[1],
         average,
@@ -112,17 +112,17 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
 def _as_beta(case: Case, fit: Fit, average: Average, squared: bool) -> str:
     """That a factor on what goes into one moment is another beta: the other moment, of the same gradient, agrees."""
     slot = "exp_avg" if squared else "exp_avg_sq"
-    if fit.story.kind != "gradient" or fit.story.value is None or average.gain == 1.0:
+    if fit.claim.kind != "gradient" or fit.claim.value is None or average.gain == 1.0:
         return ""
     others = [case.moment(recording, case.step, case.name, slot) for recording in (case.right, case.wrong)]
     if others[0] is None or others[1] is None:
         return ""
     sides = [case.cut(each) for each in others if each is not None]
     # Had the gradient another factor, the other moment would differ by as much of what goes into it.
-    factor = math.sqrt(abs(fit.story.value)) if squared else fit.story.value**2
+    factor = math.sqrt(abs(fit.claim.value)) if squared else fit.claim.value**2
     if distance(*sides) > 0.01 * abs(factor - 1) * norm(sides[0]):
         return ""
-    beta, name = 1 - fit.story.value * average.gain, "beta2" if squared else "beta1"
+    beta, name = 1 - fit.claim.value * average.gain, "beta2" if squared else "beta1"
     if not 0 <= beta < 1:
         return ""
     return f", as with a {name} of {beta:.6g} for {average.keep:.6g}: {slot} agrees, so the gradients do"
@@ -130,15 +130,15 @@ def _as_beta(case: Case, fit: Fit, average: Average, squared: bool) -> str:
 
 def _as_unclipped(fit: Fit, kept: float, clip: float) -> str:
     """That a factor is what clipping would have taken away."""
-    if fit.story.kind != "gradient" or fit.story.value is None or kept == 1.0:
+    if fit.claim.kind != "gradient" or fit.claim.value is None or kept == 1.0:
         return ""
-    alike = abs(fit.story.value * kept - 1) <= fit.story.error * kept + 1e-6
+    alike = abs(fit.claim.value * kept - 1) <= fit.claim.error * kept + 1e-6
     return f", as without clipping to {clip:g}" if alike else ""
 
 
 def _as_clipped(fit: Fit, clip: float) -> str:
     """That a factor may be clipping, of which the recording states nothing."""
-    shrinks = fit.story.kind == "gradient" and fit.story.value is not None and 0 < fit.story.value < 1
+    shrinks = fit.claim.kind == "gradient" and fit.claim.value is not None and 0 < fit.claim.value < 1
     return ", as where gradients are clipped, of which nothing is stated" if shrinks and math.isinf(clip) else ""
 
 
@@ -179,7 +179,7 @@ def _clipping(case: Case, recording: Recording, stated: Stated) -> float:
         return 1.0
     names = [name for name in recording.manifest.params if recording.has(REDUCE, case.step, name)]
     replica = case.replica_of(recording)
-    total = norm(np.array([put_together(recording, REDUCE, case.step, name, "", replica).norm for name in names]))
+    total = norm(np.array([assemble(recording, REDUCE, case.step, name, "", replica).norm for name in names]))
     return min(1.0, stated.clip / (total + EPSILON))
 
 
@@ -208,7 +208,7 @@ def _other_moments(case: Case, slot: str) -> Iterator[Other]:
 
 def _of_side(case: Case, fit: Fit, also: str = "") -> Fit:
     said = f"{case.names[0]} follows the optimizer's rule; in {case.names[1]} {fit.evidence}{also}"
-    return Fit(fit.signature, said, fit.rest, fit.error, fit.story)
+    return Fit(fit.signature, said, fit.rest, fit.error, fit.claim)
 
 
 ALL = (optimizer,)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Fit, Story, believed, factor_between
-from crossframe.verdict.diagnosis.rules import SGD, AdamW
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between
+from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
 from crossframe.verdict.measure.metrics import distance, norm
 
 TINY = np.finfo(np.float64).tiny
 Rule = AdamW | SGD
-Change = tuple[str, str, Rule, Story]
-"""Signature, how it is said, the changed rule, and its story."""
+Change = tuple[str, str, Rule, Claim]
+"""Signature, how it is said, the changed rule, and its claim."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def follow_one_rule(a: Update, b: Update, stated: Rule) -> bool:
     return rule.rate > 0 and all(update.rest(rule) <= FEW * update.error(rule) for update in (a, b))
 
 
-def departures(
+def update_deviations(
     right: Update,
     wrong: Update,
     stated: Rule,
@@ -97,11 +97,11 @@ def departures(
             return []
     fits = []
     for changes in (_of_correction, _of_decay, _of_epsilon, _of_rate):
-        for signature, said, changed, story in changes(rule, wrong, counted):
+        for signature, said, changed, claim in changes(rule, wrong, counted):
             rest, error = wrong.rest(changed), wrong.error(changed)
-            if believed(rest, difference, error):
+            if accepted(rest, difference, error):
                 told = said if states_decay else said.replace("is stated", "is what the other side has")
-                fits.append(Fit(signature, told, rest, error, story))
+                fits.append(Fit(signature, told, rest, error, claim))
         if fits:
             break  # the more specific go first, and all of these are exact
     return fits
@@ -117,8 +117,8 @@ def read_off(side: Update, rule: AdamW) -> AdamW:
     if rate <= 0:
         return rule
     bare = replace(rule, rate=rate, decay=0.0)
-    unsure = side.error(bare) / max(norm(side.before), TINY)
-    found = bare if abs(both) <= unsure else replace(bare, decay=both / rate)
+    uncertainty = side.error(bare) / max(norm(side.before), TINY)
+    found = bare if abs(both) <= uncertainty else replace(bare, decay=both / rate)
     return found if side.rest(found) <= side.error(found) else rule
 
 
@@ -127,14 +127,14 @@ def _of_rate(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chang
     rate = factor_between(way, wrong.moved)
     if rate > 0:
         factor = rate / rule.rate
-        unsure = wrong.error(rule) / max(norm(way) * rule.rate, TINY)
-        if abs(factor - 1) <= 2 * unsure:
+        uncertainty = wrong.error(rule) / max(norm(way) * rule.rate, TINY)
+        if abs(factor - 1) <= 2 * uncertainty:
             return
         said = (
             f"the parameter moves {factor:.6g} times as far as its rule says, as with a learning rate of {rate:.4g} for "
             f"{rule.rate:.4g}"
         )
-        yield "constant_factor", said, replace(rule, rate=rate), Story("rate", factor, unsure)
+        yield "constant_factor", said, replace(rule, rate=rate), Claim("rate", factor, uncertainty)
 
 
 def _of_correction(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
@@ -145,15 +145,15 @@ def _of_correction(rule: Rule, wrong: Update, counted: float | None) -> Iterator
         ("the first moment is not", replace(rule, count_m=None)),
         ("the second moment is not", replace(rule, count_v=None)),
     ):
-        yield "bias_correction", f"{said} corrected for its start at zero", changed, Story(said)
+        yield "bias_correction", f"{said} corrected for its start at zero", changed, Claim(said)
     due = int(rule.count_m or 0)
     for count in _likely_counts(due, counted):
         said = f"both moments are corrected as at step {count} of the optimizer, where it is step {due}"
         changed = replace(rule, count_m=count, count_v=count)
         if counted == count or (count == 1 and due > 2):
-            yield "lost_step", f"{said}: its count of steps was lost", changed, Story("count", count)
+            yield "lost_step", f"{said}: its count of steps was lost", changed, Claim("count", count)
         else:
-            yield "bias_correction", said, changed, Story("count", count)
+            yield "bias_correction", said, changed, Claim("count", count)
 
 
 def _likely_counts(due: int, counted: float | None) -> list[int]:
@@ -168,12 +168,12 @@ def _of_epsilon(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Ch
         return
     inside = replace(rule, epsilon_in_root=True)
     said = f"epsilon, {rule.epsilon:.4g}, stands inside of the root"
-    yield "optimizer_epsilon", said, inside, Story("epsilon in root")
+    yield "optimizer_epsilon", said, inside, Claim("epsilon in root")
     for where, form in (("outside of", rule), ("inside of", inside)):
         fitted = _fit_epsilon(form, wrong)
-        unsure = wrong.error(fitted) / max(norm(fitted.slope(*wrong.moments)), TINY)
+        uncertainty = wrong.error(fitted) / max(norm(fitted.slope(*wrong.moments)), TINY)
         said = f"epsilon is {fitted.epsilon:.4g} {where} the root, where {rule.epsilon:.4g} outside of it is stated"
-        yield "optimizer_epsilon", said, fitted, Story(f"epsilon {where} root", fitted.epsilon, unsure)
+        yield "optimizer_epsilon", said, fitted, Claim(f"epsilon {where} root", fitted.epsilon, uncertainty)
 
 
 def _fit_epsilon(rule: AdamW, wrong: Update) -> AdamW:
@@ -204,21 +204,21 @@ def _of_decay(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chan
     left = wrong.after - bare.updated(wrong.before, *wrong.moments)
     decay = -factor_between(wrong.before, left) / rule.rate
     # The decay that rounding alone may suggest.
-    unsure = wrong.error(bare) / size / rule.rate
-    if abs(decay - rule.decay) <= 2 * unsure:
+    uncertainty = wrong.error(bare) / size / rule.rate
+    if abs(decay - rule.decay) <= 2 * uncertainty:
         return  # below the resolution of the dtype, which both sides may be off by
-    if abs(decay) <= unsure and rule.decay:
+    if abs(decay) <= uncertainty and rule.decay:
         decay = 0.0
-    said = _said_of_decay(decay, rule.decay, unsure, rule.rate)
-    yield "weight_decay", said, replace(rule, decay=decay), Story("decay", decay, unsure)
+    said = _said_of_decay(decay, rule.decay, uncertainty, rule.rate)
+    yield "weight_decay", said, replace(rule, decay=decay), Claim("decay", decay, uncertainty)
 
 
-def _said_of_decay(decay: float, stated: float, unsure: float, rate: float) -> str:
+def _said_of_decay(decay: float, stated: float, uncertainty: float, rate: float) -> str:
     if decay == 0.0:
         return f"the parameter is not decayed, where a decay of {stated:.4g} is stated"
-    if stated and abs(decay * rate - stated) <= unsure * rate:
+    if stated and abs(decay * rate - stated) <= uncertainty * rate:
         return f"the parameter shrinks by {stated:.4g} of itself, and not by {stated:.4g} times the learning rate of {rate:.4g}"
-    if stated and abs(decay + stated) <= unsure:
+    if stated and abs(decay + stated) <= uncertainty:
         return f"the decay of {stated:.4g} has the wrong sign"
     digits = next((digits for digits in (4, 6, 9) if f"{decay:.{digits}g}" != f"{stated:.{digits}g}"), 17)
     return f"the parameter decays by {decay:.{digits}g} times the learning rate, where {stated:.{digits}g} is stated"

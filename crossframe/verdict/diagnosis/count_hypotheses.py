@@ -8,11 +8,11 @@ import numpy as np
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, OUTPUT, REDUCE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.fit import Fit, Story, believed
-from crossframe.verdict.diagnosis.reduction import sum_error
-from crossframe.verdict.diagnosis.tied import rows_looked_up
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
+from crossframe.verdict.diagnosis.reduction_fits import sum_error
+from crossframe.verdict.diagnosis.tied_weights import rows_looked_up
 from crossframe.verdict.measure.metrics import distance, norm
-from crossframe.verdict.measure.sides import put_together
+from crossframe.verdict.measure.values import assemble
 
 
 def uneven_weights(case: Case) -> Iterator[Fit]:
@@ -30,15 +30,15 @@ def uneven_weights(case: Case) -> Iterator[Fit]:
         weighted, plain = shares @ terms, terms.mean(axis=0)
         rest = distance(case.sides.wrong.reshape(-1), plain)
         fits = distance(case.sides.right.reshape(-1), weighted) <= error
-        if fits and believed(rest, case.sides.difference, error):
-            yield Fit("uneven_weights", said, rest, error, Story("uneven"))
+        if fits and accepted(rest, case.sides.difference, error):
+            yield Fit("uneven_weights", said, rest, error, Claim("uneven"))
     elif (sides := _of_all_ranks(case)) is not None:
         # A rank's loss is multiplied by its share of samples, times the number of ranks, ahead of the backward.
         rests = [distance(right, shares[rank] * world * wrong) for rank, (right, wrong) in enumerate(sides)]
         errors = [(case.limit + 4 * case.sides.roundoff * norm(right)) for right, _ in sides]
         whole = norm(np.array([distance(*each) for each in sides]))
         if all(rest <= error for rest, error in zip(rests, errors, strict=True)) and 2 * norm(np.array(rests)) <= whole:
-            yield Fit("uneven_weights", said, max(rests), max(errors), Story("uneven"))
+            yield Fit("uneven_weights", said, max(rests), max(errors), Claim("uneven"))
 
 
 def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
@@ -86,7 +86,7 @@ def lost_microbatch(case: Case) -> Iterator[Fit]:
                         f"in {case.names[1]} the gradients of microbatch {lost} of {num} are lost: {rows}, and the "
                         f"{int(never.sum())} that it does not look up are right, {kept}"
                     )
-                    yield Fit("lost_microbatch", said, rest, limit * times, Story("microbatch", lost))
+                    yield Fit("lost_microbatch", said, rest, limit * times, Claim("microbatch", lost))
                     return
 
 
@@ -136,7 +136,7 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
         names = [name for name in case.wrong.manifest.params if case.wrong.has(REDUCE, step, name)]
         if told is None or not names or not math.isfinite(told):
             continue
-        own = norm(np.array([put_together(case.wrong, REDUCE, step, name).norm for name in names]))
+        own = norm(np.array([assemble(case.wrong, REDUCE, step, name).norm for name in names]))
         extras.append(told**2 - own**2)
         errors.append(2 * case.limit * told)
         sizes.append(own**2)
@@ -149,7 +149,7 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
         f"the square of the norm in {case.names[1]} exceeds that of its own gradients by {np.mean(extras):.6g} at each of "
         f"{len(extras)} steps, as with {padding} elements of padding of {each:.4g} each"
     )
-    yield Fit("padding_counted", said, 0.0, case.limit, Story("padding", each, each * max(errors) / min(extras)))
+    yield Fit("padding_counted", said, 0.0, case.limit, Claim("padding", each, each * max(errors) / min(extras)))
 
 
 ALL = (uneven_weights, lost_microbatch, padding_in_gradient_norm)
