@@ -16,9 +16,9 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Manifest, Schedule
 from crossframe.recording.known_settings import COMMAND, PER_RANK, TRAIN
 from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.recording.program import PROGRAM
 from crossframe.recording.schedule import window_arguments
-from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.shown import shown
 from crossframe.strategy import Strategy
 from experiments.data import Batch

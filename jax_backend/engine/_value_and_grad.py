@@ -69,7 +69,7 @@ def value_and_grad(
             HYBRID_SHARD_ZERO2 keep what forward gathered (R13, R14); what `shard` was told as reshard_after_forward goes first.
             None: FULL_SHARD, HYBRID_SHARD or NO_SHARD, as the mesh has it. A unit whose values backward does not need (biases
             alone, say) is not gathered again; one that the loss does not use gets zeros, without any reduction: JAX removes
-            both, on all ranks (R29).
+            both, on all ranks alike (R29).
         face: whose division of gradients: FSDP1's around the sum, or FSDP2's mean (R26).
         gradient_divide_factor: divide by this in the place of the number of ranks (R27).
         has_state: it takes state, one rank's, without the rank axis, and returns state of the same shapes and dtypes:

@@ -107,7 +107,10 @@ class OfShards:
             entry, called = self.tree.param_map.by_name[name], _names(bucket, name)
             arrays = [np.asarray(leaves[path]) for path in entry.paths]
             layers = [arrays] if bucket.num_layers is None else list(zip(*arrays, strict=True))
-            made = [perturbed_values(own, entry.to_canonical(*parts), twin) for own, parts in zip(called, layers, strict=True)]
+            made = [
+                perturbed_values(own, entry.to_canonical(*parts), twin)
+                for own, parts in zip(called, layers, strict=True)
+            ]
             for path in entry.paths:
                 parts = [entry.from_canonical(each, path) for each in made]
                 changed[path] = parts[0] if bucket.num_layers is None else np.stack(parts)
