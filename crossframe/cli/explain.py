@@ -69,7 +69,7 @@ def explain(
     if target is None:
         console.print("nothing to explain: no recorded value differs beyond its bound", style="green")
         for setting in verdict.settings:
-            console.print(f"stated differently: {setting}", highlight=False, soft_wrap=True)
+            console.print(f"settings that differ: {setting}", highlight=False, soft_wrap=True)
         return NOTHING_DIFFERS
     found = explained(a, b, target, folder=folder, timeout=timeout, console=None if as_json else console)
     if as_json:

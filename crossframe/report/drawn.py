@@ -20,7 +20,7 @@ class Drawn:
 
     Attributes:
         place: the elements that are off.
-        excess: how much is used of what rounding may reach, by step.
+        excess: how much is fraction of the bound, by step.
         excess_lines: its curves, for a legend.
         heat: the same by unit and step; beside it stand (short, long) names of rows, which have the beginning in common,
             (percent from the left, name) of columns, and (class, words) of the kinds of cells.
@@ -92,9 +92,7 @@ def _excess_lines(one: PairSeries, parted: str) -> tuple[Line, ...]:
 def _excess_chart(lines: Sequence[Line], found: dict[str, Worst]) -> Markup:
     about = "; ".join(f"{words.PHASES[phase]}: {words.worst_of(worst)}" for phase, worst in found.items())
     limit = Limit("", 1.0, "bad", above=True)
-    return line_chart(
-        lines, name="excess", about=about, y_label="used of what rounding may reach", limits=[limit], log=True
-    )
+    return line_chart(lines, name="excess", about=about, y_label="fraction of the bound", limits=[limit], log=True)
 
 
 def _heat_chart(heat: HeatMap, found: dict[str, Worst]) -> Markup:

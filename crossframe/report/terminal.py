@@ -38,7 +38,7 @@ def print_report(console: Console, report: dict[str, Any], series: Sequence[Pair
     said = words.headline(report, series[at].parted if at is not None else "")
     head = [Text(line, style=style) for line in lines(said)]
     if at is not None:
-        head += [Text(line) for line in lines(_found(report["pairs"][at], series[at]))]
+        head += [Text(line) for said in _found(report["pairs"][at], series[at]).split("\n") for line in lines(said)]
     tail = [Text(line) for said in _besides(report) for line in lines(said)]
     pairs = sorted(zip(report["pairs"], series, strict=True), key=lambda both: both[0]["verdict"] != report["verdict"])
     # One line is the table's head.
@@ -74,7 +74,9 @@ def _found(pair: dict[str, Any], one: PairSeries) -> str:
             words.PHASES[where["phase"]],
             f"unit {words.short(words.unit_name(where['unit']), 30)}",
         ]
-        return f"where: {', '.join([*place, 'made by ' + where['event'].replace('_', '-')])}"
+        found = f"where: {', '.join([*place, 'event ' + where['event'].replace('_', '-')])}"
+        diagnosis = words.looks_like(pair, one.sketched) if pair["verdict"] == "different computation" else None
+        return f"{found}\n{diagnosis}" if diagnosis else found
     if not one.verdict.judged:
         return words.looks_like(pair, one.sketched) or ""
     worst = Worst.of(one.verdict.judged)
@@ -86,7 +88,7 @@ def _besides(report: dict[str, Any]) -> list[str]:
     said = []
     if told := next((pair["settings"] for pair in report["pairs"] if pair["settings"]), []):
         more = f", and {len(told) - 1} more" if len(told) > 1 else ""
-        said.append(f"stated differently: {words.short(told[0], 100)}{more}")
+        said.append(f"settings that differ: {words.short(told[0], 100)}{more}")
     if told := next((pair["notes"] for pair in report["pairs"] if pair["notes"]), []):
         said += [words.short(note, 160) for note in told]
     if report["verdict"] in ("rounding", "inconclusive"):
@@ -98,7 +100,7 @@ def _besides(report: dict[str, Any]) -> list[str]:
         verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"
         said.append(f"collectives {verdict}: {counts or 'none'} a step")
     if zero := sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}):
-        said.append(f"not counted, as their gradient is zero: {len(zero)}, for instance {words.short(zero[0], 24)}")
+        said.append(f"not counted, since their gradient is zero: {len(zero)}, for instance {words.short(zero[0], 24)}")
     return said
 
 

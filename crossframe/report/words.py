@@ -42,27 +42,27 @@ SIGNATURES = {
     "constant_factor": "a constant factor",
     "transposed": "a transposed tensor",
     "padding_shift": "a shift by padding",
-    "stale_copy": "a stale copy, that of the step before",
-    "missing_rank": "the share of a rank that is missing",
+    "stale_copy": "a stale copy from the previous step",
+    "missing_rank": "the missing contribution of a rank",
     "low_precision_reduction": "a reduction in low precision",
     "low_precision": "a module that computes in low precision",
-    "tied_weight": "a tied weight whose uses are counted wrongly",
-    "mixed_parameters": "parameters mixed up with one another",
-    "weight_decay": "weight decay of another size or in another place",
-    "optimizer_epsilon": "another epsilon in the optimizer, or in another place of it",
-    "bias_correction": "moments whose bias is not corrected alike",
-    "lost_step": "a step that the optimizer lost",
-    "norm_epsilon": "another epsilon in a norm",
-    "tanh_gelu": "a GELU by tanh in the place of one by erf",
+    "tied_weight": "a tied weight whose uses are counted incorrectly",
+    "mixed_parameters": "mixed-up parameters",
+    "weight_decay": "a different weight decay",
+    "optimizer_epsilon": "a different epsilon in the optimizer",
+    "bias_correction": "a different bias correction of moments",
+    "lost_step": "a lost optimizer step",
+    "norm_epsilon": "a different epsilon in a norm",
+    "tanh_gelu": "a GELU approximated by tanh",
     "dropout": "dropout",
-    "shifted_positions": "positions off by some rows",
-    "attention_scale": "another scale of attention's scores",
-    "padding_counted": "padding counted as if it were data",
+    "shifted_positions": "shifted positions",
+    "attention_scale": "a different scale of attention scores",
+    "padding_counted": "padding that counts as data",
     "uneven_weights": "a mean of means of unequal batches",
-    "lost_microbatch": "a microbatch whose gradients are lost",
-    "other_batches": "other batches",
+    "lost_microbatch": "a lost microbatch",
+    "other_batches": "different batches",
 }
-"""What a signature looks like."""
+"""The text of each diagnosis."""
 _LONGEST_NAME = 80
 _WORD, _RIGHT_TO_LEFT = re.compile(r"\S+"), re.compile(r"[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
 
@@ -106,12 +106,12 @@ def isolated(text: str) -> str:
 
 
 def decisive(report: dict[str, Any]) -> int | None:
-    """Which pair is the first that has the report's verdict; None of none."""
+    """The index of the first pair with the verdict of the report; None if there are no pairs."""
     return next((i for i, pair in enumerate(report["pairs"]) if pair["verdict"] == report["verdict"]), None)
 
 
 def what_parted(where: dict[str, Any], name: str) -> str:
-    """The quantity that is outside first, by where it is.
+    """The first quantity that differs, as text.
 
     Args:
         where: a divergence as JSON.
@@ -121,7 +121,7 @@ def what_parted(where: dict[str, Any], name: str) -> str:
     >>> what_parted(where, "h.0.w")
     'the reduced gradient of h.0.w (rank 1, elements 0:1,512)'
     >>> what_parted({**where, "event": "output", "parameter": None}, "output of h.0.mlp")
-    'the output of h.0.mlp (rank 1, elements 0:1,512)'
+    'the output of module h.0.mlp (rank 1, elements 0:1,512)'
     >>> what_parted({"phase": "forward", "event": "loss", "rank": None, "parameter": None, "start": None}, "")
     'the mean loss over ranks'
     """
@@ -133,7 +133,8 @@ def what_parted(where: dict[str, Any], name: str) -> str:
     if event == "grad_norm":
         return f"the norm of all gradients{by}"
     if event in ("input", "output"):
-        what = f"the {short(name or event)}"
+        module = name.removeprefix(f"{event} of ")
+        what = f"the {event} of module {short(module)}" if module != event else f"the {short(name or event)}"
     elif where["phase"] == STATE:
         what = f"the optimizer state {short(name or where['parameter'])}"
     else:
@@ -153,7 +154,7 @@ def headline(report: dict[str, Any], name: str) -> str:
     """The verdict in one sentence.
 
     Args:
-        name: of the first quantity of the decisive pair that is outside (`what_parted`), "" without one.
+        name: name of the first quantity of the decisive pair that differs (`what_parted`); "" if there is none.
 
     >>> pair = {"a": "torch", "b": "jax", "verdict": "rounding", "reason": "..."}
     >>> headline({"verdict": "rounding", "pairs": [pair]}, "")
@@ -172,8 +173,7 @@ def headline(report: dict[str, Any], name: str) -> str:
         case "bug":
             return f"There is a bug: {_bug(pair, name)}."
         case "different computation":
-            said = _sentence(pair["reason"].partition(". If it may be")[0])
-            return f"{said[0].upper()}{said[1:]}."
+            return f"A different computation took place: {_changed(pair, name)}."
         case "inconclusive":
             return f"Nothing can be concluded yet: {_sentence(pair['reason'])}."
         case _:
@@ -189,19 +189,25 @@ def _bug(pair: dict[str, Any], name: str) -> str:
     return f"at step {where['step']} {what_parted(where, name)} differs: {_sentence(why)}"
 
 
+def _changed(pair: dict[str, Any], name: str) -> str:
+    if (where := pair["first_divergence"]) is None:
+        return _sentence(pair["reason"].removeprefix("a different computation took place: "))
+    return f"at step {where['step']} {what_parted(where, name)} differs, although all that it depends on is equal in every bit"
+
+
 def _sentence(text: str) -> str:
-    """Of a recording's words what fits into a sentence: no very long names, nothing that cannot be printed, no full stop."""
+    """Text of a recording for use in a sentence: without unprintable characters and the full stop, with long names shortened."""
     return " ".join(short(word) for word in one_line(text).rstrip(".").split(" "))
 
 
 def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:
-    """What the first quantity outside looks like; None where nothing is, or where that may be rounding.
+    """The diagnosis of the first difference; None if there is none, or if it may be rounding.
 
     Args:
         sketched: whether a recording has sketches instead of large tensors.
 
     >>> looks_like({"first_divergence": {}, "diagnosis": None, "verdict": "bug"}, False)
-    'It looks like none of the common faults.'
+    'No known fault explains it.'
     """
     if pair["diagnosis"] is not None:
         looks = SIGNATURES[pair["diagnosis"]["signature"]]
@@ -209,8 +215,8 @@ def looks_like(pair: dict[str, Any], sketched: bool) -> str | None:
     if pair["first_divergence"] is None or pair["verdict"] not in ("bug", "different computation"):
         return None
     if sketched:
-        return "What it looks like cannot be told from sketches: record the step in full."
-    return "It looks like none of the common faults."
+        return "Sketches do not allow a diagnosis: record the step in full."
+    return "No known fault explains it."
 
 
 _EFFECTS = {
@@ -244,7 +250,7 @@ def power_text(pair: dict[str, Any], directions: Collection[str] = tuple(_EFFECT
 
 
 def first_place(pair: dict[str, Any], name: str) -> str:
-    """Where a pair parts first, in short; "-" where it does not."""
+    """The first difference of a pair, in short; "-" if there is none."""
     where = pair["first_divergence"]
     return f"step {where['step']}, {what_parted(where, name)}" if where else "-"
 
@@ -275,7 +281,7 @@ def number(value: float | None) -> str:
 
 
 def used_text(used: float | None) -> str:
-    """How much is used of what rounding may reach.
+    """How much is fraction of the bound.
 
     >>> [used_text(used) for used in (None, 0.0, 0.00012, 0.123, 7.0, 456.7, 1e9, float("inf"))]
     ['-', '0', '1.2e-04', '0.12', '7', '457', '1.0e+09', '∞']
@@ -289,43 +295,43 @@ def worst_of(worst: Worst) -> str:
     """A cell of the map, or a row of the table of phases, in words.
 
     >>> worst_of(Worst(3, 2, 0, 0.25, "w")), worst_of(Worst(3, 3, 0, 0.0, "w")), worst_of(Worst(1, 0, 0, None, "w"))
-    ('at most 0.25 of what rounding may reach', 'equal bits', 'differs; no bound is known')
+    ('at most 0.25 of the bound', 'equal bits', 'differs; no bound is known')
     >>> worst_of(Worst(3, 2, 1, 12.0, "w")), worst_of(Worst(3, 2, 1, math.inf, "w"))
-    ('12 times what rounding may reach', 'differs where nothing may')
+    ('12 times the bound', 'differs although bits must be equal')
     """
     if worst.num_equal == worst.num:
         return "equal bits"
     if worst.used is None:
         return "differs; no bound is known"
     if not worst.num_beyond:
-        return f"at most {used_text(worst.used)} of what rounding may reach"
+        return f"at most {used_text(worst.used)} of the bound"
     if math.isinf(worst.used):
-        return "differs where nothing may"
-    return f"{used_text(worst.used)} times what rounding may reach"
+        return "differs although bits must be equal"
+    return f"{used_text(worst.used)} times the bound"
 
 
 def measured_by(bounds: Bounds | None, twins: tuple[tuple[str, int], ...]) -> str:
-    """Where it comes from how far rounding may reach.
+    """The source of the bounds of rounding.
 
     Args:
         bounds, twins: as a `PairSeries` has them.
     """
     if twins:
-        said = " and ".join(f"{count} twins of {display(name)}" for name, count in twins)
-        return f"measured on {said}: the run once more, rounded otherwise"
+        said = " and ".join(f"{count} perturbed runs of {display(name)}" for name, count in twins)
+        return f"measured on {said}"
     if bounds is None or not bounds.decisive:
-        return "not known: there are no twins, and the dtype is too coarse for a bound"
-    return f"bounded beforehand: {number(bounds.loss)} for losses, {number(bounds.parameter)} for tensors"
+        return "unknown: there are no perturbed runs, and the dtype is too coarse for a derived bound"
+    return f"derived: {number(bounds.loss)} for losses, {number(bounds.parameter)} for tensors"
 
 
 def limits(bounds: Bounds | None) -> tuple[str, str]:
-    """What is said beside a difference of losses, and of parameters. None: twins measured what rounding does.
+    """The bounds of losses and of parameters, as text. None: perturbed runs measured them.
 
     >>> limits(None)
-    ('by twins', 'by twins')
+    ('measured', 'measured')
     """
     if bounds is None:
-        return ("by twins", "by twins")
+        return ("measured", "measured")
     if not bounds.decisive:
         return ("no bound", "no bound")
     return (f"bound {number(bounds.loss)}", f"bound {number(bounds.parameter)}")

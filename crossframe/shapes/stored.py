@@ -17,7 +17,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def from_safetensors(path: Path) -> ModelShapes:
-    """The floating tensors of a safetensors file, or of all such files in a folder, in the order in which they are stored.
+    """The floating tensors of a safetensors file, or of all such files in a folder, in alphabetical order by file.
 
     The units are `numbered_blocks` of the names.
 
@@ -29,7 +29,7 @@ def from_safetensors(path: Path) -> ModelShapes:
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
-                for name in opened.offset_keys():
+                for name in opened.keys():
                     stored = opened.get_slice(name)
                     if dtype := _DTYPES.get(stored.get_dtype()):
                         params.append(ParamSpec(name, tuple(stored.get_shape()), dtype))

@@ -107,7 +107,7 @@ def test_a_report_of_rounding(tmp_path):
     assert "torch and JAX agree: the differences are rounding." in page
     assert "python -m experiments parity" in page
     assert "block.k_bias" in page
-    assert headings(page) == ["Evidence", "What else was compared", "The other pairs"]
+    assert headings(page) == ["Evidence", "All quantities", "The other pairs"]
     assert charts(page) == ["excess", "heat", "losses", "differences"]
     assert "bound on losses" in page
 
@@ -122,7 +122,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
     said += ": jax has 2 times what torch has"
     assert f"<h1>{said}" in page
     assert said in " ".join(printed(report, series).split())
-    assert headings(page) == ["Where, and what it looks like", "Evidence", "What else was compared"]
+    assert headings(page) == ["Place and diagnosis", "Evidence", "All quantities"]
     where = report["pairs"][0]["first_divergence"]
     assert where == {
         "step": 0,
@@ -141,7 +141,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
         *(
             ("step", "0"),
             ("phase", "reduced gradients"),
-            ("made by", "reduce-scatter"),
+            ("event", "reduce-scatter"),
             ("rank", "0"),
             ("unit", "block"),
         ),
@@ -228,7 +228,7 @@ def test_a_trace_that_is_not_as_planned_is_shown_first(tmp_path, monkeypatch):
     assert report["trace"]["equal"] is False
     assert report["trace"]["jax"]["reduce_scatter"]["count"] == 1
     page = write_report(tmp_path, report, series).read_text()
-    assert "Not every run did what the plan says" in page
+    assert "A run deviates from the planned collectives" in page
     assert page.count("class=off") == 1
     assert "collectives NOT as planned" in printed(report, series)
 
@@ -273,11 +273,11 @@ def test_settings_that_differ_are_shown(tmp_path):
     said = "betas differs: [0.9, 0.999] in torch, [0.9, 0.99] in jax"
     assert report["verdict"] == "incomparable" and report["pairs"][0]["settings"] == [said]
     text = page(report, series)
-    assert said in text and "Where" in headings(text)
+    assert said in text and "Place" in headings(text)
     marked = re.findall(r'<tr class="differs"><th scope="row">(.*?)</th>', text)
     assert {"framework", "betas"} <= {re.sub(r"<.*?>|differs", "", each).strip() for each in marked}
     assert len(marked) == text.count('<span class="mark">differs</span>')
-    assert f"stated differently: {said}" in " ".join(printed(report, series, 400).split())
+    assert f"settings that differ: {said}" in " ".join(printed(report, series, 400).split())
     report, series = report_of([pair(tmp_path / "equal", a=first, b=stated)])
     assert report["verdict"] == "equal" and said in page(report, series)
 
@@ -291,7 +291,7 @@ def test_reordered_samples_are_no_differing_setting(tmp_path):
     assert "same samples in a different order" in note and not report["pairs"][0]["settings"]
     assert note in page(report, series)
     text = " ".join(printed(report, series, 400).split())
-    assert note in text and "stated differently" not in text
+    assert note in text and "settings that differ" not in text
 
 
 def test_other_batches_are_named(tmp_path):
@@ -303,9 +303,9 @@ def test_other_batches_are_named(tmp_path):
     report, series = report_of([(a, b)])
     assert report["verdict"] == "incomparable" and report["pairs"][0]["first_divergence"] is None
     text = page(report, series)
-    assert headings(text) == ["What it looks like", "The two runs"]
-    assert "It looks like other batches: from step 0 on" in text
-    assert "It looks like other batches: from step 0 on" in printed(report, series)
+    assert headings(text) == ["Diagnosis", "The two runs"]
+    assert "It looks like different batches: from step 0 on" in text
+    assert "It looks like different batches: from step 0 on" in printed(report, series)
 
 
 def test_other_world_sizes_and_a_loss_that_is_not_finite(tmp_path):
@@ -318,7 +318,7 @@ def test_other_world_sizes_and_a_loss_that_is_not_finite(tmp_path):
     page = write_report(tmp_path, report, series).read_text()
     assert "2 and 3 ranks" in page
     assert "nan" not in "".join(re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL))
-    assert "no single one" in page
+    assert "several" in page
     assert "There is a bug: at step 1 the mean loss over ranks is not finite" in page
     assert ">∞</text>" in page
 
@@ -336,8 +336,8 @@ def test_of_a_pair_with_twins_no_bound_is_shown_that_was_not_used(tmp_path):
         synthetic.record(a.directory / perturbed_run_folder(i), made)
     report, series = report_of([(a, synthetic.record(tmp_path / "b", made))])
     page = write_report(tmp_path / "report", report, series).read_text()
-    assert "by twins" in page and "bound 5.4e-04" not in page and "bound on losses" not in page
-    assert "by twins" in printed(report, series) and "5.4e-04" not in printed(report, series)
+    assert "measured" in page and "bound 5.4e-04" not in page and "bound on losses" not in page
+    assert "measured" in printed(report, series) and "5.4e-04" not in printed(report, series)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -355,7 +355,7 @@ def test_the_terminal_gets_ten_lines_at_most(tmp_path, width, count):
         assert all(len(line) <= width for line in lines)
         assert lines[0].startswith("There is a bug: at step 0 the reduced gradient of block.w")
         assert any(
-            line.startswith("where: step 0, reduced gradients, unit block, made by reduce-scatter") for line in lines
+            line.startswith("where: step 0, reduced gradients, unit block, event reduce-scatter") for line in lines
         )
         assert any(line.startswith("collectives as planned") for line in lines)
         shown = sum(line.startswith("float64") for line in lines)
@@ -580,7 +580,7 @@ def drawings(text):
     "where, drawn, said",
     [
         (Divergence(0, "reduce", 1, "b", "b.w", 4, 7, "reduce_scatter"), 1, "in the shards of their unit"),
-        (Divergence(0, "backward", 1, "b", "b.w", 0, 10, "backward"), 4, "whose shards they belong to"),
+        (Divergence(0, "backward", 1, "b", "b.w", 0, 10, "backward"), 4, "to which shards they belong"),
         (Divergence(0, "forward", 1, "b", None, 0, 10, "output"), None, "output of b.attention"),
         (Divergence(0, "forward", None, "", None, None, None, "loss"), None, "the mean loss over ranks differs"),
         (
@@ -626,15 +626,15 @@ def test_an_activation_at_two_world_sizes_has_no_rank(tmp_path):
     where = report["pairs"][0]["first_divergence"]
     assert (where["event"], where["unit"], where["rank"]) == ("output", "block", None)
     text = page(report, series)
-    assert "no single one" in text and "of shape" not in text
+    assert "several" in text and "of shape" not in text
     assert "output of block" in text
 
 
 def test_what_cannot_be_told_from_sketches_is_said(tmp_path):
     where = Divergence(0, "reduce", None, "b", "b.w", 0, 10, "reduce_scatter")
     report, (one,) = made_up(["w"], ["b"], where=where, some=[judged(0, "b", 5.0)])
-    assert "It looks like none of the common faults." in page(report, [one])
-    assert "cannot be told from sketches" in page(report, [replace(one, sketched=True)])
+    assert "No known fault explains it." in page(report, [one])
+    assert "Sketches do not allow a diagnosis" in page(report, [replace(one, sketched=True)])
 
 
 def test_an_inconclusive_pair_says_where_and_accuses_nobody(tmp_path):
@@ -644,7 +644,7 @@ def test_an_inconclusive_pair_says_where_and_accuses_nobody(tmp_path):
     assert report["verdict"] == "inconclusive"
     report["pairs"][0]["diagnosis"] = None
     text = page(report, series)
-    assert headings(text) == ["Where", "Evidence", "What else was compared"]
+    assert headings(text) == ["Place", "Evidence", "All quantities"]
     assert "common faults" not in text and "too coarse for a bound" in text
 
 
