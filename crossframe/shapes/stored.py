@@ -29,7 +29,7 @@ def from_safetensors(path: Path) -> ModelShapes:
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
-                for name in opened.keys():
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
                     stored = opened.get_slice(name)
                     if dtype := _DTYPES.get(stored.get_dtype()):
                         params.append(ParamSpec(name, tuple(stored.get_shape()), dtype))
