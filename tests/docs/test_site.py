@@ -10,10 +10,19 @@ import pytest
 from tests.docs.page import ROOT
 
 PAGES = ("index.html", "reference/verdict.html", "api/crossframe.html", "lessons/flat_parameters.html")
-BROWSER = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=4000 --dump-dom"
-).split()
+BROWSER = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=4000",
+    "--dump-dom",
+]
 
 
 @pytest.fixture(scope="module")
