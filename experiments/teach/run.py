@@ -25,6 +25,7 @@ LESSONS = (
     "a_training_step.md",
     "hybrid_sharding.md",
     "two_frameworks.md",
+    "moving_a_model.md",
 )
 FOLDER = Path(__file__).parents[2] / "docs" / "lessons"
 PICTURES = "pictures"
