@@ -14,11 +14,11 @@ from crossframe.report.terminal import print_report
 from crossframe.verdict import Verdict
 
 READ_ANYWAY = 64 << 20
-"""Recordings of fewer bytes are read and verified all the same: that takes about a second."""
+"""Recordings of fewer bytes are read and verified in any case, which takes about a second."""
 
 
 def equal_as_stated(a: Path, b: Path, *, read_anyway: int = READ_ANYWAY) -> str | None:
-    """What is said of two recordings that state the same content; None where that is not known, or where they are small.
+    """The answer for two recordings that state the same content; None if they may differ, or if they are small.
 
     A rank's last line has the sha256 of all its lines, made when they were written, and its lines have that of every tensor file.
     Equal ones mean that both runs saw the same in every bit. Whether the files are still as they were written is not verified.

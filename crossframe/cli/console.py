@@ -1,4 +1,4 @@
-"""Where commands print, and how they end on invalid input."""
+"""The consoles of commands, and their exit on errors."""
 
 import os
 import shlex
@@ -16,9 +16,9 @@ from crossframe.errors import CrossframeError
 from crossframe.processes import received_signal
 
 BROKEN_PIPE = 141
-"""The exit status where nobody reads the output any more: 128 and SIGPIPE's number, as of a program that the signal ends."""
+"""The exit status if the reader of the output is gone: 128 plus the number of SIGPIPE."""
 LONGEST_MESSAGE = 1800
-"""Characters of an error message, of which there are at most 2 kB with what stands around it."""
+"""Maximum number of characters of an error message, so that the line stays below 2 kB."""
 TRACEBACK = "CROSSFRAME_TRACEBACK"
 """Environment variable: if set, tracebacks of internal errors are printed."""
 # The extra that installs a module, where it is not "all".
@@ -36,7 +36,7 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 
 
 def printable(text: str) -> str:
-    r"""Text in which control characters are written out, so that a terminal does not act on them.
+    r"""Text with escaped control characters, so that a terminal does not execute them.
 
     >>> printable("a\x1b[31mb")
     'a\\x1b[31mb'
@@ -45,7 +45,7 @@ def printable(text: str) -> str:
 
 
 class PlainConsole(Console):
-    """A console that prints text as it is: names and paths of the user's hold no markup, no emoji and no control characters.
+    """A console that prints text verbatim: without markup and emoji, and with escaped control characters.
 
     Styles are given by `rich.text.Text` and by `style`.
     """
@@ -54,12 +54,12 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See `rich.console.Console`; control characters of text are written out."""
+        """See `rich.console.Console`; control characters are escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """See `rich.console.Console`, which would exit with 1, the status of a bug that was found."""
+        """See `rich.console.Console`, which would exit with 1, the status of a bug."""
         try:
             super().on_broken_pipe()
         except SystemExit:
@@ -71,7 +71,7 @@ errors = PlainConsole(stderr=True)
 
 
 def complain(message: str) -> None:
-    """Print an error message: one that is too long is cut in the middle, since both its ends matter."""
+    """Print an error message; a long one loses its middle."""
     if len(message) > LONGEST_MESSAGE:
         half = LONGEST_MESSAGE // 2
         message = f"{message[:half]} ... ({len(message) - 2 * half:,} characters) ... {message[-half:]}"
@@ -81,7 +81,7 @@ def complain(message: str) -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """One clear message and exit status 2 instead of a traceback, for invalid input and for a machine that has too little."""
+    """Turns errors of input and of resources into one message and exit status 2, without a traceback."""
     try:
         yield
     except typer.Exit:
@@ -124,13 +124,13 @@ def command_line() -> str:
 
 
 def forget_output() -> None:
-    """Discard further output, so that Python does not fail at exit because nobody reads it."""
+    """Discard further output, so that Python does not fail at exit if the reader is gone."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _message(error: Exception) -> str:
-    """What to say of an exception."""
+    """The message for an exception."""
     if (
         of_arguments := getattr(error, "format_message", None)
     ) is not None:  # click's, of which typer may have its own copy
@@ -151,7 +151,7 @@ def _message(error: Exception) -> str:
 
 
 def internal_error(error: Exception) -> str:
-    """What to say of an exception that no input should lead to; with TRACEBACK set, it is raised instead.
+    """The message for an unexpected exception; if TRACEBACK is set, the exception is raised instead.
 
     Raises:
         Exception: `error` itself.

@@ -55,7 +55,7 @@ def run(arguments: Sequence[str], app: str = "crossframe.cli.app", name: str = "
 
 
 def _prepare_output() -> None:
-    """Make output possible whatever the terminal and the environment say of themselves."""
+    """Make output possible in any terminal and environment."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):  # closed, or replaced
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -85,7 +85,7 @@ def _flushed(status: int) -> int:
 
 
 def _exit_at_once(number: int, _: FrameType | None) -> None:
-    """While modules are imported there is nothing to clean up, and exceptions may not reach `main`."""
+    """Exit without cleanup. During imports there is nothing to clean up, and exceptions may not reach `main`."""
     name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     os.write(2, f"crossframe: {name}\n".encode())
     os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""`crossframe explain A B`: both runs made again up to the first difference, and the operators at which they part.
+"""`crossframe explain A B`: repeats two runs up to their first difference, and finds the operators that cause it.
 
 `crossframe explain RUN`: one run made again, and the operators that err by more than rounding. Of a pair of which one run is
 compiled and the other is not, the compiled one is examined so first.
@@ -40,7 +40,7 @@ FOUND, NOTHING_DIFFERS, NOT_FOUND = 1, 0, 3
 def explain(
     directories: tuple[Path, Path], *, folder: Path | None, timeout: float, as_json: bool, console: Console
 ) -> int:
-    """Print the first operator of each side that computes something else; returns the exit status.
+    """Print the first operator of each side that computes another value; returns the exit status.
 
     Where one run is compiled and the other is not, that is the first operator that was compiled wrong, if there is one.
 
@@ -82,7 +82,7 @@ def explain(
 def explain_one(
     directory: Path, step: int, *, folder: Path | None, timeout: float, as_json: bool, console: Console
 ) -> int:
-    """Print the first operator of a run that errs by more than rounding; returns the exit status.
+    """Print the first operator of a run whose error exceeds rounding; returns the exit status.
 
     Args:
         directory: of the recording.
@@ -102,7 +102,7 @@ def explain_one(
 
 
 def judged(recording: Recording, step: int, *, folder: Path | None, timeout: float, console: Console | None) -> Trace:
-    """Make a run again, with forward and backward of a step traced, and each operator repeated in float64.
+    """Repeat a run, trace forward and backward of a step, and repeat each operator in float64.
 
     Args:
         folder, timeout, console: as of `explained`.
@@ -119,7 +119,7 @@ def judged(recording: Recording, step: int, *, folder: Path | None, timeout: flo
 def explained(
     a: Recording, b: Recording, target: Target, *, folder: Path | None, timeout: float, console: Console | None
 ) -> Finding:
-    """Make both runs again, and find the operators at which they part.
+    """Repeat both runs, and find the first operators that differ.
 
     Args:
         folder, timeout: as of `explain`.
@@ -139,7 +139,7 @@ def explained(
 
 
 def request_of(target: Target, pair: tuple[Recording, Recording], recording: Recording, directory: Path) -> Request:
-    """What to trace of one recording of a pair.
+    """The request to trace one recording of a pair.
 
     Args:
         directory: where the trace goes.
@@ -151,7 +151,7 @@ def request_of(target: Target, pair: tuple[Recording, Recording], recording: Rec
 
 
 def _traced(recording: Recording, request: Request, timeout: float, console: Console | None) -> Trace:
-    """The trace of one side's run, made again up to the step."""
+    """The trace of one run, repeated up to the step."""
     directory = Path(request.directory)
     directory.mkdir(parents=True, exist_ok=True)
     said = recording.manifest.settings.get(COMMAND)
@@ -179,14 +179,14 @@ def _traced(recording: Recording, request: Request, timeout: float, console: Con
 
 
 def _devices(recording: Recording) -> dict[str, str]:
-    """The variable that makes JAX's CPU as many devices as a recording has ranks, unless the environment says so."""
+    """The variable that sets the number of JAX's CPU devices to the number of ranks, unless the environment sets it."""
     manifest, name = recording.manifest, "JAX_NUM_CPU_DEVICES"
     of_cpu = dict(manifest.settings.get(PROGRAM) or {}).get("device") == "cpu"
     return {name: str(manifest.world_size)} if manifest.framework == "jax" and of_cpu and name not in os.environ else {}
 
 
 def command_of(said: Sequence[str], output: Path, num_processes: int) -> list[str]:
-    """The command line that makes a run again.
+    """The command line that repeats a run.
 
     Args:
         said: the command that the recording states.
@@ -220,7 +220,7 @@ def command_of(said: Sequence[str], output: Path, num_processes: int) -> list[st
 
 
 def _check_source(recording: Recording, again: Path, console: Console | None) -> None:
-    """Say so if the script is no longer what was recorded."""
+    """Warn if the script has changed since the recording."""
     before = recording.manifest.settings.get(PROGRAM)
     try:
         now = Recording.open(again, partial=True).manifest.settings.get(PROGRAM)
@@ -267,7 +267,7 @@ def _is_compiled(recording: Recording) -> bool:
 
 
 def answer(trace: Trace, recording: Recording, step: int, as_json: bool, console: Console) -> int:
-    """Print which operators of a run err by more than rounding; returns the exit status.
+    """Print the operators of a run whose error exceeds rounding; returns the exit status.
 
     Args:
         trace: of forward and backward of a step of the recorded run.
@@ -305,7 +305,7 @@ def _print_judged(trace: Trace, recording: Recording, step: int, console: Consol
 
 
 def _print_graphs(trace: Trace, console: Console) -> None:
-    """What compiled graphs return as a whole."""
+    """Print the judgement on each compiled graph."""
     for op in trace.operators:
         if op.name == WHOLE_GRAPH:
             what = "outputs" if op.phase == FORWARD else "gradients"
@@ -354,7 +354,7 @@ def to_json(found: Finding, target: Target) -> dict[str, Any]:
 
 
 def judged_to_json(trace: Trace, step: int) -> dict[str, Any]:
-    """The operators of one run that err by more than rounding, as a JSON object."""
+    """The operators of one run whose error exceeds rounding, as a JSON object."""
     graphs = [op for op in trace.operators if op.name == WHOLE_GRAPH]
     return {
         "step": step,

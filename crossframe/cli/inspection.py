@@ -1,4 +1,4 @@
-"""`crossframe inspect RUN`: what one recording shows, in lines."""
+"""`crossframe inspect RUN`: prints the findings in one recording."""
 
 from rich.console import Console
 
@@ -8,7 +8,7 @@ _MOST = 6
 
 
 def print_inspection(console: Console, found: Inspection) -> None:
-    """Print the findings, gravest first, at most six lines of each kind."""
+    """Print the findings, most severe first, at most six lines of each kind."""
     style = "bold red" if found.is_faulty else "green"
     verdict = "FAULTY" if found.is_faulty else "nothing wrong"
     console.print(

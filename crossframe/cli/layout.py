@@ -1,4 +1,4 @@
-"""The `crossframe layout` command: who holds what of a model."""
+"""`crossframe layout`: which rank holds which elements of a model."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from crossframe.shown import shown
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """What the command was asked.
+    """The options of the command.
 
     Attributes:
         kind: of LAYOUT_KINDS.
@@ -57,7 +57,7 @@ class LayoutOptions:
             raise UsageError(f"dim: only the per_param layout cuts on a dim, not {self.kind}")
 
     def sharding(self, shapes: ModelShapes) -> Sharding:
-        """The model so laid out.
+        """The sharding of a model with these options.
 
         Raises:
             UsageError: a dim that is not "PATTERN=DIM", or whose pattern matches nothing.
@@ -198,7 +198,7 @@ def where_text(sharding: Sharding, asked: str) -> str:
 
 
 def _element(asked: str, shape: tuple[int, ...], inside: str | None) -> int:
-    """The place of an element in the parameter taken as one line."""
+    """The index of an element in the flattened parameter."""
     try:
         index = [int(each) for each in (inside or "").split(",") if each.strip()]
     except ValueError:

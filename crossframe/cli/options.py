@@ -29,17 +29,17 @@ def choice(option: str, kind: type[Choice], asked: str) -> Choice:
 
 
 def refused(option: str, expected: Iterable[str], asked: str) -> UsageError:
-    """The error of an option that is none of a few words."""
+    """The error for an option that is not one of the expected words."""
     return UsageError(f"{option}: expected one of {', '.join(expected)}, got {shown(asked)}")
 
 
 def width_of(console: Console) -> int:
-    """Characters to a line."""
+    """Number of characters per line."""
     return console.width if console.is_terminal else WIDTH
 
 
 def put(console: Console, text: str) -> None:
-    """Print text as it is."""
+    """Print text verbatim."""
     console.print(text, markup=False, highlight=False, emoji=False)
 
 

@@ -1,4 +1,4 @@
-"""The `crossframe plan` command: what a step of a model does when, and what it costs."""
+"""`crossframe plan`: the events of a training step, and their cost."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def hardware(
     latency: float | None = None,
     flops: float | None = None,
 ) -> Hardware:
-    """Hardware's defaults but for what was asked.
+    """The default hardware with the given changes.
 
     Raises:
         UsageError: a number that is not finite, below 0, or 0 where something has to take time.
@@ -60,7 +60,7 @@ def hardware(
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command was asked, in the words of its options.
+    """The options of the command.
 
     Attributes:
         shard: ranks that hold one copy of the model; hybrid strategies need it.

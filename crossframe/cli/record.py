@@ -1,4 +1,4 @@
-"""`crossframe record script.py`: a training script of anyone's, run and recorded, and its perturbed runs behind it."""
+"""`crossframe record script.py`: runs and records any training script, followed by its perturbed runs."""
 
 import json
 import shlex
@@ -100,7 +100,7 @@ def record_script(
 
 
 def _missing(directory: Path, command: str, twins: int) -> int:
-    """The number of the first perturbed run that a recording lacks; it must have been made by the same command."""
+    """The number of the first missing perturbed run of a recording, which the same command must have made."""
     recording = Recording.open(directory)
     made_by = recording.manifest.settings.get(COMMAND)
     if made_by != command:

@@ -1,4 +1,4 @@
-"""Options that a user means for a training script, and gives to `crossframe record`."""
+"""Detects options of a training script that were given to `crossframe record`."""
 
 import shlex
 from typing import Any
@@ -9,7 +9,7 @@ from crossframe.errors import UsageError
 
 
 class RecordCommand(TyperCommand):
-    """`crossframe record`: says where the options of a script belong."""
+    """`crossframe record`, with an error that shows where options of a script belong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See `TyperCommand.parse_args`.
@@ -31,7 +31,7 @@ class RecordCommand(TyperCommand):
 
 
 def _separated(args: list[str], option: str) -> str | None:
-    """The command line in which an option belongs to the script; None where no script stands before it.
+    """The command line with the option after `--`; None if no script precedes it.
 
     >>> _separated(["train.py", "--every", "1", "--mode", "x"], "--mode")
     'crossframe record train.py --every 1 -- --mode x'

@@ -1,4 +1,4 @@
-"""Which framework a training script uses, by the imports in its text: the script is not run."""
+"""Detects the framework of a training script by its imports, without running it."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ MOST_FILES = 100
 
 
 def is_of_jax(script: Path) -> bool:
-    """Whether a script, with the modules beside it that it imports, imports JAX and nothing of torch."""
+    """Whether a script and the local modules that it imports import JAX and not torch."""
     seen: set[Path] = set()
     found: set[str] = set()
     waiting = [script]
@@ -27,7 +27,7 @@ def is_of_jax(script: Path) -> bool:
 
 
 def _imported(path: Path) -> set[str]:
-    """The modules that a file imports; none where it cannot be read: whoever runs it will say why."""
+    """The modules that a file imports; empty if it cannot be read, which running it will report."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):

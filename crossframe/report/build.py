@@ -1,4 +1,4 @@
-"""From pairs of recordings to what a report says."""
+"""Builds the content of a report from pairs of recordings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from crossframe.verdict.dims import in_one_order
 
 @dataclass(frozen=True)
 class PairSeries:
-    """What is drawn of one pair, and how it was run.
+    """The curves of one pair, and how it was run.
 
     Attributes:
         verdict: of the comparison.
@@ -45,7 +45,7 @@ class PairSeries:
 
     @property
     def parted(self) -> str:
-        """The first quantity in which both differ, by its name in `crossframe.verdict.result.Judged`; "" if there is none."""
+        """Name of the first quantity that differs (`crossframe.verdict.result.Judged`); "" if there is none."""
         return self.verdict.parted.name if self.verdict.parted else ""
 
 

@@ -1,4 +1,4 @@
-"""What the page draws of the pair that decides."""
+"""The drawings of the pair that determines the verdict."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from crossframe.report.plots import STYLES, Limit, Line, line_chart
 
 @dataclass(frozen=True)
 class Drawn:
-    """Charts, and what stands beside them.
+    """Charts and their labels.
 
     Attributes:
         place: the elements that are off.
@@ -72,7 +72,7 @@ class Strip:
 
 
 def strip_of(one: PairSeries) -> Strip | None:
-    """The elements that are off, where they are an activation's."""
+    """The range of differing elements of an activation; None if the difference is elsewhere."""
     where = one.verdict.first_divergence
     if one.shape is None or where is None or where.start is None or where.stop is None:
         return None

@@ -1,4 +1,4 @@
-"""From what was judged to what is drawn of it: curves over steps, a map of units and steps, a table of phases."""
+"""Summarises judged quantities as curves over steps, a map of units and steps, and a table of phases."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ MOST_ROWS, MOST_COLUMNS = 40, 60
 
 @dataclass(frozen=True)
 class Worst:
-    """The worst of some quantities.
+    """Summary of some quantities by their largest fraction of a bound.
 
     Attributes:
         num: how many they are.
@@ -30,7 +30,7 @@ class Worst:
 
     @classmethod
     def of(cls, judged: Iterable[Judged]) -> "Worst":
-        """Look at some quantities, at least one."""
+        """Summarise at least one quantity."""
         every = list(judged)
         worst = max(every, key=lambda one: (one.beyond, -1.0 if one.used is None else one.used))
         used = [one.used for one in every if one.used is not None]
@@ -44,12 +44,12 @@ class Worst:
 
 
 def first_beyond(judged: Sequence[Judged]) -> Judged | None:
-    """The first that is outside."""
+    """The first quantity that exceeds its bound."""
     return next((one for one in judged if one.beyond), None)
 
 
 def phases(judged: Sequence[Judged]) -> dict[str, Worst]:
-    """The worst of each phase, in the order of the walk."""
+    """The summary of each phase, in the order of the comparison."""
     found: dict[str, list[Judged]] = {}
     for one in judged:
         found.setdefault(one.phase, []).append(one)
@@ -85,7 +85,7 @@ class HeatMap:
 
 
 def heat_map(judged: Sequence[Judged], units: Sequence[str]) -> HeatMap:
-    """The worst of each unit at each step.
+    """The summary of each unit at each step.
 
     Args:
         units: in the order of forward; a unit of several buckets may stand there several times.

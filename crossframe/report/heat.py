@@ -1,4 +1,4 @@
-"""The map of units and steps, as inline SVG without a scale of its own: its columns are parts of whatever width it is given."""
+"""The map of units and steps as inline SVG, whose columns scale with the width."""
 
 from html import escape
 from itertools import takewhile
@@ -10,18 +10,18 @@ from crossframe.report import words
 from crossframe.report.evidence import HeatMap, Worst, level
 
 ROW = 17
-"""The height of a row in pixels; the style sheet gives the names beside it the same."""
+"""Height of a row in pixels, equal to that in the style sheet."""
 _LABELS = 6
 _LONG = 16
 LEVELS = {
     "in0": "equal bits", "in1": "up to 0.01", "in2": "up to 0.1", "in3": "up to 1", "free": "differs, no bound is known",
     "out1": "up to 10 times", "out2": "up to 1000 times", "out3": "up to a million times", "out4": "over a million times",
 }  # fmt: skip
-"""The classes of cells, and what a legend says of them."""
+"""The classes of cells and their texts in the legend."""
 
 
 def row_names(heat: HeatMap) -> list[tuple[str, str]]:
-    """(what stands beside a row, all of its units) for each row; beside it the names' common beginning is left out."""
+    """(label without the common prefix, all units) of each row."""
     skip = len(common_beginning(heat))
     short = [tuple(unit[skip:] for unit in row) for row in heat.rows]
     return [
@@ -31,7 +31,7 @@ def row_names(heat: HeatMap) -> list[tuple[str, str]]:
 
 
 def common_beginning(heat: HeatMap) -> str:
-    """Whole parts of names that all units but the root begin with, where names are long; else ""."""
+    """The common prefix of all units but the root, in whole parts of names; "" if names are short."""
     units = [unit for row in heat.rows for unit in row if unit]
     if len(units) < 2 or max(map(len, units)) <= _LONG:
         return ""
@@ -51,19 +51,19 @@ def group_name(units: tuple[str, ...]) -> str:
 
 
 def step_names(heat: HeatMap) -> list[tuple[float, str]]:
-    """(percent from the left, step) of some columns, evenly spaced, the first among them."""
+    """(percent from the left, step) of evenly spaced columns, starting with the first."""
     count = len(heat.columns)
     return [((at + 0.5) * 100 / count, str(heat.columns[at][0])) for at, _ in count_ticks(count - 1, _LABELS)]
 
 
 def heat_levels(heat: HeatMap) -> list[tuple[str, str]]:
-    """(class, words) of the cells that there are, in order."""
+    """(class, text) of the kinds of cells in the map, in order."""
     there = {level(worst) for worst in heat.cells.values()}
     return [(kind, said) for kind, said in LEVELS.items() if kind in there]
 
 
 def heat_chart(heat: HeatMap, *, name: str, about: str) -> Markup:
-    """The cells; names of rows and columns stand beside it (`row_names`, `step_names`).
+    """The cells. `row_names` and `step_names` label them.
 
     Args:
         name: no other chart of the page has it.

@@ -1,4 +1,4 @@
-"""`report.json` and `report.html`: one file that needs no network."""
+"""Writes `report.json` and `report.html`, a page without external references."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from crossframe.trace import COLLECTIVES
 
 
 def write_report(directory: str | Path, report: dict[str, Any], series: Sequence[PairSeries]) -> Path:
-    """Write both files into a directory, which is made if need be, and return the path of the page.
+    """Write both files to a directory, which is created if necessary; returns the path of the page.
 
     Args:
         report, series: what `report_of` returned; one series a pair.
@@ -39,7 +39,7 @@ def write_report(directory: str | Path, report: dict[str, Any], series: Sequence
 
 
 def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
-    """The page as text. Everything that comes from a recording is escaped."""
+    """The page as text. All text of recordings is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""The elements that are off, drawn on the layout of their unit."""
+"""Draws the differing elements on the layout of their unit."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ WIDTHS = {"wide": 1000, "narrow": 356}
 
 @dataclass(frozen=True)
 class Place:
-    """Drawings of one place.
+    """Two drawings of a range of elements.
 
     Attributes:
         wide, narrow: the same at two widths; the style sheet shows one of them.
@@ -29,7 +29,7 @@ class Place:
 
 
 def place_of(where: Divergence | None, sharding: Sharding) -> Place | None:
-    """The range of elements on the layout of the parameter's unit; None where it is no range of a parameter."""
+    """The range of elements on the layout of its unit; None if it is not a range of a parameter."""
     if where is None or where.parameter is None or where.start is None or where.stop is None:
         return None
     found = sharding.find(where.parameter)
@@ -44,5 +44,5 @@ def place_of(where: Divergence | None, sharding: Sharding) -> Place | None:
 
 
 def _own(drawing: str, name: str) -> Markup:
-    """A drawing whose ids are its own, as a page has two. Quotes in names are escaped, so only attributes match."""
+    """A drawing with unique ids, since a page has two. Quotes in names are escaped, so only attributes match."""
     return Markup(re.sub(r'(<pattern id="|fill="url\(#)crossframe-', rf"\g<1>{name}-", drawing))

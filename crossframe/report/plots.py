@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: colours come from the page's style sheet, so that light and dark both fit."""
+"""Line charts as inline SVG. The style sheet of the page sets the colours, for light and dark."""
 
 import math
 import re
@@ -25,10 +25,10 @@ _COLOURS = {
     "curve5": "#a3186f", "curve6": "#6b5c00", "curve7": "#4a4f9c", "bad": "#c3261f", "soft": "#5b6570", "line": "#dfe3e8",
 }  # fmt: skip
 STYLES = ("first", "second", *(f"curve{i}" for i in range(2, 8)))
-"""The styles of curves to tell apart."""
+"""The styles of curves."""
 _MARKERS = dict(zip(STYLES, ("o", "s", "^", "D", "v", "P", "X", "*"), strict=True))
 GLYPHS = dict(zip(STYLES, "●■▲◆▼✚✖★", strict=True))
-"""The same markers in a text."""
+"""The markers of the styles as text."""
 _STYLE = {
     "svg.fonttype": "none",
     "font.size": 12,

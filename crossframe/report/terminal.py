@@ -1,4 +1,4 @@
-"""The report in a few lines of a terminal."""
+"""Prints a report in a few lines."""
 
 import textwrap
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ _STYLES = {
     "incomparable": "yellow",
 }
 MOST_LINES = 9
-"""With the line that names the page, ten: where sentences leave room, and of pairs at least one is shown."""
+"""Maximum number of lines, without the path of the page. At least one pair is shown."""
 _ROWS = 4
 _LEAST_WIDTH = 20
 
 
 def print_report(console: Console, report: dict[str, Any], series: Sequence[PairSeries]) -> None:
-    """Print the verdict in a sentence, where and what, a table of pairs, the trace and the zero-gradient parameters.
+    """Print the verdict, its place and diagnosis, a table of pairs, the collectives and the zero-gradient parameters.
 
     Of more pairs than there is room for the first are shown, those with the report's verdict first.
     """
@@ -60,14 +60,14 @@ def print_report(console: Console, report: dict[str, Any], series: Sequence[Pair
 
 
 def _lines(said: str, width: int | None) -> list[str]:
-    """A sentence in lines; None: in one, which a program may read. Nothing is cut off: what to do stands at its end."""
+    """A sentence, wrapped. With width None, for programs, it is one line. Nothing is cut off, since advice comes last."""
     if width is None or not said:
         return [said] if said else []
     return textwrap.wrap(said, max(width, _LEAST_WIDTH), break_long_words=False, break_on_hyphens=False)
 
 
 def _found(pair: dict[str, Any], one: PairSeries) -> str:
-    """Where both part, why they cannot be compared, or how near they are."""
+    """The place of the first difference, the reason why there is no comparison, or the largest difference."""
     if (where := pair["first_divergence"]) is not None:
         place = [
             f"step {where['step']}",
@@ -84,7 +84,7 @@ def _found(pair: dict[str, Any], one: PairSeries) -> str:
 
 
 def _besides(report: dict[str, Any]) -> list[str]:
-    """What is said of settings that differ, of what makes no difference, of collectives, and of parameters left out."""
+    """Lines about settings, notes, bits, power, collectives, and excluded parameters."""
     said = []
     if told := next((pair["settings"] for pair in report["pairs"] if pair["settings"]), []):
         more = f", and {len(told) - 1} more" if len(told) > 1 else ""

@@ -1,4 +1,4 @@
-"""The collectives of a step: what the plan says, and what two runs did."""
+"""The collectives of a step, planned and recorded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,10 +40,10 @@ def trace_of(name_a: str, a: Recording, name_b: str, b: Recording) -> dict[str, 
 
 
 def _followed(possible: Sequence[list[Event]], seen: Sequence[Event]) -> list[Event] | None:
-    """The plan that a run followed, as multisets of collectives; None if none."""
+    """The plan that a run followed, compared as multisets of collectives; None if it followed no plan."""
     return next((plan for plan in possible if not difference(plan, seen, ordered=False, kinds=COLLECTIVES)), None)
 
 
 def trace_table(traces: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The one to show of several: the first that is not as planned, else the first."""
+    """The trace to show: the first that deviates from its plan, otherwise the first."""
     return next((trace for trace in traces if not trace["equal"]), traces[0] if traces else None)

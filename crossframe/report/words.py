@@ -68,12 +68,12 @@ _WORD, _RIGHT_TO_LEFT = re.compile(r"\S+"), re.compile(r"[\u0590-\u08ff\ufb1d-\u
 
 
 def display(name: str) -> str:
-    """A framework as it writes itself."""
+    """The usual spelling of a framework's name."""
     return _DISPLAY.get(name, one_line(name))
 
 
 def unit_name(name: str) -> str:
-    """A unit's name, or what the root is called.
+    """A unit's name, or "(root)".
 
     >>> unit_name("h.0"), unit_name("")
     ('h.0', '(root)')
@@ -82,7 +82,7 @@ def unit_name(name: str) -> str:
 
 
 def short(name: str, most: int = _LONGEST_NAME) -> str:
-    """A name that fits into a sentence; a longer one loses its middle.
+    """A name for use in a sentence; a long one loses its middle.
 
     >>> short("w"), short("abcdefghij", 7)
     ('w', 'abc…hij')
@@ -92,8 +92,8 @@ def short(name: str, most: int = _LONGEST_NAME) -> str:
 
 
 def isolated(text: str) -> str:
-    """A sentence without what cannot be printed, in which names written from right to left stand as they are
-    written and do not turn what is around them.
+    """A sentence without unprintable characters, with right-to-left words isolated so that they do not reorder
+    the text around them.
 
     >>> [hex(ord(c)) for c in isolated("of \u05d0 (rank 1)")[3:6]]
     ['0x2066', '0x5d0', '0x2069']
@@ -231,7 +231,7 @@ _AVERAGED = {"activation": "activations", "backward": "local gradients", "reduce
 
 
 def power_text(pair: dict[str, Any], directions: Collection[str] = tuple(_EFFECTS)) -> str:
-    """The smallest effects in some directions that the tests could have found; "" where there were none.
+    """The smallest effects that the tests in some directions would have found; "" if there were no tests.
 
     >>> power_text({"power": {"reduce": {"slope": {"least": 0.004, "half": 0.0321}}}})
     'of half of the reduced gradients a factor of 1 +- 3.2% would have been found'
@@ -256,7 +256,7 @@ def first_place(pair: dict[str, Any], name: str) -> str:
 
 
 def counted(pairs: Iterable[dict[str, Any]]) -> str:
-    """How many pairs of each verdict there are.
+    """The number of pairs of each verdict, as text.
 
     >>> counted([{"verdict": "bug"}, {"verdict": "equal"}, {"verdict": "bug"}])
     '2 bug, 1 equal'
@@ -268,7 +268,7 @@ def counted(pairs: Iterable[dict[str, Any]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """A difference or a bound.
+    """A difference or a bound as text.
 
     >>> number(3.14159e-15), number(0.0), number(None), number(float("inf"))
     ('3.1e-15', '0', '-', '∞')
@@ -281,7 +281,7 @@ def number(value: float | None) -> str:
 
 
 def used_text(used: float | None) -> str:
-    """How much is fraction of the bound.
+    """A fraction of a bound as text.
 
     >>> [used_text(used) for used in (None, 0.0, 0.00012, 0.123, 7.0, 456.7, 1e9, float("inf"))]
     ['-', '0', '1.2e-04', '0.12', '7', '457', '1.0e+09', '∞']
@@ -292,7 +292,7 @@ def used_text(used: float | None) -> str:
 
 
 def worst_of(worst: Worst) -> str:
-    """A cell of the map, or a row of the table of phases, in words.
+    """A cell of the map, or a row of the table of phases, as text.
 
     >>> worst_of(Worst(3, 2, 0, 0.25, "w")), worst_of(Worst(3, 3, 0, 0.0, "w")), worst_of(Worst(1, 0, 0, None, "w"))
     ('at most 0.25 of the bound', 'equal bits', 'differs; no bound is known')

@@ -89,7 +89,7 @@ def _no_constant(text: str) -> None:
 
 
 def _spec(entry: Any, where: str, dtype: str) -> ParamSpec:
-    """The parameter that one entry describes."""
+    """The parameter of one entry."""
     if not isinstance(entry, dict):
         raise ParamError(f'{where}: expected a parameter as a mapping with "name" and "shape", got {_kind(entry)}')
     if isinstance(entry.get("name"), str):
@@ -117,5 +117,5 @@ KINDS = {str: "a string", list: "a list", bool: "true or false", dict: "a mappin
 
 
 def _kind(value: Any) -> str:
-    """What a value is in JSON's words, or the number itself."""
+    """The JSON type of a value, or the number itself."""
     return KINDS.get(type(value)) or shown(value)

@@ -36,26 +36,24 @@ WorldSize = Annotated[
     int | None, typer.Option(help="Number of ranks (torch) and of devices (JAX). Default: 2, or the mesh's")
 ]
 Steps = Annotated[int, typer.Option(help="Optimizer steps.")]
-Seed = Annotated[int, typer.Option(help="Where initial values and batches come from.")]
-BatchSize = Annotated[int, typer.Option(help="Samples a rank and step.")]
+Seed = Annotated[int, typer.Option(help="Seed of initial values and batches.")]
+BatchSize = Annotated[int, typer.Option(help="Samples per rank and microbatch.")]
 LearningRate = Annotated[float, typer.Option(help="Learning rate of the optimizer.")]
-StrategyName = Annotated[str, typer.Option(help="full_shard, shard_grad_op, or over a mesh hybrid_shard(_zero2).")]
+StrategyName = Annotated[
+    str, typer.Option(help="full_shard, shard_grad_op; with --mesh hybrid_shard or hybrid_shard_zero2.")
+]
 MeshSizes = Annotated[
-    str, typer.Option(help="Copies of the model x ranks of each, for instance 2x2. Default: one copy")
+    str, typer.Option(help="Replicas x ranks per shard group, for instance 2x2. Default: one replica")
 ]
 Optimizer = Annotated[str, typer.Option(help="adamw, or sgd with momentum.")]
-Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient. Default: any")]
-Accumulate = Annotated[int, typer.Option(help="Microbatches of a step.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there are enough.")]
+Clip = Annotated[float | None, typer.Option(help="Maximum gradient norm. Default: no clipping")]
+Accumulate = Annotated[int, typer.Option(help="Microbatches per step.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there is one per rank.")]
 Twins = Annotated[
     int,
-    typer.Option(
-        "--perturbed-runs", "--twins", help="Runs beside it that only round otherwise: they measure what rounding does."
-    ),
+    typer.Option("--perturbed-runs", "--twins", help="Further runs that only round otherwise: they measure rounding."),
 ]
-Fault = Annotated[
-    str, typer.Option(help="Put in a fault on purpose, for instance sum_gradients: see python -m experiments faults.")
-]
+Fault = Annotated[str, typer.Option(help="Inject a known fault, for instance sum_gradients; see faults --list.")]
 DEFAULTS = RunSettings("gpt")
 
 
@@ -82,7 +80,7 @@ def parity(
     fault_in: Annotated[str, typer.Option(help="Which side gets the fault: torch or jax.")] = "jax",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train one model in torch and in JAX, and say whether they agree."""
+    """Train one model in torch and in JAX, and compare the runs."""
     from experiments.parity.run import run_parity
 
     with exit_on_error():
@@ -135,7 +133,7 @@ def grid(
     ] = "float64",
     output: Annotated[Path | None, typer.Option(help="Markdown file for the table. Default: none")] = None,
 ) -> None:
-    """Train models in torch and in JAX over all sizes, strategies and optimizers, and print how far they part."""
+    """Train models in torch and in JAX over worlds, strategies and optimizers, and print how far they diverge."""
     from experiments.parity.grid import run_grid
 
     with exit_on_error():
@@ -236,7 +234,7 @@ def spec(
         list[str] | None, typer.Option(help="Print this rule, e.g. R08, and exit. May be repeated.")
     ] = None,
 ) -> None:
-    """Compare every rule of sharding with what torch builds, the reference and closed forms, case by case."""
+    """Compare every rule of sharding with torch, the reference and closed forms, case by case."""
     with exit_on_error():
         if rule:
             from experiments.spec.rules import print_rules

@@ -28,7 +28,7 @@ def faults(
     jobs: Annotated[int, typer.Option(help="So many processes judge, each with recorders of its own.")] = 1,
     names: Annotated[bool, typer.Option("--list", help="Only name the faults, and say what they are.")] = False,
 ) -> None:
-    """Put known faults into runs one by one, and say of each whether it is found, where, and what it is said to be."""
+    """Inject known faults into runs, and report whether each is found, located and named."""
     from experiments.faults.run import list_faults, run_faults
 
     with exit_on_error():
@@ -47,7 +47,7 @@ def clean_pairs(
     output: Output = None,
     keep: Keep = None,
 ) -> None:
-    """Compare runs that are right, over worlds, strategies, frameworks and orders of sums, and count false alarms."""
+    """Compare correct runs over worlds, strategies, frameworks and orders of sums, and count false alarms."""
     from experiments.faults.clean import run_clean
 
     with exit_on_error():

@@ -24,7 +24,7 @@ def kernels(
     output: Annotated[Path | None, typer.Option(help="Markdown file for the table, and beside it JSON.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder in which programs and recordings stay.")] = None,
 ) -> None:
-    """Put wrong kernels into small programs, or wrong backends into torch.compile, and say which line `explain` names."""
+    """Inject wrong kernels into small programs and into torch.compile, and report the line that `explain` names."""
     from experiments.kernels.run import run_kernels
 
     with exit_on_error():
