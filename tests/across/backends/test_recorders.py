@@ -1,5 +1,6 @@
-# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalOperand=false
 """A loop in torch and one in JAX, neither of them ours, each recorded by its Recorder: what `compare` says of them."""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalOperand=false
 
 import jax
 import optax

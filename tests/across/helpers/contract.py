@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 """What every backend is asked, and how each answers: four layers, two of them nested, trained by a few microbatches and steps."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

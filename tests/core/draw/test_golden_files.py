@@ -1,10 +1,11 @@
-# pyright: reportArgumentType=false
 """Drawings that were looked at and found good, kept as they were: whoever changes one, means it.
 
     python -m tests.core.draw.test_golden_files
 
 draws them anew. Large ones are kept as a digest alone.
 """
+
+# pyright: reportArgumentType=false
 
 import hashlib
 import sys
@@ -26,7 +27,7 @@ from crossframe.draw.amounts import (
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from tests.core.draw.test_plan import CASES, cost_of
+from tests.core.helpers.costs import CASES, cost_of
 
 FOLDER = Path(__file__).with_name("drawings")
 LARGEST = 12_000

@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """Drawings that point at some elements of a parameter."""
+
+# pyright: reportArgumentType=false
 
 import random
 

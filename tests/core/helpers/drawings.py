@@ -1,5 +1,6 @@
-# pyright: reportCallIssue=false
 """Reading a drawing: its rectangles, texts and paths, whatever they look like."""
+
+# pyright: reportCallIssue=false
 
 import re
 from typing import NamedTuple

@@ -175,3 +175,7 @@ def integer_batches(case: Case, seed: int) -> list[list[Batch]]:
     return [
         [(rng.integers(0, 9, (1,)), np.zeros(1)) for _ in range(case.mesh.world_size)] for _ in range(case.microbatches)
     ]
+
+
+def layer_batches(mesh: MeshSpec, microbatches: int = 1) -> list[list[Batch]]:
+    return [[LAYERS.batch(10 * m + rank) for rank in range(mesh.world_size)] for m in range(microbatches)]

@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """Parameters, dtypes and meshes (R10)."""
+
+# pyright: reportArgumentType=false
 
 import math
 

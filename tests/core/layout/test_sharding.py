@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 """A whole model on a mesh (R10), the smaller groups between forward and backward (R08), and how fast both answer."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import pytest
 from hypothesis import given

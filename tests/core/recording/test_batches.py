@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """What a batch is known by: its values, whatever holds them."""
+
+# pyright: reportArgumentType=false
 
 import ml_dtypes
 import numpy as np

@@ -14,8 +14,8 @@ from crossframe.lifecycle import Activity, Exposure, Freshness, Move, Residency
 from crossframe.plan import Strategy
 from experiments.spec.histories import OPERATIONS, Disagreement, Explored, explore, replay
 from tests.conftest import EXHAUSTIVE
+from tests.core.helpers.lifecycle import REACHABLE
 from tests.core.helpers.small_worlds import NAN, SEVEN, Setup
-from tests.core.step.test_lifecycle import REACHABLE
 
 ONE, TWO = Face.FSDP1, Face.FSDP2
 ZERO2, HYBRID2, NONE = Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2, Strategy.NO_SHARD

@@ -26,8 +26,16 @@ from crossframe.reference.optim import SGD
 from crossframe.reference.world import World
 from crossframe.unshard import ExitStep, UnshardRequest
 from tests.core.helpers.small_worlds import MAKE
-from tests.core.helpers.training_worlds import LAYERS, POLICIES, SIZES, UNITS, Case, Integers, integer_batches
-from tests.core.reference.test_world import layer_batches
+from tests.core.helpers.training_worlds import (
+    LAYERS,
+    POLICIES,
+    SIZES,
+    UNITS,
+    Case,
+    Integers,
+    integer_batches,
+    layer_batches,
+)
 
 BASE = Case("flat", MeshSpec(3), Face.FSDP1, Strategy.FULL_SHARD, None, Sync.EACH, 1, Prefetch.BACKWARD_PRE, 0)
 KEPT = [kind for kind in MAKE if kind != "one flat parameter"]

@@ -33,6 +33,7 @@ from tests.core.helpers.training_worlds import (
     Case,
     Integers,
     integer_batches,
+    layer_batches,
     sample,
 )
 
@@ -452,10 +453,6 @@ def test_R30_clipping_counts_each_element_once_on_any_mesh(norm_type, face):
             kept = world.full_grads()
             world.clip_grad_norm(expected, norm_type)
             assert all(world.full_grads()[name].tobytes() == kept[name].tobytes() for name in kept)
-
-
-def layer_batches(mesh: MeshSpec, microbatches: int = 1) -> list[list[Batch]]:
-    return [[LAYERS.batch(10 * m + rank) for rank in range(mesh.world_size)] for m in range(microbatches)]
 
 
 # Exceptions, and what is refused

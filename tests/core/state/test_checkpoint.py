@@ -26,37 +26,12 @@ from crossframe.checkpoint import (
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-
-PARAMS = (ParamSpec("w", (5, 3), "bfloat16"), ParamSpec("b", (7,), "bfloat16", aliases=("tied",)))
-
-
-def made(kind, world_size):
-    layout = FlatLayout(PARAMS, world_size, True, None) if kind == "flat" else kind(PARAMS, world_size)
-    return Sharding((("", layout),), MeshSpec(world_size))
-
-
-def line_of(sharding, rank, padding):
-    """Element k of parameter i is 20 * i + k, which bfloat16 holds."""
-    ((_, layout),) = sharding.units
-    line = np.full(layout.padded_shard_numel, padding, np.float32)
-    for piece in layout.pieces(rank):
-        i = [spec.name for spec in PARAMS].index(piece.name)
-        line[piece.shard_start : piece.shard_stop] = 20 * i + np.arange(piece.param_start, piece.param_stop)
-    return line.astype("bfloat16")
+from tests.core.helpers.checkpoints import PARAMS, line_of, made, written
 
 
 def saved(path, sharding, values=None, about=None):
     finish(path, written(path, sharding, values), {MODEL: sharding}, values, about)
     return path
-
-
-def written(path, sharding, values=None, bump=0):
-    """The token of a save that is not finished yet; `bump` is added to every element."""
-    token = begin(path)
-    for rank in range(sharding.mesh.shard):
-        lines = {MODEL: [line_of(sharding, rank, padding=42) + np.array(bump, "bfloat16")]}
-        write_rank(path, token, rank, {MODEL: sharding}, lines, values if rank == 0 else None)
-    return token
 
 
 @pytest.mark.parametrize("source", ["flat", PerParamLayout, RaggedLayout])
@@ -159,7 +134,7 @@ def test_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
 import sys
 from pathlib import Path
 from crossframe.checkpoint import MODEL, CheckpointError, abandon, finish
-from tests.core.state.test_checkpoint import made, written
+from tests.core.helpers.checkpoints import made, written
 job, sharding = int(sys.argv[1]), made("flat", 2)
 token = written(Path({str(tmp_path / "c")!r}), sharding, bump=job)
 print("ready", flush=True)

@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """Deferred initialisation (R38): every rank's shards are those of the model built in full, bit for bit."""
+
+# pyright: reportArgumentType=false
 
 import numpy as np
 import pytest

@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """What a step costs: bytes, memory and time, each against sums written out by hand or taken another way."""
+
+# pyright: reportArgumentType=false
 
 import math
 from collections import defaultdict

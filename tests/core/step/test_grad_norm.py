@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """The norm over all gradients and the clipping coefficient (R30): each element once, padding never, on any mesh."""
+
+# pyright: reportArgumentType=false
 
 import math
 

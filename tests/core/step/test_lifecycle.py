@@ -7,25 +7,10 @@ import pytest
 
 from crossframe.errors import CrossframeError, StateError
 from crossframe.lifecycle import Activity, Exposure, Freshness, Move, Residency, UnitState, states
+from tests.core.helpers.lifecycle import REACHABLE, START, reachable
 
-START = UnitState()
 ALL = states()
 EVERY = list(itertools.product(ALL, Move))
-
-
-def reachable(without: Move | None = None) -> set[UnitState]:
-    """Every state that moves lead to from the start."""
-    found, waiting = {START}, [START]
-    while waiting:
-        state = waiting.pop()
-        for move in Move:
-            if move != without and state.allows(move) and (following := state.after(move, "u")) not in found:
-                found.add(following)
-                waiting.append(following)
-    return found
-
-
-REACHABLE = reachable()
 
 
 def run(*moves: Move, state: UnitState = START) -> UnitState:

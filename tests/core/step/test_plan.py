@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """The plan of a step: what is gathered, freed and reduced, when, and how many bytes (R13, R14, R16, R28)."""
+
+# pyright: reportArgumentType=false
 
 from collections import Counter
 

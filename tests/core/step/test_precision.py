@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """Which dtype is used where (R33, R34)."""
+
+# pyright: reportArgumentType=false
 
 import pytest
 

@@ -11,8 +11,8 @@ from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.program import PROGRAM
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
+from tests.core.helpers.quantities import scaled
 from tests.core.helpers.synthetic import both, jitter
-from tests.core.verdict.test_envelope import scaled
 
 CPU = {"device": "cpu", "threads": 1, "deterministic": True, "compiled": False, "source": "1", "environment": "1"}
 

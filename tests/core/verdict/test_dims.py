@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """Activations whose order of dims a recording does not know, compared with those of another framework."""
+
+# pyright: reportArgumentType=false
 
 import dataclasses
 from typing import Any

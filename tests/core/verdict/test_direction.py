@@ -15,8 +15,8 @@ from crossframe.verdict import Verdict, compare
 from crossframe.verdict.direction import Directions, Sums, Tally, directions_of, student_limit
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers import synthetic
+from tests.core.helpers.quantities import quantity
 from tests.core.helpers.synthetic import both, jitter
-from tests.core.verdict.test_judge import quantity
 
 RATE = 1e-4
 NOISE = 0.01

@@ -14,8 +14,8 @@ from crossframe.verdict import Verdict, compare
 from crossframe.verdict.envelope import Steady, eccentricity, margin, spread_of
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers import synthetic
+from tests.core.helpers.quantities import quantity, scaled
 from tests.core.helpers.synthetic import both
-from tests.core.verdict.test_judge import quantity
 
 NOISE = 1e-3
 """Far more than float32 rounds by: what a bound known beforehand would call a bug."""
@@ -38,13 +38,6 @@ def run(folder, twins=0, *, seed=0, tamper=None, made=None):
 def perturbed(tmp_path_factory):
     """A recording with four perturbed runs, which tests compare others to and do not change."""
     return run(tmp_path_factory.mktemp("perturbed") / "a", 4)
-
-
-def scaled(phase, name, factor, step=0):
-    def change(at, when, rank, what, array):
-        return (array * factor).astype(array.dtype) if (at, when, what) == (phase, step, name) else array
-
-    return change
 
 
 def test_what_the_twins_do_too_is_rounding(perturbed, tmp_path):

@@ -13,18 +13,12 @@ from crossframe.recording import Schedule
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.locate import locate
 from crossframe.verdict.measure.metrics import distance, norm
-from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
 from crossframe.verdict.messages import describe
 from tests.core.helpers import synthetic
+from tests.core.helpers.quantities import quantity
 
 NAN, INF = math.nan, math.inf
-
-
-def quantity(a, b, *, scale=1.0, bound: float | None = 0.5, phase="update", unit="", parameter="bias", **other):
-    """What two sides hold of a parameter; `other` replaces fields."""
-    made = Quantity(0, phase, "optimizer", unit, parameter, None, 0, np.asarray(a), np.asarray(b), scale, bound)
-    return replace(made, **other)
 
 
 def said(judgement, manifest=None):

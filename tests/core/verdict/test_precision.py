@@ -11,9 +11,8 @@ from crossframe.verdict import Verdict, compare
 from crossframe.verdict.direction import GAIN, OF_OWN_INPUT, Tally, directions_of
 from crossframe.verdict.envelope import margin
 from tests.core.helpers import synthetic
+from tests.core.helpers.quantities import other_specs, quantity
 from tests.core.helpers.synthetic import both, jitter
-from tests.core.verdict.test_judge import quantity
-from tests.core.verdict.test_walk import other_specs
 
 LOW, UNIT = numpy_dtype("bfloat16"), unit_roundoff("bfloat16")
 

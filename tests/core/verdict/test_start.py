@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 """Initial values that differ: another start, one rank's own start, or values that were moved wrongly."""
+
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import ml_dtypes
 import numpy as np

@@ -13,6 +13,7 @@ from crossframe.verdict import Verdict, bounds_for, compare
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.walk import walk
 from tests.core.helpers import synthetic
+from tests.core.helpers.quantities import other_specs
 
 U = 2.0**-53
 
@@ -378,15 +379,6 @@ def test_a_zero_gradient_parameter_that_is_not_finite_on_one_side_counts(tmp_pat
 
 
 # Whether they are of the same run.
-
-
-def other_specs(unit, **fields):
-    """The manifest of per-parameter shards in which the parameters of one unit have other fields."""
-    units = tuple(
-        (name, PerParamLayout(tuple(replace(p, **fields) if name == unit else p for p in layout.params), 2))
-        for name, layout in synthetic.manifest(kind="per_param").units
-    )
-    return synthetic.manifest(units=units)
 
 
 def test_a_parameter_that_only_the_second_has(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
-# pyright: reportAttributeAccessIssue=false
 """A small model for the tests: uneven sizes, three units, kernels that stand transposed to torch's."""
+
+# pyright: reportAttributeAccessIssue=false
 
 import os
 
@@ -101,3 +102,20 @@ def linear_loss(params, batch):
     """A loss whose gradient is the batch: the leaves of the batch are those of the parameters, with a leading dim 1."""
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(batch), strict=True)
     return sum(jnp.sum(leaf * grad[0]) for leaf, grad in pairs)
+
+
+def saved_for_backward(step, *args):
+    """Shapes of what the forward hands to the remat of the backward."""
+    shapes = []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.params.get("differentiated"):
+                shapes.extend(var.aval.shape for var in equation.invars)
+            for value in equation.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    walk(inner)
+
+    walk(jax.make_jaxpr(step)(*args).jaxpr)
+    return shapes

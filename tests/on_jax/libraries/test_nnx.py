@@ -6,24 +6,11 @@ import pytest
 from flax import nnx
 
 from crossframe.errors import StateError, UsageError
-from crossframe.names import MapEntry, ParamMap
 from jax_backend import per_rank, shard, summon_full_params, unshard, value_and_grad
 from jax_backend.activations import Activations, listening
 from jax_backend.nnx import ShardedModule, params_of, split, state_of, watch, with_params
+from tests.on_jax.helpers.nnx_model import Net, batch, net_map
 from tests.on_jax.helpers.small import ATOL, RTOL, WIDE, mesh_of_size
-
-
-class Net(nnx.Module):
-    """Linear, batch norm, dropout, and a list of one block."""
-
-    def __init__(self, rngs):
-        self.first = nnx.Linear(3, 4, rngs=rngs, param_dtype=WIDE)
-        self.norm = nnx.BatchNorm(4, rngs=rngs, param_dtype=WIDE)
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-        self.blocks = nnx.List([nnx.Linear(4, 2, rngs=rngs, param_dtype=WIDE)])
-
-    def __call__(self, x):
-        return self.blocks[0](self.drop(nnx.tanh(self.norm(self.first(x)))))
 
 
 def net_of():
@@ -35,19 +22,6 @@ def net_of():
     return net
 
 
-def net_map():
-    return ParamMap(
-        (
-            MapEntry("first.weight", "first.kernel", (1, 0)),
-            MapEntry("first.bias", "first.bias"),
-            MapEntry("norm.weight", "norm.scale"),
-            MapEntry("norm.bias", "norm.bias"),
-            MapEntry("blocks.0.weight", "blocks.0.kernel", (1, 0)),
-            MapEntry("blocks.0.bias", "blocks.0.bias"),
-        )
-    )
-
-
 def loss_of(graphdef):
     def loss(params, state, batch):
         net = with_params(graphdef, params, state)
@@ -55,11 +29,6 @@ def loss_of(graphdef):
         return value, state_of(net)
 
     return loss
-
-
-def batch():
-    rng = np.random.default_rng(0)
-    return {"x": rng.normal(size=(8, 3)), "y": rng.normal(size=(8, 2))}
 
 
 def test_a_module_is_split_into_parameters_and_everything_else():

@@ -18,8 +18,8 @@ from crossframe.trace import COLLECTIVES, difference
 from jax_backend import LocalGrads, make_mesh, pieces_of, scan, shard, trace_of, unshard, value_and_grad, writeback
 from tests.conftest import EXHAUSTIVE
 from tests.on_jax.helpers.small import ATOL, UNITS, small_batch, small_loss, small_map, small_params, wide
+from tests.on_jax.helpers.stacked import MODES, stacked_loss, stacked_params
 
-MODES = ("shard_map", "jit")
 LAYOUTS = ("flat", "per_param", "ragged")
 HYBRID = MeshSpec(shard=2, replicate=2)
 MESHES = [MeshSpec(1), MeshSpec(3), HYBRID, MeshSpec(shard=1, replicate=3)]
@@ -270,20 +270,6 @@ def test_ranks_with_fewer_samples_count_for_less(mode):
 
 
 # Stacked blocks
-
-
-def stacked_loss(params, batch):
-    def block(hidden, block, _):
-        return hidden + jnp.tanh(hidden @ block["kernel"] + block["bias"]), hidden.sum()
-
-    hidden, sums = scan(block, batch["x"] @ params["inp"], params["blocks"])
-    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2) + 0.01 * sums.sum()
-
-
-def stacked_params(num_layers=4):
-    rng = np.random.default_rng(0)
-    blocks = {"kernel": 0.3 * rng.normal(size=(num_layers, 5, 5)), "bias": rng.normal(size=(num_layers, 5))}
-    return wide({"blocks": blocks, "inp": rng.normal(size=(3, 5)), "out": rng.normal(size=(5, 2))})
 
 
 # Each mode and each mesh: how a layer is cut does not depend on the mesh, and modes differ in what they gather.

@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """Checkpoints of JAX: crossframe's own format, and orbax's."""
+
+# pyright: reportArgumentType=false
 
 from typing import Any
 

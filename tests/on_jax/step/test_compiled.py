@@ -11,9 +11,8 @@ from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER
 from jax_backend import compiled_trace, make_mesh, scan, shard, trace_of, value_and_grad
 from jax_backend.programs._compiled_trace import events_of
 from jax_backend.programs._trace import FOREIGN
-from tests.on_jax.helpers.small import ITEMSIZE, UNITS, small_batch, small_loss, small_params, wide
-from tests.on_jax.sharding.test_meshes_and_layouts import MODES, stacked_loss, stacked_params
-from tests.on_jax.step.test_trace import saved_for_backward
+from tests.on_jax.helpers.small import ITEMSIZE, UNITS, saved_for_backward, small_batch, small_loss, small_params, wide
+from tests.on_jax.helpers.stacked import MODES, stacked_loss, stacked_params
 
 HYBRID = MeshSpec(shard=2, replicate=2)
 

@@ -1,9 +1,10 @@
-# pyright: reportAttributeAccessIssue=false
 """A sample of these tests with JAX and XLA as their users have them: no jax_enable_x64, no flags of XLA.
 
 All other tests of this backend run with 64-bit numbers and with flags that compile quickly, unless
 CROSSFRAME_TESTS_OF_JAX_DEFAULTS is set.
 """
+
+# pyright: reportAttributeAccessIssue=false
 
 import os
 import subprocess

@@ -16,6 +16,7 @@ from tests.on_jax.helpers.small import (
     WIDE,
     WORLDS,
     mesh_of_size,
+    saved_for_backward,
     small_batch,
     small_loss,
     small_map,
@@ -54,23 +55,6 @@ def test_R14_the_jaxpr_gathers_again_exactly_when_the_strategy_reshards(strategy
     assert count(text, "reduce_scatter") == 3
     assert count(text, "psum") == 0
     assert ("differentiated=True" in text) == resharding
-
-
-def saved_for_backward(step, *args):
-    """Shapes of what the forward hands to the remat of the backward."""
-    shapes = []
-
-    def walk(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.params.get("differentiated"):
-                shapes.extend(var.aval.shape for var in equation.invars)
-            for value in equation.params.values():
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
-
-    walk(jax.make_jaxpr(step)(*args).jaxpr)
-    return shapes
 
 
 def test_R14_no_full_parameter_of_a_resharded_unit_is_saved_but_activations_are():

@@ -28,7 +28,7 @@ from crossframe.unshard import UnshardRequest
 from jax_backend import make_mesh, pieces_of, shard, shards_of, summon_full_params, trace_of, unshard, value_and_grad
 from jax_backend.nnx import ShardedModule
 from tests.conftest import EXHAUSTIVE
-from tests.on_jax.libraries.test_nnx import Net, net_map
+from tests.on_jax.helpers.nnx_model import Net, net_map
 
 KINDS = {
     "flat": {"layout": "flat"},

@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """What `summon_full_params` refuses and keeps, beyond the scenarios."""
+
+# pyright: reportArgumentType=false
 
 import jax
 import jax.numpy as jnp

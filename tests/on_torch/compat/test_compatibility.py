@@ -1,4 +1,3 @@
-# pyright: reportArgumentType=false, reportCallIssue=false
 """What is used around training works on sharded models, one test a row of the README's table "What works with it": compilation,
 activation checkpointing, averaged models, optimizers, schedulers, clipping, scalers.
 
@@ -6,14 +5,13 @@ Each row is tried under both interfaces and every layout at 2 ranks, where the m
 (R32), so that the model that trains beside them is a plain one. It works, or it is one error that names what to do instead.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import functools
-import os
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -24,116 +22,33 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from crossframe.errors import CrossframeError
 from crossframe.state import state_key
-from tests.conftest import EXHAUSTIVE
+from tests.on_torch.helpers.beside_plain import (
+    ADAMW,
+    CLOSE,
+    EVERY_WAY,
+    F64,
+    FACES,
+    FSDP1,
+    FSDP2,
+    SGD,
+    backward_of_both,
+    differing,
+    full,
+    refusal,
+    shard,
+    train,
+    train_plain,
+    trained,
+    trained_plain,
+    whole,
+)
 from tests.on_torch.helpers.models import Block, batch, build_net, loss_of
 from torch_backend import FullyShardedDataParallel as FSDP
 from torch_backend import fully_shard
 from torch_backend.sharded_grad_scaler import ShardedGradScaler
 
-FSDP1, FSDP2 = ("orig", "flat"), ("per_param", "flat layout", "ragged layout")
-FACES = (*FSDP1, *FSDP2)
-F64 = torch.float64
-EVERY_WAY = bool(os.environ.get(EXHAUSTIVE))
-# Vector instructions round otherwise than what is left at the end of a row: a few roundings of values of about 1, in few steps.
-CLOSE = {"rtol": 1e-13, "atol": 1e-15}
-
-
 # A model, sharded and plain, and what it holds after some steps
-
-
-def shard(model: nn.Module, face: str, **options: Any) -> Any:
-    """The blocks of a model and itself as units."""
-    if face in FSDP1:
-        for i, block in enumerate(model.blocks):  # type: ignore[arg-type]
-            model.blocks[i] = FSDP(block, use_orig_params=face == "orig", **options)  # type: ignore[operator]
-        return FSDP(model, use_orig_params=face == "orig", **options)
-    for module in (*model.blocks, model):  # type: ignore[misc]
-        fully_shard(module, layout=face.removesuffix(" layout"), **options)  # type: ignore[arg-type]
-    return model
-
-
-def full(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the parameters in full, by the names of the plain model."""
-
-    def named() -> Iterator[tuple[str, Tensor]]:
-        for name, param in model.named_parameters():
-            yield state_key(name).replace("_orig_mod.", ""), param.detach()
-
-    if any(isinstance(module, FSDP) for module in model.modules()):
-        with FSDP.summon_full_params(model, writeback=False):
-            return {name: param.clone() for name, param in named()}
-    return {name: whole(param).clone() for name, param in named()}
-
-
-def whole(value: Any) -> Tensor:
-    """A tensor in full, whatever it is a shard of."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def train(
-    model: nn.Module, optimizer: Any, rank: int, steps: range = range(2), after: Callable[[], None] | None = None
-) -> None:
-    """Steps of a sharded model on this rank's batches; `after` is called behind each backward."""
-    for step in steps:
-        loss_of(model, step, rank).backward()
-        if after is not None:
-            after()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def backward_of_both(model: nn.Module, step: int) -> None:
-    """In a plain model the mean of what two ranks compute; halves are exact."""
-    for rank in (0, 1):
-        (loss_of(model, step, rank) / 2).backward()
-
-
-def train_plain(model: nn.Module, optimizer: Any, steps: range = range(2)) -> None:
-    """The same steps of a plain model."""
-    for step in steps:
-        backward_of_both(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def differing(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> list[str]:
-    """The names under which two models do not hold the same."""
-    if ours.keys() != plain.keys():
-        return sorted(ours.keys() ^ plain.keys())
-    return [name for name in plain if not torch.allclose(ours[name], plain[name], **CLOSE)]
-
-
-def refusal(call: Callable[[], Any], *words: str, kind: type[Exception] = CrossframeError) -> str:
-    """What is wrong with how a call is refused: nothing, if it raises a `kind` that says all these words."""
-    try:
-        call()
-    except kind as error:
-        return ", ".join(word for word in words if word not in str(error))
-    return "went through"
-
-
-def trained_plain(build: Callable[[], nn.Module], optimizer: Callable) -> dict[str, Tensor]:
-    """What a plain model holds after two steps."""
-    torch.manual_seed(0)
-    model = build()
-    train_plain(model, optimizer(model.parameters()))
-    return full(model)
-
-
-def trained(
-    build: Callable[[], nn.Module], optimizer: Callable, change: Callable[[nn.Module], nn.Module], rank: int
-) -> dict[str, Tensor]:
-    """The same of one that `change` shards, and does something else to."""
-    torch.manual_seed(0)
-    model = change(build())
-    train(model, optimizer(model.parameters()), rank)
-    return full(model)
-
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
 # torch.compile and activation checkpointing

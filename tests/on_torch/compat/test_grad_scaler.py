@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 """The sharded gradient scaler beside torch's, at 2 ranks with shards of uneven sizes and infinities on one rank."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import inspect
 import warnings

@@ -1,9 +1,10 @@
-# pyright: reportArgumentType=false
 """The trainers that people have, with torch_backend in the place of torch's FSDP: accelerate, transformers' Trainer and
 lightning's Fabric, on 2 ranks, beside plain models.
 
 accelerate shards on accelerators alone; here it is told that it may on the CPU, by the two lines that decide it.
 """
+
+# pyright: reportArgumentType=false
 
 import os
 import tempfile
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.on_torch.compat.test_compatibility import CLOSE, backward_of_both, differing, full, refusal, shard
+from tests.on_torch.helpers.beside_plain import CLOSE, backward_of_both, differing, full, refusal, shard
 from tests.on_torch.helpers.models import Block, build_net, loss_of
 from torch_backend import FSDPModule, fully_shard, stand_in
 from torch_backend import FullyShardedDataParallel as FSDP

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from crossframe.errors import LayoutError, UsageError
 from crossframe.state import state_key
-from tests.on_torch.compat.test_compatibility import (
+from tests.on_torch.helpers.beside_plain import (
     ADAMW,
     EVERY_WAY,
     F64,

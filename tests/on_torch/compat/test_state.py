@@ -1,6 +1,7 @@
-# pyright: reportArgumentType=false
 """torch.distributed.checkpoint.state_dict, torch.save and safetensors on sharded models: one test a row of the README's table
 "What works with it". Under FSDP1 with `stand_in()`; without, it is refused. At 2 ranks, beside a plain model."""
+
+# pyright: reportArgumentType=false
 
 import copy
 import functools
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.on_torch.compat.test_compatibility import (
+from tests.on_torch.helpers.beside_plain import (
     ADAMW,
     CLOSE,
     EVERY_WAY,

@@ -6,66 +6,17 @@ bucket to bucket, and a derived bound holds.
 """
 
 import os
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
-import torch_backend
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.helpers.models import Block, build_net, loss_of
+from tests.on_torch.helpers.interfaces import FACES, OPTIONS, local_tensor
+from tests.on_torch.helpers.models import build_net, loss_of
 
 # The second step computes with what the first one wrote, and the third with momentum of both.
 STEPS = 10 if os.environ.get(EXHAUSTIVE) else 3
-
-
-def _torch_fsdp1(model, **options):
-    from torch.distributed.fsdp import FullyShardedDataParallel as Peer
-    from torch.distributed.fsdp import ShardingStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return Peer(
-            model,
-            sharding_strategy=ShardingStrategy[options["strategy"]],
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=options["use_orig_params"],
-            device_id=next(model.parameters()).device,
-        )
-
-
-def _our_fsdp1(model, **options):
-    return torch_backend.FullyShardedDataParallel(
-        model,
-        sharding_strategy=torch_backend.ShardingStrategy[options["strategy"]],
-        auto_wrap_policy=torch_backend.ModuleWrapPolicy({Block}),
-        use_orig_params=options["use_orig_params"],
-    )
-
-
-def _fsdp2(shard, model, **options):
-    for block in model.blocks:
-        shard(block, reshard_after_forward=options["strategy"] == "FULL_SHARD")
-    return shard(model)
-
-
-def _torch_fsdp2(model, **options):
-    from torch.distributed.fsdp import fully_shard
-
-    return _fsdp2(fully_shard, model, **options)
-
-
-def _our_fsdp2(model, **options):
-    return _fsdp2(torch_backend.fully_shard, model, **options)
-
-
-FACES = {"fsdp1": (_torch_fsdp1, _our_fsdp1), "fsdp2": (_torch_fsdp2, _our_fsdp2)}
-
-
-def _local(tensor):
-    return getattr(tensor, "_local_tensor", tensor).detach().clone()
 
 
 def _train(model, optimizer, rank, steps, loss_fn=loss_of):
@@ -75,10 +26,10 @@ def _train(model, optimizer, rank, steps, loss_fn=loss_of):
         loss = loss_fn(model, step, rank)
         loss.backward()
         named = list(model.named_parameters())
-        grads = {name: None if p.grad is None else _local(p.grad) for name, p in named}
+        grads = {name: None if p.grad is None else local_tensor(p.grad) for name, p in named}
         optimizer.step()
         optimizer.zero_grad()
-        history.append((loss.item(), grads, {name: _local(p) for name, p in named}))
+        history.append((loss.item(), grads, {name: local_tensor(p) for name, p in named}))
     return history
 
 
@@ -108,18 +59,6 @@ def _assert_same_bits(rank, world_size, face, options, optimizer, model_options,
                 assert torch.equal(grads_a[name], grads_b[name]), ("gradient", step, name)
             assert torch.equal(params_a[name], params_b[name]), ("parameter", step, name)
     return theirs[-1][0]
-
-
-OPTIONS = [
-    pytest.param(
-        "fsdp1", {"strategy": strategy, "use_orig_params": keep}, id=f"fsdp1-{strategy}-{'orig' * keep or 'flat'}"
-    )
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
-    for keep in (False, True)
-] + [
-    pytest.param("fsdp2", {"strategy": strategy}, id=f"fsdp2-{strategy}")
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
-]
 
 
 def _each_with(*choices):
@@ -162,7 +101,7 @@ def _integer_grads(rank, world_size, face, options):
             x = torch.arange(6.0).view(2, 3) + 12 * (rank + turn + 1)
             weights = torch.arange(14.0) * 12 + 12
             (model(x) * weights).sum().backward()
-        results.append({name: None if p.grad is None else _local(p.grad) for name, p in model.named_parameters()})
+        results.append({name: None if p.grad is None else local_tensor(p.grad) for name, p in model.named_parameters()})
     theirs, ours = results
     assert theirs.keys() == ours.keys()
     for name, grad in theirs.items():

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_backend
 from crossframe.errors import LayoutError, UsageError
-from tests.on_torch.engine.test_against_torch import _local
-from tests.on_torch.engine.test_awkward import MODES, Chain, Part, shard
+from tests.on_torch.helpers.chains import MODES, Chain, Part, shard
+from tests.on_torch.helpers.interfaces import local_tensor
 from torch_backend.engine._unit import unit_of
 from torch_backend.modules._inputs import cast_floating
 
@@ -39,7 +39,7 @@ def _inputs(dtype=torch.float64):
 
 
 def _grads(model):
-    return [None if p.grad is None else _local(p.grad) for p in model.parameters()]
+    return [None if p.grad is None else local_tensor(p.grad) for p in model.parameters()]
 
 
 def _same(a, b):

@@ -16,96 +16,24 @@ from torch.utils.checkpoint import checkpoint
 import torch_backend
 from crossframe.errors import ParamError, StateError, UsageError
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.engine.test_against_torch import FACES, _local, _our_fsdp2
+from tests.on_torch.helpers.chains import (
+    FSDP,
+    MODES,
+    Chain,
+    Part,
+    Penalised,
+    assert_grads,
+    chain_of,
+    mean_grads,
+    shard,
+    square,
+)
+from tests.on_torch.helpers.interfaces import FACES, local_tensor, our_fsdp2
 from tests.on_torch.helpers.models import build_net, loss_of
+from tests.on_torch.helpers.raising import Boom
 from torch_backend.engine._unit import unit_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import local_pieces, sharded_units
-
-FSDP = torch_backend.FullyShardedDataParallel
-MODES = ("flat", "orig", "fsdp2")
-
-
-def shard(model, mode, strategy="FULL_SHARD"):
-    """Every child that says so is a unit, and the root."""
-    units = [module for module in model.modules() if getattr(module, "is_unit", False)]
-    if mode == "fsdp2":
-        for module in units:
-            torch_backend.fully_shard(module, reshard_after_forward=strategy == "FULL_SHARD")
-        return torch_backend.fully_shard(model)
-    options = {"use_orig_params": mode == "orig", "sharding_strategy": torch_backend.ShardingStrategy[strategy]}
-    for name, child in list(model.named_children()):
-        if getattr(child, "is_unit", False):
-            setattr(model, name, FSDP(child, **options))
-    return FSDP(model, **options)
-
-
-def mean_grads(model, loss_fn, rank, world_size):
-    """The mean over ranks of the gradients of an unsharded model, by name; zeros where a rank has none."""
-    loss_fn(model).backward()
-    found = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            dist.all_reduce(grad)
-            found[name] = grad / world_size
-    return found
-
-
-def assert_grads(rank, world_size, mode, make, loss_fn, strategy="FULL_SHARD"):
-    """One step of `make()`, sharded, gives the mean gradients of the plain model. Returns how many were compared.
-
-    In float64: two ranks add in either order to the same bits, and three to within an ulp or two.
-    """
-    torch.manual_seed(0)
-    expected = mean_grads(make().double(), loss_fn, rank, world_size)
-    torch.manual_seed(0)
-    model = shard(make().double(), mode, strategy)
-    loss_fn(model).backward()
-    compared = 0
-    for piece in local_pieces(model, rank):
-        if piece.name in expected:
-            wanted = expected[piece.name].flatten()[piece.start : piece.stop]
-            got = torch.zeros_like(wanted) if piece.grad is None else piece.grad
-            assert torch.allclose(got, wanted, rtol=1e-13, atol=1e-15), piece.name
-            compared += 1
-    # Everything is freed, and shown as shards again.
-    for _, buckets in sharded_units(model):
-        assert all(bucket.buffer.full.untyped_storage().nbytes() == 0 for bucket in buckets)
-    return compared
-
-
-class Part(nn.Module):
-    """A unit of two layers."""
-
-    is_unit = True
-
-    def __init__(self, width=4):
-        super().__init__()
-        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
-
-
-class Chain(nn.Module):
-    """A trained layer, three parts, a head."""
-
-    part = Part
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.u, self.v, self.w = self.part(), self.part(), self.part()
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.w(self.v(self.u(self.first(x)))))
-
-
-def square(model):
-    x = torch.arange(8.0, dtype=torch.float64).view(2, 4) + dist.get_rank()
-    return model(x).square().sum()
 
 
 class RankDependent(Part):
@@ -157,14 +85,6 @@ class WritesInput(Part):
         return super().forward((x * 1).relu_())
 
 
-class Penalised(Chain):
-    """A penalty on parameters(), inside forward."""
-
-    def forward(self, x):
-        penalty = sum(p.square().sum() for p in [*self.first.parameters(), *self.head.parameters()])
-        return super().forward(x) + penalty
-
-
 class GradInForward(Chain):
     """Differentiates within its own forward."""
 
@@ -214,10 +134,6 @@ class Wrapping(Chain):
                 "object": lambda o: o.y,
             }[self.kind](out)
         return self.head(x)
-
-
-def chain_of(part):
-    return type(f"ChainOf{part.__name__}", (Chain,), {"part": part})
 
 
 def wrapping(kind):
@@ -324,7 +240,7 @@ def test_a_model_that_is_deleted_is_gone(ranks, mode):
 
 def _assign(rank, world_size):
     losses = []
-    for wrap in (FACES["fsdp2"][0], _our_fsdp2):
+    for wrap in (FACES["fsdp2"][0], our_fsdp2):
         model = wrap(build_net(), strategy="FULL_SHARD")
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
@@ -344,7 +260,7 @@ def test_R25_an_optimizer_made_after_load_state_dict_assign_trains(ranks):
 
 
 def _state_while_full(rank, world_size):
-    model = _our_fsdp2(build_net(), strategy="FULL_SHARD")
+    model = our_fsdp2(build_net(), strategy="FULL_SHARD")
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         loss_of(model, 0, rank)  # leaves the root full
@@ -361,7 +277,7 @@ def test_R36_a_state_dict_of_fsdp2_is_sharded_whatever_is_in_memory(ranks):
 
 def _stale_fsdp2(rank, world_size):
     outputs = []
-    for wrap in (lambda m: m, lambda m: _our_fsdp2(m, strategy="FULL_SHARD")):
+    for wrap in (lambda m: m, lambda m: our_fsdp2(m, strategy="FULL_SHARD")):
         model = wrap(build_net(dtype=torch.float64))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         loss_of(model, 0, 0).backward()
@@ -387,7 +303,7 @@ def _zero_grad_under_no_sync(rank, world_size, mode):
                 square(model).backward()
             model.zero_grad()
         square(model).backward()
-        results.append([None if p.grad is None else _local(p.grad) for p in model.parameters()])
+        results.append([None if p.grad is None else local_tensor(p.grad) for p in model.parameters()])
     return all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(*results, strict=True))
 
 
@@ -397,7 +313,7 @@ def test_R15_zero_grad_drops_what_no_sync_accumulated(ranks, mode):
 
 
 def _post_accumulate(rank, world_size):
-    model = _our_fsdp2(build_net(), strategy="FULL_SHARD")
+    model = our_fsdp2(build_net(), strategy="FULL_SHARD")
     called = []
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: called.append((name, p.grad is not None)))
@@ -561,10 +477,6 @@ def test_units_may_live_in_groups_of_their_own(ranks):
     assert ranks.run(4, _groups) == [True] * 4
 
 
-class _Boom(Exception):
-    pass
-
-
 class Catches(Chain):
     """Goes on when an inner unit raises."""
 
@@ -572,7 +484,7 @@ class Catches(Chain):
         x = self.first(x)
         try:
             x = self.u(x)
-        except _Boom:
+        except Boom:
             x = x * 2
         return self.head(self.w(self.v(x)))
 
@@ -582,13 +494,13 @@ def _caught(rank, world_size, mode):
     model = shard(Catches().double(), mode)
 
     def boom(*_):
-        raise _Boom
+        raise Boom
 
     model.u.b.register_forward_pre_hook(boom)
     grads = []
     for _ in range(2):
         square(model).backward()
-        grads.append([None if p.grad is None else _local(p.grad) for p in model.parameters()])
+        grads.append([None if p.grad is None else local_tensor(p.grad) for p in model.parameters()])
     # The second step adds the same gradients once more.
     return all(b is None if a is None else torch.equal(a * 2, b) for a, b in zip(*grads, strict=True) if a is not b)
 

@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 """What users do around a step: edit, freeze, evaluate, accumulate, look inside; and what of it an engine may forget."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 import contextlib
 
@@ -10,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_backend
 from crossframe.errors import AgreementError, StateError
-from tests.on_torch.engine.test_against_torch import _local
-from tests.on_torch.engine.test_awkward import MODES, Chain, Part, Penalised, assert_grads, chain_of, shard, square
+from tests.on_torch.helpers.chains import MODES, Chain, Part, Penalised, assert_grads, chain_of, shard, square
+from tests.on_torch.helpers.interfaces import local_tensor
 from tests.on_torch.helpers.models import build_net, loss_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of, sharded_units
@@ -20,7 +21,7 @@ FSDP = torch_backend.FullyShardedDataParallel
 
 
 def _grads(model):
-    return [None if p.grad is None else _local(p.grad) for p in model.parameters()]
+    return [None if p.grad is None else local_tensor(p.grad) for p in model.parameters()]
 
 
 def _same(a, b):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_backend
-from tests.on_torch.engine.test_against_torch import FACES, OPTIONS, _local
+from tests.on_torch.helpers.interfaces import FACES, OPTIONS, local_tensor
 from tests.on_torch.helpers.models import Block, build_net, loss_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -44,7 +44,7 @@ def _train(rank, world_size, face, options):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            history.append((loss.item(), [_local(p).flatten().cpu() for p in model.parameters() if p.numel()]))
+            history.append((loss.item(), [local_tensor(p).flatten().cpu() for p in model.parameters() if p.numel()]))
         histories.append(history)
     for (loss_a, params_a), (loss_b, params_b) in zip(*histories, strict=True):
         assert loss_a == loss_b

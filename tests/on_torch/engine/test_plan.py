@@ -1,6 +1,7 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 """The core's plan beside the engine's trace, in order; and beside the collectives that torch's own FSDP issues: kinds, dtypes,
 bytes and groups, as multisets, also for strategies that the engine does not run yet (R08, R14, R15, R28, R33)."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import os
 import warnings
@@ -12,46 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units, step_plan
-from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy, Sync
-from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collectives, difference
+from crossframe.trace import collectives, difference
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.engine.test_against_torch import FACES, _our_fsdp1, _our_fsdp2
+from tests.on_torch.helpers.collectives import LOW, WORLD_SIZE, Collectives
+from tests.on_torch.helpers.interfaces import FACES, our_fsdp1, our_fsdp2
 from tests.on_torch.helpers.models import Block, build_net, loss_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of
 
-WORLD_SIZE = 4
 # How many microbatches a step has and which of them reduce. In a last of two all that accumulation changes has happened once.
 STEPS = [(1, Sync.EACH), (2, Sync.LAST)]
 if EXHAUSTIVE in os.environ:
     STEPS.append((2, Sync.EACH))
-LOW = PrecisionPolicy(param_dtype="bfloat16", reduce_dtype="float32")
-
-
-class Collectives(TorchDispatchMode):
-    """Counts every collective that passes the dispatcher: (kind, dtype, bytes of the unsharded side, ranks)."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and ("gather" in name or "reduce" in name):
-            tensors = [a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
-            kind = ALL_GATHER if "gather" in name else REDUCE_SCATTER if "scatter" in name else ALL_REDUCE
-            num_bytes = sum(t.nbytes for t in tensors) - (0 if kind == ALL_REDUCE else min(t.nbytes for t in tensors))
-            group = next(a for a in args if isinstance(a, torch.ScriptObject))
-            ranks = torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(group))
-            dtype = str(tensors[0].dtype).removeprefix("torch.")
-            self.seen[kind, dtype, num_bytes, tuple(ranks)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _planned(units, mesh, rank, **options):
@@ -83,7 +61,7 @@ def _fsdp1(rank, world_size, strategy, shard, low, microbatches, sync):
             **options,
         )
         seen = _steps(peer, rank, microbatches, sync, peer.no_sync)
-    ours = _our_fsdp1(build_net(), strategy="FULL_SHARD", use_orig_params=False)
+    ours = our_fsdp1(build_net(), strategy="FULL_SHARD", use_orig_params=False)
     layouts = [(name, layout.over(mesh.shard)) for name, layout in layouts_of(ours)]
     units = plan_units(layouts, strategy, policy=LOW if low else None)
     return seen, _planned(units, mesh, rank, microbatches=microbatches, sync=sync)
@@ -125,7 +103,7 @@ def _fsdp2(rank, world_size, shard, reshard, low, microbatches, sync):
                 if mesh.replicate > 1:
                     peer.set_requires_all_reduce(last or sync is not Sync.ALL_REDUCE_LAST)
                 loss_of(peer, microbatch, rank).backward()
-    ours = _our_fsdp2(build_net(), strategy="FULL_SHARD")
+    ours = our_fsdp2(build_net(), strategy="FULL_SHARD")
     layouts = [(name, layout.over(mesh.shard)) for name, layout in layouts_of(ours)]
     policy = LOW if low else None
     units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=reshard, policy=policy)
@@ -137,9 +115,9 @@ def _ours(rank, world_size, face, strategy, microbatches, sync):
     """The engine's own trace, and the plan's."""
     options = {"strategy": strategy}
     if face is Face.FSDP1:
-        model = _our_fsdp1(build_net(), use_orig_params=True, **options)
+        model = our_fsdp1(build_net(), use_orig_params=True, **options)
     else:
-        model = _our_fsdp2(build_net(), **options)
+        model = our_fsdp2(build_net(), **options)
     for _ in range(2):
         with record_trace() as events:
             for microbatch in range(microbatches):

@@ -12,22 +12,23 @@ from torch.utils.checkpoint import checkpoint
 import torch_backend
 from crossframe.errors import AgreementError, UsageError
 from crossframe.trace import ALL_GATHER, collectives
-from tests.on_torch.engine.test_against_torch import FACES, OPTIONS, _local, _our_fsdp1, _our_fsdp2, _torch_fsdp1
+from tests.on_torch.helpers.interfaces import FACES, OPTIONS, local_tensor, our_fsdp1, our_fsdp2, torch_fsdp1
 from tests.on_torch.helpers.models import Block, Net, build_net, loss_of
+from tests.on_torch.helpers.raising import Boom
 from torch_backend.engine._unit import UNIT
 from torch_backend.observe import record_trace
 
 FSDP = torch_backend.FullyShardedDataParallel
 FULL_SHARD = {"strategy": "FULL_SHARD"}
 WRAPS = {
-    "flat": lambda model: _our_fsdp1(model, **FULL_SHARD, use_orig_params=False),
-    "orig": lambda model: _our_fsdp1(model, **FULL_SHARD, use_orig_params=True),
-    "fsdp2": lambda model: _our_fsdp2(model, **FULL_SHARD),
+    "flat": lambda model: our_fsdp1(model, **FULL_SHARD, use_orig_params=False),
+    "orig": lambda model: our_fsdp1(model, **FULL_SHARD, use_orig_params=True),
+    "fsdp2": lambda model: our_fsdp2(model, **FULL_SHARD),
 }
 
 
 def _grads(model):
-    return {name: None if p.grad is None else _local(p.grad) for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else local_tensor(p.grad) for name, p in model.named_parameters()}
 
 
 def _same(a, b):
@@ -36,16 +37,12 @@ def _same(a, b):
     )
 
 
-class _Boom(Exception):
-    pass
-
-
 def _exception(rank, world_size, mode, where):
     clean, model = WRAPS[mode](build_net()), WRAPS[mode](build_net())
     loss_of(clean, 0, rank).backward()
 
     def boom(*_):
-        raise _Boom
+        raise Boom
 
     block = model.blocks[1]
     inner = block.norm
@@ -55,7 +52,7 @@ def _exception(rank, world_size, mode, where):
         handle = inner.register_forward_hook(lambda module, args, output: output.register_hook(boom) and None)
     try:
         loss_of(model, 0, rank).backward()
-    except _Boom:
+    except Boom:
         pass
     else:
         raise AssertionError("no exception came out")
@@ -175,9 +172,11 @@ def _variant(rank, world_size, mode, cls, settings):
         shown = bucket.registrar.flat_param if mode == "flat" else bucket.registrar.params[i]
         if p.grad is None:
             # R29: FSDP1 gives zeros inside a used unit and nothing in an unused one.
-            assert shown.grad is None or not _local(shown.grad).flatten()[piece.shard_start : piece.shard_stop].any()
+            assert (
+                shown.grad is None or not local_tensor(shown.grad).flatten()[piece.shard_start : piece.shard_stop].any()
+            )
             continue
-        grad = _local(shown.grad).flatten()
+        grad = local_tensor(shown.grad).flatten()
         grad = grad[piece.shard_start : piece.shard_stop] if mode == "flat" else grad
         expected_grad = p.grad.flatten()[piece.param_start : piece.param_stop]
         # Two ranks, the same operations in the same order on each: the sum of two halves is exact to the bit.
@@ -268,7 +267,7 @@ def _disagree(rank, world_size, what):
     if what == "dtype" and rank == 1:
         model.double()
     strategy = "SHARD_GRAD_OP" if what == "strategy" and rank == 1 else "FULL_SHARD"
-    model = _our_fsdp1(model, strategy=strategy, use_orig_params=True)
+    model = our_fsdp1(model, strategy=strategy, use_orig_params=True)
     try:
         loss_of(model, 0, rank)
     except AgreementError as error:
@@ -292,7 +291,7 @@ def test_ranks_that_disagree_all_raise_and_name_the_first_difference(ranks, what
 def _frozen(rank, world_size):
     """A parameter frozen after wrapping gets no gradient; the others get torch's."""
     results = []
-    for wrap in (_torch_fsdp1, _our_fsdp1):
+    for wrap in (torch_fsdp1, our_fsdp1):
         model = wrap(build_net(), **FULL_SHARD, use_orig_params=True)
         for name, p in model.named_parameters():
             if name.endswith("up.bias"):
@@ -307,7 +306,7 @@ def test_R11_frozen_parameters_beside_trained_ones(ranks):
 
 
 def _wrapper(rank, world_size):
-    model = _our_fsdp1(build_net(), **FULL_SHARD, use_orig_params=False)
+    model = our_fsdp1(build_net(), **FULL_SHARD, use_orig_params=False)
     assert model.scale.item() == 2.0 and len(model.blocks) == 3
     assert FSDP(nn.Sequential(nn.Linear(2, 2)))[0].in_features == 2
     assert len(FSDP.fsdp_modules(model)) == 4
@@ -350,7 +349,7 @@ def test_the_wrapper_forwards_and_refuses(ranks):
 
 
 def _inner_first(rank, world_size):
-    model = _our_fsdp1(build_net(), **FULL_SHARD, use_orig_params=True)
+    model = our_fsdp1(build_net(), **FULL_SHARD, use_orig_params=True)
     model.blocks[0](torch.randn(2, 7))
     try:
         loss_of(model, 0, rank)

@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 """The plan, the engine's trace, and what an independent observer sees of torch's own dispatcher: all the same."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import os
 
@@ -13,7 +14,7 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER, collectives, difference, summary
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.engine.test_against_torch import FACES, OPTIONS, _our_fsdp1
+from tests.on_torch.helpers.interfaces import FACES, OPTIONS, our_fsdp1
 from tests.on_torch.helpers.models import build_net, loss_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of
@@ -103,7 +104,7 @@ def _observed_grads(rank, world_size):
 
     plain = build_net()
     loss_of(plain, 0, rank).backward()
-    model = _our_fsdp1(build_net(), strategy="FULL_SHARD", use_orig_params=False)
+    model = our_fsdp1(build_net(), strategy="FULL_SHARD", use_orig_params=False)
     with observe(Keeper()) as keeper:
         loss_of(model, 0, rank).backward()
     return all(torch.equal(p.grad, keeper.grads[name]) for name, p in plain.named_parameters())

@@ -1,6 +1,7 @@
-# pyright: reportAttributeAccessIssue=false
 """FSDP1's face under every strategy: the engine's trace is the core's plan, an observer that the engine knows nothing of sees the
 same, and torch's FSDP1 never sends less (R14, R15, R16, R28, R33)."""
+
+# pyright: reportAttributeAccessIssue=false
 
 import os
 import warnings
@@ -13,9 +14,9 @@ import torch
 import torch_backend
 from crossframe.plan import plan_units, step_plan
 from crossframe.strategy import Prefetch, Strategy, Sync
-from crossframe.trace import COMPARED, collectives, difference
+from crossframe.trace import collectives, difference
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.engine.test_plan import Collectives
+from tests.on_torch.helpers.collectives import Collectives, by_group, num_bytes
 from tests.on_torch.helpers.models import Block, build_net, loss_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of
@@ -63,14 +64,6 @@ def _seen(model, rank, microbatches, sync):
     return events, watcher.seen
 
 
-def _by_group(events):
-    """The events of each group in order: between groups there is none."""
-    groups = {}
-    for event in (event for event in events if event.kind in COMPARED):
-        groups.setdefault(tuple(event.group), []).append(event)
-    return groups
-
-
 def _compare(rank, world_size, strategy, shard, cases):
     import torch.distributed.fsdp as theirs
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -101,7 +94,7 @@ def _compare(rank, world_size, strategy, shard, cases):
             microbatches=microbatches,
             sync=sync,
         )
-        planned, traced = _by_group(plan), _by_group(events)
+        planned, traced = by_group(plan), by_group(events)
         if planned.keys() != traced.keys():
             problems.append((case, "groups", list(planned), list(traced)))
         for group in planned.keys() & traced.keys():
@@ -111,13 +104,9 @@ def _compare(rank, world_size, strategy, shard, cases):
             problems.append((case, "not what the observer saw", told - seen, seen - told))
         if asks_torch:
             _, peer = _seen(wrapped(theirs), rank, microbatches, sync)
-            if seen.total() > peer.total() or _bytes(seen) > _bytes(peer):
+            if seen.total() > peer.total() or num_bytes(seen) > num_bytes(peer):
                 problems.append((case, "more than torch", seen, peer))
     return problems
-
-
-def _bytes(counts):
-    return sum(key[2] * n for key, n in counts.items())
 
 
 STRATEGIES = [

@@ -6,30 +6,23 @@ from typing import Any
 import pytest
 
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.programs.machine import EXPLAINED, Counts, Job, Pair, Setup, drive
+from tests.on_torch.programs.machine import EXPLAINED, Counts, Setup, drive
+from tests.on_torch.programs.machine_programs import BACKWARD, EVALUATE, TRAIN, Program, follow, forward
 
 # Programs by world size, each of up to STEPS rules; more with pytest --exhaustive and by
 # `python -m tests.on_torch.programs.machine`.
 EXAMPLES = {2: 15, 3: 4, 4: 4} if EXHAUSTIVE in os.environ else {2: 7, 3: 2, 4: 2}
 STEPS = 20
 
-Program = list[tuple[str, dict[str, Any]]]
 WRITEBACK, WITH_GRADS = (True, False, False, False), (True, False, False, True)
-
-
-def forward(**job: Any) -> tuple[str, dict[str, Any]]:
-    return "forward", {"job": Job(**job)}
 
 
 def summon(flags: tuple[bool, ...]) -> tuple[str, dict[str, Any]]:
     return "summon", {"unit": "", "recurse": True, "flags": flags}
 
 
-BACKWARD = ("backward", {"which": 0, "syncs": True})
 UNSYNCED = ("backward", {"which": 0, "syncs": False})
 LEAVE = ("leave", {"failed": False})
-TRAIN: Program = [forward(), BACKWARD]
-EVALUATE: Program = [forward(training=False)]
 EDIT = {"unit": "", "name": "w", "value": 1, "by": None}
 FORGET = {"unit": "a", "name": "w"}
 
@@ -41,17 +34,6 @@ def test_R12_R17_R25_the_engine_does_what_the_reference_does(ranks, world_size):
     print(counts.describe())
     assert counts.done.total() > 10 * EXAMPLES[world_size]
     assert 0 < counts.refused.total() < counts.done.total() / 2
-
-
-def follow(ranks, setup: Any, program: Program, **options: Any) -> Counts:
-    counts = Counts()
-    pair = Pair(ranks, setup, counts, **options)
-    try:
-        for operation, arguments in program:
-            pair.take(operation, **arguments)
-    finally:
-        pair.end()
-    return counts
 
 
 # The smallest program that needs each exception.

@@ -16,91 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.data import text_batch
+from tests.on_torch.helpers.hugging_face import BATCH_SIZE, MODELS, SECONDS, SIDES, STEPS, assert_same_steps, inputs_of
 
 if find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
-STEPS = 5
-BATCH_SIZE, CONTEXT = 2, 16
-SECONDS = 180  # the first test of a world imports transformers
-SIDES = {"theirs": "torch.distributed.fsdp", "ours": "torch_backend"}
-
 
 # Models: 256 tokens, the bytes; each with the classes of its layers
-
-
-def _gpt2() -> tuple[Any, set[type]]:
-    from transformers import GPT2Config
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=20, n_layer=2, n_head=2, use_cache=False)
-    config.bos_token_id = config.eos_token_id = None
-    return GPT2LMHeadModel(_eager(config)), {GPT2Block}
-
-
-def _llama() -> tuple[Any, set[type]]:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=20,
-        intermediate_size=33,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(_eager(config)), {LlamaDecoderLayer}
-
-
-def _t5() -> tuple[Any, set[type]]:
-    from transformers import T5Config
-    from transformers.models.t5.modeling_t5 import T5Block, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=256,
-        d_model=20,
-        d_kv=8,
-        d_ff=33,
-        num_layers=1,
-        num_decoder_layers=2,
-        num_heads=2,
-        use_cache=False,
-    )
-    config.decoder_start_token_id = 0
-    return T5ForConditionalGeneration(_eager(config)), {T5Block}
-
-
-def _mixtral() -> tuple[Any, set[type]]:
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=256,
-        hidden_size=20,
-        intermediate_size=13,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        num_local_experts=3,
-        num_experts_per_tok=1,
-        output_router_logits=True,
-        use_cache=False,
-    )
-    config._experts_implementation = "eager"
-    return MixtralForCausalLM(_eager(config)), {MixtralDecoderLayer}
-
-
-def _eager(config: Any) -> Any:
-    config._attn_implementation = "eager"
-    return config
-
-
-MODELS = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "mixtral": _mixtral}
 
 
 @dataclass(frozen=True)
@@ -174,12 +96,6 @@ def _wrapped(api: Any, script: Script) -> Any:
         )
 
 
-def _inputs(turn: int, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Tokens of one rank; Hugging Face's models shift the labels themselves. T5 gets a text to copy."""
-    tokens = torch.from_numpy(text_batch(2, turn, rank, world_size, BATCH_SIZE, CONTEXT).tokens).long()
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-
-
 def _train(api: Any, script: Script, rank: int, world_size: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """By step: losses, norm, gradients and parameters as they lie on this rank. And the full parameters at the end."""
     model = _wrapped(api, script)
@@ -190,7 +106,7 @@ def _train(api: Any, script: Script, rank: int, world_size: int) -> tuple[list[A
     for step in range(STEPS):
         losses = []
         for micro in range(script.micro):
-            inputs = _inputs(step * script.micro + micro, rank, world_size)
+            inputs = inputs_of(step * script.micro + micro, rank, world_size)
             if micro < script.micro - 1:
                 with model.no_sync():
                     loss = model(**inputs).loss
@@ -216,16 +132,6 @@ def _train(api: Any, script: Script, rank: int, world_size: int) -> tuple[list[A
     with api.FullyShardedDataParallel.summon_full_params(model, writeback=False):
         full = {name: param.detach().clone() for name, param in model.named_parameters()}
     return history, full
-
-
-def assert_same_steps(theirs: list[Any], ours: list[Any]) -> None:
-    """By step, by what, by name: the same tensors, bit for bit."""
-    for step, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-        for what in a:
-            assert a[what].keys() == b[what].keys(), (step, what)
-            for name, value in a[what].items():
-                assert value.dtype == b[what][name].dtype, (step, what, name)
-                assert torch.equal(value, b[what][name]), (step, what, name)
 
 
 def _compare(rank: int, world_size: int, script: Script) -> tuple[float, float]:
@@ -255,14 +161,14 @@ def _generate(rank, world_size, use_orig_params):
     continued = []
     for api in map(import_module, SIDES.values()):
         model = _wrapped(api, Script("llama", "classes", "FULL_SHARD", use_orig_params, 3))
-        model(**_inputs(0, rank, world_size)).loss.backward()
+        model(**inputs_of(0, rank, world_size)).loss.backward()
         torch.optim.SGD(model.parameters(), lr=10.0).step()
         model.eval()
-        prompt = _inputs(1, 0, 1)["input_ids"][:, :6]
+        prompt = inputs_of(1, 0, 1)["input_ids"][:, :6]
         with torch.no_grad(), api.FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
             continued.append(model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0))
         model.train()
-        continued.append(model(**_inputs(2, rank, world_size)).loss.detach())  # and training goes on
+        continued.append(model(**inputs_of(2, rank, world_size)).loss.detach())  # and training goes on
     return continued
 
 

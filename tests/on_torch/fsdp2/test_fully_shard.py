@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_backend
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.fsdp2.test_scripts import (
+from tests.on_torch.helpers.fully_sharded import (
     PACKAGES,
     Both,
     grads,

@@ -18,8 +18,7 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Sync
 from crossframe.trace import collectives, difference
-from tests.on_torch.engine.test_plan import LOW, WORLD_SIZE, Collectives
-from tests.on_torch.fsdp1.test_plan import _by_group, _bytes
+from tests.on_torch.helpers.collectives import LOW, WORLD_SIZE, Collectives, by_group, num_bytes
 from tests.on_torch.helpers.models import build_net, loss_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of
@@ -189,7 +188,7 @@ def _compare(rank, world_size, cases):
         policy = LOW if case.low else PrecisionPolicy()
         units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=case.reshard, policy=policy)
         plan = step_plan(units, case.spec, rank, microbatches=case.microbatches, sync=case.sync)
-        planned, traced = _by_group(plan), _by_group(events)
+        planned, traced = by_group(plan), by_group(events)
         if planned.keys() != traced.keys():
             problems.append((case, "groups", list(planned), list(traced)))
         for group in planned.keys() & traced.keys():
@@ -200,7 +199,7 @@ def _compare(rank, world_size, cases):
         if case.asks_torch:
             _, peer = _seen(_sharded(theirs, case), rank, case)
             # What torch sends in one collective, as bytes, we send in one a dtype (R11).
-            if (seen.total() > peer.total() and not case.mixed) or _bytes(seen) > _bytes(peer):
+            if (seen.total() > peer.total() and not case.mixed) or num_bytes(seen) > num_bytes(peer):
                 problems.append((case, "more than torch", seen, peer))
     return problems
 

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.fsdp1.test_rule_machine import EVALUATE, TRAIN, Program, follow, forward
 from tests.on_torch.programs.machine import Counts, drive
 from tests.on_torch.programs.machine_fsdp2 import EXPLAINED, Setup, SideBySide
+from tests.on_torch.programs.machine_programs import EVALUATE, TRAIN, Program, follow, forward
 
 # Programs by world size, each of up to STEPS rules; more with pytest --exhaustive and by
 # `python -m tests.on_torch.programs.machine`.

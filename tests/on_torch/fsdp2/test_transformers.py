@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torch_backend
-from tests.on_torch.fsdp1.test_transformers import MODELS, SECONDS, SIDES, STEPS, _inputs, assert_same_steps
+from tests.on_torch.helpers.hugging_face import MODELS, SECONDS, SIDES, STEPS, assert_same_steps, inputs_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _train(model: Any, script: Script, rank: int, world_size: int) -> list[Any]:
         for micro in range(script.micro):
             if sharded:
                 model.set_requires_gradient_sync(micro == script.micro - 1)
-            loss = model(**_inputs(step * script.micro + micro, rank, world_size)).loss
+            loss = model(**inputs_of(step * script.micro + micro, rank, world_size)).loss
             loss.backward()
             losses.append(loss.detach())
         params: dict[str, Any] = dict(model.named_parameters())

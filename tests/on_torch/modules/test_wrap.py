@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 """Policies and what they make units, module for module beside torch.distributed.fsdp.wrap, on random module trees."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 
 import inspect
 import random

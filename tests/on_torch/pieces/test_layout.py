@@ -10,7 +10,7 @@ import torch_backend
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.reference import ReferenceUnit
 from crossframe.state import state_key
-from tests.on_torch.engine.test_against_torch import _our_fsdp1, _our_fsdp2, _torch_fsdp1
+from tests.on_torch.helpers.interfaces import our_fsdp1, our_fsdp2, torch_fsdp1
 from tests.on_torch.helpers.models import Block, build_net
 from torch_backend.engine._unit_tree import named_units, units_in
 
@@ -20,7 +20,7 @@ FSDP1 = [{"strategy": "FULL_SHARD", "use_orig_params": keep} for keep in (False,
 def _shards_equal_reference(rank, world_size, face, options, tied):
     full = {name: p.detach().numpy().copy() for name, p in build_net(tied=tied).named_parameters()}
     model = (
-        _our_fsdp1(build_net(tied=tied), **options) if face == "fsdp1" else _our_fsdp2(build_net(tied=tied), **options)
+        our_fsdp1(build_net(tied=tied), **options) if face == "fsdp1" else our_fsdp2(build_net(tied=tied), **options)
     )
     checked = 0
     for named in named_units(model):
@@ -51,8 +51,8 @@ def test_R04_R07_shards_and_gathered_parameters_equal_the_reference(ranks, world
 
 def _torch_metadata(rank, world_size, options):
     """For each unit of torch's FSDP1: numels with padding, shapes, and this rank's shard with its padding."""
-    peer = _torch_fsdp1(build_net(tied=True), **options)
-    ours = _our_fsdp1(build_net(tied=True), **options)
+    peer = torch_fsdp1(build_net(tied=True), **options)
+    ours = our_fsdp1(build_net(tied=True), **options)
     compared = 0
     for theirs, named in zip(peer.fsdp_modules(peer), named_units(ours), strict=True):
         name, unit = named.name, named.unit
@@ -85,9 +85,9 @@ def test_R01_R06_flat_layout_equals_what_torch_builds(ranks, world_size, options
 def _torch_per_param(rank, world_size):
     from torch.distributed.fsdp import fully_shard
 
-    from tests.on_torch.engine.test_against_torch import _fsdp2
+    from tests.on_torch.helpers.interfaces import _fsdp2
 
-    peer, ours = _fsdp2(fully_shard, build_net(), strategy="FULL_SHARD"), _our_fsdp2(build_net(), strategy="FULL_SHARD")
+    peer, ours = _fsdp2(fully_shard, build_net(), strategy="FULL_SHARD"), our_fsdp2(build_net(), strategy="FULL_SHARD")
     for (name, a), (other, b) in zip(peer.named_parameters(), ours.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(a._local_tensor, b._local_tensor), name
@@ -116,7 +116,7 @@ def _poison(rank, world_size):
     """Train with padding overwritten by NaN before every step: nothing of it may show."""
     results = []
     for poisoned in (False, True):
-        model = _our_fsdp1(build_net(), strategy="FULL_SHARD", use_orig_params=True)
+        model = our_fsdp1(build_net(), strategy="FULL_SHARD", use_orig_params=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         from tests.on_torch.helpers.models import loss_of
 

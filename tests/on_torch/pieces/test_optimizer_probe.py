@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from crossframe.errors import UsageError
 from tests.on_torch.helpers.layouts import shard
 from tests.on_torch.helpers.models import build_net
-from tests.on_torch.pieces.test_piece_tensor import ELEMENTWISE, FUSED, HOW, full_tensors, like, pieces_of
+from tests.on_torch.helpers.piece_tensors import ELEMENTWISE, FUSED, HOW, full_tensors, like, pieces_of
 from torch_backend.pieces import _optimizer_probe as optimizer_probe
 from torch_backend.pieces._optimizer_probe import check_local
 

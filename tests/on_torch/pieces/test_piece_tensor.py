@@ -18,37 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from crossframe.errors import ParamError, ReplacedError, UsageError
-from crossframe.params import ParamSpec
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.helpers.layouts import LAYOUTS, mesh_of, places_of, shard
+from tests.on_torch.helpers.layouts import LAYOUTS, mesh_of, shard
 from tests.on_torch.helpers.models import build_net, loss_of
-from torch_backend.compat._dtypes import dtype_name
+from tests.on_torch.helpers.piece_tensors import ELEMENTWISE, FUSED, HOW, full_tensors, like, pieces_of
 from torch_backend.engine._unit import unit_of
 from torch_backend.observe import record_trace
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor
 
 PIECES = LAYOUTS[1:]
-# A rank holds the end of one parameter and the start of the next; one has fewer elements than there are ranks, one none.
-SHAPES = ((5, 3), (7,), (1,), (0, 4), (4, 2, 3), (3, 17))
-
-
-def full_tensors(seed: int, dtype: torch.dtype = torch.float64, shapes: Any = SHAPES) -> list[Tensor]:
-    """The same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def pieces_of(kind: str, full: list[Tensor], mesh: Any = None) -> list[PieceTensor]:
-    """These tensors under a layout by itself."""
-    mesh = mesh_of(torch.distributed.get_world_size()) if mesh is None else mesh
-    specs = [ParamSpec(f"p{i}", tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(full)]
-    store, places = places_of(kind, specs, full, mesh)
-    return [PieceTensor(piece, place) for piece, place in zip(store.pieces, places, strict=True)]
-
-
-def like(pieces: list[PieceTensor], full: list[Tensor]) -> list[PieceTensor]:
-    """Other values, cut as `pieces` are."""
-    return [piece.detach().clone().copy_(value) for piece, value in zip(pieces, full, strict=True)]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -149,24 +127,6 @@ def _trains(rank: int, world_size: int, exact: bool, sizes: tuple[int, ...], opt
 )
 def test_R09_three_layouts_train_to_the_same_bits(ranks, sizes, exact, optimizers):
     ranks.run(math.prod(sizes), _trains, exact, sizes, list(OPTIMIZERS) if EXHAUSTIVE in os.environ else optimizers)
-
-
-ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
-    ("SGD", {"lr": 0.1}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    ("Adam", {"weight_decay": 0.1, "amsgrad": True}),
-    ("AdamW", {}),
-    ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
-    ("RAdam", {"weight_decay": 0.1}),
-    ("Adamax", {"weight_decay": 0.1}),
-    ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.2}),
-    ("RMSprop", {"momentum": 0.9, "centered": True}),
-    ("Rprop", {}),
-    ("ASGD", {"t0": 1, "weight_decay": 0.1}),
-    ("Adadelta", {"weight_decay": 0.1}),
-]
-HOW: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
-FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
 
 
 def _steps_of(params: Any, grads: list[list[Any]], name: str, options: dict[str, Any]) -> torch.optim.Optimizer:

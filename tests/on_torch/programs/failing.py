@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_backend
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
 from tests.on_torch.helpers.models import Net, build_net, loss_of
+from tests.on_torch.helpers.raising import Boom
 from tests.ranks import start_process
 from torch_backend.observe import Observer, observe
 
@@ -127,10 +128,6 @@ class Outcome:
         elif trial.where not in ("construction", "before the first forward", "any time"):
             found.append(f"rank {self.rank} was in a step, and ended with {self.kind}: {self.message}")
         return found
-
-
-class Boom(Exception):
-    """What a rank that raises dies of."""
 
 
 class Bomb(Observer):

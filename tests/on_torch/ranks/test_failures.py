@@ -17,12 +17,21 @@ from torch import nn
 
 import torch_backend
 from crossframe.errors import AgreementError, CollectiveError, CrossframeError
-from tests.on_torch.helpers.models import Block, Net, batch, loss_of
-from tests.on_torch.programs.failing import Bomb, Boom, Trial, run_trial
+from tests.on_torch.helpers.models import Block, batch, loss_of
+from tests.on_torch.helpers.raising import (
+    Boom,
+    Raises,
+    changed_net,
+    fsdp2_net,
+    impatient,
+    message_of,
+    state_of,
+    train_step,
+)
+from tests.on_torch.programs.failing import Bomb, Trial, run_trial
 from tests.ranks import started_ranks
-from torch_backend.observe import Observer, observe
+from torch_backend.observe import observe
 from torch_backend.ranks import _consensus as rounds
-from torch_backend.ranks import _desync as position
 from torch_backend.ranks import _failure as failure
 from torch_backend.ranks._consensus import agree, first_difference, withdraw
 from torch_backend.ranks._failure import Pending, abandon, issue, rejoin
@@ -38,29 +47,8 @@ def fragile():
         yield started
 
 
-def _message(fn):
-    """What a rank was told. One that is told nothing hangs: the group's timeout is far above what `ranks.run` waits."""
-    try:
-        fn()
-    except CrossframeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was wrong"
-
-
 def _store():
     return dist.distributed_c10d._get_default_store()
-
-
-@contextmanager
-def impatient(seconds=0.2):
-    """Inside, this rank looks where the others are after a part of a second, instead of after one."""
-    before = failure._LOOK_EVERY, rounds._PATIENCE_SECONDS, position._PATIENCE_SECONDS
-    failure._LOOK_EVERY = timedelta(seconds=seconds)
-    rounds._PATIENCE_SECONDS = position._PATIENCE_SECONDS = seconds
-    try:
-        yield
-    finally:
-        failure._LOOK_EVERY, rounds._PATIENCE_SECONDS, position._PATIENCE_SECONDS = before
 
 
 @contextmanager
@@ -96,30 +84,8 @@ def wait_until_looked(group, ranks):
 # Ranks that disagree
 
 
-def _net(**changes):
-    torch.manual_seed(3)
-    net = Net(**{"depth": 2, "width": 7, **{k: v for k, v in changes.items() if k in ("depth", "width", "tied")}})
-    if changes.get("double"):
-        net.blocks[1].double()
-    if changes.get("frozen"):
-        net.blocks[0].norm.bias.requires_grad_(False)
-    if changes.get("swapped"):
-        net.blocks[0].up, net.blocks[0].down = net.blocks[0].down, net.blocks[0].up
-        net.blocks[0]._modules["down"], net.blocks[0]._modules["up"] = (
-            net.blocks[0]._modules.pop("up"),
-            net.blocks[0]._modules.pop("down"),
-        )
-    return net
-
-
 def _fsdp1(net, **settings):
     return FSDP(net, **{"auto_wrap_policy": BLOCKS, "use_orig_params": True, **settings})
-
-
-def _fsdp2(net, **settings):
-    for block in net.blocks:
-        torch_backend.fully_shard(block, **settings)
-    return torch_backend.fully_shard(net)
 
 
 def _frozen_later(net):
@@ -128,59 +94,59 @@ def _frozen_later(net):
     return model
 
 
-# What rank 1 of 3 builds, what all ranks must find different, and what they have. The others build `_fsdp1(_net())`, or `_fsdp2`
-# where rank 1 does.
+# What rank 1 of 3 builds, what all ranks must find different, and what they have. The others build `_fsdp1(changed_net())`, or
+# `fsdp2_net` where rank 1 does.
 DIFFERENT = {
     "shape": (
-        lambda: _fsdp1(_net(width=8)),
+        lambda: _fsdp1(changed_net(width=8)),
         "the shape of parameter 'embedding.weight' differs: rank 0, 2: [11, 7]; rank 1: [11, 8]",
     ),
     "dtype": (
-        lambda: _fsdp1(_net(double=True)),
+        lambda: _fsdp1(changed_net(double=True)),
         "the dtype of parameter 'blocks.1.norm.weight' differs: rank 0, 2: float32; rank 1: float64",
     ),
     "frozen": (
-        lambda: _fsdp1(_net(frozen=True)),
+        lambda: _fsdp1(changed_net(frozen=True)),
         "the requires_grad of parameter 'blocks.0.norm.bias' differs: rank 0, 2: True; rank 1: False",
     ),
     "frozen later": (
-        lambda: _frozen_later(_net()),
+        lambda: _frozen_later(changed_net()),
         "the requires_grad of parameter 'head.bias' differs: rank 0, 2: True; rank 1: False",
     ),
     "order": (
-        lambda: _fsdp1(_net(swapped=True)),
+        lambda: _fsdp1(changed_net(swapped=True)),
         "what the ranks shard differs: rank 0, 2: parameter 'blocks.0.up.weight'; rank 1: parameter 'blocks.0.down.weight'",
     ),
     "sharing": (
-        lambda: _fsdp1(_net(tied=True)),
+        lambda: _fsdp1(changed_net(tied=True)),
         "the sharing of parameter 'embedding.weight' differs: rank 0, 2: []; rank 1: ['head.weight']",
     ),
     "number of units": (
-        lambda: _fsdp1(_net(depth=3)),
+        lambda: _fsdp1(changed_net(depth=3)),
         "what the ranks shard differs: rank 0, 2: parameter 'embedding.weight'; rank 1: unit 'blocks.2'",
     ),
     "units": (
-        lambda: _fsdp1(_net(), auto_wrap_policy=torch_backend.ModuleWrapPolicy({nn.LayerNorm})),
+        lambda: _fsdp1(changed_net(), auto_wrap_policy=torch_backend.ModuleWrapPolicy({nn.LayerNorm})),
         "what the ranks shard differs: rank 0, 2: unit 'blocks.0'; rank 1: unit 'blocks.0.norm'",
     ),
     "strategy": (
-        lambda: _fsdp1(_net(), sharding_strategy=torch_backend.ShardingStrategy.SHARD_GRAD_OP),
+        lambda: _fsdp1(changed_net(), sharding_strategy=torch_backend.ShardingStrategy.SHARD_GRAD_OP),
         "the strategy of unit '' differs: rank 0, 2: FULL_SHARD; rank 1: SHARD_GRAD_OP",
     ),
     "precision": (
-        lambda: _fsdp1(_net(), mixed_precision=torch_backend.MixedPrecision(param_dtype=torch.bfloat16)),
+        lambda: _fsdp1(changed_net(), mixed_precision=torch_backend.MixedPrecision(param_dtype=torch.bfloat16)),
         "the mixed_precision of unit '' differs: rank 0, 2: ",
     ),
     "use_orig_params": (
-        lambda: _fsdp1(_net(), use_orig_params=False),
+        lambda: _fsdp1(changed_net(), use_orig_params=False),
         "the use_orig_params of unit '' differs: rank 0, 2: True; rank 1: False",
     ),
     "prefetch": (
-        lambda: _fsdp1(_net(), backward_prefetch=None),
+        lambda: _fsdp1(changed_net(), backward_prefetch=None),
         "the backward_prefetch of unit '' differs: rank 0, 2: ",
     ),
     "reshard": (
-        lambda: _fsdp2(_net(), reshard_after_forward=False),
+        lambda: fsdp2_net(changed_net(), reshard_after_forward=False),
         "the reshard_after_forward of unit 'blocks.0' differs: rank 0, 2: True; rank 1: False",
     ),
 }
@@ -189,9 +155,9 @@ DIFFERENT = {
 def _disagree(rank, world_size):
     told = {}
     for what, (build, _) in DIFFERENT.items():
-        usual = _fsdp2 if what == "reshard" else _fsdp1
-        model = build() if rank == 1 else usual(_net())
-        told[what] = _message(lambda model=model: model(batch(0, rank)[0]))
+        usual = fsdp2_net if what == "reshard" else _fsdp1
+        model = build() if rank == 1 else usual(changed_net())
+        told[what] = message_of(lambda model=model: model(batch(0, rank)[0]))
     return told
 
 
@@ -212,17 +178,17 @@ def _hybrid(rank, what):
         "sharding_strategy": torch_backend.ShardingStrategy.HYBRID_SHARD,
     }
     if what == "mesh":
-        return _fsdp1(_net(), **(hybrid if rank >= 2 else {"process_group": world}))
+        return _fsdp1(changed_net(), **(hybrid if rank >= 2 else {"process_group": world}))
     # Inside one shard group, or between the replicas alone.
     other = rank == 3 if what == "inside" else rank >= 2
-    return _fsdp1(_net(width=8 if other else 7), **hybrid)
+    return _fsdp1(changed_net(width=8 if other else 7), **hybrid)
 
 
 def _disagree_in_mesh(rank, world_size):
     told = {}
     for what in ("inside", "between", "mesh"):
         model = _hybrid(rank, what)
-        told[what] = _message(lambda model=model: model(batch(0, rank)[0]))
+        told[what] = message_of(lambda model=model: model(batch(0, rank)[0]))
     return told
 
 
@@ -249,7 +215,7 @@ def _with_experts(rank, by_name):
 
 
 def _experts(rank, world_size):
-    told = _message(lambda: _with_experts(rank, by_name=False)(torch.ones(1, 4)))
+    told = message_of(lambda: _with_experts(rank, by_name=False)(torch.ones(1, 4)))
     model = _with_experts(rank, by_name=True)
     model(torch.ones(1, 4)).sum().backward()
     return told, [param.grad is not None for param in model.parameters() if param.numel()]
@@ -265,17 +231,17 @@ def test_shared_parameters_have_one_name_on_all_ranks(ranks):
 def _elsewhere(rank, world_size):
     group = dist.new_group(range(world_size))
     title = "first use of the root" if rank == 2 else "construction of unit 'Linear'"
-    elsewhere = _message(lambda: agree([group], title, []))
+    elsewhere = message_of(lambda: agree([group], title, []))
     if rank == 1:
         withdraw([group], "construction of unit 'Conv'", ValueError("no such\nthing"))
         withdrawn = ""
     else:
-        withdrawn = _message(lambda: agree([group], "construction of unit 'Conv'", []))
+        withdrawn = message_of(lambda: agree([group], "construction of unit 'Conv'", []))
     if rank == 0:
         withdraw([group], "construction of unit 'Norm'", ValueError("the first rank fails"))
         first = ""
     else:
-        first = _message(lambda: agree([group], "construction of unit 'Norm'", []))
+        first = message_of(lambda: agree([group], "construction of unit 'Norm'", []))
     agree([group], "construction of unit 'Linear'", [("unit ''", {"strategy": "FULL_SHARD"})])
     return elsewhere, withdrawn, first
 
@@ -299,7 +265,7 @@ def _absent(rank, world_size, who):
     others = [f"gave up/{group.group_name}/{other}" for other in range(world_size) if other != who]
     if rank == who:
         _store().wait(others)
-    told = _message(lambda: agree([group], "first use of the root", []))
+    told = message_of(lambda: agree([group], "first use of the root", []))
     if rank != who:
         _store().set(f"gave up/{group.group_name}/{rank}", "")
     return told
@@ -350,7 +316,7 @@ def _fails_where_others_are_not(rank, world_size):
         withdraw([everyone], "first use of the root", ValueError("no such thing"))
         return None
     with impatient():
-        return _message(lambda: agree([some if rank == 2 else everyone], "first use of the root", []))
+        return message_of(lambda: agree([some if rank == 2 else everyone], "first use of the root", []))
 
 
 def test_a_rank_that_waits_for_one_that_has_failed_elsewhere_is_told_so():
@@ -422,60 +388,30 @@ def test_when_a_rank_dies_the_others_end_and_name_unit_and_collective(trial):
 # Exceptions
 
 
-class _Raises(Observer):
-    """Raises when the nth collective is about to be issued."""
-
-    def __init__(self, nth):
-        self.left = nth
-
-    def event(self, event):
-        self.left -= event.kind != "free"
-        if self.left == 0:
-            self.left = -1
-            raise Boom
-
-
 BUILT = {
     "flat": lambda net: _fsdp1(net, use_orig_params=False),
     "orig": _fsdp1,
     "grad_op": lambda net: _fsdp1(net, sharding_strategy=torch_backend.ShardingStrategy.SHARD_GRAD_OP),
-    "fsdp2": _fsdp2,
+    "fsdp2": fsdp2_net,
 }
-
-
-def _step(model, optimizer, step, rank):
-    optimizer.zero_grad()
-    loss = loss_of(model, step, rank)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-def _local(tensor):
-    return getattr(tensor, "_local_tensor", tensor).detach().clone()
-
-
-def _state(model, optimizer):
-    held = [_local(p) for p in model.parameters()] + [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    return held + [_local(v) for state in optimizer.state.values() for v in state.values()]
 
 
 def _interrupted(rank, world_size, mode):
     """Trains with and without an interrupted step before each; the collective at which the steps stopped being interrupted."""
-    models = [BUILT[mode](_net()) for _ in range(2)]
+    models = [BUILT[mode](changed_net()) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
     nth, raised = 1, True
     while raised:
         raised = False
         optimizers[1].zero_grad()
-        with observe(_Raises(nth)):
+        with observe(Raises(nth)):
             try:
                 loss_of(models[1], 1000 + nth, rank).backward()
             except Boom:
                 raised = True
-        losses = [_step(model, optimizer, nth, rank) for model, optimizer in zip(models, optimizers, strict=True)]
+        losses = [train_step(model, optimizer, nth, rank) for model, optimizer in zip(models, optimizers, strict=True)]
         assert losses[0] == losses[1], (nth, losses)
-        for a, b in zip(*map(_state, models, optimizers), strict=True):
+        for a, b in zip(*map(state_of, models, optimizers), strict=True):
             assert torch.equal(a, b), nth
         nth += 1
     return nth - 2
@@ -490,7 +426,7 @@ def test_R17_an_exception_at_any_collective_on_all_ranks_leaves_no_trace(ranks, 
 
 def _one_raises(rank, world_size, where):
     """Rank 0 raises alone, and every rank catches what it gets and goes on."""
-    net = _net()
+    net = changed_net()
     bomb = Bomb(Trial("orig", world_size, 0, where, "raise"))
     if rank == 0:
         net.blocks[0].norm.register_forward_pre_hook(lambda *_: bomb.passes("forward"))
@@ -503,7 +439,7 @@ def _one_raises(rank, world_size, where):
     told = []
     for step in range(2):
         with suppress(Boom), impatient():
-            told.append(_message(lambda step=step: loss_of(model, step, rank).backward()))
+            told.append(message_of(lambda step=step: loss_of(model, step, rank).backward()))
     return told
 
 
@@ -581,11 +517,11 @@ def test_a_collective_that_ends_between_two_looks_has_not_failed(monkeypatch):
 
 def _looks_after_an_exception(rank, world_size, how):
     group = dist.new_group(range(world_size))
-    net = _net()
+    net = changed_net()
     net.blocks[1].register_forward_pre_hook(_boom)
     with suppress(Boom):
         loss_of(_fsdp1(net, process_group=group), 0, rank)
-    model = _fsdp1(_net(), process_group=group)
+    model = _fsdp1(changed_net(), process_group=group)
     if rank == 1:
         wait_until_looked(group, [0])
     with announced(group):
@@ -614,7 +550,7 @@ def _left_behind(rank, world_size):
         work.wait()
     # Rank 1 has looked before, and must find again what did not matter then.
     with impatient():
-        return _message(lambda: _all_reduce(group, unit="v")) if rank == 1 else ""
+        return message_of(lambda: _all_reduce(group, unit="v")) if rank == 1 else ""
 
 
 def test_R17_what_a_rank_that_left_has_issued_before_is_still_waited_for(fragile):
@@ -631,7 +567,7 @@ def _left_apart(rank, world_size):
         # What the user does in the group counts too.
         dist.all_reduce(torch.ones(1), group=groups[0], async_op=True)
     abandon(groups[:1], "Boom")
-    return _message(lambda: rejoin(groups[:1])), _message(lambda: rejoin(groups[:1]))
+    return message_of(lambda: rejoin(groups[:1])), message_of(lambda: rejoin(groups[:1]))
 
 
 def test_ranks_that_left_a_step_at_different_places_are_refused(fragile):
@@ -669,7 +605,7 @@ def _timed_out(rank, world_size):
     pending = issue(
         lambda *_, **__: _TimedOut(), torch.ones(1), group=group, kind="all_gather", unit="blocks.3", phase="forward"
     )
-    return _message(pending.wait)
+    return message_of(pending.wait)
 
 
 def test_a_collective_that_not_all_ranks_come_to_says_so_after_the_timeout(fragile):
@@ -687,13 +623,13 @@ def _broken(rank, world_size):
         failed = issue(
             lambda *_, **__: _TimedOut(), torch.ones(1), group=group, kind="all_gather", unit="u", phase="forward"
         )
-        return _message(failed.wait)
+        return message_of(failed.wait)
     work = issue(dist.all_reduce, torch.ones(1), group=group, kind="all_reduce", unit="v", phase="backward")
     if rank == 1:
         with impatient():
-            return _message(work.wait)
+            return message_of(work.wait)
     abandon([group], "Boom")
-    return _message(lambda: rejoin([group]))
+    return message_of(lambda: rejoin([group]))
 
 
 def test_where_a_collective_fails_on_one_rank_all_others_are_told_why(fragile):

@@ -12,8 +12,17 @@ from torch.distributed.tensor import Shard
 
 import torch_backend
 from tests.on_torch.helpers.models import batch, loss_of
-from tests.on_torch.programs.failing import Bomb, Boom, Trial, run_trial
-from tests.on_torch.ranks.test_failures import _fsdp2, _message, _net, _Raises, _state, _step, impatient
+from tests.on_torch.helpers.raising import (
+    Boom,
+    Raises,
+    changed_net,
+    fsdp2_net,
+    impatient,
+    message_of,
+    state_of,
+    train_step,
+)
+from tests.on_torch.programs.failing import Bomb, Trial, run_trial
 from tests.ranks import started_ranks
 from torch_backend.observe import observe
 
@@ -43,7 +52,7 @@ def _across(param):
 
 def _inner_too(net):
     torch_backend.fully_shard(net.blocks[0].up)
-    return _fsdp2(net)
+    return fsdp2_net(net)
 
 
 def _together(net):
@@ -51,54 +60,54 @@ def _together(net):
     return torch_backend.fully_shard(net)
 
 
-# What rank 1 of 4 builds, and what all ranks must find different. The others build `_fsdp2(_net(width=8))`.
+# What rank 1 of 4 builds, and what all ranks must find different. The others build `fsdp2_net(changed_net(width=8))`.
 DIFFERENT = {
     "shape": (
-        lambda: _fsdp2(_net(width=12)),
+        lambda: fsdp2_net(changed_net(width=12)),
         "the shape of parameter 'embedding.weight' differs: rank 0, 2, 3: [11, 8]; rank 1: [11, 12]",
     ),
     "order": (
-        lambda: _fsdp2(_net(width=8, swapped=True)),
+        lambda: fsdp2_net(changed_net(width=8, swapped=True)),
         "what the ranks shard differs: rank 0, 2, 3: parameter 'blocks.0.up.weight'; rank 1: parameter 'blocks.0.down.weight'",
     ),
     "dtype": (
-        lambda: _fsdp2(_net(width=8, double=True)),
+        lambda: fsdp2_net(changed_net(width=8, double=True)),
         "the dtype of parameter 'blocks.1.norm.weight' differs: rank 0, 2, 3: float32; rank 1: float64",
     ),
     "frozen": (
-        lambda: _fsdp2(_net(width=8, frozen=True)),
+        lambda: fsdp2_net(changed_net(width=8, frozen=True)),
         "the requires_grad of parameter 'blocks.0.norm.bias' differs: rank 0, 2, 3: True; rank 1: False",
     ),
     "one unit more": (
-        lambda: _inner_too(_net(width=8)),
+        lambda: _inner_too(changed_net(width=8)),
         "what the ranks shard differs: rank 0, 2, 3: unit 'blocks.1'; rank 1: unit 'blocks.0.up'",
     ),
     "blocks in one unit": (
-        lambda: _together(_net(width=8)),
+        lambda: _together(changed_net(width=8)),
         "what the ranks shard differs: rank 0, 2, 3: unit 'blocks.0'; rank 1: unit 'blocks.0, blocks.1'",
     ),
     "reshard_after_forward": (
-        lambda: _fsdp2(_net(width=8), reshard_after_forward=False),
+        lambda: fsdp2_net(changed_net(width=8), reshard_after_forward=False),
         "the reshard_after_forward of unit 'blocks.0' differs: rank 0, 2, 3: True; rank 1: False",
     ),
     "a smaller group": (
-        lambda: _fsdp2(_net(width=8), reshard_after_forward=2),
+        lambda: fsdp2_net(changed_net(width=8), reshard_after_forward=2),
         "the reshard_after_forward of unit 'blocks.0' differs: rank 0, 2, 3: True; rank 1: 2",
     ),
     "mp_policy": (
-        lambda: _fsdp2(_net(width=8), mp_policy=LOW),
+        lambda: fsdp2_net(changed_net(width=8), mp_policy=LOW),
         "the mp_policy of unit 'blocks.0' differs: rank 0, 2, 3: MixedPrecisionPolicy(",
     ),
     "placement": (
-        lambda: _fsdp2(_net(width=8), shard_placement_fn=_across),
+        lambda: fsdp2_net(changed_net(width=8), shard_placement_fn=_across),
         "of parameter 'blocks.0.up.weight' differs: rank 0, 2, 3: ",
     ),
 }
 
 
 def _disagree(rank, world_size, what):
-    model = DIFFERENT[what][0]() if rank == 1 else _fsdp2(_net(width=8))
-    return _message(lambda: model(batch(0, rank)[0]))
+    model = DIFFERENT[what][0]() if rank == 1 else fsdp2_net(changed_net(width=8))
+    return message_of(lambda: model(batch(0, rank)[0]))
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
@@ -126,13 +135,13 @@ BUILT = {
 
 def _interrupted(rank, world_size, mode, resets):
     """Trains with and without an interrupted step before each; the collective at which the steps stopped being interrupted."""
-    models = [BUILT[mode][1](_net()) for _ in range(2)]
+    models = [BUILT[mode][1](changed_net()) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
     nth, raised = 1, True
     while raised:
         raised = False
         optimizers[1].zero_grad()
-        with observe(_Raises(nth)):
+        with observe(Raises(nth)):
             try:
                 loss_of(models[1], 1000 + nth, rank).backward()
             except Boom:
@@ -141,9 +150,9 @@ def _interrupted(rank, world_size, mode, resets):
             models[1].reset_iter_state()
             shown = [type(p).__name__ for p in models[1].parameters()]
             assert set(shown) == {"DTensor"}, shown
-        losses = [_step(model, optimizer, nth, rank) for model, optimizer in zip(models, optimizers, strict=True)]
+        losses = [train_step(model, optimizer, nth, rank) for model, optimizer in zip(models, optimizers, strict=True)]
         assert losses[0] == losses[1], (nth, losses)
-        for a, b in zip(*map(_state, models, optimizers), strict=True):
+        for a, b in zip(*map(state_of, models, optimizers), strict=True):
             assert torch.equal(a, b), nth
         nth += 1
     return nth - 2
@@ -163,7 +172,7 @@ def _partial(rank, world_size):
     that wait for the replicas."""
     found = []
     for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-        model = _each(_net(), mesh=_grid())
+        model = _each(changed_net(), mesh=_grid())
         for interrupted in (True, False):
             for micro in range(3):
                 getattr(model, method)(micro == 2)
@@ -172,10 +181,10 @@ def _partial(rank, world_size):
                     loss.backward()
             if interrupted:
                 model.zero_grad()
-                with observe(_Raises(1)), pytest.raises(Boom):
+                with observe(Raises(1)), pytest.raises(Boom):
                     loss.backward()
         found.append([param.grad.full_tensor() for param in model.parameters()])
-    model = _each(_net(), mesh=_grid())
+    model = _each(changed_net(), mesh=_grid())
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
         loss_of(model, micro, rank).backward()
@@ -192,7 +201,7 @@ def test_R17_R28_an_exception_drops_partial_sums_and_waiting_gradients(ranks):
 
 def _one_raises(rank, world_size, where):
     """Rank 0 raises alone, and every rank catches what it gets and goes on."""
-    net = _net()
+    net = changed_net()
     bomb = Bomb(Trial("fsdp2", world_size, 0, where, "raise"))
     if rank == 0:
         first, second = net.blocks
@@ -206,7 +215,7 @@ def _one_raises(rank, world_size, where):
     for step in range(2):
         try:
             with impatient():
-                told.append(_message(lambda step=step: loss_of(model, step, rank).backward()))
+                told.append(message_of(lambda step=step: loss_of(model, step, rank).backward()))
         except Boom:
             told.append("Boom")
             model.reset_iter_state()
@@ -242,9 +251,9 @@ def _mesh_disagree(rank, world_size, what):
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("r", "s"))
     here, there = {"one axis and two": (line, grid), "transposed": (grid, other)}[what]
-    model = _each(_net(), mesh=there if rank >= 2 else here)
+    model = _each(changed_net(), mesh=there if rank >= 2 else here)
     with impatient():
-        return _message(lambda: model(batch(0, rank)[0]))
+        return message_of(lambda: model(batch(0, rank)[0]))
 
 
 @pytest.mark.parametrize("what", [pytest.param("one axis and two", marks=pytest.mark.exhaustive), "transposed"])

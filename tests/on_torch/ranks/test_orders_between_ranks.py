@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """Ranks that hold the same things in different orders: state reaches the parameter that it belongs to, or the ranks raise."""
+
+# pyright: reportArgumentType=false
 
 import pytest
 import torch

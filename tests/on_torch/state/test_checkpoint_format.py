@@ -1,5 +1,6 @@
-# pyright: reportArgumentType=false
 """Checkpoints in crossframe's own format, of a model and its optimizer: from every face and layout into every other."""
+
+# pyright: reportArgumentType=false
 
 from typing import Any
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import torch_backend
 from crossframe.errors import ParamError, StateError
-from tests.on_torch.engine.test_against_torch import _our_fsdp1, _our_fsdp2
+from tests.on_torch.helpers.interfaces import our_fsdp1, our_fsdp2
 from tests.on_torch.helpers.models import Block, batch, build_net, loss_of
 from torch_backend import ShardingStrategy, fully_shard
 from torch_backend.engine._unit import unit_of
@@ -36,7 +36,7 @@ def _storage_bytes(model):
 
 def _identities(rank, world_size, options):
     plain = build_net()
-    model = _our_fsdp1(build_net(), **options)
+    model = our_fsdp1(build_net(), **options)
     identities = {id(p) for p in model.parameters()}
     with FSDP.summon_full_params(model):
         inside = dict(model.named_parameters())
@@ -57,7 +57,7 @@ def test_R25_parameters_are_the_same_objects_and_arrays_of_them_outlive_a_summon
 
 
 def _padding(rank, world_size, options):
-    model = _our_fsdp1(build_net(), **options)
+    model = our_fsdp1(build_net(), **options)
     with FSDP.summon_full_params(model), torch.no_grad():
         for p in model.parameters():
             p.fill_(rank + 1.0)
@@ -76,7 +76,7 @@ def test_R05_R20_writeback_leaves_all_padding_as_it_is(ranks, options):
 
 
 def _replaced(rank, world_size, options):
-    model = _our_fsdp1(build_net(), **options)
+    model = our_fsdp1(build_net(), **options)
     with FSDP.summon_full_params(model):
         model.head.weight.data = torch.full((11, 7), 5.0)
     assert torch.equal(_full(model)["head.weight"], torch.full((11, 7), 5.0))
@@ -97,7 +97,7 @@ def test_R25_data_replaced_inside_is_written_back_and_a_wrong_shape_refused(rank
 
 
 def _adopted(rank, world_size, options):
-    model = _our_fsdp1(build_net(), **options)
+    model = our_fsdp1(build_net(), **options)
     expected = {name: value * 2 for name, value in _full(model).items()}
     for p in model.parameters():
         p.data = p.data * 2
@@ -175,7 +175,7 @@ def test_R25_a_parameter_replaced_before_backward_is_adopted(ranks, strategy):
 
 def _twice(rank, world_size, options):
     """Inside a summon of everything, of one unit, and of a rank's own."""
-    model = _our_fsdp1(build_net(), **options)
+    model = our_fsdp1(build_net(), **options)
     said = []
     for module, request in (
         (model, {}),
@@ -204,7 +204,7 @@ def test_R18_refused_twice(ranks, options):
 
 
 def _exception_inside(rank, world_size, options):
-    model = _our_fsdp1(build_net(), **options)
+    model = our_fsdp1(build_net(), **options)
     try:
         with FSDP.summon_full_params(model), torch.no_grad():
             model.head.bias.fill_(3.0)
@@ -222,7 +222,7 @@ def test_R24_an_exception_inside_still_writes_back_and_restores(ranks, options):
 def _stale(rank, world_size, strategy):
     """A forward without backward leaves full parameters; after an optimizer step the next forward sees the new ones."""
     outputs = []
-    for wrap in (lambda m: m, lambda m: _our_fsdp1(m, strategy=strategy, use_orig_params=True)):
+    for wrap in (lambda m: m, lambda m: our_fsdp1(m, strategy=strategy, use_orig_params=True)):
         model = wrap(build_net(dtype=torch.float64))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         loss_of(model, 0, 0).backward()
@@ -242,7 +242,7 @@ def test_R12_full_parameters_that_became_stale_are_gathered_anew(ranks, strategy
 def _fsdp2_unshard(rank, world_size):
     from torch.distributed.tensor import DTensor
 
-    plain, model = build_net(), _our_fsdp2(build_net(), strategy="FULL_SHARD")
+    plain, model = build_net(), our_fsdp2(build_net(), strategy="FULL_SHARD")
     block = model.blocks[0]
     sharded = dict(block.named_parameters())
     assert all(isinstance(p, DTensor) for p in sharded.values())
