@@ -102,7 +102,7 @@ def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> It
     entries, opaque = expected.entries, tuple(expected.opaque)
     found = {
         # Tensor-like objects of lightning are read from their file when they are copied.
-        key: value.shape if is_tensor_like(value) else type(value).__name__
+        key: value.shape if isinstance(value, Tensor) or is_tensor_like(value) else type(value).__name__
         for key, value in own.items()
         if key in entries or not (key.endswith("_extra_state") or key.startswith(opaque))
     }
@@ -110,6 +110,8 @@ def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> It
     yield from unfit(shapes, found, strict=strict, optional=expected.optional)
     for key, (_, like) in entries.items():
         if like is not None and is_tensor_like(value := own.get(key)):
+            if isinstance(value, DTensor) and isinstance(like, DTensor) and value.device_mesh is like.device_mesh:
+                continue
             yield from _of_another_mesh(key, value, like)
 
 
@@ -128,7 +130,7 @@ def _of_another_mesh(key: str, value: Any, like: Any) -> Iterator[str]:
     elif isinstance(like, Whole):
         if not like.is_over(value.device_mesh):
             yield f"{key!r} is on {value.device_mesh}, expected {like.spec.mesh}, or that and the data parallel ranks"
-    elif value.device_mesh is not like.device_mesh and not _is_over(value.device_mesh, like):
+    elif not _is_over(value.device_mesh, like):
         yield f"{key!r} is on {value.device_mesh}, expected {like.device_mesh}, or its full_tensor()"
 
 

@@ -246,10 +246,10 @@ def _of_bucket(
             if role is Role.ELEMENTWISE:
                 elementwise.setdefault((entry, seen.dtype), []).extend(each.members(at))
     for (entry, dtype), indices in elementwise.items():
-        pieces = each.pieces(entry, states)
         if each.is_flat:
             line = states[id(each.params[0])][entry].detach().reshape(-1)
         else:
+            pieces = each.pieces(entry, states)
             line = each.bucket.store.join({i: pieces[i] for i in indices if i in pieces}, torch_dtype(dtype))
         if full or kind_of(each.wrapper) is StateKind.FULL:
             shown = _whole(each, line, indices, kept=kept, offload=offload)
