@@ -1,6 +1,6 @@
 """Saves and loads checkpoints in crossframe's format, which JAX reads too: parameters and optimizer state.
 
-For buffers, and for checkpoints that tools of torch read, there are `state_dict` and torch.distributed.checkpoint.
+Buffers, and checkpoints for torch's tools, are saved with `state_dict` and torch.distributed.checkpoint.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,80 +34,82 @@ def save_checkpoint(
 ) -> None:
     """Write a sharded model to a new folder that all ranks see. All ranks call it, between steps.
 
-    `jax_backend.load_checkpoint` reads it, and `load_checkpoint` here, at any world size, under any interface and layout. No full
-    parameter is made. A rank that is killed meanwhile leaves nothing under the name `path`, and neither does a save that fails.
+    `load_checkpoint` reads it, here and in `jax_backend`, at any world size, under any API and layout. No full parameter is made.
+    If a rank is killed or the save fails, nothing is left under the name `path`.
 
     Args:
-        model: the root, under FSDP1 or FSDP2. What lies outside of units, and buffers, are not in the checkpoint.
-        optimizer: whose state is saved too; what was set when it was built, such as learning rates, is not. It has stepped.
-        about: JSON that belongs to it, such as the step; `crossframe.checkpoint.read(path).about` gives it back.
+        model: the root, under FSDP1 or FSDP2. Buffers and parameters outside of units are not in the checkpoint.
+        optimizer: an optimizer that has stepped; its state is saved too, but not its settings, such as learning rates.
+        about: further information as JSON, such as the step, which `crossframe.checkpoint.read(path).about` returns.
 
     Raises:
-        CheckpointError: something exists at `path`, another job has saved there meanwhile, or a rank's file is not seen by the
-            first; AgreementError on other ranks.
-        UsageError: no sharded root, or an optimizer that has no state of a parameter, or not of this model.
+        CheckpointError: something exists at `path`, another job has saved there in the meantime, or the first rank does not see a
+            rank's file; AgreementError on the other ranks.
+        UsageError: `model` is not a sharded root, or the optimizer has no state of a parameter, or is of another model.
         StateDictError: state that is neither elementwise nor a scalar, or a scalar that differs between ranks.
         UnsupportedError: a scalar that differs between parameters, a flat unit that is trained in part, or tensor parallelism.
     """
-    held = _Held(model)
-    state = held.state(optimizer, fill=False)
+    sharded = _ShardedModel(model)
+    state = sharded.state(optimizer, fill=False)
 
     def contents() -> Contents:
-        sections, values = {MODEL: held.sharding}, {}
+        sections, values = {MODEL: sharded.sharding}, {}
         if state is not None:
-            sections[STATE], values = Sharding(state.units, held.sharding.mesh), state.values()
-        return Contents(sections, values, [] if held.replica else [held.place], lambda _: lines())
+            sections[STATE], values = Sharding(state.units, sharded.sharding.mesh), state.values()
+        return Contents(sections, values, [] if sharded.replica else [sharded.place], lambda _: lines())
 
     def lines() -> dict[str, list[np.ndarray]]:
-        model = [to_numpy(bucket.store.buffer) for _, bucket, _ in held.named]
+        model = [to_numpy(bucket.store.buffer) for _, bucket, _ in sharded.named]
         return {MODEL: model} if state is None else {MODEL: model, STATE: state.lines()}
 
-    save(path, held, contents, about)
+    save(path, sharded, contents, about)
 
 
 def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Read a sharded model, whatever world size, layout and backend wrote it. All ranks call it.
+    """Load a sharded model from a checkpoint of any world size, layout and backend. All ranks call it.
 
     Args:
-        model: the root; it is told that its parameters are new.
-        optimizer: to be given the state that was saved, if it is; it may have stepped or not.
+        model: the root.
+        optimizer: gets the state that was saved; it may have stepped or not.
 
     Raises:
-        CheckpointError: missing, damaged, or of other names, shapes or dtypes, which are listed, or without the state of such an
-            optimizer; AgreementError on ranks that met nothing of that. No rank has changed its model or optimizer then.
-        UsageError: no sharded root, or an optimizer of something else.
+        CheckpointError: the checkpoint is missing or damaged, has other names, shapes or dtypes, which are listed, or lacks the
+            state of such an optimizer; AgreementError on ranks without an error of their own. No rank has changed anything.
+        UsageError: `model` is not a sharded root, or the optimizer is of another model.
     """
-    held = _Held(model)
-    state = held.state(optimizer, fill=True)
+    sharded = _ShardedModel(model)
+    state = sharded.state(optimizer, fill=True)
 
     def found() -> list[np.ndarray]:
         saved = read(path)
-        lines = saved.lines(MODEL, held.sharding, held.place)
+        lines = saved.lines(MODEL, sharded.sharding, sharded.place)
         if state is not None:
-            state.read(saved, held.sharding.mesh, held.place)
+            state.read(saved, sharded.sharding.mesh, sharded.place)
         return lines
 
     try:
-        lines = held.together("reading of a checkpoint", found)
+        lines = sharded.together("reading of a checkpoint", found)
     except BaseException:
         if state is not None:
             state.forget()
         raise
-    for unit in held.units:
+    for unit in sharded.units:
         unit.free_before_edit()
     with torch.no_grad():
-        for (_, bucket, _), line in zip(held.named, lines, strict=True):
+        for (_, bucket, _), line in zip(sharded.named, lines, strict=True):
             for own, value in zip(bucket.store.pieces, bucket.store.split(from_numpy(line)), strict=True):
                 own.copy_(value)
     if state is not None:
         state.fill()
 
 
-class _Held:
-    """What this rank holds, and how it meets the others.
+class _ShardedModel:
+    """A sharded model on this rank, and the ranks that save and load it together (`crossframe.checkpoint.Processes`).
 
     Attributes:
-        named: (unit, bucket, its layout under the names of the whole model) of each bucket.
+        named: (unit name, bucket, layout with the names of the whole model) of each bucket.
+        sharding: of the model over the ranks of one replica.
+        place, replica: this rank's index in its shard group, and the index of its replica.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,13 +140,13 @@ class _Held:
         self.groups = [some.group for some in (mesh.shards, mesh.replicas) if some.size > 1]
 
     def state(self, optimizer: Optimizer | None, *, fill: bool) -> OptimizerState | None:
-        """What an optimizer keeps, as all ranks know it."""
+        """The state of an optimizer, settled between all ranks."""
         if optimizer is None:
             return None
         title, made = "look at an optimizer's state", []
         try:
             self.together(title, lambda: made.append(OptimizerState(optimizer, self.named, fill=fill)))
-            everyone = made[0].told()
+            everyone = made[0].descriptions()
             self.together(title, lambda: made[0].settle(everyone))
         except BaseException:
             for state in made:
@@ -153,11 +155,11 @@ class _Held:
         return made[0]
 
     def from_first(self, value: str) -> str:
-        """The first process's value; of a replica, that of its own first process, which is used nowhere."""
+        """The value of the first rank of the replica. Only the first replica uses it."""
         return self.shards.broadcast_object(value)
 
     def together(self, title: str, act: Callable[[], T]) -> T:
-        """Do something on every rank, and go on once all have; what one raises is raised on all."""
+        """Do something on every rank, and return once all have done it; an error on one is raised on all."""
         try:
             done = act()
         except Exception as error:

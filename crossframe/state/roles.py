@@ -39,7 +39,7 @@ class Seen:
 
 
 Described = tuple[Seen, Any]
-"""What a rank tells the others of a value: its description, and if it is a scalar the value itself."""
+"""The description of a value that a rank sends to others, and if the value is a scalar the value itself."""
 
 
 def seen(value: Any) -> Seen:

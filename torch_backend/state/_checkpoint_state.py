@@ -21,13 +21,13 @@ from crossframe.state import Role
 from torch_backend.compat._dtypes import from_numpy, to_numpy, torch_dtype
 from torch_backend.engine._bucket import Bucket
 from torch_backend.memory._store import cuts_of
-from torch_backend.state._held_params import HeldParams, StateOf, Told, told_by_all
+from torch_backend.state._optimized_bucket import Descriptions, OptimizedBucket, StateOf, gather_descriptions
 
 Named = Sequence[tuple[str, Bucket, Layout]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Held(HeldParams):
+class _TrainedBucket(OptimizedBucket):
     """The trained parameters of a bucket in an optimizer, with the unit's name."""
 
     unit: str
@@ -77,7 +77,7 @@ class OptimizerState:
             raise UsageError(f"optimizer: expected one of torch.optim, got {type(optimizer).__name__}")
         self.optimizer = optimizer
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._buckets = [found for each in named if (found := _held(*each, held)) is not None]
+        self._buckets = [found for each in named if (found := _trained(*each, held)) is not None]
         self._parts: list[_Part] = []
         self._found: list[np.ndarray] = []
         self._values: dict[str, float] = {}
@@ -85,15 +85,15 @@ class OptimizerState:
         if self._was_empty:
             prime(optimizer)
 
-    def told(self) -> list[list[Told]]:
-        """What all ranks tell of it. All ranks of the shard group call it."""
-        return told_by_all(self._buckets, self._states())
+    def descriptions(self) -> list[list[Descriptions]]:
+        """The descriptions of all ranks. All ranks of the shard group call it."""
+        return gather_descriptions(self._buckets, self._states())
 
     def _states(self) -> StateOf:
         return {id(param): entries for param, entries in self.optimizer.state.items()}
 
-    def settle(self, everyone: Sequence[Sequence[Told]]) -> None:
-        """Take what all ranks told.
+    def settle(self, everyone: Sequence[Sequence[Descriptions]]) -> None:
+        """Decide what a checkpoint of it contains, from the descriptions of all ranks.
 
         Raises:
             UsageError: a parameter that has no state, or not that of the others of its bucket; or none has any.
@@ -197,7 +197,7 @@ def prime(optimizer: Optimizer) -> None:
         group["lr"] = rate
 
 
-def _held(unit: str, bucket: Bucket, layout: Any, held: set[int]) -> _Held | None:
+def _trained(unit: str, bucket: Bucket, layout: Any, held: set[int]) -> _TrainedBucket | None:
     """The trained parameters of a bucket that an optimizer holds; UnsupportedError for a part of a line."""
     params = bucket.registrar.managed()
     indices = [i for i, param in enumerate(params) if id(param) in held and param.requires_grad]
@@ -211,4 +211,4 @@ def _held(unit: str, bucket: Bucket, layout: Any, held: set[int]) -> _Held | Non
             )
         some, dims = (tuple(each[i] for i in indices) for each in (layout.params, layout.shard_dims))
         layout = replace(layout, params=some, dims=dims)
-    return _Held(bucket, layout, [params[i] for i in indices], unit) if indices else None
+    return _TrainedBucket(bucket, layout, [params[i] for i in indices], unit) if indices else None

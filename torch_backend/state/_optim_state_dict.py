@@ -26,14 +26,14 @@ from torch_backend.engine._unit import unit_of
 from torch_backend.engine._unit_tree import named_units
 from torch_backend.memory._gather import views_of
 from torch_backend.pieces._piece_moves import PHASE, as_sharded
-from torch_backend.state._held_params import HeldParams, StateOf, Told, told_by_all
+from torch_backend.state._optimized_bucket import Descriptions, OptimizedBucket, StateOf, gather_descriptions
 from torch_backend.state._state_dict import HasStateDicts, check_use_dtensor, full_values, kind_of, places_of
 
 State = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Owned(HeldParams):
+class Owned(OptimizedBucket):
     """A bucket of FSDP1, with the outermost wrapper of its unit."""
 
     wrapper: HasStateDicts
@@ -198,7 +198,7 @@ def save(
     states = {id(param): raw["state"][key] for key, param in keys.items()}
     kept = not (full and rank0_only) or dist.get_rank(group) == 0
     state: State = {}
-    everywhere = list(zip(names.owned, told_by_all(names.owned, states), strict=True))
+    everywhere = list(zip(names.owned, gather_descriptions(names.owned, states), strict=True))
     # The largest first: the memory that a bucket needs on the way adds to the results of those before it.
     everywhere.sort(key=lambda pair: pair[0].bucket.layout.padded_shard_numel, reverse=True)
     for each, by_rank in everywhere:
@@ -233,7 +233,7 @@ def refuse_rank0_only(names: Names, what: str) -> None:
 
 
 def _of_bucket(
-    each: Owned, by_rank: Sequence[Told], states: StateOf, *, full: bool, kept: bool, offload: bool
+    each: Owned, by_rank: Sequence[Descriptions], states: StateOf, *, full: bool, kept: bool, offload: bool
 ) -> State:
     """The state of a bucket's parameters, by name."""
     state: State = {spec.name: {} for spec in each.specs}

@@ -25,8 +25,8 @@ from torch_backend.pieces._fill import fill
 from torch_backend.pieces._optimizer_state import TITLE
 from torch_backend.ranks._collectives import Communicator, default_process_group
 from torch_backend.ranks._consensus import agree, withdraw
-from torch_backend.state._held_params import described
 from torch_backend.state._optim_state_dict import Names, Owned, refuse_rank0_only
+from torch_backend.state._optimized_bucket import described
 from torch_backend.state._state_dict import places_of
 
 

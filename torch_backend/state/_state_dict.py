@@ -18,7 +18,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.errors import StateDictError, UnsupportedError, UsageError
-from crossframe.state import FLAT_PARAM, FSDP_WRAPPED, StateKind, state_key
+from crossframe.layout import FlatLayout
+from crossframe.state import FSDP_WRAPPED, StateKind, local_key, state_key, target_of
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit, unit_of
 from torch_backend.pieces._piece_place import Place
@@ -239,7 +240,7 @@ def _finish(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
         return
     for bucket in unit.buckets:
         if kind_of(wrapper) is StateKind.LOCAL:
-            state[prefix + FLAT_PARAM] = _own_shard(bucket, config)
+            state[local_key(prefix.removesuffix("."))] = _own_shard(bucket, config)
         else:
             _replace_pieces(bucket, state, wrapper, unit.name)
     if kind_of(wrapper) is not StateKind.LOCAL:
@@ -256,13 +257,20 @@ def _buffers(wrapper: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 def _own_shard(bucket: Bucket, config: StateDictConfig) -> ShardedTensor:
     """This rank's shard of the flat parameter, without the padding at its end. It aliases the shard."""
-    layout, store = bucket.layout, bucket.store
-    start, stop = layout.shard_range(store.rank)  # type: ignore[attr-defined]
-    shape = (layout.flat_numel,)  # type: ignore[attr-defined]
+    numel, own_numel = _flat_numels(bucket)
     trained = any(param.requires_grad for param in bucket.registrar.managed())
-    own = store.buffer[: stop - start].detach().requires_grad_(trained)
-    local = sharded_tensor(own, shape, layout.padded_shard_numel, bucket.mesh.shards, requires_grad=trained)
+    own = bucket.store.buffer[:own_numel].detach().requires_grad_(trained)
+    rows = bucket.layout.padded_shard_numel
+    local = sharded_tensor(own, (numel,), rows, bucket.mesh.shards, requires_grad=trained)
     return local.cpu() if config.offload_to_cpu else local
+
+
+def _flat_numels(bucket: Bucket) -> tuple[int, int]:
+    """Elements of the flat parameter, and of this rank's shard without the padding at its end."""
+    layout = target_of(bucket.layout, StateKind.LOCAL)
+    assert isinstance(layout, FlatLayout)
+    start, stop = layout.shard_range(bucket.store.rank)
+    return layout.flat_numel, stop - start
 
 
 def _replace_pieces(bucket: Bucket, state: dict[str, Any], wrapper: HasStateDicts, unit: str) -> None:
@@ -313,7 +321,7 @@ def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
         for bucket in unit.buckets:
             bucket.registrar.adopt()
             if kind is StateKind.LOCAL:
-                _take_own_shard(bucket, state, prefix + FLAT_PARAM, unit.name)
+                _take_own_shard(bucket, state, local_key(prefix.removesuffix(".")), unit.name)
                 continue
             places = places_of(bucket, wrapper._device_mesh)
             take(bucket, places, state, paths_of(wrapper, bucket.registrar.registered, prefix), unit.name)
@@ -323,25 +331,23 @@ def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
 
 
 def _take_own_shard(bucket: Bucket, state: dict[str, Any], key: str, unit: str) -> None:
-    store, layout = bucket.store, bucket.layout
-    start, stop = layout.shard_range(store.rank)  # type: ignore[attr-defined]
-    numel = layout.flat_numel  # type: ignore[attr-defined]
+    store, (numel, own_numel) = bucket.store, _flat_numels(bucket)
     value = state.get(key)
     shards = value.local_shards() if isinstance(value, ShardedTensor) else []
     own = shards[0].tensor.detach() if len(shards) == 1 else store.buffer[:0]
-    if not isinstance(value, ShardedTensor) or tuple(value.size()) != (numel,) or own.numel() != stop - start:
+    if not isinstance(value, ShardedTensor) or tuple(value.size()) != (numel,) or own.numel() != own_numel:
         came = f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise StateDictError(
             f"unit {unit!r}, rank {store.rank}: a local state dict holds under {key!r} a ShardedTensor of {numel} elements, "
-            f"{stop - start} of them this rank's; got {came}. It loads on as many ranks as saved it; to load on another number, "
+            f"{own_numel} of them this rank's; got {came}. It loads on as many ranks as saved it; to load on another number, "
             "save a sharded or a full one"
         )
     if isinstance(bucket.registrar, FlatRegistrar):
-        state[key] = torch.cat([own.to(store.buffer), store.buffer[stop - start :]])
+        state[key] = torch.cat([own.to(store.buffer), store.buffer[own_numel:]])
     else:
         del state[key]
         with torch.no_grad():
-            store.buffer[: stop - start].copy_(own)
+            store.buffer[:own_numel].copy_(own)
 
 
 def _end_load(wrapper: Any, incompatible: Any) -> None:

@@ -20,6 +20,10 @@ def _has_managed(case: Case) -> bool:
     return any(node.kind not in ("group", "plain") and not node.ignored for node in case.nodes)
 
 
+def _has_trained(case: Case) -> bool:
+    return any(node.kind not in ("group", "plain") and node.frozen != "all" for node in case.nodes)
+
+
 BUGS: tuple[Departure, ...] = ()
 # What once differed, and is the same now.
 MENDED = {
@@ -162,7 +166,12 @@ DEPARTURES = (
         lambda case: (
             case.options.legacy
             and case.options.kind == "FULL"
-            and (case.options.optimizer == "sgd" or case.options.steps == 0 or case.options.without == "unit")
+            and (
+                case.options.optimizer == "sgd"
+                or case.options.steps == 0
+                or case.options.without == "unit"
+                or not _has_trained(case)
+            )
         ),
         with_options(legacy=False),
     ),

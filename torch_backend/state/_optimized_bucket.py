@@ -1,4 +1,4 @@
-"""The parameters of a bucket in an optimizer, and what all ranks know of their state (R37)."""
+"""The parameters of a bucket in an optimizer, and the entries of their state on all ranks (R37)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ StateOf = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class HeldParams:
+class OptimizedBucket:
     """The parameters of a bucket that an optimizer holds.
 
     Attributes:
@@ -46,7 +46,7 @@ class HeldParams:
         """The indices of the parameters that the optimizer's parameter `at` stands for."""
         return range(len(self.specs)) if self.is_flat else range(at, at + 1)
 
-    def _held(self, at: int) -> list[int]:
+    def _numels(self, at: int) -> list[int]:
         """How many elements each rank has of the optimizer's parameter `at`."""
         numels = [0] * self.layout.world_size
         if self.is_flat:
@@ -55,7 +55,7 @@ class HeldParams:
             numels[piece.rank] += piece.numel
         return numels
 
-    def entries(self, by_rank: Sequence["Told"]) -> list[dict[str, tuple[Role, Seen, Any]]]:
+    def entries(self, by_rank: Sequence["Descriptions"]) -> list[dict[str, tuple[Role, Seen, Any]]]:
         """The entries of the state of each parameter of the optimizer; see `merged`.
 
         Raises:
@@ -64,7 +64,7 @@ class HeldParams:
         found = []
         for at in range(len(self.params)):
             name = f"the flat parameter of {self.specs[0].name!r}" if self.is_flat else self.specs[at].name
-            found.append(merged(name, [told.get(at, {}) for told in by_rank], self._held(at)))
+            found.append(merged(name, [each.get(at, {}) for each in by_rank], self._numels(at)))
         return found
 
     def pieces(self, entry: str, states: StateOf) -> dict[int, Tensor]:
@@ -74,26 +74,26 @@ class HeldParams:
         return dict(enumerate(self.bucket.store.split(local[0]))) if self.is_flat and local else local
 
 
-# What a rank tells of the state of a bucket, by index in `HeldParams.params` and by entry.
-Told = dict[int, dict[str, Described]]
+# A rank's descriptions of the state of a bucket, by index in `OptimizedBucket.params` and by entry.
+Descriptions = dict[int, dict[str, Described]]
 
 
-def told_by_all(held: Sequence[HeldParams], states: StateOf) -> list[list[Told]]:
-    """For each bucket what every rank of its shard group tells. One exchange of objects for all buckets of a group."""
-    found: list[list[Told]] = [[] for _ in held]
+def gather_descriptions(buckets: Sequence[OptimizedBucket], states: StateOf) -> list[list[Descriptions]]:
+    """For each bucket the descriptions of every rank of its shard group. One exchange of objects for all buckets of a group."""
+    found: list[list[Descriptions]] = [[] for _ in buckets]
     groups: dict[tuple[int, ...], list[int]] = {}
-    for k, each in enumerate(held):
+    for k, each in enumerate(buckets):
         groups.setdefault(each.bucket.mesh.shards.ranks, []).append(k)
     for members in groups.values():
-        told = [
+        own = [
             {
                 at: {entry: described(local_of(value)) for entry, value in states[id(param)].items()}
-                for at, param in enumerate(held[k].params)
+                for at, param in enumerate(buckets[k].params)
                 if id(param) in states
             }
             for k in members
         ]
-        gathered = held[members[0]].bucket.mesh.shards.gather_objects(told)
+        gathered = buckets[members[0]].bucket.mesh.shards.gather_objects(own)
         for place, k in enumerate(members):
             found[k] = [by_rank[place] for by_rank in gathered]
     return found
