@@ -86,8 +86,8 @@ def test_R36_local_keys_of_the_root_and_of_a_unit():
         canonical_name(3)  # type: ignore[arg-type]
 
 
-EXPECTED = {"b": (2, 3), "a": (2, 3), "z": (2, 3), "y": (2, 3), "s": (), "n": (2, 3)}
-FOUND = {"q": (2, 3), "p": (1,), "z": (3, 2), "y": (6,), "s": (1,), "n": "float"}
+EXPECTED = {"b": (2, 3), "a": (2, 3), "z": (2, 3), "y": (2, 3), "s": (), "n": (2, 3), "t": ()}
+FOUND = {"q": (2, 3), "p": (1,), "z": (3, 2), "y": (6,), "s": (1,), "n": "float", "t": (2,)}
 
 
 def test_R36_all_that_does_not_fit_is_listed():
@@ -97,6 +97,7 @@ def test_R36_all_that_does_not_fit_is_listed():
         "'z' has shape (3, 2), expected (2, 3)",
         "'y' has shape (6,), expected (2, 3)",
         "'n' is a float and no tensor",
+        "'t' has shape (2,), expected ()",
     ]
     assert unfit(EXPECTED, EXPECTED) == []
 
