@@ -197,13 +197,23 @@ def layout(
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     where: Annotated[list[str] | None, typer.Option(help="NAME[INDEX]: only the ranks that hold this element.")] = None,
     svg: Svg = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for a page on which the world size, up to --world-size, and the layout can be changed."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show which rank holds which elements of a model, and where padding lies."""
-    from crossframe.cli.layout import LayoutOptions, show_layout
+    from crossframe.cli.layout import LayoutOptions, show_layout, write_explorer
 
     with exit_on_error():
         options = LayoutOptions(world_size, layout, keep_original, compute_dtype, replicate, dim or ())
+        if html is not None:
+            others = {"unit": unit, "rank": rank, "svg": svg, "json": as_json or None}
+            write_explorer(model, dtype, options, html, where=where or (), others=others, console=console)
+            return
         show_layout(
             model, dtype, options, unit=unit, rank=rank, where=where or (), svg=svg, as_json=as_json, console=console
         )

@@ -3,18 +3,22 @@
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 
 from crossframe.cli.options import put, refused, width_of, write_svg
 from crossframe.draw import layout_svg, layout_text
-from crossframe.draw.amounts import ROOT, ranks_text
+from crossframe.draw.amounts import ROOT, bytes_text, ranks_text
 from crossframe.errors import LayoutError, UsageError
+from crossframe.explorer import dtype_choices, explorer_data, explorer_page
 from crossframe.layout import LAYOUT_KINDS, Layout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec, check_rank, check_world_size
 from crossframe.shapes import ModelShapes, model_shapes
@@ -128,6 +132,56 @@ def show_layout(
         put(console, f"\ndrawing: {svg}")
 
 
+def write_explorer(
+    model: str,
+    dtype: str,
+    options: LayoutOptions,
+    file: Path,
+    *,
+    where: Sequence[str] = (),
+    others: Mapping[str, object] = MappingProxyType({}),
+    console: Console,
+) -> None:
+    """Write the layout explorer, a page for all world sizes up to that of the options, layouts, strategies and dtypes.
+
+    Args:
+        model, dtype: as in `show_layout`; the page starts with this dtype.
+        options: its world size, and the layout that the page starts with. The page has no other options.
+        where: at most one element, which the page points at.
+        others: options of the command that the page does not have, by name; each must be None.
+
+    Raises:
+        UsageError: an option that the page does not have, or a model that is too large for one page.
+        CrossframeError: a model that does not exist.
+        OSError: the page cannot be written.
+    """
+    known = LayoutOptions(options.world_size, options.kind)
+    given = [
+        each.name.replace("_", "-")
+        for each in fields(known)
+        if getattr(options, each.name) != getattr(known, each.name)
+    ]
+    given += [name for name, value in others.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"{given[0].replace('dims', 'dim')}: the page of --html has no such choice; use one of the two"
+        )
+    if len(where) > 1:
+        raise UsageError(f"where: the page of --html points at one element, got {len(where)}")
+    choices = dtype_choices(partial(model_shapes, model), dtype)
+    for each in where:
+        where_text(options.sharding(choices[0].shapes), each)  # refuses an unknown element
+    start = {
+        "world": str(options.world_size),
+        "layout": options.kind,
+        "dtype": choices[0].name,
+        "element": "".join(where),
+    }
+    page = explorer_page(explorer_data(choices, options.world_size), model=shlex.quote(model), start=start)
+    file.write_text(page, encoding="utf-8")
+    put(console, f"page: {file} ({bytes_text(len(page.encode()))})")
+
+
 def layout_json(sharding: Sharding, *, unit: str | None = None, rank: int | None = None) -> dict[str, Any]:
     """The layout of a model as a JSON object.
 
@@ -145,8 +199,8 @@ def layout_json(sharding: Sharding, *, unit: str | None = None, rank: int | None
             continue
         pieces: dict[str, list[dict[str, Any]]] = {param.name: [] for param in layout.params}
         for piece in (piece for each in ranks for piece in layout.pieces(each)):
-            fields = asdict(piece)
-            pieces[fields.pop("name")].append(fields)
+            held = asdict(piece)
+            pieces[held.pop("name")].append(held)
         units.append(
             {
                 "unit": name,

@@ -93,7 +93,7 @@ class _Panel:
         if unit.title:
             body.append(text(MARGIN, y + FONT, cut(unit.title, self.right - MARGIN), "name bold"))
             y += 17
-        lines = (", ".join(filter(None, (unit.kind, mesh_line(unit)))), summary_line(unit))
+        lines = (", ".join(filter(None, (unit.kind, mesh_line(unit.mesh)))), summary_line(unit))
         for line in (part for each in lines for part in wrap(each, int((self.right - MARGIN) / SANS / FONT))):
             body.append(text(MARGIN, y + FONT, line, "soft"))
             y += 17

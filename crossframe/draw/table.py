@@ -6,6 +6,7 @@ from crossframe.draw.amounts import bytes_text, percent_text, ranks_text
 from crossframe.draw.shards import EACH_BY_ITSELF, DrawnUnit, Held, Row, drawn_units
 from crossframe.dtypes import itemsize
 from crossframe.layout import Layout, PerParamLayout, Sharding
+from crossframe.mesh import MeshSpec
 
 _NOTHING = "·"
 
@@ -56,9 +57,8 @@ def summary_line(unit: DrawnUnit) -> str:
     return f"a shard of {shard:,} elements ({size}) a rank; of {layout.gathered_numel:,} in all, {padded}"
 
 
-def mesh_line(unit: DrawnUnit) -> str:
+def mesh_line(mesh: MeshSpec) -> str:
     """The number of ranks that hold a unit, if the drawing does not show it."""
-    mesh = unit.mesh
     if mesh.replicate == 1:
         return f"{mesh.shard:,} ranks" if mesh.shard > EACH_BY_ITSELF else ""
     return (
@@ -83,7 +83,7 @@ def _total(units: Sequence[DrawnUnit]) -> str:
 
 def _unit_text(unit: DrawnUnit, width: int) -> str:
     title = f"{unit.title}: " if unit.names else ""
-    head = f"{title}{', '.join(filter(None, (unit.kind, mesh_line(unit))))}\n{summary_line(unit)}\n\n"
+    head = f"{title}{', '.join(filter(None, (unit.kind, mesh_line(unit.mesh))))}\n{summary_line(unit)}\n\n"
     if max(len(group) for group in unit.groups) == 1 and len(unit.groups) <= EACH_BY_ITSELF:
         text = _by_columns(unit)
         if max(map(len, text.splitlines())) <= width:

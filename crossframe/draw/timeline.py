@@ -72,13 +72,14 @@ def plan_text(cost: Cost, *, width: int = 100) -> str:
     width = max(40, width)
     body = "\n".join(
         f"{'' if at else head:<{_INDENT}}{part}"
-        for head, line in _summary(cost)
+        for head, line in summary_rows(cost)
         for at, part in enumerate(wrap(line, width - _INDENT))
     )
     return f"{body}\n\n{_timeline(cost, width)}"
 
 
-def _summary(cost: Cost) -> Iterator[tuple[str, str]]:
+def summary_rows(cost: Cost) -> Iterator[tuple[str, str]]:
+    """The time, the communication and the peak memory of a step, as (head, line); continued lines have an empty head."""
     yield (
         "time",
         f"{seconds_text(cost.seconds)}: {seconds_text(cost.compute_seconds)} computing, "

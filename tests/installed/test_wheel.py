@@ -59,6 +59,7 @@ def test_the_wheel_has_the_three_typed_packages_alone(wheel):
     }
     assert {f"{package}/py.typed" for package in ("crossframe", "torch_backend", "jax_backend")} <= set(names)
     assert {"crossframe/report/report.html.j2", "crossframe/report/report.css"} <= set(names)
+    assert {f"crossframe/explorer/explorer.{kind}" for kind in ("html", "css", "js")} <= set(names)
 
 
 def test_the_base_install_compares_and_lays_out_without_frameworks(install, folder, tmp_path):
@@ -74,6 +75,8 @@ def test_the_base_install_compares_and_lays_out_without_frameworks(install, fold
         assert shown.returncode == 0 and expected in shown.stdout, shown
         as_json = installed.run("crossframe", command, "gpt-tiny", "--world-size", 2, "--json", folder=folder)
         assert json.loads(as_json.stdout)
+    page = installed.run("crossframe", "layout", "gpt-tiny", "--world-size", 2, "--html", "page.html", folder=folder)
+    assert page.returncode == 0 and (folder / "page.html").exists(), page
     assert installed.run("crossframe", "--version", folder=folder).stdout == f"crossframe {crossframe.__version__}\n"
     typed = {"_CROSSFRAME_COMPLETE": "complete_bash", "COMP_WORDS": "crossframe co", "COMP_CWORD": "1"}
     assert "compare" in installed.run("crossframe", folder=folder, environment=typed).stdout.split()
