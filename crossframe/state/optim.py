@@ -102,7 +102,7 @@ def rekeyed_groups(groups: Groups, keys: Mapping[Any, Sequence[Hashable]]) -> li
         StateDictError: an old key that is not in `keys`, or a new key in two groups: a flat parameter has one learning rate.
 
     >>> rekeyed_groups([{"params": ["c", "b", "a"], "lr": 0.1}], {"a": [0], "b": [0], "c": [1]})
-    [{'lr': 0.1, 'params': [0, 1]}]
+    [{'params': [0, 1], 'lr': 0.1}]
     """
     order = {new: at for at, new in enumerate(dict.fromkeys(new for each in keys.values() for new in each))}
     found: list[dict[str, Any]] = []
@@ -122,6 +122,5 @@ def rekeyed_groups(groups: Groups, keys: Mapping[Any, Sequence[Hashable]]) -> li
                         "as one parameter: put them into one group, or keep original parameters (use_orig_params=True)"
                     )
         members = {new for key in group["params"] for new in keys[key]}
-        settings = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
-        found.append({**settings, "params": sorted(members, key=order.__getitem__)})
+        found.append(copy.deepcopy({**group, "params": sorted(members, key=order.__getitem__)}))
     return found

@@ -217,7 +217,7 @@ def test_R37_misshapen_state_is_refused_by_name(state, said):
     ],
 )
 def test_R37_parameters_of_a_flat_one_keep_state_of_one_kind(own, said):
-    told = {"a": {"m": entry((4,)), "step": entry(3)}, "b": {key: entry(value) for key, value in own.items()}}
+    told = {"a": {"step": entry(3), "m": entry((4,))}, "b": {key: entry(value) for key, value in own.items()}}
     assert unfit_state(PARAMS, told) == []
     (found,) = unfit_state(PARAMS, told, as_one=True)
     assert re.search(said + ".*, but one flat parameter holds both", found), found
