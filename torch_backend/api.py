@@ -44,13 +44,13 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """Over which ranks parameters are sharded, and when full ones are freed (R14).
+    """The ranks over which parameters are sharded, and when unsharded parameters are freed (R14).
 
-    - FULL_SHARD: over all ranks; full parameters live from just before a unit's forward to its end, and again in its backward.
-    - SHARD_GRAD_OP: over all ranks; full parameters live from forward to the end of backward.
-    - NO_SHARD: every rank keeps everything; gradients are averaged by an all-reduce.
-    - HYBRID_SHARD: FULL_SHARD inside groups of ranks (a machine, as a rule), and the groups are replicas of each other.
-    - _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside such groups.
+    - FULL_SHARD: shards over all ranks; unsharded parameters exist during a unit's forward and again during its backward.
+    - SHARD_GRAD_OP: shards over all ranks; unsharded parameters exist from forward until the end of backward.
+    - NO_SHARD: every rank keeps all parameters; gradients are all-reduced.
+    - HYBRID_SHARD: FULL_SHARD within groups of ranks (usually one machine) that are replicas of each other.
+    - _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within such groups.
     """
 
     FULL_SHARD = auto()
@@ -61,17 +61,17 @@ class ShardingStrategy(Enum):
 
     @property
     def strategy(self) -> Strategy:
-        """The core's name of it."""
+        """The equivalent value of the core."""
         return Strategy[self.name.removeprefix("_")]
 
 
 class BackwardPrefetch(Enum):
-    """When backward gathers the parameters of the unit that comes next (R16).
+    """When backward all-gathers the parameters of the next unit (R16).
 
-    - BACKWARD_PRE: before this unit's gradients are computed. Two units are full at a time.
-    - BACKWARD_POST: after it, when this unit's parameters have been freed.
+    - BACKWARD_PRE: before this unit's gradients are computed. Two units are unsharded at a time.
+    - BACKWARD_POST: after this unit's parameters are freed.
 
-    The argument may also be None: then a unit is gathered when it is needed.
+    None instead of a member disables prefetching.
     """
 
     BACKWARD_PRE = auto()
@@ -79,26 +79,27 @@ class BackwardPrefetch(Enum):
 
     @property
     def prefetch(self) -> Prefetch:
-        """The core's name of it."""
+        """The equivalent value of the core."""
         return Prefetch[self.name]
 
 
 @dataclass
 class MixedPrecision:
-    """In which dtypes a unit computes, reduces and keeps buffers, while its shards keep full precision (R33, R35).
+    """The dtypes of a unit's computation, reduction and buffers. Sharded parameters keep full precision (R33, R35).
 
-    With the environment variable FSDP_USE_FULL_PREC_IN_EVAL=1, read when a module is wrapped, a unit whose module is in eval mode
-    computes in full precision: parameters are gathered in it and inputs are not cast. Buffers follow the outermost unit's mode.
+    With the environment variable FSDP_USE_FULL_PREC_IN_EVAL=1, read when a module is wrapped, units whose module is in eval mode
+    compute in full precision: parameters are all-gathered in it and inputs are not cast. Buffers follow the mode of the outermost
+    unit.
 
     Attributes:
-        param_dtype: of gathered parameters, and so of forward and backward. None: as stored.
-        reduce_dtype: in which gradients are summed between ranks. None: that of `param_dtype`.
-        buffer_dtype: of floating buffers, from the first forward on. None: as they are.
-        keep_low_precision_grads: leave the sharded gradient in `param_dtype` for the optimizer.
-        cast_forward_inputs: cast each unit's floating inputs to `param_dtype`.
-        cast_root_forward_inputs: cast those of the outermost unit, whatever `cast_forward_inputs` says.
-        _module_classes_to_ignore: with `auto_wrap_policy`, modules of these classes become units of their own in full
-            precision; batch norm by default.
+        param_dtype: dtype of unsharded parameters, and so of forward and backward. None: as stored.
+        reduce_dtype: dtype of gradient reduction. None: `param_dtype`.
+        buffer_dtype: dtype of floating-point buffers from the first forward on. None: unchanged.
+        keep_low_precision_grads: keep sharded gradients in `param_dtype` for the optimizer.
+        cast_forward_inputs: cast each unit's floating-point inputs to `param_dtype`.
+        cast_root_forward_inputs: cast the inputs of the outermost unit, independent of `cast_forward_inputs`.
+        _module_classes_to_ignore: with `auto_wrap_policy`, modules of these classes become separate units in full precision;
+            batch norm by default.
     """
 
     param_dtype: torch.dtype | None = None
@@ -111,11 +112,11 @@ class MixedPrecision:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """The core's form of it.
+        """The equivalent PrecisionPolicy.
 
         Raises:
-            ParamError: a dtype in which nothing can be trained.
-            PlanError: a choice that is no bool.
+            ParamError: a dtype that is not trainable.
+            PlanError: a choice that is not a bool.
         """
         return PrecisionPolicy(
             name_or_none(self.param_dtype),
@@ -129,18 +130,18 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Where shards live between steps.
+    """CPU offloading.
 
     Attributes:
-        offload_params: on the CPU, and with them gradients and what the optimizer keeps; a unit's parameters are copied to
-            the device when they are gathered.
+        offload_params: keep sharded parameters, their gradients and optimizer states on the CPU; parameters are copied to the
+            device for the all-gather.
     """
 
     offload_params: bool = False
 
 
 class TrainingState(Enum):
-    """What a unit is in the middle of, as torch's FSDP1 names it (R12)."""
+    """The training state of a unit, with the names of PyTorch's FSDP1 (R12)."""
 
     IDLE = auto()
     FORWARD_BACKWARD = auto()

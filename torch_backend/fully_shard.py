@@ -73,30 +73,30 @@ def fully_shard(
     layout: Literal["per_param", "flat", "ragged"] = "per_param",
     block_fn: BlockFn | None = None,
 ) -> Any:
-    """Shard the parameters of a module that no inner FSDPModule owns, in place. Call it on inner modules first.
+    """Shard the parameters of a module in place, except those that an inner FSDPModule owns. Call it on inner modules first.
 
     Args:
-        module: one module, or several that are gathered and reduced together.
-        mesh: the ranks, as a mesh of one axis (shard), or of two (replicate, shard); all ranks if None.
-        reshard_after_forward: free the full parameters between forward and backward: True, False, or the number of ranks that
-            together keep them, which divides those of the shard axis (R08). None means True, except for the root (R13).
-        shard_placement_fn: from a parameter to the `Shard(dim)` that it gets, or None for dim 0. A dim above 0 must be a
-            multiple of the shard axis (R07).
-        mp_policy: in which dtypes to compute and to reduce.
-        offload_policy: CPUOffloadPolicy for shards that live on the CPU.
-        ignored_params: parameters that are left alone.
-        dp_mesh_dims: with parameters that are DTensors on all of `mesh` already: which of its axes are data parallel.
-        layout: how a unit's shards lie; this and `block_fn` are not torch's. "per_param": each parameter is chunked, and sharded
-            ones are DTensors, as torch's are. "flat": all parameters one after the other are cut into equal shards;
-            "ragged": so that blocks stay whole (R09). The last two gather straight into the parameters' memory, and sharded
-            ones are PieceTensors.
-        block_fn: under "ragged", from a parameter to how many of its elements stay together; None: those of a row.
+        module: a module, or several modules whose parameters are all-gathered and reduced together.
+        mesh: a mesh with one axis (shard) or two axes (replicate, shard). None: all ranks.
+        reshard_after_forward: whether to free the unsharded parameters between forward and backward. An int is the size of the
+            reshard group that keeps them, a divisor of the shard axis (R08). None means True, except for the root (R13).
+        shard_placement_fn: maps a parameter to its `Shard(dim)`, or None for dim 0. A dim above 0 must be divisible by the shard
+            axis (R07).
+        mp_policy: dtypes of computation and reduction.
+        offload_policy: CPUOffloadPolicy keeps shards on the CPU.
+        ignored_params: parameters that are not sharded.
+        dp_mesh_dims: the data-parallel axes of `mesh`, if the parameters are already DTensors on all of its axes.
+        layout: the layout of a unit's shards; `layout` and `block_fn` are not in PyTorch. "per_param": chunks each parameter;
+            sharded parameters are DTensors, as in PyTorch. "flat": concatenates all parameters and cuts them into equal shards.
+            "ragged": cuts between blocks only (R09). The last two all-gather directly into the parameters' memory, and sharded
+            parameters are PieceTensors.
+        block_fn: for "ragged", maps a parameter to the number of elements of a block. None: a row.
 
     Returns:
-        What was given, now FSDPModules too.
+        `module`, whose modules are now also FSDPModules.
 
     Raises:
-        UsageError: no module, a mesh of other axes, a policy of another type, or a module that is sharded already.
+        UsageError: not a module, a mesh with other axes, a policy of another type, or a module that is already sharded.
         MeshError: a `reshard_after_forward` that does not divide the shard axis.
         LayoutError: a parameter without dims, or one that cannot be sharded on its dim.
     """
@@ -144,8 +144,8 @@ def fully_shard(
 
 
 def _state(module: nn.Module) -> Unit | None:
-    """The unit of a module that `fully_shard` was called on, else None. Its attributes are not those of PyTorch's FSDPState,
-    of which none is public."""
+    """The unit of a module that `fully_shard` was called on, else None. It does not have the private attributes of PyTorch's
+    FSDPState."""
     return unit_of(module) if is_sharded(module) else None
 
 
@@ -158,7 +158,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _modules(given: Any) -> list[nn.Module]:
-    """The modules that were given, without those that lie inside others of them."""
+    """The given modules, except those inside other given modules."""
     if isinstance(given, nn.Module):
         modules = [given]
     elif isinstance(given, list | tuple) and given and all(isinstance(module, nn.Module) for module in given):
@@ -176,7 +176,7 @@ def _modules(given: Any) -> list[nn.Module]:
 
 
 def _record(argument: str, given: Any, *kinds: type) -> Any:
-    """An argument as the first of these kinds that it is an instance of, where torch's own records count as ours."""
+    """Convert an argument, possibly of PyTorch's class of the same name, to the first matching kind."""
     for kind in kinds:
         record = as_ours(given, kind)
         if isinstance(record, kind):
@@ -186,7 +186,7 @@ def _record(argument: str, given: Any, *kinds: type) -> Any:
 
 
 def _reshard_choice(asked: Any, num_shards: int) -> bool | int:
-    """`reshard_after_forward` as the step machine takes it."""
+    """`reshard_after_forward` in the form of the step settings."""
     if asked is None or isinstance(asked, bool):
         return asked is not False
     if not isinstance(asked, int):
@@ -200,7 +200,7 @@ def _reshard_choice(asked: Any, num_shards: int) -> bool | int:
 
 
 def _keep_parts(unit: Unit, data: DataMesh, group_size: int) -> None:
-    """Let a unit keep parts of its parameters between forward and backward (R08)."""
+    """Let a unit reshard to a smaller group between forward and backward (R08)."""
     mesh = data.group_mesh(group_size)
     group = Communicator(mesh.get_group(1))
     for bucket in unit.buckets:
@@ -208,7 +208,7 @@ def _keep_parts(unit: Unit, data: DataMesh, group_size: int) -> None:
 
 
 def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy) -> dict[str, str]:
-    """What all ranks must have alike, in words."""
+    """Settings that must be equal on all ranks."""
     return {
         "mesh": f"{spec.replicate} x {spec.shard} (replicate x shard)",
         "mp_policy": str(policy),
@@ -216,7 +216,7 @@ def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy) -> dict[str, str]:
 
 
 def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
-    """Let the modules run under the unit: hooks, their class, and where the unit is found."""
+    """Register the unit's hooks on its modules and change their class."""
     hooks = _Hooks(modules, unit)
     for module in modules:
         module.__dict__[UNIT] = unit
@@ -225,7 +225,7 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
         module.register_forward_hook(hooks.after, always_call=True)
         module.register_state_dict_pre_hook(hooks.show_sharded)
         module.register_load_state_dict_pre_hook(hooks.prepare_load)
-        # At once, not at the next gather: an optimizer made in between must get the parameters that stay.
+        # Not deferred to the next all-gather: an optimizer created in between must get the final parameters.
         module.register_load_state_dict_post_hook(hooks.adopt)
         if any(bucket.layout.contiguous for bucket in unit.buckets):
             module._register_state_dict_hook(show_dtensors)
@@ -235,16 +235,16 @@ def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
 
 
 class _Hooks:
-    """What the modules of a unit call."""
+    """The hooks of a unit's modules."""
 
     def __init__(self, modules: Sequence[nn.Module], unit: Unit) -> None:
         self._modules, self._unit = modules, unit
-        # Of several modules: those that have not run in this pass.
+        # The modules that have not run in this forward.
         self._to_run: set[nn.Module] = set()
 
     @_disable_dynamo
     def before(self, inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A forward begins."""
+        """Forward pre-hook."""
         executor = self._unit.executor or begin_as_root(inner)
         if not self._to_run:
             self._to_run.update(self._modules)
@@ -252,7 +252,7 @@ class _Hooks:
 
     @_disable_dynamo
     def after(self, inner: nn.Module, args: Any, output: Any) -> Any:
-        """A forward is over. Without an output and with an exception under way, the module has raised, or its first use has."""
+        """Forward hook. No output and an active exception mean that the module or its first use raised."""
         executor = self._unit.executor
         if executor is None:
             return None

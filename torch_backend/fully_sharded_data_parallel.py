@@ -61,7 +61,7 @@ from torch_backend.state._state_dict_types import (
 )
 from torch_backend.wrap import CustomPolicy, ModuleWrapPolicy
 
-# All that torch's module of this name has, so that only the package changes in an import.
+# All names of PyTorch's module, so that users only change the package of an import.
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
@@ -97,41 +97,40 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# What is wrapped may be compiled; what happens around it may not.
+# The wrapped module may be compiled, the hooks may not.
 _begin_forward = _disable_dynamo(StepExecutor.begin_forward)
 _end_forward = _disable_dynamo(StepExecutor.end_forward)
 _abandon_forward = _disable_dynamo(StepExecutor.abandon_forward)
 
 
 class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
-    """Shard a module's parameters over the ranks; gather them around its forward and backward.
+    """A wrapper that shards a module's parameters over ranks and all-gathers them for its forward and backward.
 
     Args:
-        module: the module to shard. Every rank builds the same one with the same values, or passes `sync_module_states`.
-        process_group: the ranks to shard over; for a hybrid strategy a pair (to shard over, to replicate over). None: all ranks;
-            for a hybrid strategy those of one machine, replicated over machines.
-        sharding_strategy: FULL_SHARD if None.
-        cpu_offload: whether shards, gradients and optimizer state live on the CPU.
-        auto_wrap_policy: which submodules become units of their own, each gathered and freed by itself: a ModuleWrapPolicy, a
-            CustomPolicy, or a function `policy(module, recurse, nonwrapped_numel)`. See torch_backend.wrap.
-        backward_prefetch: when backward gathers the next unit, or None for when it is needed.
-        mixed_precision: in which dtypes to compute, reduce and keep buffers.
-        ignored_modules: modules that are left alone, with all below them.
-        param_init_fn: for modules on the meta device: called with each, to give its own parameters and buffers memory and
-            values. None: they are made empty and their `reset_parameters()` is called.
-        device_id: move the module there first, and compute there. None: compute where the parameters are.
-        sync_module_states: take the first rank's parameters and buffers on all ranks.
-        forward_prefetch: gather in forward, beside each unit, the one that came next in the step before.
-        limit_all_gathers: on an accelerator, let gathers run ahead of the computation by one unit and no further.
-        use_orig_params: keep the original parameters (sharded views with their names), instead of one `FlatParameter` a
-            unit.
-        ignored_states: parameters, or modules, that are left alone.
-        device_mesh: the ranks, instead of `process_group`: one axis; for a hybrid strategy two, (replicate, shard).
+        module: the module to shard. All ranks must have the same values, or pass `sync_module_states`.
+        process_group: the group to shard over; for a hybrid strategy a pair (shard group, replicate group). None: all ranks; for
+            a hybrid strategy, shard within a machine and replicate over machines.
+        sharding_strategy: None means FULL_SHARD.
+        cpu_offload: whether sharded parameters, gradients and optimizer states are on the CPU.
+        auto_wrap_policy: selects the submodules that become separate units: a ModuleWrapPolicy, a CustomPolicy, or a function
+            `policy(module, recurse, nonwrapped_numel)`. See torch_backend.wrap.
+        backward_prefetch: when backward all-gathers the next unit; None disables prefetching.
+        mixed_precision: dtypes of computation, reduction and buffers.
+        ignored_modules: modules that are not sharded, including their submodules.
+        param_init_fn: called with each module on the meta device to materialize its own parameters and buffers. None: allocates
+            them and calls `reset_parameters()`.
+        device_id: move the module to this device and compute there. None: the device of the parameters.
+        sync_module_states: broadcast parameters and buffers from the first rank.
+        forward_prefetch: all-gather the next unit of the previous step during each unit's forward.
+        limit_all_gathers: on an accelerator, let all-gathers run at most one unit ahead of the computation.
+        use_orig_params: keep the original parameters (sharded views with their names) instead of one `FlatParameter` per unit.
+        ignored_states: parameters or modules that are not sharded.
+        device_mesh: a mesh instead of `process_group`, with one axis, or two (replicate, shard) for a hybrid strategy.
 
     Raises:
-        UsageError: no process group, a module that is sharded already, arguments of other types or that exclude each other.
-        LayoutError: parameters that one flat parameter cannot hold; the message names them.
-        InitialisationError: what is still on the meta device.
+        UsageError: no process group, a module that is already sharded, or arguments that are invalid or exclude each other.
+        LayoutError: parameters that cannot share a flat parameter; the message names them.
+        InitialisationError: parameters that are still on the meta device.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         )
 
         self._input_dtypes = choices.input_dtype, choices.root_input_dtype
-        if self._full_in_eval:  # ranks that were given different environments would gather in different dtypes
+        if self._full_in_eval:  # checked, since ranks with different environments would all-gather different dtypes
             choices.settings = {**choices.settings, "FSDP_USE_FULL_PREC_IN_EVAL": "1"}
         self.add_module(FSDP_WRAPPED, module)
         self.__dict__[UNIT] = build_unit(
@@ -246,39 +245,39 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; below a wrapper for activation checkpointing, what that wraps."""
+        """The wrapped module, without a wrapper for activation checkpointing."""
         module = self._modules[FSDP_WRAPPED]
         return module._checkpoint_wrapped_module if isinstance(module, ActivationWrapper) else module  # type: ignore
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the unit computes, also after it was moved."""
+        """The device of the unit's computation."""
         return unit_of(self).device or self._device
 
     @property
     def training_state(self) -> TrainingState:
-        """What the unit is in the middle of."""
+        """The unit's training state."""
         return training_state(unit_of(self).state)
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What stands for the parameters of this unit alone: its flat parameter, or its original ones."""
+        """This unit's flat parameter, or its original parameters."""
         return [param for bucket in unit_of(self).buckets for param in bucket.registrar.managed()]
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper lacks are the wrapped module's."""
+        """Forward missing attributes to the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__(FSDP_WRAPPED), name)
 
     def __getitem__(self, key: int) -> Any:
-        """Items are the wrapped module's."""
+        """Forward indexing to the wrapped module."""
         return self._modules[FSDP_WRAPPED][key]  # type: ignore[index]
 
-    @_disable_dynamo(recursive=False)  # the hooks are not to be compiled, what is wrapped may be
+    @_disable_dynamo(recursive=False)  # the wrapped module may be compiled, the hooks may not
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered."""
+        """Run the wrapped module with unsharded parameters."""
         unit = unit_of(self)
         executor = unit.executor or self._begin_as_root()
         if self._full_in_eval and unit.state.activity == Activity.IDLE:
@@ -310,8 +309,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
 
     @_disable_dynamo
     def _follow_mode(self) -> None:
-        """Under FSDP_USE_FULL_PREC_IN_EVAL: compute in full precision while the wrapped module is in eval mode, else as the user
-        chose. The root's mode counts for all buffers."""
+        """Under FSDP_USE_FULL_PREC_IN_EVAL, compute in full precision in eval mode. The root's mode applies to all buffers."""
         full, unit = not self.module.training, unit_of(self)
         if full is self._computes_in_full:
             return
@@ -328,13 +326,13 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
                     buffer.data = buffer.to(dtype=self._buffer_dtypes[name])
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost unit; asked before the first forward, this instance is taken to be it."""
+        """Whether this is the outermost unit. Before the first forward, makes this instance the root."""
         executor = unit_of(self).executor or self._begin_as_root()
         return executor.root is unit_of(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
-        """All wrappers in a module tree; with `root_only` those that lie in no other."""
+        """All wrappers in a module tree; with `root_only` only the outermost ones."""
         found = [wrapper for _, wrapper in _named_fsdp_modules(module)]
         if not root_only:
             return found
@@ -342,8 +340,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         return [wrapper for wrapper in found if id(wrapper) not in inner]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """Apply `fn` to every module below and to this one, each while the parameters of its unit are full; what it writes
-        stays (R20).
+        """Apply `fn` to all submodules and this module with unsharded parameters, and write edits back (R20).
 
         Raises:
             StateError: in a forward or backward, or while parameters are summoned.
@@ -352,12 +349,12 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             return super().apply(fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
-        """`to`, `half`, `cuda` and their kin: the shards are moved and converted as one, and stay what they are."""
+        """Implement `to`, `half`, `cuda` etc.: convert the shards together and keep them sharded."""
         with unit_of(self).converting(fn):
             return super()._apply(fn, recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; full gradients that accumulated under `no_sync` are forgotten too."""
+        """Reset gradients, including unsharded gradients that accumulated under `no_sync`."""
         executor = unit_of(self).executor
         if executor is not None:
             executor.recover()
@@ -370,12 +367,12 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     _ddp_params_and_buffers_to_ignore = refuse_ddp
 
     def __deepcopy__(self, memo: dict) -> "FullyShardedDataParallel":
-        """Refused: the copy would share neither hooks nor memory with its units."""
+        """Raise: a copy would not share hooks and memory with its units."""
         raise UsageError("a FullyShardedDataParallel cannot be copied; copy the module before wrapping it")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward reduces nothing: full gradients accumulate on each rank (R15)."""
+        """A context in which backward does not reduce gradients; unsharded gradients accumulate on each rank (R15)."""
         units = units_in(self, Face.FSDP1)
         before = [unit.step.settings.reduce_grads for unit in units]
         for unit in units:
@@ -388,16 +385,14 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
-        """Scale all gradients so that the norm over them all, each element once, is at most `max_norm` (R30).
-
-        All ranks call it, on the outermost unit.
+        """Clip the global gradient norm to `max_norm` (R30). All ranks must call it on the outermost unit.
 
         Returns:
-            The norm before, of shape (), the same on all ranks, in the largest dtype of the gradients.
+            The total norm before clipping, of shape (), equal on all ranks, in the largest dtype of the gradients.
 
         Raises:
             StateError: on an inner unit, or during a step.
-            UsageError: a negative `max_norm`, or a `norm_type` that is not above 0.
+            UsageError: a negative `max_norm`, or a `norm_type` that is not positive.
         """
         if not self.check_is_root():
             raise StateError(
@@ -413,16 +408,16 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         return clip_grad_norm(executor.units, others, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let `hook` reduce gradients in the place of this class, division included.
+        """Register a hook that reduces gradients, including their division, instead of this class.
 
         Args:
-            state: given to the hook as its first argument.
-            hook: `hook(state, full, shard)`: fill `shard` with this rank's part of the reduced `full`, both 1-D. Where nothing is
-                sharded (NO_SHARD) `hook(state, full)`: reduce in place. torch's default_hooks and fp16_compress_hook fit.
+            state: the first argument of the hook.
+            hook: `hook(state, full, shard)` fills `shard` with this rank's part of the reduced `full`, both 1-D. Under NO_SHARD,
+                `hook(state, full)` reduces in place. PyTorch's default_hooks and fp16_compress_hook can be used.
 
         Raises:
-            StateError: on an inner unit, where there is a hook already, or under hybrid sharding, as in torch.
-            UsageError: a hook that cannot be called.
+            StateError: on an inner unit, with a second hook, or under hybrid sharding, as in PyTorch.
+            UsageError: a hook that is not callable.
         """
         if not self.check_is_root():
             raise StateError("register_comm_hook: register it on the outermost unit; it holds for all units inside")
@@ -442,7 +437,7 @@ def _named_fsdp_modules(module: nn.Module) -> Iterator[tuple[str, FullyShardedDa
 
 
 class _Parts:
-    """What the units are made of: one flat layout each, and by `use_orig_params` one flat parameter or the original ones."""
+    """The parts of a unit: one flat layout, and one flat parameter or, with `use_orig_params`, the original parameters."""
 
     def __init__(
         self,
@@ -455,7 +450,7 @@ class _Parts:
         self._device_mesh = device_mesh
 
     def bucket_of(self, entry: OwnedParam) -> None:
-        """All are one, which refuses a mix."""
+        """All parameters share one bucket."""
 
     def layout(self, owned: Sequence[OwnedParam]) -> Layout:
         """See Parts."""

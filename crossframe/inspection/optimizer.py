@@ -160,16 +160,16 @@ def _check_update(case: Case, stated: Stated, count: float) -> _Checked | None:
     seen = replace(seen, before=_as_seen(case, seen))
     rule = stated.rule
     error = seen.error(rule) / max(norm(seen.way(rule)) * rule.rate, np.finfo(float).tiny)
-    if seen.rest(rule) <= seen.error(rule):
+    if seen.residual(rule) <= seen.error(rule):
         return _Checked(case.name, 1.0, error)
     for tried in (seen, _as_nesterov(case, seen, stated)):
         if tried is not None:
             fitted = replace(rule, rate=factor_between(tried.way(rule), tried.moved))
-            if tried.rest(fitted) <= tried.error(fitted):
+            if tried.residual(fitted) <= tried.error(fitted):
                 return _Checked(case.name, fitted.rate / rule.rate, error)
     ideal = Update(seen.before, rule.updated(seen.before, *seen.moments), seen.moments, seen.roundoff)
     fit = best(update_deviations(ideal, seen, rule, count, distance(ideal.after, seen.after)))
-    share = seen.rest(rule) / max(norm(ideal.moved), norm(seen.moved))
+    share = seen.residual(rule) / max(norm(ideal.moved), norm(seen.moved))
     return _Checked(case.name, 1.0, error, share, fit.evidence if fit else "", follows=False)
 
 
@@ -198,11 +198,11 @@ def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
         return None
     size = norm(seen.gradient)
     error = seen.error(average) / average.gain / size if size else 0.0
-    if seen.rest(average) <= seen.error(average) or not size:
+    if seen.residual(average) <= seen.error(average) or not size:
         return _Checked(case.name, 1.0, error)
     factor = factor_between(seen.gradient, seen.went_in(average))
     scaled = factor * seen.gradient
-    if not stated.coupled and seen.rest(average, gradient=scaled) <= seen.error(average, gradient=scaled):
+    if not stated.coupled and seen.residual(average, gradient=scaled) <= seen.error(average, gradient=scaled):
         root = float(np.sqrt(factor)) if squared and factor > 0 else factor
         return _Checked(case.name, root, error / factor if factor else error)
     ideal = Moment(seen.old, average.new(seen.old, seen.gradient), seen.gradient, seen.before, seen.roundoff)
@@ -223,7 +223,7 @@ def _findings(
         moved = [each for each in group if abs(each.factor - usual) > 2 * each.error * max(1.0, abs(usual)) + 1e-6]
         if usual != 1.0:
             notes.add(step, slot, usual)
-        what = "what went into it is" if slot else "the step is"
+        what = "the input of the moment is" if slot else "the step is"
         for each in moved:
             said = f"{what} {each.factor / usual if usual else each.factor:.6g} times as large as for other parameters"
             apart.append(

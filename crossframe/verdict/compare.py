@@ -101,9 +101,9 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         where is not None
         and where.phase == PARAMETERS
         and diagnosis is None
-        and (said := conclude_initial_values(pair))
+        and (text := conclude_initial_values(pair))
     ):
-        verdict, reason = said
+        verdict, reason = text
     elif envelope:
         verdict, reason = conclude_by_envelope(pair, findings, where, envelope)
     else:
@@ -203,8 +203,8 @@ def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
         and (rule := rule_of(pair.a)) == rule_of(pair.b)
         and rule
     ):
-        said = " and ".join(f"{optimizer} in {name}" for optimizer, name in zip(optimizers, names, strict=True))
-        yield f"the optimizer is {said}; both follow the rule of {rule}"
+        text = " and ".join(f"{optimizer} in {name}" for optimizer, name in zip(optimizers, names, strict=True))
+        yield f"the optimizer is {text}; both follow the rule of {rule}"
     if (step := next((step for step in range(pair.num_steps) if pair.reordered(step)), None)) is not None:
         yield f"from step {step} on, ranks received the same samples in a different order; activations are matched by sample"
     for step in pair.steps:

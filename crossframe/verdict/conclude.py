@@ -32,23 +32,23 @@ def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island:
     first, bounds = findings.first, island.bounds if island else pair.bounds
     dtype = island.dtype if island else pair.dtype
     if first is not None and where is not None:
-        said = describe(first, where, labels(pair.a, pair.b), unseen=unseen(pair, where))
+        text = describe(first, where, labels(pair.a, pair.b), unseen=unseen(pair, where))
         if first.one_sided or first.quantity.bound is None:
-            return Verdict.BUG, said
+            return Verdict.BUG, text
         if not bounds.decisive:
-            return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_settle(pair)}"
+            return Verdict.INCONCLUSIVE, f"{text}, but {dtype} is too coarse for a bound: {_settle(pair)}"
         if where.step == 0 and where.phase != UPDATE:
-            return Verdict.BUG, said
+            return Verdict.BUG, text
         if dtype == "float64":
             if first.used > JUMP * findings.used_before:
-                return Verdict.BUG, said
+                return Verdict.BUG, text
             grown = (
                 f"differences grew by less than {JUMP:g} times from one step to the next, as amplified rounding does"
             )
-            return Verdict.INCONCLUSIVE, f"{said}, but {grown}: compare fewer steps, or lower the learning rate"
+            return Verdict.INCONCLUSIVE, f"{text}, but {grown}: compare fewer steps, or lower the learning rate"
         return (
             Verdict.INCONCLUSIVE,
-            f"{said}, but in {dtype} the optimizer may have amplified rounding by then: {_settle(pair)}",
+            f"{text}, but in {dtype} the optimizer may have amplified rounding by then: {_settle(pair)}",
         )
     also = ""
     if (judgement := findings.not_finite) is not None:
@@ -59,18 +59,18 @@ def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island:
     if also:
         return Verdict.INCONCLUSIVE, f"{also} and cannot be compared: lower the learning rate"
     largest = max(findings.parameters.values(), default=0.0)
-    said = f"losses differ by at most {max(findings.losses):.1e}, parameters by {largest:.1e}"
+    text = f"losses differ by at most {max(findings.losses):.1e}, parameters by {largest:.1e}"
     if not bounds.decisive:
-        return Verdict.INCONCLUSIVE, f"{said}, but {dtype} is too coarse for a bound: {_settle(pair)}"
-    said = f"{said}; the bounds are {bounds.loss:.1e} and {bounds.parameter:.1e}"
+        return Verdict.INCONCLUSIVE, f"{text}, but {dtype} is too coarse for a bound: {_settle(pair)}"
+    text = f"{text}; the bounds are {bounds.loss:.1e} and {bounds.parameter:.1e}"
     if dtype != "float64" and (near := [each for each in findings.judged if (each.used or 0.0) > NEAR]):
         most = max(near, key=lambda each: each.used or 0.0)
         what = f"the {most.name or most.event} at step {most.step} uses {most.used:.2f} of its bound"
         return Verdict.INCONCLUSIVE, (
-            f"{said}, which are coarse in {dtype}, so a small bug may stay within them: {what}, and {len(near)} of "
+            f"{text}, which are coarse in {dtype}, so a small bug may stay within them: {what}, and {len(near)} of "
             f"{len(findings.judged)} quantities use more than {NEAR:g}; {_settle(pair)}"
         )
-    return Verdict.ROUNDING, said
+    return Verdict.ROUNDING, text
 
 
 def conclude_by_envelope(
@@ -79,28 +79,28 @@ def conclude_by_envelope(
     """Return the verdict and its reason, from the spread of perturbed runs."""
     if findings.first is not None and where is not None:
         names, by = labels(pair.a, pair.b), envelope.describe()
-        said = describe(findings.first, where, names, by=by, unseen=unseen(pair, where))
+        text = describe(findings.first, where, names, by=by, unseen=unseen(pair, where))
         near, enough = findings.most_beyond, decisive(envelope.num_runs)
         if findings.first.quantity.bound is not None and near <= enough:
             return Verdict.INCONCLUSIVE, (
-                f"{said}; but no quantity exceeds {near:.2f} times its bound, and with {envelope.num_runs} perturbed runs "
+                f"{text}; but no quantity exceeds {near:.2f} times its bound, and with {envelope.num_runs} perturbed runs "
                 f"{enough:.1f} times would be decisive: {_settle(pair, SUFFICIENT_RUNS)}"
             )
-        return Verdict.BUG, said
+        return Verdict.BUG, text
     if findings.equal:
         return Verdict.EQUAL, "all compared values are bitwise equal"
     if (judgement := findings.not_finite) is not None:
         q = judgement.quantity
-        said = f"from step {q.step} on ({q.phase} {q.name!r}) both sides contain NaN or infinity and cannot be compared"
-        return Verdict.INCONCLUSIVE, f"{said}: lower the learning rate"
-    said = (
+        text = f"from step {q.step} on ({q.phase} {q.name!r}) both sides contain NaN or infinity and cannot be compared"
+        return Verdict.INCONCLUSIVE, f"{text}: lower the learning rate"
+    text = (
         f"all differences are within the spread of {envelope.describe()}: at most {findings.used_before:.2f} of the bound "
         f"({100 * envelope.judged_share:.0f} % of the updated elements had gradients large enough to be judged)"
     )
     if (step := envelope.saturated_from) is not None:
         chaos = f"but from step {step} on the gradients of the perturbed runs are unrelated, so a bug would not show"
-        return Verdict.INCONCLUSIVE, f"{said}, {chaos}: compare fewer steps (--steps {max(step, 1)}), or in float64"
-    return Verdict.ROUNDING, said
+        return Verdict.INCONCLUSIVE, f"{text}, {chaos}: compare fewer steps (--steps {max(step, 1)}), or in float64"
+    return Verdict.ROUNDING, text
 
 
 def conclude_initial_values(pair: Pair) -> tuple[Verdict, str] | None:

@@ -240,7 +240,7 @@ class Found:
         """The effect with its value, standard error and threshold, as a sentence."""
         steps = "at step 0" if self.stop == 1 else f"over the steps before {self.stop}"
         times = f"{1 + self.value:.4f} times that of {names[0]}"
-        said = {
+        text = {
             SLOPE: f"in {names[1]} is {times}",
             SIZE: f"in {names[1]} has a magnitude {times}",
             MEAN: f"in {names[1]} is shifted by {self.value:+.2g} of its magnitude in all elements",
@@ -255,7 +255,7 @@ class Found:
             else f"the {'local' if q.kind == BACKWARD else 'reduced'} gradient of {q.name}"
         )
         return (
-            f"{steps} {what} {said}: the effect is {abs(self.value) / max(self.error, 1e-300):.3g} standard errors of "
+            f"{steps} {what} {text}: the effect is {abs(self.value) / max(self.error, 1e-300):.3g} standard errors of "
             f"{self.error:.1e} from zero, beyond the bound of {self.limit:.1e} ({self.num_runs} perturbed runs, "
             f"{self.num_tests} tests of directions)"
         )

@@ -83,10 +83,10 @@ def reduces_in(recording: Recording) -> str:
 
 def describe_precisions(pair: Pair, names: tuple[str, str]) -> str:
     """The dtypes in which each side computes, stores parameters and reduces, as a clause."""
-    said = []
+    text = []
     for name, recording in zip(names, (pair.a, pair.b), strict=True):
         computes, stored = recording.manifest.dtype, coarser(*(p.dtype for p in recording.manifest.params.values()))
         also = [f"parameters in {stored}"] if stored != computes else []
         also += [f"reductions in {reduces_in(recording)}"] if reduces_in(recording) != computes else []
-        said.append(f"{name} computes in {computes}" + (f" (with {' and '.join(also)})" if also else ""))
-    return " and ".join(said)
+        text.append(f"{name} computes in {computes}" + (f" (with {' and '.join(also)})" if also else ""))
+    return " and ".join(text)

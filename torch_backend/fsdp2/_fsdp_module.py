@@ -34,13 +34,13 @@ from torch_backend.state._load_check import strictly
 
 
 class UnshardHandle:
-    """An all-gather under way. The parameters are full after `wait`."""
+    """A pending all-gather. The parameters are unsharded after `wait`."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait for the all-gather and register the full parameters."""
+        """Wait for the all-gather and register the unsharded parameters."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_full:
             unit.unshard("summon")
@@ -48,42 +48,41 @@ class UnshardHandle:
 
 
 class FSDPModule(nn.Module):
-    """What `fully_shard` adds to a module's class.
+    """The methods that `fully_shard` adds to a module's class.
 
-    Methods that end in `recurse` hold for all FSDPModules below too. Ranks must call the same methods with the same arguments.
+    Methods with `recurse` also apply to all inner FSDPModules. All ranks must call the same methods with the same arguments.
     """
 
-    # Where in the class's method resolution order the module's own class stands.
+    # The index of the module's own class in the method resolution order.
     _own_class_index = 2
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the original class: containers make new ones of their own type when they are sliced."""
+        """Create a module of the original class, as containers do when they are sliced."""
         own: Any = cls.__mro__[cls._own_class_index]
         module = own.__new__(own, *args, **kwargs)
         module.__init__(*args, **kwargs)
         return module
 
     def __deepcopy__(self, memo: dict) -> "FSDPModule":
-        """Refused: the copy would share neither hooks nor memory with its unit."""
+        """Raise: a copy would not share hooks and memory with its unit."""
         raise AssertedError("a sharded module cannot be copied; copy it before fully_shard, or use a state dict")
 
     __reduce_ex__ = refuse_to_pickle  # type: ignore[assignment]
     _ddp_params_and_buffers_to_ignore = refuse_ddp
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module, on all ranks; where something does not fit, StateDictError lists it and nothing is loaded."""
+        """Load a state dict on all ranks. If entries do not fit, StateDictError lists them and nothing is loaded."""
         with strictly(strict):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     # Parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters and register them in full, until `reshard` or the unit's next forward or backward
-        frees them. Inner units are not touched.
+        """All-gather this unit's parameters and register the unsharded ones, until `reshard` or the unit's next forward or
+        backward frees them. Does not unshard inner units.
 
         Args:
-            async_op: return at once with a handle, on which to `wait` before the parameters are used; the unit's forward waits
-                by itself.
+            async_op: return a handle without waiting; call its `wait` before using the parameters. The unit's forward also waits.
         """
         unit = unit_of(self)
         unit.free_outdated("summon", training=False)
@@ -96,11 +95,11 @@ class FSDPModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Register the sharded parameters and free the full ones. Edits of the full ones are lost."""
+        """Register the sharded parameters and free the unsharded ones, discarding edits of the latter."""
         unit_of(self).reshard("summon")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
-        """`to`, `half`, `to_empty` and their kin: the shards are moved and converted as one, and stay what they are."""
+        """Implement `to`, `half`, `to_empty` etc.: convert the shards together and keep them sharded."""
         unit = unit_of(self)
         if unit.is_converting:  # the other modules of the unit
             return super()._apply(fn, recurse)
@@ -110,8 +109,8 @@ class FSDPModule(nn.Module):
     # Steps
 
     def reset_iter_state(self) -> None:
-        """Bring every unit back to its shard after an exception in forward or backward. The next forward does so by itself;
-        this does it at once, and forgets gradients that were not reduced.
+        """Reshard all units and discard unreduced gradients after an exception in forward or backward. The next forward also does
+        this.
 
         Raises:
             StateError: on an inner unit.
@@ -124,29 +123,29 @@ class FSDPModule(nn.Module):
         executor.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one before the optimizer steps. Behind one that is not, computation need not
-        wait for its reductions, and gradients are not to be read."""
+        """Set whether the next backward is the last one before the optimizer step. After other backwards, computation does not
+        wait for reductions, and gradients must not be read."""
         _executor(self).is_last_backward = is_last_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the gathers of the next forward wait for this event, recorded behind the optimizer's step, and not for all that the
-        device was given since. It holds once."""
+        """Set an event, recorded after the optimizer step, for which the all-gathers of the next forward wait instead of all work
+        on the current stream. Applies once."""
         _executor(self).post_optim_event = event
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether a backward reduces gradients. Without, they accumulate in full on each rank (R15)."""
+        """Set whether backward reduces gradients. If not, unsharded gradients accumulate on each rank (R15)."""
         for unit in _units(self, recurse):
             unit.step.choose(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether a reduction goes on from the shard group to the replicas. Without, sums over the shard group accumulate, until
-        a backward that does (R28). It changes nothing where there are no replicas."""
+        """Set whether gradients are all-reduced over replicas. If not, sums over the shard group accumulate until a backward that
+        does (R28). Has no effect without replicas."""
         for unit in _units(self, recurse):
             unit.step.choose(all_reduce_grads=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed between forward and backward; for the root too, and in the place of a smaller group
-        (R08)."""
+        """Set whether unsharded parameters are freed between forward and backward, also for the root, and instead of resharding
+        to a smaller group (R08)."""
         _check_bool("set_reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
             if unit.state.residency == Residency.K_GROUP:
@@ -154,56 +153,57 @@ class FSDPModule(nn.Module):
             unit.step.choose(keep_root=False, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether full parameters are freed after backward. Without, the next forward needs no gather, unless an optimizer has
-        stepped."""
+        """Set whether unsharded parameters are freed after backward. If not, the next forward does not all-gather them unless an
+        optimizer stepped."""
         for unit in _units(self, recurse):
             unit.step.choose(reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit's backward needs its parameters. That of an embedding does not, for example."""
+        """Set whether this unit's backward needs its parameters. An embedding's backward does not, for example."""
         unit_of(self).step.choose(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
-        """Gather the parameters of these modules while this one's forward computes."""
+        """Set the modules whose parameters are all-gathered during this module's forward."""
         units = _units_of(modules, "set_modules_to_forward_prefetch")
         unit_of(self).step.forward_prefetch_units = tuple(unit.step for unit in units)
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
-        """Gather the parameters of these modules while this one's backward computes, in the place of the one before it (R16)."""
+        """Set the modules whose parameters are all-gathered during this module's backward, instead of the previous module
+        (R16)."""
         units = _units_of(modules, "set_modules_to_backward_prefetch")
         unit_of(self).step.backward_prefetch_units = tuple(unit.step for unit in units)
 
     # Gradients
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients by `factor`, and not by the number of ranks (R27)."""
+        """Divide the sum of this unit's gradients by `factor` instead of the number of ranks (R27)."""
         custom_factors(factor)
         for bucket in unit_of(self).buckets:
             bucket.reduction_choices.divide_factor = float(factor)
 
     @deprecated("Use `set_gradient_divide_factor`", category=FutureWarning)
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of `set_gradient_divide_factor`."""
+        """Deprecated alias of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether the collectives of this unit's gradients do nothing but sum, so that all division is behind them, but in
-        dtypes that could overflow."""
+        """Set whether the reductions of this unit only sum, so that gradients are divided afterwards, except in dtypes that could
+        overflow."""
         _check_bool("set_force_sum_reduction_for_comms", enable)
         for bucket in unit_of(self).buckets:
             bucket.reduction_choices.sum_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Let parameters that a backward did not reach count as zeros on this rank and get a gradient, also in units of which
-        it reached none: ranks may then take other ways through the model, whole units apart (R29)."""
+        """Set whether parameters that a backward did not use contribute zeros and get a gradient, also in unused units. Ranks may
+        then use different units (R29)."""
         for unit in _units(self, recurse):
             unit.step.choose(reduce_unused=reduce_scatter_unused_params)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with this unit's reduced gradient, 1-D, behind the last collective and ahead of a division that is left.
+        """Call `hook` with this unit's 1-D reduced gradient after the last collective and before a remaining division.
 
         Args:
-            stream: where to call it, on an accelerator; where there are replicas, only the engine's own.
+            stream: the stream of the hook on an accelerator; not supported with replicas.
         """
         if not callable(hook):
             raise UsageError(f"set_all_reduce_hook: expected a function of a tensor, got {hook!r}")
@@ -215,18 +215,18 @@ class FSDPModule(nn.Module):
     # Collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this unit's parameters by `comm`."""
+        """All-gather this unit's parameters with `comm`."""
         _check_comm("set_custom_all_gather", comm)
         unit_of(self).mesh.shards.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this unit's gradients over the shard group by `comm`."""
+        """Reduce-scatter this unit's gradients over the shard group with `comm`."""
         _check_comm("set_custom_reduce_scatter", comm)
         unit_of(self).mesh.reducing.custom_reduce_scatter = comm
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many buffers of collected gradients may wait for their reductions on an accelerator: more let computation go on
-        where reductions are slow, and take memory."""
+        """Set how many reduce-scatter inputs may be pending on an accelerator. A larger number overlaps slow reductions with
+        computation at the cost of memory."""
         if type(max_input_buffers) is not int:
             raise WrongTypeError(
                 f"set_reduce_scatter_max_input_buffers: expected a number above 0, got {max_input_buffers!r}"
@@ -240,8 +240,8 @@ class FSDPModule(nn.Module):
                 bucket.allow_held(max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether gradients are reduced in a process group of their own, so that NCCL can gather at the same time. All ranks of
-        the mesh call it."""
+        """Set whether gradients are reduced in a separate process group, so that NCCL can overlap all-gathers and reductions. All
+        ranks of the mesh must call it."""
         made: dict[tuple[int, ...], Communicator] = {}
         for unit in _units(self, recurse):
             shards = unit.mesh.shards
@@ -257,14 +257,14 @@ class FSDPModule(nn.Module):
             unit.mesh.reducing = own
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether buffers of collectives come from the process group's own allocator, where it has one. Buffers that are the
-        parameters' own memory (flat and ragged layouts) do not."""
+        """Set whether buffers of collectives are allocated by the process group, if it has an allocator. Does not apply to
+        buffers that are the parameters' memory (flat and ragged layouts)."""
         mesh = unit_of(self).mesh
         for communicator in {mesh.shards, mesh.reducing}:
             communicator.allocates = enable
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refused where it cannot be had: symmetric memory is NCCL's, between GPUs.
+        """Not supported.
 
         Raises:
             UnsupportedError: always, with the reason.
@@ -283,16 +283,16 @@ class FSDPModule(nn.Module):
 
 @functools.cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a sharded `cls`: one for all its instances, so that they stay of one type."""
+    """The sharded class of `cls`, cached so that instances of one class keep one type."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 def begin_as_root(module: nn.Module) -> StepExecutor:
-    """Take `module` to be the root of the units in it, which is used for the first time.
+    """Make `module` the root of all units in it, on first use.
 
     Raises:
-        UsageError: it is one of several modules of its unit.
-        UnitError: two units have one parameter.
+        RunOrderError: its unit has several modules.
+        UnitError: two units share a parameter.
     """
     unit = unit_of(module)
     if unit.num_modules > 1:
@@ -323,8 +323,8 @@ def _check_shared(named: Sequence[NamedUnit]) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of a sharded module gather its parameters before and free them after, as `forward` does. Of a module that is
-    not sharded nothing changes.
+    """Make a method of a sharded module all-gather and free the parameters as `forward` does. Does nothing if the module is not
+    sharded.
 
     Raises:
         UsageError: the module has no such method.
@@ -351,16 +351,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
-    """Let several roots (the stages of a pipeline) gather and reduce on the same streams. Here all units of a device do.
+    """Share communication streams between several roots, such as pipeline stages. All units of a device already share them.
 
     Raises:
-        UsageError: something that is not sharded.
+        UsageError: a module that is not sharded.
     """
     _units_of(modules, "share_comm_ctx")
 
 
 def _units(module: nn.Module, recurse: bool) -> Iterator[Unit]:
-    """The unit of a module, and with `recurse` those below it, each once."""
+    """The unit of a module, and with `recurse` all inner units, each once."""
     yield from units_in(module, Face.FSDP2) if recurse else [unit_of(module)]
 
 
@@ -374,7 +374,7 @@ def _units_of(modules: Any, method: str) -> list[Unit]:
 
 
 def _executor(module: nn.Module) -> StepExecutor:
-    """The step executor of a module; one that has not run is taken to be a root."""
+    """The step executor of a module; a module that has not run becomes a root."""
     return unit_of(module).executor or begin_as_root(module)
 
 

@@ -1,9 +1,8 @@
-"""Tensor subclasses that choose which tensors are gathered, by `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""Supports tensor subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as in PyTorch's FSDP2.
 
-torch's FSDP2 defines the two methods. Before each gather the sharded tensor is asked for the tensors to gather (quantised values
-and their scales, for example); after it, for the unsharded tensor that they make. It is not asked before the first gather: until
-then the shard may be on the meta device or without values. Each such parameter is a bucket of its own. Its gradient is an
-ordinary one.
+Before each all-gather, the sharded tensor returns the tensors to all-gather (for example quantized values and scales); afterwards
+it builds the unsharded tensor from them. It is not called before the first all-gather because the shard may still be on the meta
+device. Each such parameter has its own bucket. Its gradient is an ordinary tensor.
 """
 
 import inspect
@@ -25,10 +24,10 @@ from torch_backend.ranks._collectives import Communicator, Work
 
 
 def is_extended(tensor: Tensor) -> bool:
-    """Whether a tensor says itself what is gathered of it.
+    """Whether a tensor implements both methods.
 
     Raises:
-        AssertedError: it has one of the two methods and not the other.
+        AssertedError: it implements only one of them.
     """
     methods = [hasattr(tensor, name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")]
     if any(methods) and not all(methods):
@@ -44,7 +43,7 @@ class ExtendedStore(ShardStore):
 
     Attributes:
         buffer: the chunk, in its shape.
-        pieces: that alone.
+        pieces: the chunk as the only piece.
     """
 
     def __init__(
@@ -61,8 +60,7 @@ class ExtendedStore(ShardStore):
         """
         Args:
             full: the parameter.
-            mesh, module, policy: the ranks that it is sharded over, where it is registered and what the user asked for in
-                precision, which the subclass is told.
+            mesh, module, policy: the mesh, module and mixed precision policy, passed to the subclass.
         """
         self.layout, self.rank = layout, rank
         self.mesh, self.module, self.policy = mesh, module, policy
@@ -78,14 +76,14 @@ class ExtendedStore(ShardStore):
         self.pieces = [self.buffer]
 
     def check_extended(self, i: int) -> None:
-        """It was sharded so."""
+        """Accept: the parameter was sharded as an extension."""
 
     def holds(self, i: int, local: Tensor) -> bool:
-        """Whether `local` is the chunk."""
+        """Whether `local` is the chunk itself."""
         return local is self.buffer
 
     def take(self, i: int, value: Tensor, shape: tuple[int, ...]) -> None:
-        """Let `value` be the chunk."""
+        """Replace the chunk by `value`."""
         check_replaced(
             self.layout.params[i].name,
             self.rank,
@@ -98,19 +96,19 @@ class ExtendedStore(ShardStore):
     def gather_buffer(
         self, dtype: torch.dtype, device: torch.device, streams: Streams, *, limited: bool
     ) -> "ExtendedBuffer":
-        """The unsharded parameter, in memory of its own."""
+        """The unsharded parameter, in separate memory."""
         return ExtendedBuffer(self, dtype, device, streams, limited=limited)
 
 
 class ExtendedBuffer:
-    """The unsharded parameter, and the gathered tensors that it is made of, allocated while the unit is unsharded.
+    """The unsharded parameter and the gathered tensors that back it, allocated while the unit is unsharded.
 
-    The subclass makes the parameter after the first gather, of tensors that stay the same objects; they are filled anew by every
-    gather, and the subclass is told by `out` that the parameter has been made.
+    The subclass builds the parameter after the first all-gather. Later all-gathers refill the same tensor objects and pass the
+    existing parameter to the subclass as `out`.
 
     Attributes:
-        leaves: the unsharded parameter; before the first gather a plain one without memory.
-        full: the first of the tensors that it is made of.
+        leaves: the unsharded parameter; before the first all-gather, a plain one without memory.
+        full: the first gathered tensor.
     """
 
     is_shard = False
@@ -123,7 +121,7 @@ class ExtendedBuffer:
         self._work: Work | None = None
         self._sent: list[Tensor] = []
         self._landing: Tensor | None = None
-        # The gathered tensors, those that the parameter is made of, and how many bytes each of them takes.
+        # The gathered tensors, the tensors that back the parameter, and their sizes in bytes.
         self._outputs: list[Tensor] = []
         self._inner: Sequence[Tensor] = ()
         self._num_bytes: list[tuple[Tensor, int]] = []
@@ -156,7 +154,7 @@ class ExtendedBuffer:
     def start(
         self, shard: Tensor, communicator: Communicator, *, unit: str, phase: str, layout: Layout | None = None
     ) -> None:
-        """Allocate, ask the subclass what to gather, and gather that: several tensors travel as bytes, side by side."""
+        """Allocate and issue the all-gather of the subclass's tensors; several tensors are concatenated as bytes."""
         with torch.no_grad():
             self._streams.before_gather()
             with self._streams.unsharding():
@@ -185,7 +183,7 @@ class ExtendedBuffer:
                 self._work = self._streams.settle(work)
 
     def finish(self) -> bool:
-        """Wait, and let the subclass put its parameter together. Returns whether the leaf is another object since."""
+        """Wait and let the subclass build its parameter. Returns whether the leaf is a new object."""
         if self._work is None:
             return False
         self._wait()
@@ -207,7 +205,7 @@ class ExtendedBuffer:
         return is_first
 
     def _make(self, views: tuple[Tensor, ...]) -> None:
-        """Let the subclass make its parameter, and cut off what chunks were padded with."""
+        """Let the subclass build its parameter, and cut off the padding."""
         made, self._inner = self._put_together(views, self._metadata, self._dtype)
         (spec,), (dim,) = self._store.layout.params, self._store.layout.shard_dims
         if made.shape[dim] != spec.shape[dim]:
@@ -225,8 +223,8 @@ class ExtendedBuffer:
             tensor.untyped_storage().resize_(num_bytes)
 
     def free(self) -> None:
-        """Give the memory back."""
-        with suppress(CollectiveError):  # who waited for it has been told
+        """Free the memory."""
+        with suppress(CollectiveError):  # already raised where it was waited for
             self._wait()
         self._landing, self._sent = None, []
         for tensor, _ in self._num_bytes:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class FullGrads:
-    """What autograd has delivered in this backward, and what earlier ones left that reduced nothing (R15)."""
+    """Unsharded gradients of this backward, and of earlier backwards that did not reduce (R15)."""
 
     def __init__(self, leaves: Sequence[nn.Parameter]) -> None:
         """
@@ -17,20 +17,20 @@ class FullGrads:
         self._leaves = leaves
         self._arrived: list[Tensor | None] = [None] * len(leaves)
         self._have_arrived = False
-        # None as long as there are none, as a rule.
+        # Usually None.
         self._earlier: list[Tensor | None] | None = None
 
     def add(self, indices: Sequence[int], grads: Iterable[Tensor | None]) -> None:
-        """Take the gradients of one use of the unit, of the leaves of these indices."""
+        """Accumulate the gradients of the leaves with these indices, from one use of the unit."""
         for i, grad in zip(indices, grads, strict=True):
             if grad is not None:
                 self._have_arrived = True
-                # Out of place: the tensor that came may be another node's gradient as well.
+                # Out of place because autograd may share the tensor with another node.
                 before = self._arrived[i]
                 self._arrived[i] = grad if before is None else before + grad
 
     def keep(self, dtypes: Callable[[], Sequence[torch.dtype]]) -> None:
-        """Another backward begins: add up what the last one delivered and what earlier ones left, in these dtypes."""
+        """Begin another backward: add the gradients of the last one to those of earlier ones, in these dtypes."""
         if self._have_arrived:
             earlier = self._earlier or [None] * len(self._arrived)
             self._earlier = [
@@ -41,28 +41,28 @@ class FullGrads:
 
     @property
     def any(self) -> bool:
-        """Whether there are some."""
+        """Whether there are any gradients."""
         if self._have_arrived or self._earlier is not None:
             return True
         return any(leaf.grad is not None for leaf in self._leaves)
 
     def take(self) -> list[Tensor | None]:
-        """The sum for each leaf, None where there is nothing. They are forgotten here."""
+        """Return and clear the sum for each leaf; None without a gradient."""
         found = self._arrived
         if self._earlier is not None:
-            # What came in this backward alone is in the dtype of compute, and they are collected in one dtype.
+            # Gradients of this backward are in the compute dtype.
             dtype = next((grad.dtype for grad in self._earlier if grad is not None), None)
             sums = [_sum(a, b) for a, b in zip(self._earlier, found, strict=True)]
             found = [None if grad is None else grad.to(dtype) for grad in sums]
         for i, leaf in enumerate(self._leaves):
-            # Where the user took it from `parameters()` while it was registered it has a gradient of its own.
+            # A leaf that the user got from `parameters()` while it was registered may have its own gradient.
             if leaf.grad is not None:
                 found[i] = _sum(found[i], leaf.grad)
         self.drop()
         return found
 
     def drop(self) -> None:
-        """Forget them."""
+        """Discard all gradients."""
         self._forget_arrived()
         self._earlier = None
         for leaf in self._leaves:
@@ -74,10 +74,10 @@ class FullGrads:
         self._have_arrived = False
 
     def move_to(self, leaves: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]) -> "FullGrads":
-        """The same for other leaves, which took the place of these: elsewhere, or of other dtypes.
+        """The gradients for replacement leaves on another device or with other dtypes.
 
         Args:
-            dtypes: in which what earlier backwards left is kept.
+            dtypes: the dtypes of gradients from earlier backwards.
         """
         moved = FullGrads(leaves)
         moved._arrived = [_moved(grad, leaf, leaf.dtype) for grad, leaf in zip(self._arrived, leaves, strict=True)]

@@ -14,19 +14,19 @@ from torch_backend.ranks._collectives import Communicator, Work
 
 
 class GatherBuffer:
-    """Full parameters, allocated while a unit is unsharded and freed otherwise.
+    """The unsharded parameters of a bucket, allocated while its unit is unsharded.
 
-    [Note: leaves that alias] Autograd sees `leaves`: one nn.Parameter an original parameter, alive as long as the unit,
-    whose storage is a part of `full`. Freeing resizes that storage to 0 bytes and gathering resizes it back, so that graphs
-    which saved a leaf in forward read the values that are gathered again for backward.
+    [Note: leaves that alias] Autograd sees `leaves`: one nn.Parameter per original parameter, with the lifetime of the unit,
+    whose storage is a part of `full`. Freeing resizes the storage to 0 bytes and an all-gather resizes it back, so that graphs
+    that saved a leaf in forward read the values that are all-gathered again for backward.
 
-    [Note: version counters] A tensor saved by autograd remembers its version, and an in-place write raises it. A gather must
-    not: it restores the values that were saved. Each leaf is therefore made from a `.data` of its own, which aliases
-    the storage but not the version counter, and the gather writes through `full` and what is in `_places`. A user's in-place
-    write to a leaf still counts.
+    [Note: version counters] Autograd saves the version of a tensor, and an in-place write increments it. An all-gather must not
+    increment it because it restores the saved values. So each leaf is made from its own `.data`, which aliases the storage but
+    not the version counter, and the all-gather writes through `full` and `_places`. A user's in-place write to a leaf still
+    increments it.
 
-    [Note: the shard itself] Where a line is not sharded, cast or moved, the shard is the full parameters. Then `full` is
-    the shard's own buffer, nothing is ever gathered or freed, and whatever is written persists (R14, R20).
+    [Note: the shard itself] If a flat layout is not sharded, cast or moved, the shard equals the unsharded parameters. Then
+    `full` is the shard's buffer, nothing is all-gathered or freed, and all writes persist (R14, R20).
 
     Attributes:
         full: shape (unsharded_numel,), on the device and in the dtype of compute.
@@ -46,7 +46,7 @@ class GatherBuffer:
     ) -> None:
         """
         Args:
-            shard: what will be gathered.
+            shard: the store whose shards are all-gathered.
             limited: see `limit_all_gathers` in [Note: streams].
         """
         self.layout = layout
@@ -73,7 +73,7 @@ class GatherBuffer:
         """Allocate and issue the all-gather; the leaves may be read after `finish`.
 
         Args:
-            layout: of the shard, if it is that of a smaller group (R08).
+            layout: the layout of the shard, if it is of a smaller group (R08).
         """
         if self.is_shard:
             return
@@ -82,7 +82,7 @@ class GatherBuffer:
         with self._streams.unsharding():
             shard = shard.detach()
             if (self._converts and shard.dtype != self.full.dtype) or shard.device != self.full.device:
-                # Moved first: a copy that casts as well is cast by the host, which waits for it.
+                # Moved before the cast because a copy that also casts blocks the host.
                 shard = shard.to(self.full.device, non_blocking=True).to(self.full.dtype)
             self._sent = shard
             if layout.contiguous:
@@ -97,7 +97,7 @@ class GatherBuffer:
             self._work = self._streams.settle(communicator.all_gather(gathered, shard, unit=unit, phase=phase))
 
     def finish(self) -> bool:
-        """Wait for the all-gather and put every parameter in its place. Returns whether other leaves are in use since: never."""
+        """Wait for the all-gather and copy each parameter out. Returns whether leaves are new objects: always False."""
         self._wait()
         if self._landing is not None:
             self.full.untyped_storage().resize_(self._num_bytes)
@@ -124,10 +124,10 @@ class GatherBuffer:
             self._sent = None
 
     def free(self) -> None:
-        """Give the memory back. The leaves keep their shapes and hold nothing."""
+        """Free the memory. The leaves keep their shapes."""
         if self.is_shard:
             return
-        with suppress(CollectiveError):  # who waited for it has been told
+        with suppress(CollectiveError):  # already raised where it was waited for
             self._wait()
         self._landing = self._sent = None
         self._streams.before_free(self.full, limited=self._limited)
@@ -138,7 +138,7 @@ class GatherBuffer:
             self._replace()
 
     def _replace(self) -> None:
-        """Leave the memory to a numpy array that the user made of a leaf, which pins it, and go on with other memory."""
+        """Abandon memory that is pinned by a user's numpy array of a leaf, and use new memory from now on."""
         self.full = torch.empty_like(self.full)
         for leaf, view in zip(self.leaves, self.views(), strict=True):
             leaf.data = view
@@ -146,24 +146,25 @@ class GatherBuffer:
         self.full.untyped_storage().resize_(0)
 
     def views(self) -> list[Tensor]:
-        """Each parameter in `full`, with a version counter of its own."""
+        """A view of each parameter in `full`, with its own version counter."""
         return views_of(self.layout, self.full)
 
 
 class _Places:
-    """Where the columns of a gathered buffer are copied out to.
+    """The copy-out of a gathered buffer's columns.
 
     Attributes:
-        widths: of the columns.
-        targets: (world_size, width) each; where a parameter is cut on a dim above 0, in rows: (world_size, num_rows, run).
-        on_dim_0: whether all are of the first kind.
+        widths: widths of the columns.
+        targets: destination of each column, of shape (world_size, width), or (world_size, num_rows, run) for a parameter sharded
+            on a dim above 0.
+        on_dim_0: whether all parameters are sharded on dim 0.
     """
 
     def __init__(self, full: Tensor, at: Layout, layout: Layout) -> None:
         """
         Args:
-            full: memory of the unsharded parameters, laid out by `at`.
-            layout: of the shards; over the ranks of `at`, or over a number that divides theirs, which needs no more room.
+            full: memory of the unsharded parameters, with the layout `at`.
+            layout: of the shards, over the ranks of `at` or a divisor of their number, which needs no more memory.
         """
         size, columns = layout.world_size, layout.columns
         self.widths = [column.width for column in columns]
@@ -175,8 +176,7 @@ class _Places:
 
 
 def rows_of(param: Tensor, shape: tuple[int, ...], column: Column, size: int) -> Tensor:
-    """A parameter's contiguous memory as what each of `size` ranks has of it: (size, width), or where it is cut on a dim above
-    0, (size, num_rows, run)."""
+    """View a parameter's contiguous memory by rank: (size, width), or (size, num_rows, run) if it is sharded on a dim above 0."""
     if column.dim == 0:
         return param.view(size, column.width)
     num_rows = math.prod(shape[: column.dim])
@@ -185,7 +185,7 @@ def rows_of(param: Tensor, shape: tuple[int, ...], column: Column, size: int) ->
 
 
 def views_of(layout: Layout, full: Tensor) -> list[Tensor]:
-    """Each parameter in a buffer of `unsharded_numel` elements, in its shape, with a version counter of its own."""
+    """View each parameter in a buffer of `unsharded_numel` elements, with its own version counter."""
     return [
         full.data[start : start + spec.numel].view(spec.shape)
         for spec, start in zip(layout.params, layout.offsets, strict=True)

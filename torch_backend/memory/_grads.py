@@ -18,19 +18,18 @@ from torch_backend.memory._streams import Streams
 from torch_backend.ranks._collectives import UnitMesh
 from torch_backend.ranks._comm_hook import CommHook
 
-# The same by way of torch.ops takes thrice as long to call.
+# Calling it through torch.ops takes three times as long.
 _chunk_cat: Callable[..., Tensor] = torch._chunk_cat  # type: ignore[attr-defined]
 
 
 @dataclass
 class ReductionChoices:
-    """What a user changed in how the gradients of a bucket are reduced; between steps it may be changed again.
+    """The user's options for reducing the gradients of a bucket, which may change between steps.
 
     Attributes:
-        divide_factor: instead of the number of ranks (R27).
+        divide_factor: divisor instead of the number of ranks (R27).
         sum_only: whether all division follows the collectives.
-        all_reduce_hook: called with this rank's reduced gradient, 1-D, after the last collective and before the division
-            that may follow, unless the collectives are said to average.
+        all_reduce_hook: called with this rank's 1-D reduced gradient after the last collective and before a remaining division.
     """
 
     divide_factor: float | None = None
@@ -39,12 +38,11 @@ class ReductionChoices:
 
 
 class GradStore:
-    """The gradients of one bucket on their way, through the steps that the core lists (R26, R28, R33).
+    """The reduction of one bucket's gradients, in the steps that the core lists (R26, R28, R33).
 
     Attributes:
-        arrived: this rank's reduced gradient, of shape (padded_shard_numel,), in the dtype that is kept, once `advance` has
-            come to its end.
-        partial: what earlier microbatches left, summed over the shard group and not yet over the replicas (R28).
+        arrived: this rank's reduced gradient, of shape (padded_shard_numel,), once `advance` has finished.
+        partial: the gradients of earlier microbatches, summed over the shard group but not over the replicas (R28).
     """
 
     def __init__(
@@ -78,12 +76,11 @@ class GradStore:
         hook: CommHook | None,
         all_reduce: bool = True,
     ) -> None:
-        """Issue the first collective of the reduction of this rank's full gradients, in the layout's order; None counts as zeros
-        (R29).
+        """Issue the first collective of the reduction of unsharded gradients, in the layout's order; None means zeros (R29).
 
         Args:
-            layout: of what travels, the core's `reduced_layout`; these are the gradients of its parameters.
-            all_reduce: False leaves the sum over the replicas to a later reduction.
+            layout: the core's `reduced_layout`, whose parameters have these gradients.
+            all_reduce: whether to also sum over the replicas; if not, a later reduction does.
         """
         self._streams.before_collect()
         full = self._collect(grads, layout, cast=hook is None or not hook.casts)
@@ -96,7 +93,7 @@ class GradStore:
         self._streams.reduction_read()
 
     def advance(self) -> bool:
-        """Wait for the collective in flight and issue the next. Returns whether the reduction is over."""
+        """Wait for the pending collective and issue the next one. Returns whether the reduction has finished."""
         if self._under_way is not None:
             with self._streams.reducing():
                 try:
@@ -106,17 +103,17 @@ class GradStore:
         return self._under_way is None
 
     def take(self) -> Tensor:
-        """The reduced gradient, which is forgotten here."""
+        """Return and clear the reduced gradient."""
         assert self.arrived is not None
         shard, self.arrived = self.arrived, None
         return shard
 
     def abandon(self) -> None:
-        """Let go of a reduction that failed, and of what earlier ones left for it."""
+        """Discard a failed reduction and partial sums of earlier ones."""
         self._under_way = self.arrived = self.partial = None
 
     def _reduce(self, value: Tensor, layout: Layout, unit: str, steps: Sequence[ReductionStep]) -> Iterator[None]:
-        """Execute the core's steps. Yields after issuing each collective, so that the host may do something else meanwhile."""
+        """Execute the core's steps. Yields after issuing each collective, so that the host can continue."""
         factors, choices = self._factors, self._choices
         if choices.divide_factor is not None or choices.sum_only:
             factors = factors_of(
@@ -125,7 +122,7 @@ class GradStore:
         for this in steps:
             match this:
                 case ReductionStep.CAST_TO_REDUCED:
-                    value = value.to(self._reduced)  # no copy: `_collect` has cast while it copied
+                    value = value.to(self._reduced)  # no copy: `_collect` already cast
                 case ReductionStep.DIVIDE_BEFORE:
                     _divide(value, factors.before)
                 case ReductionStep.REDUCE_SCATTER:
@@ -172,20 +169,19 @@ class GradStore:
         yield
 
     def _collect(self, grads: Sequence[Tensor | None], layout: Layout, *, cast: bool) -> Tensor:
-        """One buffer of gathered_numel elements, laid out like the gathered parameters, zero wherever there is no
-        gradient."""
+        """A buffer of gathered_numel elements with the layout of the gathered parameters, zero without a gradient."""
         some = next(grad for grad in grads if grad is not None)
         dtype, zeros = self._reduced if cast else some.dtype, some.new_zeros
         if isinstance(layout, PerParamLayout):
             full = self._mesh.reducing.allocate_reduced(layout.gathered_numel, some, dtype)
             table = full.view(layout.world_size, layout.padded_shard_numel)
-            # What has no elements has no column, and _chunk_cat refuses it.
+            # Parameters without elements have no column, and _chunk_cat rejects them.
             filled = layout.filled
             present = [zeros(layout.params[i].shape) if grads[i] is None else grads[i] for i in filled]
             if not present:
                 pass
             elif layout.on_dim_0:
-                _chunk_cat(present, 0, layout.world_size, out=table)  # casts on the way
+                _chunk_cat(present, 0, layout.world_size, out=table)  # also casts
             else:
                 for i, grad in zip(filled, present, strict=True):
                     column = layout.columns[i]

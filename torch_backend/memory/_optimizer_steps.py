@@ -1,7 +1,7 @@
 """A rank-consistent count of optimizer steps, used to detect stale unsharded parameters.
 
-Not whether this rank's shard was written: a rank without elements never sees that. And not any optimizer's step: one that a rank
-has by itself, for a model of its own, says nothing of this one.
+Detecting writes to this rank's shard would not be rank-consistent, as a rank may have no elements. Only optimizers with
+parameters of the unit are counted, because a rank may have other optimizers.
 """
 
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ _PARTITIONING = "ZeroRedundancyOptimizer"
 
 
 def count_steps(params: Iterable[nn.Parameter], steps: StepCount) -> None:
-    """Count in `steps`, from now on, each step of an optimizer that holds any of `params`."""
+    """From now on, count in `steps` each step of an optimizer with any of `params`."""
     for param in params:
         setattr(param, _ATTRIBUTE, steps)
 
 
 def count_like(param: nn.Parameter, other: nn.Parameter) -> None:
-    """Count steps of `param`, which takes the place of `other`, as those of that."""
+    """Count the steps of `param`, which replaces `other`, in the same counters."""
     if hasattr(other, _ATTRIBUTE):
         setattr(param, _ATTRIBUTE, getattr(other, _ATTRIBUTE))
 

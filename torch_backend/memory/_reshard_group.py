@@ -12,20 +12,20 @@ from torch_backend.ranks._collectives import Communicator
 
 
 class GroupShard:
-    """This rank's part of the full parameters, over the ranks of a smaller group, in the dtype of compute.
+    """This rank's shard of the unsharded parameters over the reshard group, in the compute dtype.
 
     Attributes:
-        layout: over the smaller group, the core's `post_forward`.
-        communicator: between its ranks.
-        mesh: all ranks as (replicate, shard), the shard axis of that size.
-        buffer: shape (padded_shard_numel,); None: not held now.
-        pieces: per parameter, what this rank holds, 1-D, as views of the buffer; none where the layout is one line.
+        layout: over the reshard group, the core's `post_forward`.
+        communicator: of the reshard group.
+        mesh: all ranks as (replicate, shard), with the group's size as the shard axis.
+        buffer: shape (padded_shard_numel,), or None while there is none.
+        pieces: 1-D view of the buffer for each parameter; empty for a flat layout.
     """
 
     def __init__(self, layout: Layout, communicator: Communicator, mesh: DeviceMesh) -> None:
         """
         Args:
-            layout: of the bucket, over all ranks of its shard group.
+            layout: the bucket's layout over all ranks of its shard group.
         """
         self.communicator, self.mesh = communicator, mesh
         self.layout = post_forward(layout, communicator.size)
@@ -33,11 +33,11 @@ class GroupShard:
         self.pieces: list[Tensor] = []
 
     def take(self, full: Tensor, views: Sequence[Tensor]) -> None:
-        """Keep this rank's part.
+        """Copy this rank's shard.
 
         Args:
-            full: shape (unsharded_numel,).
-            views: each parameter in it.
+            full: the unsharded parameters, of shape (unsharded_numel,).
+            views: a view of each parameter in `full`.
         """
         with torch.no_grad():
             if self.layout.contiguous:
@@ -48,7 +48,7 @@ class GroupShard:
                 self.buffer, self.pieces = store.buffer, store.pieces
 
     def give(self) -> Tensor:
-        """The part, which is no longer held here."""
+        """Return and clear the shard."""
         assert self.buffer is not None
         buffer, self.buffer, self.pieces = self.buffer, None, []
         return buffer

@@ -16,13 +16,12 @@ from torch_backend.memory._streams import Streams
 
 
 class ShardStore:
-    """One rank's shard: the all-gather sends this buffer as it stands, the optimizer writes into it.
+    """One rank's shard, which is the input of the all-gather and which the optimizer updates.
 
     Attributes:
-        rank: this rank's place among the shards.
-        buffer: shape (padded_shard_numel,), padding filled as the layout says (R05).
-        pieces: for each parameter of the layout the elements that this rank holds, 1-D, as views of the buffer; empty
-            where it holds none.
+        rank: this rank's index in the shard group.
+        buffer: shape (padded_shard_numel,), with the layout's padding (R05).
+        pieces: for each parameter, a 1-D view of the elements that this rank owns, possibly empty.
     """
 
     def __init__(
@@ -36,9 +35,9 @@ class ShardStore:
     ) -> None:
         """
         Args:
-            full: every parameter in full, in the layout's order.
-            device: where the shard shall live; where the parameters are if None.
-            pinned: in memory from which it is copied to an accelerator without the host waiting.
+            full: the full parameters, in the layout's order.
+            device: the device of the shard. None: that of the parameters.
+            pinned: use pinned memory, from which copies to an accelerator do not block the host.
         """
         self.layout, self.rank = layout, rank
         self._cuts = cuts_of(layout, rank)
@@ -51,7 +50,7 @@ class ShardStore:
             self.write(full)
 
     def cut(self) -> None:
-        """Make `pieces` anew, once `buffer` is another."""
+        """Recreate `pieces` after `buffer` was replaced."""
         self.pieces = self.split(self.buffer)
 
     def holds(self, i: int, local: Tensor) -> bool:
@@ -60,14 +59,14 @@ class ShardStore:
         return local.data_ptr() == piece.data_ptr() or not piece.numel()
 
     def check_extended(self, i: int) -> None:
-        """The shard of parameter i says itself what is gathered of it: raise UnsupportedError, since it was not sharded so."""
+        """Raise UnsupportedError because parameter i became an extension after it was sharded as a plain tensor."""
         raise UnsupportedError(
             f"parameter {self.layout.params[i].name!r}, rank {self.rank}: its local tensor has got a method fsdp_pre_all_gather "
             "since it was sharded; make the parameter a tensor subclass with that method before fully_shard"
         )
 
     def take(self, i: int, value: Tensor, shape: tuple[int, ...]) -> None:
-        """Take over what a user put in the place of piece i, which has this shape (R25).
+        """Copy the user's replacement of piece i, which has this shape (R25).
 
         Raises:
             ParamError: another shape, dtype or device.
@@ -77,16 +76,16 @@ class ShardStore:
     def gather_buffer(
         self, dtype: torch.dtype, device: torch.device, streams: Streams, *, limited: bool
     ) -> GatherBuffer:
-        """Memory for the full parameters, in the dtype and on the device of compute."""
+        """Create the memory of the unsharded parameters, in the compute dtype and on the compute device."""
         return GatherBuffer(self.layout, dtype, device, streams, shard=self.buffer, limited=limited)
 
     def write(self, full: Sequence[Tensor]) -> None:
-        """Take over this rank's slices of full parameters, in the layout's order (R20).
+        """Copy this rank's slices of the full parameters, in the layout's order (R20).
 
         Raises:
             ParamError: a parameter of another shape.
         """
-        # All of them first, whether a piece lies here or not: a refusal changes nothing, and every rank refuses alike.
+        # Check all parameters first, owned or not, so that an error changes nothing and occurs on all ranks.
         for spec, value in zip(self.layout.params, full, strict=True):
             check_full(spec, tuple(value.shape))
         with torch.no_grad():
@@ -94,7 +93,7 @@ class ShardStore:
                 self._copy(i, place, full[i])
 
     def write_one(self, i: int, full: Tensor) -> None:
-        """Take over this rank's slice of one parameter."""
+        """Copy this rank's slice of one parameter."""
         with torch.no_grad():
             for at, place in self._cuts.copies:
                 if at == i:
@@ -102,11 +101,11 @@ class ShardStore:
 
     def _copy(self, i: int, place: Piece, full: Tensor) -> None:
         piece, value = self.pieces[i], _elements(full, place)
-        if value.data_ptr() != piece.data_ptr():  # where nothing is sharded it may be the piece itself
+        if value.data_ptr() != piece.data_ptr():  # without sharding, it may be the piece itself
             (piece if place.num_runs == 1 else piece.view(value.shape)).copy_(value)
 
     def slices(self, full: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Of full tensors, one a parameter, what lies where this rank's pieces do, 1-D; None where there is none or no piece."""
+        """This rank's 1-D slice of each full tensor; None if the tensor is None or the rank owns none of it."""
         found: list[Tensor | None] = [None] * len(full)
         for i, place in self._cuts.copies:
             value = full[i]
@@ -115,22 +114,22 @@ class ShardStore:
         return found
 
     def split(self, shard: Tensor) -> list[Tensor]:
-        """The pieces of another buffer laid out like this shard (a sharded gradient), one a parameter, as views."""
+        """View each parameter's piece in another buffer with this layout, such as a sharded gradient."""
         return self._cuts.split(shard)
 
     def join(self, pieces: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
-        """The inverse of `split`: a buffer with these pieces, by index of the parameter, and zeros elsewhere."""
+        """The inverse of `split`: a buffer with these pieces (by parameter index), zero elsewhere."""
         return self._cuts.join(pieces, torch.zeros_like(self.buffer, dtype=dtype))
 
 
 @dataclass(frozen=True)
 class _Cuts:
-    """A rank's shard in pieces and gaps, with an empty part at its end.
+    """The division of a rank's shard into pieces and padding, with an empty part at its end.
 
     Attributes:
-        copies: for each piece the index of its parameter, and where it lies.
-        padding: the gaps.
-        widths, places: how wide each part is, and which of them is which parameter's piece.
+        copies: the parameter index and range of each piece.
+        padding: the ranges of padding.
+        widths, places: the width of each part, and the part of each parameter.
     """
 
     copies: Sequence[tuple[int, Piece]]
@@ -139,12 +138,12 @@ class _Cuts:
     places: Sequence[int]
 
     def split(self, line: Tensor) -> list[Tensor]:
-        """The pieces of a buffer laid out like the shard, one a parameter, as views."""
+        """View each parameter's piece in a buffer with this layout."""
         parts = torch.split_with_sizes(line, self.widths)
         return [parts[at] for at in self.places]
 
     def join(self, pieces: Mapping[int, Tensor], line: Tensor) -> Tensor:
-        """The buffer, with these pieces by index of the parameter copied into it."""
+        """Copy these pieces (by parameter index) into the buffer and return it."""
         parts = self.split(line)
         for i, piece in pieces.items():
             parts[i].copy_(piece.detach().reshape(-1))
@@ -167,7 +166,7 @@ def cuts_of(layout: Layout, rank: int) -> _Cuts:
 
 
 def _elements(full: Tensor, piece: Piece) -> Tensor:
-    """What a piece holds of a full parameter, as a view: 1-D, or (num_runs, run_numel)."""
+    """View the elements of a piece in a full parameter: 1-D, or (num_runs, run_numel)."""
     line = full.reshape(-1)
     if piece.num_runs == 1:
         return line[piece.param_start : piece.param_stop]

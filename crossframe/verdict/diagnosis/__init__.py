@@ -1,8 +1,7 @@
-"""What a difference looks like: hypotheses that predict one side from what was recorded, and the one that fits.
+"""Diagnoses a difference with hypotheses that predict one side from recorded values.
 
-One file a family: `factors`, `moved`, `reduction`, `tied`, `forward`, `rules` with `update_deviations` and `moments`, and
-`batches` know numbers alone; `of_values`, `of_ranks`, `of_modules` and `of_optimizer` put to them what two recordings hold
-(`case`). When a fit is accepted, and which one is reported: `fit`.
+The `*_hypotheses` modules read recorded values from a `Case` and pass them to the numerical modules `*_fits`, `*_deviations`,
+`batches`, `optimizer_rules` and `tied_weights`. `fit` defines when a hypothesis is accepted and which one is reported.
 """
 
 from crossframe.verdict.diagnosis.diagnose import (

@@ -1,4 +1,4 @@
-"""What two runs were fed instead of the same."""
+"""Describes how the batches of two runs differ."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,40 +7,40 @@ from dataclasses import dataclass
 from crossframe.recording import Batch, Recording
 
 Fed = list[list[Batch]]
-"""By step and rank."""
+"""Batches by step and rank."""
 
 
 def fed_to(recording: Recording, num_steps: int) -> Fed:
-    """What the ranks of a recording were fed at its first steps."""
+    """The batches of a recording's first steps."""
     world = range(recording.manifest.world_size)
     return [[recording.batch(step, rank) for rank in world] for step in range(num_steps)]
 
 
 @dataclass(frozen=True)
 class Other:
-    """The first step at which two runs were fed otherwise, and in what way.
+    """The first step at which batches differ, and how.
 
     Attributes:
-        same_samples: whether each rank was fed the same samples in the same order, with other values.
+        same_samples: whether each rank has the same samples in the same order with different values.
     """
 
     step: int
-    said: str
+    text: str
     same_samples: bool = False
 
 
 def batch_difference(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
-    """How the batches of two runs differ, by digests and sample ids; None where they do not.
+    """The first difference between batches, by digests and sample ids; None if there is none.
 
     Args:
-        names: what the runs are called.
+        names: names of the two runs.
     """
     step = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not _same(x, y)), None)
     if step is None:
         return None
     for tell in (_own_contents, _own_order, _other_ranks, _repeated, _order, _shifted):
-        if said := tell(a, b, step, names):
-            return Other(step, said, same_samples=tell is _own_contents)
+        if text := tell(a, b, step, names):
+            return Other(step, text, same_samples=tell is _own_contents)
     return Other(step, _other_samples(a, b, step, names))
 
 
@@ -57,14 +57,14 @@ def _own_contents(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | No
     if len(x) != len(y) or any(p.sample_ids != q.sample_ids for p, q in zip(x, y, strict=True)):
         return None
     ranks = [rank for rank, (p, q) in enumerate(zip(x, y, strict=True)) if p.digest != q.digest]
-    return f"ranks {ranks} were fed the same samples in the same order, but with other values"
+    return f"ranks {ranks} received the same samples in the same order, but with different values"
 
 
 def _own_order(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
     x, y = a[step], b[step]
     if len(x) == len(y) and all(Counter(p.sample_ids) == Counter(q.sample_ids) for p, q in zip(x, y, strict=True)):
         ranks = [rank for rank, (p, q) in enumerate(zip(x, y, strict=True)) if p.sample_ids != q.sample_ids]
-        return f"ranks {ranks} were fed the same samples in another order"
+        return f"ranks {ranks} received the same samples in a different order"
     return None
 
 
@@ -76,21 +76,23 @@ def _other_ranks(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | Non
     if None in came_from:
         return None
     if len(set(came_from)) < len(y):
-        return f"the ranks of {names[1]} were fed what ranks {came_from} of {names[0]} were: some twice, and some never"
-    return f"the ranks of {names[1]} were fed what ranks {came_from} of {names[0]} were"
+        return (
+            f"the ranks of {names[1]} received the batches of ranks {came_from} of {names[0]}: some twice, some never"
+        )
+    return f"the ranks of {names[1]} received the batches of ranks {came_from} of {names[0]}"
 
 
 def _repeated(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
     for fed, name, other in ((a, names[0], b), (b, names[1], a)):
         twice = [i for i, times in _samples(fed[step]).items() if times > 1]
         if twice and not any(times > 1 for times in _samples(other[step]).values()):
-            return f"in {name} {len(twice)} samples were fed more than once in the step, to one rank or to several"
+            return f"in {name} {len(twice)} samples were used more than once in the step"
     return None
 
 
 def _order(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
     if _samples(a[step]) == _samples(b[step]):
-        return "all ranks together were fed the same samples, but other ranks had them"
+        return "all ranks together received the same samples, distributed differently"
     return None
 
 
@@ -104,7 +106,7 @@ def _shifted(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
             steps = f"{abs(by)} step{'s' if abs(by) > 1 else ''}"
             return f"{names[1]} is {steps} {'ahead of' if by > 0 else 'behind'} {names[0]} in the data"
     every = [sum((_samples(batches) for batches in fed), Counter()) for fed in (a, b)]
-    return "all steps together were fed the same samples, in another order" if every[0] == every[1] else None
+    return "all steps together used the same samples in a different order" if every[0] == every[1] else None
 
 
 def _other_samples(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What a hypothesis may look at: one difference, and all that both recordings hold."""
+"""The input of a hypothesis: one differing quantity, and access to both recordings."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ At = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class Case:
-    """One quantity in which two recordings differ, with one of them taken to be right.
+    """A differing quantity, with one recording assumed to be right.
 
     Attributes:
-        right, wrong: the recordings. The same twice, where one contradicts itself: then the shards are right.
-        names: what they are called.
-        replicas: which copy of the model the quantity is of, in each.
-        limit: the largest norm(right - wrong) that rounding may leave.
-        start, stop: which elements are looked at; None: all.
+        right, wrong: the recordings; the same twice for a check within one recording, where the shards are right.
+        names: their names.
+        replicas: the replica of the quantity in each.
+        limit: the bound on norm(right - wrong) due to rounding.
+        start, stop: the range of elements to explain; None for all.
     """
 
     quantity: Quantity
@@ -44,42 +44,40 @@ class Case:
 
     @property
     def step(self) -> int:
-        """At which step."""
         return self.quantity.step
 
     @property
     def phase(self) -> str:
-        """In which phase."""
         return self.quantity.phase
 
     @property
     def name(self) -> str:
-        """Of which parameter; "" of none."""
+        """The parameter; "" if there is none."""
         return self.quantity.parameter
 
     @property
     def whole(self) -> bool:
-        """Whether all elements are looked at, and are there."""
+        """Whether all elements are to be explained and were recorded."""
         return self.start is None and not self.quantity.sketched
 
     @cached_property
     def both(self) -> Contrast:
-        """Both sides, all elements."""
+        """All elements of both sides."""
         a, b = (self.quantity.b, self.quantity.a) if self.swapped else (self.quantity.a, self.quantity.b)
         return Contrast.of(a, b, self.limit)
 
     @cached_property
     def sides(self) -> Contrast:
-        """Both sides, of the elements that are looked at."""
+        """The elements to explain of both sides."""
         return self.both if self.start is None or self.stop is None else self.both.within(self.start, self.stop)
 
     def cut(self, array: np.ndarray) -> np.ndarray:
-        """The elements that are looked at, in float64."""
+        """The elements to explain, in float64."""
         array = np.asarray(array, np.float64)
         return array if self.start is None else array.reshape(-1)[self.start : self.stop]
 
     def swap(self) -> "Case":
-        """The other recording taken to be right."""
+        """The case with the other recording assumed to be right."""
         return replace(
             self,
             right=self.wrong,
@@ -90,29 +88,29 @@ class Case:
         )
 
     def within(self, start: int, stop: int) -> "Case":
-        """The same of a range of elements."""
+        """The case for a range of elements."""
         return replace(self, start=start, stop=stop)
 
     def replica_of(self, recording: Recording) -> int:
-        """Which of its copies of the model."""
+        """The replica of the quantity in a recording."""
         return self.replicas[0 if recording is self.right else 1]
 
-    # What the recordings hold. None where that was not recorded, or is there as a sketch and elements are needed.
+    # Recorded values; None if not recorded, or if only a sketch was recorded and elements are needed.
 
     def read(self, recording: Recording, phase: str, step: int, name: str, slot: str = "") -> np.ndarray | None:
-        """A parameter, or what has its shape, put together from shards: elements, or sums where sketches are compared."""
+        """A parameter, gradient or optimizer state entry assembled from shards: elements, or sums if sketches are compared."""
         if step < 0 or step >= recording.num_steps or not recording.has(phase, step, name, use=slot):
             return None
         return self._values(name, assemble(recording, phase, step, name, slot, self.replica_of(recording)))
 
     def own(self, recording: Recording, phase: str, step: int, rank: int, name: str) -> np.ndarray | None:
-        """What one rank holds of a parameter in full."""
+        """A rank's own full tensor for a parameter."""
         if step < 0 or step >= recording.num_steps or not recording.has(phase, step, name, rank):
             return None
         return self._values(name, rank_values(recording, phase, step, rank, name))
 
     def activation(self, recording: Recording, step: int, at: At) -> np.ndarray | None:
-        """What a module was given or gave on the rank of the quantity."""
+        """The input or output of a module on the rank of the quantity."""
         rank = self.quantity.rank
         if rank is None or not 0 <= step < recording.num_steps or at not in recording.activations(step):
             return None
@@ -135,14 +133,13 @@ class Case:
         return seen if seen is not None else self.before(recording, self.step, name)
 
     def moment(self, recording: Recording, step: int, name: str, slot: str) -> np.ndarray | None:
-        """A slot of the optimizer's state behind a step; zeros ahead of the first."""
+        """An optimizer state entry after a step; zeros before the first step."""
         if step < 0:
             return np.zeros(recording.manifest.params[name].shape)
         return self.read(recording, STATE, step, name, slot)
 
     def local_grads(self, recording: Recording, name: str) -> list[np.ndarray] | None:
-        """Every rank's own gradient of a parameter at this step; zeros where a rank has none (R29). None too where some are not
-        finite: nothing can be made of their sum."""
+        """The local gradient of each rank at this step, zeros for a rank without one (R29); None if any is not finite."""
         ranks = range(recording.manifest.world_size)
         if self.step >= recording.num_steps or not recording.has(BACKWARD, self.step, name):
             return None
@@ -151,7 +148,7 @@ class Case:
         return grads if len(grads) == len(found) else None
 
     def earlier(self, *, same_shape: bool) -> Iterator[At]:
-        """The activations of this microbatch that forward met before this quantity, the nearest first."""
+        """The activations of this microbatch before this quantity in forward order, the nearest first."""
         order = self.right.activations(self.step)
         here = (self.quantity.microbatch, self.quantity.module, self.quantity.use)
         if here not in order or self.quantity.rank is None:
@@ -163,7 +160,7 @@ class Case:
                 yield at
 
     def elements_of(self, rank: int, name: str = "") -> np.ndarray:
-        """Which elements of the parameter, or of another one, a rank of the shard group holds, in the wrong recording."""
+        """The elements of a parameter that a rank of the shard group owns in the wrong recording."""
         manifest, name = self.wrong.manifest, name or self.name
         sharding = Sharding(manifest.units, manifest.mesh)
         found = sharding.find(name)
@@ -178,13 +175,13 @@ class Case:
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches the wrong recording adds up in a step, as far as it says."""
+        """The number of accumulated microbatches per step in the wrong recording, as far as stated or recorded."""
         stated = self.wrong.manifest.settings.get("accumulate") or 1
         return max(stated, 1 + max((at[0] for at in self.wrong.activations(self.step)), default=0))
 
     @property
     def reduce_roundoff(self) -> float:
-        """The unit roundoff of the dtype in which gradients should be reduced (R33); 0 where that is the one they are kept in."""
+        """The unit roundoff of the stated reduce dtype (R33); 0 if it is the dtype of the gradients."""
         runs = (self.right, self.wrong)
         stated = [r.manifest.settings.get("reduce_dtype") or r.manifest.settings.get("param_dtype") for r in runs]
         if self.right.manifest.dtype == self.wrong.manifest.dtype:
@@ -193,12 +190,12 @@ class Case:
 
     @property
     def compute_roundoff(self) -> float:
-        """The unit roundoff of the dtype in which forward computes."""
+        """The unit roundoff of the compute dtype."""
         return unit_roundoff(coarser(self.right.manifest.dtype, self.wrong.manifest.dtype))
 
 
 def case_of(pair: Pair, quantity: Quantity, limit: Callable[[Quantity], float]) -> Case:
-    """The quantity as a case, with the first recording taken to be right."""
+    """The case of a quantity, with the first recording assumed to be right."""
     recordings = {"": (pair.a, pair.b), "a": (pair.a, pair.a), "b": (pair.b, pair.b)}[quantity.within]
     names = labels(pair.a, pair.b)
     called = {"": names, "a": (names[0], names[0]), "b": (names[1], names[1])}[quantity.within]

@@ -1,4 +1,4 @@
-"""Hypotheses about what is counted, and how often: samples of ranks, microbatches, padding in the norm of the gradient."""
+"""Hypotheses about weights and counts: unequal numbers of samples, lost microbatches, padding in the gradient norm."""
 
 import math
 from collections.abc import Iterator
@@ -16,33 +16,36 @@ from crossframe.verdict.measure.values import assemble
 
 
 def uneven_weights(case: Case) -> Iterator[Fit]:
-    """Ranks have unequal numbers of samples: one side averages over samples, and the other over the means of ranks."""
+    """With unequal numbers of samples per rank, one side averages over samples and the other over ranks."""
     world = case.right.manifest.world_size
     counts = np.array([len(case.right.batch(case.step, rank).sample_ids) for rank in range(world)], float)
     if case.quantity.sketched or world != case.wrong.manifest.world_size or not counts.all() or np.ptp(counts) == 0:
         return
     shares = counts / counts.sum()
     fed = f"ranks have {', '.join(f'{count:g}' for count in counts)} samples"
-    said = f"{fed}: {case.names[0]} averages over samples, and {case.names[1]} over the means of ranks"
+    text = f"{fed}: {case.names[0]} averages over samples, {case.names[1]} averages the means of ranks"
     if case.phase == REDUCE and (grads := case.local_grads(case.wrong, case.name)) is not None:
         terms = np.array([case.cut(grad).reshape(-1) for grad in grads])
         error = sum_error(list(terms), max(case.sides.roundoff, case.reduce_roundoff)) + case.limit
         weighted, plain = shares @ terms, terms.mean(axis=0)
-        rest = distance(case.sides.wrong.reshape(-1), plain)
+        residual = distance(case.sides.wrong.reshape(-1), plain)
         fits = distance(case.sides.right.reshape(-1), weighted) <= error
-        if fits and accepted(rest, case.sides.difference, error):
-            yield Fit("uneven_weights", said, rest, error, Claim("uneven"))
+        if fits and accepted(residual, case.sides.difference, error):
+            yield Fit("uneven_weights", text, residual, error, Claim("uneven"))
     elif (sides := _of_all_ranks(case)) is not None:
-        # A rank's loss is multiplied by its share of samples, times the number of ranks, ahead of the backward.
-        rests = [distance(right, shares[rank] * world * wrong) for rank, (right, wrong) in enumerate(sides)]
+        # The right side multiplies a rank's loss by its share of samples times the number of ranks.
+        residuals = [distance(right, shares[rank] * world * wrong) for rank, (right, wrong) in enumerate(sides)]
         errors = [(case.limit + 4 * case.sides.roundoff * norm(right)) for right, _ in sides]
         whole = norm(np.array([distance(*each) for each in sides]))
-        if all(rest <= error for rest, error in zip(rests, errors, strict=True)) and 2 * norm(np.array(rests)) <= whole:
-            yield Fit("uneven_weights", said, max(rests), max(errors), Claim("uneven"))
+        if (
+            all(residual <= error for residual, error in zip(residuals, errors, strict=True))
+            and 2 * norm(np.array(residuals)) <= whole
+        ):
+            yield Fit("uneven_weights", text, max(residuals), max(errors), Claim("uneven"))
 
 
 def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
-    """Every rank's loss, or own gradient of the parameter, on both sides."""
+    """(right, wrong) loss or local gradient of each rank."""
     if case.phase == FORWARD and case.quantity.event == "loss" and case.quantity.rank is not None:
         rows = [recording.losses()[case.step] for recording in (case.right, case.wrong)]
         return [(np.array([x]), np.array([y])) for x, y in zip(*rows, strict=True)]
@@ -55,8 +58,11 @@ def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
 
 
 def lost_microbatch(case: Case) -> Iterator[Fit]:
-    """The gradients of one of several microbatches are lost. An embedding tells: rows that this microbatch alone looked up have
-    no gradient then, and rows that it did not look up have what they should have."""
+    """The gradients of one of several microbatches are lost.
+
+    An embedding shows this: rows that only this microbatch looked up have no gradient, and rows that it did not look up have the
+    correct one.
+    """
     if case.phase not in (BACKWARD, REDUCE) or case.quantity.sketched:
         return
     num = 1 + max((at[0] for at in case.right.activations(case.step)), default=0)
@@ -78,20 +84,24 @@ def lost_microbatch(case: Case) -> Iterator[Fit]:
             if not alone.any() or not never.any() or norm(wrong[alone]) or not norm(right[alone]):
                 continue
             limit = case.limit / max(norm(case.both.right), 1e-300) * norm(right)
-            for times, kept in ((1.0, "divided as ever"), (num / (num - 1), f"divided by {num - 1} instead of {num}")):
-                rest = distance(wrong[never], times * right[never])
-                if rest <= limit * times:
-                    rows = f"the {int(alone.sum())} rows of {name!r} that it alone looks up have none"
-                    said = (
+            for times, divisor in (
+                (1.0, f"divided by {num}"),
+                (num / (num - 1), f"divided by {num - 1} instead of {num}"),
+            ):
+                residual = distance(wrong[never], times * right[never])
+                if residual <= limit * times:
+                    rows = f"the {int(alone.sum())} rows of {name!r} that only it looks up have no gradient"
+                    text = (
                         f"in {case.names[1]} the gradients of microbatch {lost} of {num} are lost: {rows}, and the "
-                        f"{int(never.sum())} that it does not look up are right, {kept}"
+                        f"{int(never.sum())} rows that it does not look up are right, {divisor}"
                     )
-                    yield Fit("lost_microbatch", said, rest, limit * times, Claim("microbatch", lost))
+                    yield Fit("lost_microbatch", text, residual, limit * times, Claim("microbatch", lost))
                     return
 
 
 def _looked_up(case: Case, name: str, num: int) -> np.ndarray | None:
-    """Which rows of an embedding each microbatch looked up, bool of shape (microbatches, rows); None of another parameter."""
+    """Mask of shape (microbatches, rows) of the rows of an embedding that each microbatch looked up; None for other
+    parameters."""
     module, recording = name.rpartition(".")[0], case.right
     weight = case.before(recording, case.step, name)
     ranks = [case.quantity.rank] if case.quantity.rank is not None else range(recording.manifest.world_size)
@@ -114,7 +124,7 @@ def _looked_up(case: Case, name: str, num: int) -> np.ndarray | None:
 
 
 def _gradient_of(case: Case, recording: Recording, name: str) -> np.ndarray | None:
-    """The gradient of another parameter, of the same kind as the quantity."""
+    """The local or reduced gradient of another parameter, like the quantity."""
     if case.phase == REDUCE:
         return case.read(recording, REDUCE, case.step, name)
     assert case.quantity.rank is not None
@@ -122,10 +132,9 @@ def _gradient_of(case: Case, recording: Recording, name: str) -> np.ndarray | No
 
 
 def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
-    """The norm of the gradient counts padding that is not zero.
+    """The gradient norm includes nonzero padding.
 
-    At every recorded step its square exceeds that of the recorded gradients by the same, whatever these are, and this is known to
-    a hundredth at least.
+    At every recorded step, its square exceeds that of the recorded gradients by the same amount, known to at least 1 %.
     """
     if case.phase != NORM:
         return
@@ -145,11 +154,11 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
     if np.ptp(extras) > 2 * max(errors):
         return
     each = math.sqrt(float(np.mean(extras)) / padding)
-    said = (
-        f"the square of the norm in {case.names[1]} exceeds that of its own gradients by {np.mean(extras):.6g} at each of "
-        f"{len(extras)} steps, as with {padding} elements of padding of {each:.4g} each"
+    text = (
+        f"the squared norm in {case.names[1]} exceeds that of its own gradients by {np.mean(extras):.6g} at each of "
+        f"{len(extras)} steps, as with {padding} padding elements of {each:.4g} each"
     )
-    yield Fit("padding_counted", said, 0.0, case.limit, Claim("padding", each, each * max(errors) / min(extras)))
+    yield Fit("padding_counted", text, 0.0, case.limit, Claim("padding", each, each * max(errors) / min(extras)))
 
 
 ALL = (uneven_weights, lost_microbatch, padding_in_gradient_norm)

@@ -1,4 +1,4 @@
-"""Which hypothesis explains the first difference of two recordings."""
+"""Finds the hypothesis that explains the first difference of two recordings."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,11 +33,11 @@ Limit = Callable[[Quantity], float]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a difference looks like.
+    """The accepted hypothesis for a difference.
 
     Attributes:
         signature: one of `crossframe.verdict.diagnosis.SIGNATURES`.
-        evidence: a sentence with the numbers that speak for it.
+        evidence: a sentence with the supporting numbers.
     """
 
     signature: str
@@ -47,20 +47,19 @@ class Diagnosis:
         assert self.signature in SIGNATURES, self.signature
 
     def to_json(self) -> dict:
-        """As a JSON object."""
         return asdict(self)
 
 
 def diagnose(pair: Pair, judgement: Judgement, where: Divergence, limit: Limit) -> Diagnosis | None:
-    """What the first quantity outside its bound looks like; None where no hypothesis explains it.
+    """Return the hypothesis that explains the first quantity outside its bound; None if there is none.
 
     Args:
-        where: inside the quantity.
-        limit: the largest norm(a - b) that rounding may leave of a quantity.
+        where: the location within the quantity.
+        limit: the bound on norm(a - b) of a quantity due to rounding.
     """
     if judgement.one_sided or judgement.both_not_finite:
         return None
-    with np.errstate(all="ignore"):  # what is not finite, elsewhere in the recordings, fits nothing
+    with np.errstate(all="ignore"):  # values elsewhere that are not finite fit no hypothesis
         return _diagnose(pair, judgement, where, limit)
 
 
@@ -72,14 +71,14 @@ def _diagnose(pair: Pair, judgement: Judgement, where: Divergence, limit: Limit)
         case, fit = part, best(_fits(part))
     if fit is None:
         return None
-    said = f"{fit.evidence}; of a difference of {case.sides.difference:.2g} that leaves {fit.rest:.2g}"
+    text = f"{fit.evidence}; this leaves {fit.residual:.2g} of a difference of {case.sides.difference:.2g}"
     if case.start is not None:
-        said = f"in elements {case.start}:{case.stop}, those that differ on rank {where.rank}, {said}"
-    return Diagnosis(fit.signature, f"{said}{_in_others(pair, case, fit, limit)}.")
+        text = f"in elements {case.start}:{case.stop}, which differ on rank {where.rank}, {text}"
+    return Diagnosis(fit.signature, f"{text}{_in_others(pair, case, fit, limit)}.")
 
 
 def _fits(case: Case) -> Iterator[Fit]:
-    """All hypotheses that are accepted, with either side taken to be right."""
+    """All accepted hypotheses, with either side assumed to be right."""
     if case.quantity.sketched:
         hypotheses = value_hypotheses.LINEAR
     elif case.quantity.kind == ACTIVATION:
@@ -92,7 +91,7 @@ def _fits(case: Case) -> Iterator[Fit]:
 
 
 def _part(case: Case, where: Divergence) -> Case | None:
-    """The elements that differ on one rank, where these are not all."""
+    """The case for the elements that differ on one rank; None if these are all elements."""
     if case.quantity.sketched or not case.name or where.start is None or where.stop is None:
         return None
     if where.stop - where.start in (0, 1, case.quantity.a.size):
@@ -101,7 +100,7 @@ def _part(case: Case, where: Divergence) -> Case | None:
 
 
 def _in_others(pair: Pair, case: Case, fit: Fit, limit: Limit) -> str:
-    """In how many other parameters, of those that differ in the same phase of the step, the same is found."""
+    """A clause with the number of other differing parameters, in the same phase of the step, for which the same claim holds."""
     if case.phase == FORWARD or not case.name:
         return ""
     differ, agree = 0, 0
@@ -116,11 +115,11 @@ def _in_others(pair: Pair, case: Case, fit: Fit, limit: Limit) -> str:
         agree += any(each.signature == fit.signature and each.claim.same(fit.claim) for each in _fits(other))
     if not differ:
         return "; no other parameter differs there"
-    return f"; the same is found in {agree} of {differ} other parameters that differ there"
+    return f"; the same holds for {agree} of {differ} other parameters that differ there"
 
 
 def follows_optimizer(pair: Pair, quantity: Quantity) -> bool:
-    """Whether both sides' updates follow the optimizer's rule, so that they differ only because their causes do."""
+    """Whether both sides follow the optimizer's rule, so that they differ only because of their inputs."""
     if quantity.within:
         return False
     with np.errstate(all="ignore"):
@@ -128,17 +127,17 @@ def follows_optimizer(pair: Pair, quantity: Quantity) -> bool:
 
 
 def needs_full_tensors(judgement: Judgement) -> str | None:
-    """What to do to be told what a difference looks like, where only sketches of it were compared; None where that is not so."""
+    """How to get a diagnosis if only sketches were compared; None if elements were compared."""
     if not judgement.quantity.sketched:
         return None
     return (
-        f"only a sketch of the {judgement.quantity.name} was compared: record step {judgement.quantity.step} densely and in full "
-        "(detail='full') to be told what it looks like"
+        f"only a sketch of the {judgement.quantity.name} was compared: for a diagnosis, record step {judgement.quantity.step} "
+        "densely and in full (detail='full')"
     )
 
 
 def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
-    """In what way two runs were not fed the same; None where they were, as far as both go."""
+    """Return how the batches of two runs differ; None if they are equal over the common steps."""
     num_steps = min(a.num_steps, b.num_steps)
     try:
         fed = fed_to(a, num_steps), fed_to(b, num_steps)
@@ -148,11 +147,11 @@ def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
     if found is None:
         return None
     told = _inputs_or_labels(a, b, found) if found.same_samples else ""
-    return Diagnosis("other_batches", f"from step {found.step} on, {found.said}{told}.")
+    return Diagnosis("other_batches", f"from step {found.step} on, {found.text}{told}.")
 
 
 def _inputs_or_labels(a: Recording, b: Recording, found: Other) -> str:
-    """Which of both differ, as the first thing that forward met tells; "" where that was not recorded."""
+    """A clause saying whether inputs or labels differ, from the first activation of forward; "" if it was not recorded."""
     both = [at for at in a.activations(found.step) if at in b.activations(found.step)]
     if not both or a.activation_sketch(found.step, 0, *both[0]) or b.activation_sketch(found.step, 0, *both[0]):
         return ""
@@ -160,5 +159,5 @@ def _inputs_or_labels(a: Recording, b: Recording, found: Other) -> str:
     for rank in range(a.manifest.world_size):
         x, y = (recording.activation(found.step, rank, *both[0]) for recording in (a, b))
         if x.shape != y.shape or distance(x, y) > bound * norm(x):
-            return f"; the {both[0][2]} of {both[0][1] or 'the model'} differs, so inputs do"
-    return f"; the {both[0][2]} of {both[0][1] or 'the model'} does not differ, so it is the labels"
+            return f"; the {both[0][2]} of {both[0][1] or 'the model'} differs, so inputs differ"
+    return f"; the {both[0][2]} of {both[0][1] or 'the model'} does not differ, so labels differ"

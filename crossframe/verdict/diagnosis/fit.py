@@ -1,15 +1,14 @@
-"""When a hypothesis about a difference is accepted.
+"""Criteria for accepting a hypothesis about a difference.
 
-A hypothesis predicts one side of a quantity from what was recorded. What it does not explain, norm(side - prediction), is its
-*rest*. It is accepted where the rest is
+A hypothesis predicts one side of a quantity from recorded values. Its *residual* is norm(side - prediction). It is accepted if
+the residual is
 
-- no more than rounding may leave: the *limit* of the quantity (what norm(a - b) reaches between two right sides), or the *error*
-  of the prediction itself, which each hypothesis derives from the operations that it repeats; and
-- at most half of the difference that it is to explain, so that a difference that is barely beyond its limit is not put down to
-  whatever is near.
+- at most the bound due to rounding: the *limit* of the quantity (the bound on norm(a - b) between two correct sides), or the
+  *error* of the prediction, which each hypothesis derives from the operations that it repeats; and
+- at most half of the difference, so that a difference barely beyond its limit is not explained by an arbitrary hypothesis.
 
-A hypothesis without a constant of its own that is accepted by its own error has repeated the very arithmetic: a more specific one
-then goes before a more general one. Otherwise the smaller rest decides.
+A hypothesis whose residual is within its own error is exact: it has no fitted constant and repeats the arithmetic. Among exact
+hypotheses the most specific one is reported, otherwise the one with the smallest residual.
 """
 
 import math
@@ -47,17 +46,17 @@ SIGNATURES = (
 )
 """Every signature, the more specific first."""
 PLAIN = "factor"
-"""The claim of a quantity that is a multiple of the other as a whole."""
+"""The claim that the whole quantity is a multiple of the other side."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Both sides of one quantity, the one that is taken to be right and the one that is taken to be wrong, in float64.
+    """The sides of a quantity that are assumed to be right and wrong, in float64.
 
     Attributes:
-        right, wrong: of one shape.
-        limit: the largest norm(right - wrong) that rounding may leave; 0 where data is only moved.
-        roundoff: unit roundoff of the finer of the dtypes in which both are held: a coarser one is no excuse.
+        right, wrong: arrays of the same shape.
+        limit: the bound on norm(right - wrong) due to rounding; 0 for data that is only moved.
+        roundoff: unit roundoff of the finer of the two dtypes.
     """
 
     right: np.ndarray
@@ -81,30 +80,30 @@ class Contrast:
         return distance(self.right, self.wrong)
 
     def swapped(self) -> "Contrast":
-        """The other way round."""
+        """The contrast with sides exchanged."""
         return Contrast(self.wrong, self.right, self.limit, self.roundoff)
 
     def within(self, start: int, stop: int) -> "Contrast":
-        """Elements `start:stop` alone, of both as one row-major line."""
+        """Elements `start:stop` of both sides, flattened."""
         right, wrong = (side.reshape(-1)[start:stop] for side in (self.right, self.wrong))
         return Contrast(right, wrong, self.limit, self.roundoff)
 
-    def rest(self, predicted: np.ndarray) -> float:
-        """What a prediction of the wrong side leaves unexplained."""
+    def residual(self, predicted: np.ndarray) -> float:
+        """norm(wrong - predicted)."""
         return distance(self.wrong, predicted)
 
 
-def accepted(rest: float, difference: float, tolerance: float) -> bool:
-    """Whether so small a rest speaks for what left it.
+def accepted(residual: float, difference: float, tolerance: float) -> bool:
+    """Whether the residual of a hypothesis is small enough to accept it.
 
     >>> accepted(1e-9, 1.0, 1e-8), accepted(0.9, 1.0, 2.0), accepted(0.0, 0.0, 1.0)
     (True, False, False)
     """
-    return rest <= tolerance and 2 * rest <= difference and difference > 0
+    return residual <= tolerance and 2 * residual <= difference and difference > 0
 
 
 def factor_between(x: np.ndarray, y: np.ndarray) -> float:
-    """The c of y = c * x, by least squares; 0 of zeros.
+    """The least-squares c of y = c * x; 0 for zeros.
 
     >>> factor_between(np.array([1.0, 2.0]), np.array([3.0, 6.0]))
     3.0
@@ -115,13 +114,13 @@ def factor_between(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def roundoff_of(array: np.ndarray) -> float:
-    """The unit roundoff of an array's dtype; 0 of integers."""
+    """The unit roundoff of an array's dtype; 0 for integers."""
     return unit_roundoff(array.dtype.name) if array.dtype.name in FLOATING else 0.0
 
 
 def is_uninformative(array: np.ndarray, limit: float = 0.0) -> bool:
-    """Whether all elements are the same, but for what rounding may leave: zeros, or the ones that a norm starts from, lie in many
-    places at once.
+    """Whether all elements are equal up to rounding, such as zeros or initial weights of a norm, so that equal values show
+    nothing.
 
     >>> is_uninformative(np.ones(3)), is_uninformative(np.array([1e-9, 0.0]), 1e-8), is_uninformative(np.arange(3.0), 0.1)
     (True, True, False)
@@ -131,11 +130,11 @@ def is_uninformative(array: np.ndarray, limit: float = 0.0) -> bool:
 
 @dataclass(frozen=True)
 class Claim:
-    """What other parameters of the step must say for them to tell the same.
+    """A claim that other parameters of the same step can confirm.
 
     Attributes:
-        kind: what is wrong, in a word.
-        value, error: a constant that was fitted, and how far it may be off; None of none.
+        kind: the kind of fault.
+        value, error: a fitted constant and the bound on its error; None without a constant.
     """
 
     kind: str
@@ -143,7 +142,7 @@ class Claim:
     error: float = 0.0
 
     def same(self, other: "Claim") -> bool:
-        """Whether both say the same thing.
+        """Whether two claims agree.
 
         >>> Claim("factor", 2.0, 0.1).same(Claim("factor", 2.1, 0.1)), Claim("factor", 2.0).same(Claim("factor", 3.0))
         (True, False)
@@ -155,19 +154,19 @@ class Claim:
 
 @dataclass(frozen=True)
 class Fit:
-    """A hypothesis that is accepted.
+    """An accepted hypothesis.
 
     Attributes:
         signature: its name.
-        evidence: a sentence with numbers, without its full stop.
-        rest: what it leaves unexplained.
-        error: of the prediction itself; see the note above.
-        claim: what other parameters of the step must say too.
+        evidence: a sentence with numbers, without a full stop.
+        residual: norm of the unexplained part.
+        error: the error of the prediction; 0 if a constant was fitted.
+        claim: what other parameters of the step can confirm.
     """
 
     signature: str
     evidence: str
-    rest: float
+    residual: float
     error: float = 0.0
     claim: Claim = Claim("")
 
@@ -176,7 +175,7 @@ class Fit:
 
 
 def best(fits: Iterable[Fit]) -> Fit | None:
-    """The fit to report, or None of none.
+    """The fit to report; None if there are none.
 
     >>> best([Fit("constant_factor", "", 1e-9, 1e-8), Fit("bias_correction", "", 2e-9, 1e-8)]).signature
     'bias_correction'
@@ -185,9 +184,9 @@ def best(fits: Iterable[Fit]) -> Fit | None:
     """
 
     def order(fit: Fit) -> tuple[bool, float, int, bool]:
-        exact = fit.rest <= fit.error
-        # That one side is a multiple of the other says less than what of it is.
+        exact = fit.residual <= fit.error
+        # A factor of the whole quantity is less specific than a factor of a part.
         plain = fit.claim.kind == PLAIN
-        return not exact, 0.0 if exact else fit.rest, SIGNATURES.index(fit.signature), plain
+        return not exact, 0.0 if exact else fit.residual, SIGNATURES.index(fit.signature), plain
 
     return min(fits, key=order, default=None)

@@ -1,4 +1,4 @@
-"""What a layer computed otherwise: positions, the scale of attention, padding in a norm's mean, the weight of another layer."""
+"""Fits differences within a layer: positions, the scale of attention, padding in a norm's mean, the weight of another layer."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,33 +11,33 @@ from crossframe.verdict.diagnosis.module_fits import Normed, one_side
 from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_ROWS = 4
-"""By how many rows positions may be off."""
+"""The largest shift of positions that is tried."""
 MOST_PADDING = 64
-"""How many elements of padding a mean may count."""
+"""The largest amount of padding that is tried."""
 MOST_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Positions:
-    """By how many rows of a table the wrong side is off; more than 0: it looks up later rows."""
+    """The wrong side looks up rows of a table that are `rows` later (earlier if negative)."""
 
     rows: int
-    rest: float
+    residual: float
     error: float
 
 
 def positions_off(sides: Contrast, table: np.ndarray) -> Positions | None:
-    """The k of wrong - right = table[k : k + T] - table[:T], in activations of shape (..., T, width); None of none.
+    """The k of wrong - right = table[k : k + T] - table[:T], for activations of shape (..., T, width); None if there is none.
 
-    So it is in the output of an embedding of positions, and in all that it is added to. Two sums of two numbers round by
-    4 u of what comes out.
+    This holds for the output of a position embedding and sums that contain it. Two sums of two numbers round by 4 u of the
+    result.
     """
     x, y = sides.right, sides.wrong
     if table.ndim != 2 or x.ndim < 2 or x.shape[-1] != table.shape[1] or not 1 < x.shape[-2] <= len(table):
         return None
     length = x.shape[-2]
     for by in [sign * k for k in range(1, MOST_ROWS + 1) for sign in (1, -1)]:
-        # Of rows ahead of the first, or behind the last, nobody knows what was taken in their place.
+        # The values used instead of rows outside the table are unknown.
         low, high = max(0, -by), min(length, len(table) - by)
         if 2 * (high - low) < length or high - low < 2:
             continue
@@ -45,19 +45,19 @@ def positions_off(sides: Contrast, table: np.ndarray) -> Positions | None:
         if is_uninformative(step, 2 * sides.limit):
             continue
         right, wrong = x[..., low:high, :], y[..., low:high, :]
-        rest, error = distance(wrong, right + step), 4 * sides.roundoff * norm(y)
-        if accepted(rest, distance(wrong, right), sides.limit + error):
-            return Positions(by, rest, sides.limit + error)
+        residual, error = distance(wrong, right + step), 4 * sides.roundoff * norm(y)
+        if accepted(residual, distance(wrong, right), sides.limit + error):
+            return Positions(by, residual, sides.limit + error)
     return None
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention as both sides compute it: by what scores are multiplied.
+    """The scale of attention scores on both sides.
 
     Attributes:
-        right, wrong: the factor on q k.
-        uncertainty: how far the wrong one may be off.
+        right, wrong: the factor of q k.
+        uncertainty: the bound on the error of the wrong one.
     """
 
     heads: int
@@ -65,19 +65,19 @@ class Attention:
     right: float
     wrong: float
     uncertainty: float
-    rest: float
+    residual: float
     error: float
 
 
 def attention_of(sides: Contrast, inputs: Sequence[Sequence[np.ndarray]], roundoff: float) -> Attention | None:
-    """The factor on scores in both sides, where they are attention of these projections by other factors; None otherwise.
+    """Fit the scale of attention scores; None if the sides are not attention of these projections with different scales.
 
-    The right side must be softmax(q k / sqrt(width of a head)) v; the wrong side's factor is fitted. A sum of n products errs by
-    n u; there are two of them and a softmax of T terms.
+    The right side must be softmax(q k / sqrt(head width)) v; the wrong side's factor is fitted. A sum of n products has an error
+    of n u; there are two of them and a softmax over T terms.
 
     Args:
-        inputs: (q, k, v) of the right and of the wrong side, each of shape (batch, T, width), as sides are.
-        roundoff: of the dtype in which they were computed.
+        inputs: (q, k, v) of the right and the wrong side, each of shape (batch, T, width) like the sides.
+        roundoff: unit roundoff of the compute dtype.
     """
     x = sides.right
     if x.ndim != 3 or x.size > MOST_ELEMENTS or x.shape[1] < 2:
@@ -89,12 +89,12 @@ def attention_of(sides: Contrast, inputs: Sequence[Sequence[np.ndarray]], roundo
         for causal in (True, False):
             if distance(x, _attend(inputs[0], heads, usual, causal)) > sides.limit + error:
                 continue
-            factor, rest = _fitted(sides.wrong, inputs[1], heads, usual, causal)
+            factor, residual = _fitted(sides.wrong, inputs[1], heads, usual, causal)
             near = _attend(inputs[1], heads, factor * (1 + 1e-4), causal)
             steep = distance(near, _attend(inputs[1], heads, factor, causal)) / (1e-4 * factor)
-            if steep and accepted(rest, sides.difference, sides.limit + error):
+            if steep and accepted(residual, sides.difference, sides.limit + error):
                 uncertainty = (sides.limit + error) / steep
-                return Attention(heads, causal, usual, factor, uncertainty, rest, sides.limit + error)
+                return Attention(heads, causal, usual, factor, uncertainty, residual, sides.limit + error)
     return None
 
 
@@ -108,34 +108,39 @@ def _attend(inputs: Sequence[np.ndarray], heads: int, factor: float, causal: boo
 
 
 def _fitted(y: np.ndarray, inputs: Sequence[np.ndarray], heads: int, usual: float, causal: bool) -> tuple[float, float]:
-    """The factor that explains a side best, and what it leaves: the best of a coarse range, then by Gauss and Newton."""
+    """(best-fitting factor, residual), by a coarse search followed by Gauss-Newton."""
 
-    def rest(factor: float) -> float:
+    def residual(factor: float) -> float:
         return distance(y, _attend(inputs, heads, factor, causal))
 
-    best = min((usual * 2.0**i for i in np.arange(-8, 8.5, 0.5)), key=rest)
+    best = min((usual * 2.0**i for i in np.arange(-8, 8.5, 0.5)), key=residual)
     for _ in range(30):
         now = _attend(inputs, heads, best, causal)
         slope = (_attend(inputs, heads, best * (1 + 1e-6), causal) - now) / (1e-6 * best)
         step = factor_between(slope, y - now)
-        if not math.isfinite(step) or abs(step) <= 1e-13 * best or best + step <= 0 or rest(best + step) >= rest(best):
+        if (
+            not math.isfinite(step)
+            or abs(step) <= 1e-13 * best
+            or best + step <= 0
+            or residual(best + step) >= residual(best)
+        ):
             break
         best += step
-    return best, rest(best)
+    return best, residual(best)
 
 
 @dataclass(frozen=True)
 class Padded:
-    """A norm whose mean counts padding.
+    """A norm whose mean includes padding.
 
     Attributes:
-        counted: over how many elements the wrong side's mean is taken.
+        counted: the number of elements in the wrong side's mean.
     """
 
-    said: str
+    text: str
     numel: int
     counted: int
-    rest: float
+    residual: float
     error: float
 
 
@@ -146,11 +151,12 @@ def padded_norm(
     bias: np.ndarray | None,
     roundoff: float,
 ) -> Padded | None:
-    """Over how many elements, padding by zeros included, the wrong side of a norm takes its mean, where the right side takes it
-    over those that are there. None where a factor explains the difference as well: that says less.
+    """Fit the number of elements, including zero padding, in the wrong side's mean; the right side's mean has no padding.
+
+    Returns None if a constant factor explains the difference as well.
 
     Args:
-        inputs: of the right and of the wrong side.
+        inputs: of the right and the wrong side.
     """
     x, y = inputs[1], sides.wrong
     if x.ndim < 2 or x.shape[-1] != weight.size:
@@ -163,15 +169,15 @@ def padded_norm(
         right = one_side(kind, inputs[0], sides.right, weight, b, roundoff, sides.limit)
         if right is None or not right[0].under_root:
             continue
-        rests = {
+        residuals = {
             counted: distance(y, _normed(kind, x, weight, b, right[0].value, counted))
             for counted in range(numel + 1, numel + MOST_PADDING + 1)
         }
-        counted = min(rests, key=rests.__getitem__)
+        counted = min(residuals, key=residuals.__getitem__)
         error = roundoff * 12 * norm(y) + sides.limit
-        as_factor = sides.rest(factor_between(sides.right, y) * sides.right)
-        if accepted(rests[counted], sides.difference, error) and 2 * rests[counted] < as_factor:
-            return Padded(kind.said, numel, counted, rests[counted], error)
+        as_factor = sides.residual(factor_between(sides.right, y) * sides.right)
+        if accepted(residuals[counted], sides.difference, error) and 2 * residuals[counted] < as_factor:
+            return Padded(kind.text, numel, counted, residuals[counted], error)
     return None
 
 
@@ -190,10 +196,11 @@ def other_kernel(
     others: Mapping[str, tuple[np.ndarray, np.ndarray | None]],
     roundoff: float,
 ) -> tuple[str, float, float] | None:
-    """The module whose weight the wrong side multiplied by, what that leaves and its error; the right side uses its own.
+    """(module, residual, error) of the other module whose weight the wrong side uses; the right side uses its own.
 
     Args:
-        own, others: weight of shape (out, in) and bias, of this module and by name of others.
+        own: weight of shape (out, in) and bias of this module.
+        others: the same of other modules, by name.
     """
 
     def times(x: np.ndarray, pair: tuple[np.ndarray, np.ndarray | None]) -> np.ndarray:
@@ -215,7 +222,7 @@ def other_scale(
     own: tuple[np.ndarray, np.ndarray | None],
     others: Mapping[str, tuple[np.ndarray, np.ndarray | None]],
 ) -> tuple[str, float, float] | None:
-    """The same of a norm, whose weight multiplies the last dim: given the same input, both sides normalise to the same."""
+    """`other_kernel` for a norm, whose weight multiplies the last dim. Both inputs must be equal."""
     weight, bias = own
     if weight.ndim != 1 or sides.right.shape[-1] != weight.size or not weight.all():
         return None
@@ -233,5 +240,5 @@ def _explained(
     sides: Contrast, predicted: Mapping[str, np.ndarray], error: float
 ) -> Iterator[tuple[str, float, float]]:
     for name, value in predicted.items():
-        if value.shape == sides.wrong.shape and accepted(rest := sides.rest(value), sides.difference, error):
-            yield name, rest, error
+        if value.shape == sides.wrong.shape and accepted(residual := sides.residual(value), sides.difference, error):
+            yield name, residual, error

@@ -11,11 +11,11 @@ from crossframe.verdict.diagnosis.layer_fits import attention_of, other_kernel, 
 from crossframe.verdict.diagnosis.module_hypotheses import input_of, of_both, parameters_of
 
 NEARBY = 8
-"""How many earlier activations are tried as projections."""
+"""The number of earlier activations that are tried as projections."""
 
 
 def shifted_positions(case: Case) -> Iterator[Fit]:
-    """Rows of a table are looked up some places early or late, and added."""
+    """Positions are looked up a few rows too early or too late."""
     shape = case.both.right.shape
     if len(shape) < 2:
         return
@@ -27,13 +27,13 @@ def shifted_positions(case: Case) -> Iterator[Fit]:
             continue
         rows = f"{abs(found.rows)} row{'s' if abs(found.rows) > 1 else ''}"
         where = f"{rows} {'later' if found.rows > 0 else 'earlier'} than {case.names[0]}"
-        said = f"{case.names[1]} takes each position from {name!r} {where}"
-        yield Fit("shifted_positions", said, found.rest, found.error, Claim("positions", found.rows))
+        text = f"{case.names[1]} looks up each position in {name!r} {where}"
+        yield Fit("shifted_positions", text, found.residual, found.error, Claim("positions", found.rows))
 
 
 def attention_scale(case: Case) -> Iterator[Fit]:
-    """Attention whose scores have another factor. Projections must have been recorded, and nothing may lie between them and the
-    scores, as rotary positions do."""
+    """Attention scores have another scale. The projections must be recorded and enter the scores unchanged, so without rotary
+    positions."""
     for ats in _projections(case):
         both = [of_both(case, at) for at in ats]
         if any(each is None for each in both):
@@ -43,16 +43,18 @@ def attention_scale(case: Case) -> Iterator[Fit]:
             inputs = [np.split(one[0], 3, axis=-1) for one in inputs]
         if found := attention_of(case.both, inputs, case.compute_roundoff):
             width = case.both.right.shape[2] // found.heads
-            said = (
+            text = (
                 f"attention of {found.heads} heads multiplies scores by {found.right:.6g} (1 / the square root of {width}, "
                 f"a head's width) in {case.names[0]}, and by {found.wrong:.6g} in {case.names[1]}"
             )
-            yield Fit("attention_scale", said, found.rest, found.error, Claim("scale", found.wrong, found.uncertainty))
+            yield Fit(
+                "attention_scale", text, found.residual, found.error, Claim("scale", found.wrong, found.uncertainty)
+            )
             return
 
 
 def _projections(case: Case) -> Iterator[list[At]]:
-    """Where q, k and v may be: the outputs of three modules that ran one after the other, or one output three times as wide."""
+    """Candidates for q, k and v: three consecutive outputs, or one output three times as wide."""
     shape, rank = case.both.right.shape, case.quantity.rank
     if len(shape) != 3 or rank is None:
         return
@@ -72,20 +74,21 @@ def _projections(case: Case) -> Iterator[list[At]]:
 
 
 def padding_in_norm(case: Case) -> Iterator[Fit]:
-    """A norm whose mean counts padding."""
+    """The mean of a norm includes padding."""
     given, params = input_of(case), parameters_of(case)
     if given is None or params is None or params[0].ndim != 1:
         return
     if found := padded_norm(case.sides, given, *params, case.compute_roundoff):
-        said = (
-            f"{case.quantity.module} is a {found.said} over {found.numel} elements in {case.names[0]}; in {case.names[1]} its "
-            f"mean is taken over {found.counted}, {found.counted - found.numel} of padding among them"
+        text = (
+            f"{case.quantity.module} is a {found.text} over {found.numel} elements in {case.names[0]}; in {case.names[1]} its "
+            f"mean is over {found.counted}, {found.counted - found.numel} of which are padding"
         )
-        yield Fit("padding_counted", said, found.rest, found.error, Claim("counted", found.counted))
+        yield Fit("padding_counted", text, found.residual, found.error, Claim("counted", found.counted))
 
 
 def other_layer(case: Case) -> Iterator[Fit]:
-    """A module multiplied by the weight of another one of the same shape, as of units gathered in another order."""
+    """A module uses the weight of another module with the same shape, for example after units were gathered in the wrong
+    order."""
     given, params = input_of(case), parameters_of(case)
     if given is None or params is None or params[0].ndim not in (1, 2):
         return
@@ -98,8 +101,8 @@ def other_layer(case: Case) -> Iterator[Fit]:
                 others[module] = theirs
     found = other_scale(case.sides, given, params, others)
     if found := found or other_kernel(case.sides, given, params, others, case.compute_roundoff):
-        said = f"{case.quantity.module} of {case.names[1]} uses the weight of {found[0]}, and that of {case.names[0]} its own"
-        yield Fit("mixed_parameters", said, found[1], found[2], Claim("mixed"))
+        text = f"{case.quantity.module} uses the weight of {found[0]} in {case.names[1]} and its own weight in {case.names[0]}"
+        yield Fit("mixed_parameters", text, found[1], found[2], Claim("mixed"))
 
 
 ALL = (shifted_positions, attention_scale, padding_in_norm, other_layer)

@@ -1,4 +1,4 @@
-"""What a module computed otherwise: another epsilon in a norm, another activation function, dropout, a transposed kernel."""
+"""Fits differences within a module: the epsilon of a norm, the activation function, dropout, a transposed kernel."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ ERF_GELU, TANH_GELU = "x Phi(x) by erf", "x Phi(x) by tanh"
 
 @dataclass(frozen=True)
 class Normed:
-    """What normalises: the dims that are averaged over, whether the mean is subtracted, the dim of weight and bias."""
+    """A kind of norm: the reduced dims, whether the mean is subtracted, and the dim of weight and bias."""
 
-    said: str
+    text: str
     dims: tuple[int, ...]
     centred: bool
     weight_dim: int
@@ -27,7 +27,7 @@ class Normed:
 
 @dataclass(frozen=True)
 class Epsilon:
-    """What keeps a norm from dividing by zero: its value, how far that may be off, and whether it stands under the root.
+    """The epsilon of a norm: its value, the bound on its error, and whether it is added inside the square root.
 
     >>> str(Epsilon(1e-5, 1e-8, True)), str(Epsilon(1e-6, 1e-8, False))
     ('1e-05', '1e-06 added to the root')
@@ -43,17 +43,17 @@ class Epsilon:
 
 @dataclass(frozen=True)
 class Epsilons:
-    """The epsilons in both sides of a norm's output, and what they leave of the wrong side."""
+    """The epsilons of both sides of a norm's output, and the residual of the wrong side."""
 
-    said: str
+    text: str
     right: Epsilon
     wrong: Epsilon
-    rest: float
+    residual: float
 
 
 def norm_kinds(shape: Sequence[int], numel: int) -> Iterator[Normed]:
-    """The norms that a weight of so many elements can belong to: layer norm and RMS norm over the last dim, batch norm over all
-    but the dim of channels."""
+    """The kinds of norms that match a weight of `numel` elements: layer norm and RMS norm over the last dim, batch norm over all
+    dims except channels."""
     dims = tuple(range(len(shape)))
     if len(shape) >= 2 and shape[-1] == numel:
         yield Normed("layer norm", dims[-1:], True, dims[-1])
@@ -69,14 +69,14 @@ def norm_epsilons(
     bias: np.ndarray | None,
     roundoff: float,
 ) -> Epsilons | None:
-    """The epsilons that both sides of an output imply, where they explain it and are not the same.
+    """The epsilons of both sides of a norm's output, if they explain it and differ.
 
-    y = (x - mean) / sqrt(var + epsilon) * w + b, or with sqrt(var) + epsilon below; only epsilon is not recorded. It is found by
-    Gauss and Newton from dy / d epsilon.
+    y = (x - mean) / sqrt(var + epsilon) * w + b, or with the denominator sqrt(var) + epsilon. Only epsilon is unknown; it is
+    fitted by Gauss-Newton.
 
     Args:
-        inputs: of the right and of the wrong side.
-        roundoff: of the dtype of the output.
+        inputs: of the right and the wrong side.
+        roundoff: unit roundoff of the output's dtype.
     """
     for kind in norm_kinds(sides.right.shape, weight.size):
         shape = [weight.size if dim == kind.weight_dim else 1 for dim in range(sides.right.ndim)]
@@ -85,28 +85,28 @@ def norm_epsilons(
         wrong = one_side(kind, inputs[1], sides.wrong, w, b, roundoff, sides.limit)
         if right is None or wrong is None:
             continue
-        (first, _), (second, rest) = right, wrong
+        (first, _), (second, residual) = right, wrong
         same = first.under_root == second.under_root and first.value == second.value
-        if accepted(rest, sides.difference, math.inf) and not same:
-            return Epsilons(kind.said, first, second, rest)
+        if accepted(residual, sides.difference, math.inf) and not same:
+            return Epsilons(kind.text, first, second, residual)
     return None
 
 
 def one_side(
     kind: Normed, x: np.ndarray, y: np.ndarray, w: np.ndarray, b: np.ndarray | float, roundoff: float, limit: float
 ) -> tuple[Epsilon, float] | None:
-    """The epsilon of one side and what it leaves, where that is no more than rounding may."""
+    """The epsilon of one side and its residual; None if the residual exceeds rounding."""
     centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
     square = np.square(centred).mean(axis=kind.dims, keepdims=True)
     for under_root in (True, False):
         value, steep = _epsilon_of(y - b, centred * w, square, under_root)
         below = _below(square, value, under_root)
-        rest = distance(y, centred * w / below + b)
-        # The mean is off by 2 u max|x|, the rest takes 8 operations on numbers as large as what comes out.
+        residual = distance(y, centred * w / below + b)
+        # The mean has an error of 2 u max|x|; the remaining 8 operations are on numbers as large as the output.
         coarse = 2 * np.abs(x).max(initial=0.0) * np.abs(w) / below
         error = roundoff * (8 * norm(y) + norm(np.broadcast_to(coarse, y.shape)) * kind.centred)
-        if rest <= max(limit, error):
-            return Epsilon(value, error / max(steep, TINY), under_root), rest
+        if residual <= max(limit, error):
+            return Epsilon(value, error / max(steep, TINY), under_root), residual
     return None
 
 
@@ -148,16 +148,16 @@ FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "ReLU": lambda x: np.maximum(x, 0.0),
     "SiLU": lambda x: x * _logistic(x),
 }
-"""Activation functions, in float64."""
+"""Activation functions in float64."""
 
 
 @dataclass(frozen=True)
 class Functions:
-    """The activation functions of both sides, and what they leave of the wrong one."""
+    """The activation functions of both sides, and the residual of the wrong side."""
 
     right: str
     wrong: str
-    rest: float
+    residual: float
     error: float
 
 
@@ -168,22 +168,22 @@ def functions_of(
     gates: tuple[np.ndarray, np.ndarray] | None = None,
     dtype: str = "float64",
 ) -> Functions | None:
-    """Which functions of their inputs both sides are, where these are two.
+    """The activation functions of both sides, if both match a known function and these differ.
 
-    Each is x * g with 0 <= g <= 1, and g is taken by some five operations on numbers of at most 2, so it is off by at most 10 u;
-    with the product, and that with the gate, by 12 u |x| in all.
+    Each function is x * g with 0 <= g <= 1, and g takes about five operations on numbers of at most 2, so its error is at most 10
+    u; with the product, and the product with the gate, 12 u |x| in total.
 
     Args:
-        inputs: of the right and of the wrong side.
-        roundoff: of the dtype in which they were computed.
-        gates: what the function's value is multiplied by.
-        dtype: in which the sides are held. Kernels compute in a wider one and round once, so that what they give is predicted
-            bit for bit; in low precision that alone tells two functions apart which lie nearer to one another than rounding.
+        inputs: of the right and the wrong side.
+        roundoff: unit roundoff of the compute dtype.
+        gates: factors of the function's value.
+        dtype: dtype of the sides. Kernels compute in a wider dtype and round once, so their results are predicted bitwise, which
+            distinguishes functions that differ by less than rounding.
     """
-    names, rests = [], []
+    names, residuals = [], []
     error = 0.0
     if inputs[0].size > _SAMPLE:
-        # What a part of the elements leaves, all of them do.
+        # The residual of a sample of elements is a lower bound on that of all elements.
         some = tuple(x.reshape(-1)[:_SAMPLE] for x in inputs)
         gated = tuple(x.reshape(-1)[:_SAMPLE] for x in gates) if gates else None
         tolerance = max(12 * roundoff * norm(inputs[0] * (gates[0] if gates else 1.0)), sides.limit)
@@ -200,35 +200,35 @@ def functions_of(
         if not accepted(left[name], sides.difference, tolerance):
             return None
         names.append(name)
-        rests.append(left[name])
-    return Functions(names[0], names[1], rests[1], error) if names[0] != names[1] else None
+        residuals.append(left[name])
+    return Functions(names[0], names[1], residuals[1], error) if names[0] != names[1] else None
 
 
 def _distance(side: np.ndarray, predicted: np.ndarray, dtype: str) -> float:
-    """Of a side from a prediction, or from that prediction rounded as the side is, whichever is less."""
+    """The distance from a prediction or from the prediction rounded to `dtype`, whichever is smaller."""
     rounded = predicted.astype(numpy_dtype(dtype)).astype(np.float64)
     return min(distance(side, predicted), distance(side, rounded))
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A share of elements is missing, and the others are larger by a factor."""
+    """Dropout: a share of elements is zero, and the others are multiplied by a factor."""
 
     share: float
     factor: float
     numel: int
-    rest: float
+    residual: float
     both: bool = False
 
 
 def dropout_of(sides: Contrast, through: np.ndarray | None = None) -> Dropped | None:
-    """Which share of a branch was dropped: wrong = right + branch * (mask / (1 - p) - 1).
+    """Fit dropout of a branch: wrong = right + branch * (mask / (1 - p) - 1).
 
-    The factor of what was kept is the median of what the kept elements say; it must be 1 / (1 - p) for the share p that was
-    dropped, as far as a share of so many draws can tell (five standard deviations).
+    The factor is the median over the kept elements. It must agree with 1 / (1 - p) for the dropped share p within five standard
+    deviations of the share.
 
     Args:
-        through: the branch; None: the right side itself.
+        through: the branch; None for the right side itself.
     """
     x = sides.right if through is None else through
     apart, occurs = sides.wrong - sides.right, x != 0
@@ -245,35 +245,35 @@ def dropout_of(sides: Contrast, through: np.ndarray | None = None) -> Dropped | 
     factor = 1 + float(np.median(grown[kept]))
     predicted = sides.right + x * np.where(away, -1.0, np.where(kept, factor - 1, 0.0))
     tolerance = max(1.0, factor) * sides.limit + 8 * sides.roundoff * norm(sides.wrong)
-    rest = sides.rest(predicted)
-    if not accepted(rest, sides.difference, tolerance):
+    residual = sides.residual(predicted)
+    if not accepted(residual, sides.difference, tolerance):
         return None
     luck = 5 * math.sqrt(share * (1 - share) / total)
-    return Dropped(share, factor, total, rest) if abs((1 - 1 / factor) - share) <= luck else None
+    return Dropped(share, factor, total, residual) if abs((1 - 1 / factor) - share) <= luck else None
 
 
 def two_masks_of(sides: Contrast) -> Dropped | None:
-    """Whether both sides were dropped out, by other masks: where both are there they agree, elsewhere one of them is zero."""
+    """Fit dropout on both sides with different masks: elements that are nonzero on both sides agree."""
     x, y = sides.right, sides.wrong
     both = (x != 0) & (y != 0)
     only = ((x != 0) != (y != 0)).sum()
-    rest = distance(np.where(both, x, 0.0), np.where(both, y, 0.0))
-    if x.size < 8 or not both.any() or not only or not accepted(rest, sides.difference, sides.limit):
+    residual = distance(np.where(both, x, 0.0), np.where(both, y, 0.0))
+    if x.size < 8 or not both.any() or not only or not accepted(residual, sides.difference, sides.limit):
         return None
     shares = [float((side == 0).mean()) for side in (x, y)]
-    # Of two masks of one share p, p (1 - p) of all elements are in the first alone, and as many in the second.
+    # With two masks of share p, p (1 - p) of all elements are only in the first one, and as many only in the second.
     share = sum(shares) / 2
     expected, luck = 2 * share * (1 - share), 5 * math.sqrt(0.25 / x.size)
     alike = abs(only / x.size - expected) <= luck and abs(shares[0] - shares[1]) <= 2 * luck
-    return Dropped(share, 1 / (1 - share), x.size, rest, both=True) if alike and share > 0 else None
+    return Dropped(share, 1 / (1 - share), x.size, residual, both=True) if alike and share > 0 else None
 
 
 def kernel_reordered(
     sides: Contrast, inputs: tuple[np.ndarray, np.ndarray], weight: np.ndarray, bias: np.ndarray | None, roundoff: float
 ) -> tuple[str, float] | None:
-    """In which other order one side had the dims of a module's weight, and what that leaves; the other side has them as they are.
+    """(description, residual) of a weight with permuted dims on the wrong side, if the right side uses the weight unchanged.
 
-    A sum of n products errs by at most n u times the sum of their magnitudes (Higham, section 4.2).
+    A sum of n products has an error of at most n u times the sum of their magnitudes (Higham, section 4.2).
     """
     say = _times if weight.ndim == 2 else _with_bias_of_channels
     tolerance = sides.limit + (weight[0].size + 2) * roundoff * norm(
@@ -282,12 +282,12 @@ def kernel_reordered(
     right = say(inputs[0], weight, bias)
     if right is None or right.shape != sides.right.shape or distance(sides.right, right) > tolerance:
         return None
-    for said, other in _kernels(weight):
+    for text, other in _kernels(weight):
         wrong = say(inputs[1], other, bias)
         if wrong is not None and wrong.shape == sides.wrong.shape:
-            rest = distance(sides.wrong, wrong)
-            if accepted(rest, sides.difference, tolerance):
-                return said, rest
+            residual = distance(sides.wrong, wrong)
+            if accepted(residual, sides.difference, tolerance):
+                return text, residual
     return None
 
 
@@ -296,8 +296,8 @@ def _kernels(weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield "transposed", weight.T
     elif weight.ndim == 4:
         yield "with height and width exchanged", weight.transpose(0, 1, 3, 2)
-        yield "with channels in and out exchanged", weight.transpose(1, 0, 2, 3)
-        yield "transposed, all of it", weight.transpose(1, 0, 3, 2)
+        yield "with input and output channels exchanged", weight.transpose(1, 0, 2, 3)
+        yield "with channels and spatial dims exchanged", weight.transpose(1, 0, 3, 2)
 
 
 def _times(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray | None:
@@ -315,27 +315,27 @@ def _or_nothing(array: np.ndarray | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Branch:
-    """What was added is another multiple of what should have been."""
+    """A branch that was added with another factor."""
 
     factor: float
     error: float
-    rest: float
+    residual: float
 
 
 def branch_of(sides: Contrast, through: np.ndarray) -> Branch | None:
-    """The c of wrong = right + (c - 1) * branch, where a branch is added to others and that explains the difference."""
+    """Fit the c of wrong = right + (c - 1) * branch; None if this does not explain the difference."""
     size = norm(through)
     if not size or not math.isfinite(size):
         return None
     more = float(((sides.wrong - sides.right).reshape(-1) @ (through.reshape(-1) / size)) / size)
     tolerance = sides.limit * (1 + abs(more)) + 4 * sides.roundoff * norm(sides.wrong)
-    rest = sides.rest(sides.right + more * through)
-    return Branch(1 + more, tolerance / size, rest) if accepted(rest, sides.difference, tolerance) else None
+    residual = sides.residual(sides.right + more * through)
+    return Branch(1 + more, tolerance / size, residual) if accepted(residual, sides.difference, tolerance) else None
 
 
 def convolved(x: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
-    """What a convolution without stride gives whose output is as large as its input: (batch, channels, height, width) with a
-    weight of (channels out, channels in, height, width), both odd. None of anything else.
+    """A convolution with stride 1 and same padding: (batch, channels, height, width) with a weight of shape (out channels, in
+    channels, height, width), odd height and width; None for other shapes.
 
     >>> x = np.arange(4.0).reshape(1, 1, 2, 2)
     >>> convolved(x, np.ones((1, 1, 3, 3)))[0, 0].tolist()

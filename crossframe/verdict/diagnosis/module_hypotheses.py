@@ -1,4 +1,4 @@
-"""Hypotheses about what a module computed of what it was given."""
+"""Hypotheses about the output of a module, given its input."""
 
 from collections.abc import Iterator
 
@@ -23,38 +23,40 @@ from crossframe.verdict.diagnosis.reduction_fits import on_grid
 from crossframe.verdict.measure.metrics import norm
 
 LOWER = ("bfloat16", "float16", "float32")
-"""Dtypes in which a part of a run in a finer one may compute, the coarsest first."""
+"""Dtypes in which a part of a run in a finer dtype may compute, the coarsest first."""
 NEARBY = 6
-"""How many earlier activations are tried as what an activation was made of."""
+"""The number of earlier activations that are tried as inputs of an activation function."""
 GATES = 3
-"""And how many of these as what multiplied it."""
+"""The number of these that are tried as gates."""
 FEWEST = 4
-"""How many elements must differ for them to be no coincidence: one of float32 is a number of bfloat16 once in 2^16."""
+"""The smallest number of differing elements: a random float32 value is a bfloat16 value with probability 2^-16."""
 MOST_ROUNDINGS = 64
-"""By how many roundings to a lower dtype, in norm, what is computed in it may be off."""
+"""The largest error of a computation in a lower dtype, in roundings."""
 
 Both = tuple[np.ndarray, np.ndarray]
 
 
 def norm_epsilon(case: Case) -> Iterator[Fit]:
-    """Both sides normalise, by other epsilons. Tried one way round only: the claim is of both sides."""
+    """The epsilons of a norm differ. Symmetric, so tried with one assignment of sides only."""
     given, params = input_of(case), parameters_of(case)
     if case.swapped or given is None or params is None or params[0].ndim != 1:
         return
     found = norm_epsilons(case.sides, given, *params, case.compute_roundoff)
     if found is not None:
         uncertainty = found.right.uncertainty + found.wrong.uncertainty
-        said = f"{case.quantity.module} is a {found.said}, in which both have another epsilon"
+        text = f"{case.quantity.module} is a {found.text} with different epsilons"
         if abs(found.right.value - found.wrong.value) > uncertainty:
-            said = (
-                f"{case.quantity.module} is a {found.said}, in which {case.names[0]} has an epsilon of {found.right} and "
-                f"{case.names[1]} one of {found.wrong} (give or take {uncertainty:.0e})"
+            text = (
+                f"{case.quantity.module} is a {found.text} with an epsilon of {found.right} in {case.names[0]} and "
+                f"{found.wrong} in {case.names[1]} (+- {uncertainty:.0e})"
             )
-        yield Fit("norm_epsilon", said, found.rest, 0.0, Claim("epsilon", found.wrong.value, found.wrong.uncertainty))
+        yield Fit(
+            "norm_epsilon", text, found.residual, 0.0, Claim("epsilon", found.wrong.value, found.wrong.uncertainty)
+        )
 
 
 def tanh_gelu(case: Case) -> Iterator[Fit]:
-    """Both sides are functions of what came before, and not the same function. Tried one way round only."""
+    """An erf GELU on one side and a tanh GELU on the other. Symmetric, so tried with one assignment of sides only."""
     if case.swapped:
         return
     near = [(at, both) for at in _nearby(case) if (both := of_both(case, at)) is not None]
@@ -66,61 +68,63 @@ def tanh_gelu(case: Case) -> Iterator[Fit]:
             found = functions_of(case.sides, inputs, case.compute_roundoff, gate[1] if gate else None, dtype)
             if found is None:
                 continue
-            # Other functions than these two are told apart too, but have no signature.
+            # Other differing functions have no signature.
             if {found.right, found.wrong} == {ERF_GELU, TANH_GELU}:
                 of = f"with x the {at[2]} of {at[1]}, {case.names[0]} has {found.right} and {case.names[1]} has {found.wrong}"
-                yield Fit("tanh_gelu", of + (gate[0] if gate else ""), found.rest, found.error, Claim("gelu"))
+                yield Fit("tanh_gelu", of + (gate[0] if gate else ""), found.residual, found.error, Claim("gelu"))
             return
 
 
 def dropout(case: Case) -> Iterator[Fit]:
-    """Elements are missing at random, of the activation itself or of a branch that was added to it."""
+    """Dropout of an activation or of a branch that was added to it."""
     if found := dropout_of(case.sides):
         yield _dropped(case, found, "elements")
         return
     for at in _nearby(case):
         through = case.activation(case.right, case.step, at)
         if through is not None and (found := dropout_of(case.sides, np.asarray(through, np.float64))):
-            yield _dropped(case, found, f"elements of what came in from the {at[2]} of {at[1]}")
+            yield _dropped(case, found, f"elements added from the {at[2]} of {at[1]}")
             return
     if not case.swapped and (found := two_masks_of(case.sides)):
-        said = f"both drop {found.share:.3f} of {found.numel} elements, and not the same ones"
-        yield Fit("dropout", said, found.rest, 0.0, Claim("dropout"))
+        text = f"both drop {found.share:.3f} of {found.numel} elements, with different masks"
+        yield Fit("dropout", text, found.residual, 0.0, Claim("dropout"))
 
 
 def _dropped(case: Case, found: Dropped, what: str) -> Fit:
-    said = (
-        f"in {case.names[1]} {found.share:.3f} of {found.numel} {what} are missing, and the others are {found.factor:.4g} times "
-        f"as large: dropout with p = {1 - 1 / found.factor:.3g}"
+    text = (
+        f"in {case.names[1]} {found.share:.3f} of {found.numel} {what} are dropped, and the others are multiplied by "
+        f"{found.factor:.4g}: dropout with p = {1 - 1 / found.factor:.3g}"
     )
-    return Fit("dropout", said, found.rest, 0.0, Claim("dropout", 1 - 1 / found.factor, 1e-6))
+    return Fit("dropout", text, found.residual, 0.0, Claim("dropout", 1 - 1 / found.factor, 1e-6))
 
 
 def transposed_kernel(case: Case) -> Iterator[Fit]:
-    """A module multiplied by the transpose of its weight, or of some dims of it."""
+    """A module uses its weight with permuted dims."""
     given, params = input_of(case), parameters_of(case)
     if given is None or params is None or params[0].ndim not in (2, 4):
         return
     if found := kernel_reordered(case.sides, given, *params, case.compute_roundoff):
-        said = f"{case.names[0]} uses the weight of {case.quantity.module} as it is, and {case.names[1]} {found[0]}"
-        yield Fit("transposed", said, found[1], 0.0, Claim("kernel"))
+        text = (
+            f"{case.names[0]} uses the weight of {case.quantity.module} unchanged, {case.names[1]} uses it {found[0]}"
+        )
+        yield Fit("transposed", text, found[1], 0.0, Claim("kernel"))
 
 
 def factor_of_branch(case: Case) -> Iterator[Fit]:
-    """One of several things that are added comes in another number of times. Tried one way round only."""
+    """A branch is added with another factor. Symmetric, so tried with one assignment of sides only."""
     if case.swapped:
         return
     for at in _nearby(case):
         through = case.activation(case.right, case.step, at)
         if through is not None and (found := branch_of(case.sides, np.asarray(through, np.float64))):
             times = 0.0 if abs(found.factor) <= found.error else found.factor
-            said = f"what {case.names[1]} adds of the {at[2]} of {at[1]} is {times:.6g} times what {case.names[0]} adds of it"
-            yield Fit("constant_factor", said, found.rest, 0.0, Claim("branch", times, found.error))
+            text = f"{case.names[1]} adds {times:.6g} times the {at[2]} of {at[1]} that {case.names[0]} adds"
+            yield Fit("constant_factor", text, found.residual, 0.0, Claim("branch", times, found.error))
             return
 
 
 def input_of(case: Case) -> Both | None:
-    """What the module was given on both sides, where the quantity is what it gave."""
+    """The module's input on both sides, if the quantity is its output."""
     if case.quantity.use != OUTPUT or not case.quantity.module:
         return None
     return of_both(case, (case.quantity.microbatch, case.quantity.module, INPUT))
@@ -135,8 +139,7 @@ def of_both(case: Case, at: At) -> Both | None:
 
 
 def parameters_of(case: Case, module: str = "") -> tuple[np.ndarray, np.ndarray | None] | None:
-    """The weight and the bias of the quantity's module, or of another one, as the rank used them; the bias is the one of that
-    name."""
+    """(weight, bias) of a module (default: that of the quantity) as the rank used them; None without exactly one weight."""
     module = module or case.quantity.module
     own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == module]
     weights = [name for name in own if not name.endswith("bias")]
@@ -160,10 +163,10 @@ def _nearby(case: Case) -> list[At]:
 
 
 def low_precision(case: Case) -> Iterator[Fit]:
-    """A module computed in a lower dtype than the run's own, as norms that cast what they are given to float32 do.
+    """A module computed in a lower dtype than the run, as norms that cast their input to float32 do.
 
-    Each element of the wrong side is then a number of that dtype, or is one once it is divided by the module's weight, which is
-    often multiplied after the cast back; of the right side at most half are. They differ by no more than `MOST_ROUNDINGS`.
+    All elements of the wrong side, or all after dividing by the module's weight (often applied after the cast back), are values
+    of the lower dtype; at most half of the right side's are. The sides differ by at most `MOST_ROUNDINGS`.
     """
     params = parameters_of(case) if case.quantity.module else None
     weight = params[0] if params is not None and params[1] is None and params[0].ndim == 1 else None
@@ -178,10 +181,8 @@ def low_precision(case: Case) -> Iterator[Fit]:
         for scaled, scale in scales:
             fits, others = (on_grid(side / scale, low, case.compute_roundoff) for side in (wrong, right))
             if fits == 1.0 and others <= 0.5 and (wrong != right).sum() >= FEWEST:
-                said = (
-                    f"in {case.names[1]} each element is a number of {low}{scaled}, in {case.names[0]} {others:.0%} are"
-                )
-                yield Fit("low_precision", f"{said}: it is computed in {low}", 0.0, 0.0, Claim(low))
+                text = f"in {case.names[1]} all elements are {low} values{scaled}, in {case.names[0]} {others:.0%} are"
+                yield Fit("low_precision", f"{text}: it is computed in {low}", 0.0, 0.0, Claim(low))
                 return
 
 

@@ -1,7 +1,7 @@
-"""How a moment of an optimizer departs from the running average that it should be.
+"""Explains an optimizer moment that deviates from its running average.
 
-As with updates (`update_deviations`), one side's moment is explained by the rule, from that side's own values; the other's by the
-rule with one thing changed.
+As in `update_deviations`, the right side's moment follows the rule from its own values, and the wrong side's follows it with one
+change.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,18 +15,18 @@ from crossframe.verdict.diagnosis.update_deviations import FEW, TINY
 from crossframe.verdict.measure.metrics import distance, norm
 
 Offer = Callable[[str, str, float, float, Claim], None]
-"""Takes a signature, how it is said, its rest, its error and its claim."""
+"""Takes (signature, description, residual, error, claim)."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What one side's optimizer made of a moment, in float64.
+    """One side's update of a moment, in float64.
 
     Attributes:
-        old, new: the moment before and behind this step.
-        gradient: what should have gone in: clipped, with the decay that belongs to it, squared of a second moment.
+        old, new: the moment before and after this step.
+        gradient: the expected input: the clipped gradient with its decay, squared for a second moment.
         before: the parameter before the step.
-        roundoff: of the dtype of the moment.
+        roundoff: unit roundoff of the moment's dtype.
     """
 
     old: np.ndarray
@@ -35,31 +35,31 @@ class Moment:
     before: np.ndarray
     roundoff: float
 
-    def rest(self, average: Average, *, old: np.ndarray | None = None, gradient: np.ndarray | None = None) -> float:
-        """What a rule leaves unexplained; with another moment before it, or another gradient, where given."""
+    def residual(self, average: Average, *, old: np.ndarray | None = None, gradient: np.ndarray | None = None) -> float:
+        """The norm of the part that a rule does not explain, optionally with another old moment or gradient."""
         start, goes_in = self.old if old is None else old, self.gradient if gradient is None else gradient
         return distance(self.new, average.new(start, goes_in))
 
     def error(self, average: Average, *, old: np.ndarray | None = None, gradient: np.ndarray | None = None) -> float:
-        """What rounding may leave of that."""
+        """The bound on the residual due to rounding."""
         start, goes_in = self.old if old is None else old, self.gradient if gradient is None else gradient
         return average.error(start, goes_in, self.roundoff)
 
     def follows(self, average: Average) -> bool:
-        """Whether the rule explains it, within a few times the bound, which is of first order."""
-        return self.rest(average) <= FEW * self.error(average)
+        """Whether the residual is within `FEW` times the first-order bound."""
+        return self.residual(average) <= FEW * self.error(average)
 
     def went_in(self, average: Average) -> np.ndarray:
-        """The gradient that did."""
+        """The gradient that explains the new moment."""
         return (self.new - average.keep * self.old) / average.gain
 
 
 @dataclass(frozen=True)
 class Other:
-    """Something that may have stood in the place of the moment before the step."""
+    """A value that may have been used instead of the old moment."""
 
     signature: str
-    said: str
+    text: str
     value: np.ndarray
 
 
@@ -73,30 +73,31 @@ def moment_deviations(
     decay: float = 0.0,
     squared: bool = False,
 ) -> list[Fit]:
-    """The changes to a moment's rule that explain the wrong side's, where the rule itself explains the right side's and not this.
+    """The changes to a moment's rule that explain the wrong side's moment, if the unchanged rule explains the right side's only.
 
     Args:
-        difference: norm of what is to be explained.
-        decay: what `gradient` holds of the parameter before the step.
+        others: values that may have been used instead of the old moment.
+        difference: norm(right - wrong).
+        decay: the factor of the parameter in `gradient`.
         squared: whether it is a second moment.
     """
-    if wrong.rest(stated) <= wrong.error(stated):
-        return []  # the other one departs, or neither does
-    if right.rest(stated) > right.error(stated):
-        # Something that was not recorded, such as a gradient scaler, may have scaled the gradients of both sides alike.
+    if wrong.residual(stated) <= wrong.error(stated):
+        return []  # the wrong side follows the rule
+    if right.residual(stated) > right.error(stated):
+        # Something unrecorded, such as a gradient scaler, may have scaled the gradients of both sides.
         scale = factor_between(right.gradient, right.went_in(stated))
         right, wrong = (replace(side, gradient=scale * side.gradient) for side in (right, wrong))
-        if scale <= 0 or right.rest(stated) > right.error(stated):
+        if scale <= 0 or right.residual(stated) > right.error(stated):
             return []
     fits: list[Fit] = []
 
-    def offer(signature: str, said: str, rest: float, error: float, claim: Claim) -> None:
-        if accepted(rest, difference, error):
-            fits.append(Fit(signature, said, rest, error, claim))
+    def offer(signature: str, text: str, residual: float, error: float, claim: Claim) -> None:
+        if accepted(residual, difference, error):
+            fits.append(Fit(signature, text, residual, error, claim))
 
     for other in others:
-        rest, error = wrong.rest(stated, old=other.value), wrong.error(stated, old=other.value)
-        offer(other.signature, other.said, rest, error, Claim(other.said))
+        residual, error = wrong.residual(stated, old=other.value), wrong.error(stated, old=other.value)
+        offer(other.signature, other.text, residual, error, Claim(other.text))
     error = wrong.error(stated)
     _offer_factor(offer, wrong, stated, error, squared)
     if not squared:
@@ -111,10 +112,14 @@ def _offer_factor(offer: Offer, wrong: Moment, stated: Average, error: float, sq
     if not size:
         return
     predicted = factor * wrong.gradient
-    said = f"what went into it is {factor:.6g} times the {'square of the ' if squared else ''}gradient"
+    text = f"the input of the moment is {factor:.6g} times the {'square of the ' if squared else ''}gradient"
     claim = Claim("gradient", factor, error / stated.gain / size)
     offer(
-        "constant_factor", said, wrong.rest(stated, gradient=predicted), wrong.error(stated, gradient=predicted), claim
+        "constant_factor",
+        text,
+        wrong.residual(stated, gradient=predicted),
+        wrong.error(stated, gradient=predicted),
+        claim,
     )
 
 
@@ -125,20 +130,20 @@ def _offer_decay(offer: Offer, wrong: Moment, stated: Average, error: float, dec
     more = factor_between(wrong.before, wrong.went_in(stated) - wrong.gradient)
     uncertainty = error / stated.gain / size
     total = 0.0 if abs(more + decay) <= uncertainty else more + decay
-    added = f"has {total:.4g} times the parameter added to it" if total else "has nothing of the parameter added to it"
-    said = f"the gradient that went into it {added}, where {decay:.4g} times is stated"
+    added = f"includes {total:.4g} times the parameter" if total else "does not include the parameter"
+    text = f"the gradient in the moment {added}, while {decay:.4g} times is stated"
     predicted = wrong.gradient + more * wrong.before
     error = wrong.error(stated, gradient=predicted)
-    offer("weight_decay", said, wrong.rest(stated, gradient=predicted), error, Claim("decay", total, uncertainty))
+    offer("weight_decay", text, wrong.residual(stated, gradient=predicted), error, Claim("decay", total, uncertainty))
 
 
 def _offer_keep(offer: Offer, wrong: Moment, stated: Average, error: float) -> None:
-    """Another beta: new - g = beta (old - g); of a buffer that takes the gradient whole, new - g = beta old."""
+    """Another beta: new - g = beta (old - g), or new - g = beta old for a buffer with a gain of 1."""
     behind = wrong.gradient if stated.gain != 1.0 else np.zeros_like(wrong.gradient)
     gap = wrong.old - behind
     if not norm(wrong.old):
-        return  # what goes in is then all that can differ
+        return  # only the gradient can differ then
     keep = factor_between(gap, wrong.new - wrong.gradient)
     changed = Average(keep, 1 - keep if stated.gain != 1.0 else 1.0)
-    said = f"it keeps {keep:.6g} of itself from step to step, where {stated.keep:.6g} is stated"
-    offer("constant_factor", said, wrong.rest(changed), error, Claim("keep", keep, error / max(norm(gap), TINY)))
+    text = f"its decay rate is {keep:.6g}, while {stated.keep:.6g} is stated"
+    offer("constant_factor", text, wrong.residual(changed), error, Claim("keep", keep, error / max(norm(gap), TINY)))

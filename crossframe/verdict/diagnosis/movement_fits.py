@@ -1,4 +1,4 @@
-"""The right numbers in the wrong place: transposed, shifted, of another step, of another parameter."""
+"""Fits moved values: transposed, shifted, of another step, of another parameter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,35 +14,35 @@ MOST_SHIFT = 64
 
 @dataclass(frozen=True)
 class Found:
-    """Where the wrong side's numbers come from, in words, and what that leaves unexplained."""
+    """A description of the source of the wrong side's values, and its residual."""
 
-    said: str
-    rest: float
+    text: str
+    residual: float
 
 
 @dataclass(frozen=True)
 class Shift:
-    """wrong[i] = right[i - by], in all but the elements that come in from outside."""
+    """wrong[i] = right[i - by] for the `overlap` elements whose source is in range."""
 
     by: int
-    rest: float
+    residual: float
     overlap: int
 
 
 def transposition_of(sides: Contrast) -> Found | None:
-    """The order of axes in which the wrong side holds the right side's elements; None if in no other order.
+    """The permutation of axes that explains the wrong side; None if there is none.
 
-    Tried are all orders of up to four axes, read into the shape that it has, and each axis split in two (the heads of attention,
-    say, and the width of each) with its parts exchanged.
+    All permutations of up to four axes are tried, reshaped to the same shape, and each axis split in two (for example heads and
+    head width) with its parts exchanged.
     """
     x, y = sides.right, sides.wrong
     if x.ndim == 0 or x.ndim > 4 or abs(norm(x) - norm(y)) > sides.limit + 1e-12 * norm(y):
         return None
-    return _first(sides, ((said, moved.reshape(x.shape)) for said, moved in reorderings(x)))
+    return _first(sides, ((text, moved.reshape(x.shape)) for text, moved in reorderings(x)))
 
 
 def reorderings(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Every other order of its elements that a mistake about axes gives, and how to say it. Shapes may differ from x's."""
+    """Yield (description, x with permuted elements) for each mistake about axes. Shapes may differ from that of x."""
     for order in permutations(range(x.ndim)):
         if order != tuple(range(x.ndim)):
             yield (
@@ -59,44 +59,44 @@ def reorderings(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 def _first(sides: Contrast, candidates: Iterator[tuple[str, np.ndarray]]) -> Found | None:
     difference = sides.difference
-    for said, predicted in candidates:
-        if accepted(rest := sides.rest(predicted), difference, sides.limit):
-            return Found(said, rest)
+    for text, predicted in candidates:
+        if accepted(residual := sides.residual(predicted), difference, sides.limit):
+            return Found(text, residual)
     return None
 
 
 def shift_of(
     sides: Contrast, start: int | None = None, stop: int | None = None, also: Sequence[int] = ()
 ) -> Shift | None:
-    """By how many elements the wrong side is moved along the line; at most `MOST_SHIFT`, and at most half of what there is.
+    """The shift of the wrong side's flattened elements: at most `MOST_SHIFT` or one of `also`, and at most half of the range.
 
     Args:
-        start, stop: the elements that are moved; those that come in may lie outside.
-        also: further distances to try.
+        start, stop: the range of shifted elements; their sources may be outside.
+        also: further shifts to try.
 
     >>> x = np.arange(1.0, 9.0)
     >>> shift_of(Contrast(x, np.concatenate([[42.0], x[:-1]]), 0.0))
-    Shift(by=1, rest=0.0, overlap=7)
+    Shift(by=1, residual=0.0, overlap=7)
     """
     x, y = sides.right.reshape(-1), sides.wrong.reshape(-1)
     first, last = start or 0, y.size if stop is None else stop
     for by in sorted({*range(1, MOST_SHIFT + 1), *also}):
         for shift in (by, -by):
-            # What comes from outside of the parameter is not known.
+            # Values from outside the parameter are unknown.
             low, high = max(first, shift), min(last, y.size + min(shift, 0))
             if 2 * (high - low) < last - first or high - low < 2:
                 continue
             target, source = y[low:high], x[low - shift : high - shift]
             if is_uninformative(source, 2 * sides.limit):
                 continue
-            rest = distance(target, source)
-            if accepted(rest, distance(target, x[low:high]), sides.limit):
-                return Shift(shift, rest, high - low)
+            residual = distance(target, source)
+            if accepted(residual, distance(target, x[low:high]), sides.limit):
+                return Shift(shift, residual, high - low)
     return None
 
 
 def same_as(sides: Contrast, candidates: Mapping[str, np.ndarray]) -> Found | None:
-    """The first of these arrays that the wrong side is; they are read into its shape. Those of one value tell nothing."""
+    """The first candidate, reshaped, that equals the wrong side; constant candidates are skipped."""
     shaped = (
         (name, np.asarray(array, np.float64).reshape(sides.wrong.shape))
         for name, array in candidates.items()

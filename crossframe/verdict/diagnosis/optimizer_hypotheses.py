@@ -1,4 +1,4 @@
-"""Hypotheses about an optimizer's step, from what each side's own recording holds of it."""
+"""Hypotheses about an optimizer step, from each side's own recorded values."""
 
 import math
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from crossframe.verdict.measure.values import assemble
 
 
 def optimizer(case: Case) -> Iterator[Fit]:
-    """What the wrong side's optimizer did otherwise than its rule says, and than the right side's did."""
+    """The wrong side's optimizer deviates from its rule, and the right side's follows it."""
     if case.quantity.sketched or case.phase not in (STATE, UPDATE):
         return
     kind, other = rule_of(case.right), case.wrong.manifest.settings.get("optimizer")
@@ -37,10 +37,9 @@ def optimizer(case: Case) -> Iterator[Fit]:
 
 
 def follows(case: Case) -> bool:
-    """Whether both sides' updates of a parameter follow the optimizer's stated rule, each from its own moments; or their moments,
-    each from its own gradients.
+    """Whether both sides follow the stated rule: updates from their own moments, or moments from their own gradients.
 
-    They then differ by what their causes differ by, and by rounding. False where that cannot be told.
+    They then differ only because of their inputs and rounding. False if this is unknown.
     """
     if case.phase not in (STATE, UPDATE) or case.quantity.sketched:
         return False
@@ -89,7 +88,7 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
     sides = [moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
-    # A moment that is kept in a coarser dtype than the other one is no excuse for what its rounding does.
+    # Use the finer roundoff, so that the rounding of a moment in a coarser dtype is not excused.
     sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
     fits = moment_deviations(
         sides[0],
@@ -110,7 +109,7 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
 
 
 def _as_beta(case: Case, fit: Fit, average: Average, squared: bool) -> str:
-    """That a factor on what goes into one moment is another beta: the other moment, of the same gradient, agrees."""
+    """A clause that attributes a factor on the input of one moment to another beta, because the other moment agrees."""
     slot = "exp_avg" if squared else "exp_avg_sq"
     if fit.claim.kind != "gradient" or fit.claim.value is None or average.gain == 1.0:
         return ""
@@ -118,18 +117,18 @@ def _as_beta(case: Case, fit: Fit, average: Average, squared: bool) -> str:
     if others[0] is None or others[1] is None:
         return ""
     sides = [case.cut(each) for each in others if each is not None]
-    # Had the gradient another factor, the other moment would differ by as much of what goes into it.
+    # With another factor on the gradient, the other moment would differ accordingly.
     factor = math.sqrt(abs(fit.claim.value)) if squared else fit.claim.value**2
     if distance(*sides) > 0.01 * abs(factor - 1) * norm(sides[0]):
         return ""
     beta, name = 1 - fit.claim.value * average.gain, "beta2" if squared else "beta1"
     if not 0 <= beta < 1:
         return ""
-    return f", as with a {name} of {beta:.6g} for {average.keep:.6g}: {slot} agrees, so the gradients do"
+    return f", as with {name} = {beta:.6g} instead of {average.keep:.6g}: {slot} agrees, so the gradients agree"
 
 
 def _as_unclipped(fit: Fit, kept: float, clip: float) -> str:
-    """That a factor is what clipping would have taken away."""
+    """A clause that attributes a factor to missing clipping, if it is the inverse of the clipping factor."""
     if fit.claim.kind != "gradient" or fit.claim.value is None or kept == 1.0:
         return ""
     alike = abs(fit.claim.value * kept - 1) <= fit.claim.error * kept + 1e-6
@@ -137,13 +136,13 @@ def _as_unclipped(fit: Fit, kept: float, clip: float) -> str:
 
 
 def _as_clipped(fit: Fit, clip: float) -> str:
-    """That a factor may be clipping, of which the recording states nothing."""
+    """A clause that attributes a factor below 1 to clipping, if the recording states no clipping."""
     shrinks = fit.claim.kind == "gradient" and fit.claim.value is not None and 0 < fit.claim.value < 1
-    return ", as where gradients are clipped, of which nothing is stated" if shrinks and math.isinf(clip) else ""
+    return ", as with clipped gradients, which are not stated" if shrinks and math.isinf(clip) else ""
 
 
 def average_of(rule: Rule, slot: str) -> tuple[Average, bool]:
-    """The rule of a moment, and whether it is of squares."""
+    """(rule of a moment, whether it is a second moment)."""
     if isinstance(rule, SGD):
         return Average(rule.momentum, 1.0), False
     squared = slot == "exp_avg_sq"
@@ -164,7 +163,7 @@ def moment_of(case: Case, recording: Recording, stated: Stated, squared: bool) -
 
 
 def _gradient(case: Case, recording: Recording, stated: Stated) -> np.ndarray | None:
-    """What goes into the moments: the reduced gradient, clipped, and with the decay that belongs to it."""
+    """The input of the moments: the reduced gradient after clipping, with its decay."""
     grad = case.read(recording, REDUCE, case.step, case.name)
     before = case.before(recording, case.step, case.name)
     if grad is None or before is None:
@@ -174,7 +173,7 @@ def _gradient(case: Case, recording: Recording, stated: Stated) -> np.ndarray | 
 
 
 def _clipping(case: Case, recording: Recording, stated: Stated) -> float:
-    """What clipping multiplies gradients by at this step (R30)."""
+    """The clipping factor at this step (R30)."""
     if math.isinf(stated.clip):
         return 1.0
     names = [name for name in recording.manifest.params if recording.has(REDUCE, case.step, name)]
@@ -184,31 +183,31 @@ def _clipping(case: Case, recording: Recording, stated: Stated) -> float:
 
 
 def _other_moments(case: Case, slot: str) -> Iterator[Other]:
-    """Values that the wrong side may have used instead of its moment before the step."""
+    """Values that the wrong side may have used instead of its old moment."""
     step, wrong = case.step, case.wrong
     own = case.moment(wrong, step - 1, case.name, slot)
     if step == 0 or own is None:
         return
     yield Other(
-        "lost_step", f"{slot} begins anew at this step: what was there before is lost", case.cut(np.zeros(own.shape))
+        "lost_step", f"{slot} starts from zero at this step: its previous value is lost", case.cut(np.zeros(own.shape))
     )
     older = case.moment(wrong, step - 2, case.name, slot)
     if older is not None:
-        yield Other("stale_copy", f"this step goes on from {slot} as it was a step earlier", case.cut(older))
+        yield Other("stale_copy", f"this step continues from {slot} of one step earlier", case.cut(older))
     for theirs in wrong.state_slots(step - 1, case.name):
         if theirs not in (slot, COUNT) and (value := case.moment(wrong, step - 1, case.name, theirs)) is not None:
-            yield Other("mixed_parameters", f"this step goes on from {theirs} in the place of {slot}", case.cut(value))
+            yield Other("mixed_parameters", f"this step continues from {theirs} instead of {slot}", case.cut(value))
     for name, spec in wrong.manifest.params.items():
         if name == case.name or spec.numel != own.size:
             continue
         if (value := case.moment(wrong, step - 1, name, slot)) is not None:
-            said = f"this step goes on from {slot} of {name!r}"
-            yield Other("mixed_parameters", said, case.cut(np.asarray(value, np.float64).reshape(own.shape)))
+            text = f"this step continues from {slot} of {name!r}"
+            yield Other("mixed_parameters", text, case.cut(np.asarray(value, np.float64).reshape(own.shape)))
 
 
 def _of_side(case: Case, fit: Fit, also: str = "") -> Fit:
-    said = f"{case.names[0]} follows the optimizer's rule; in {case.names[1]} {fit.evidence}{also}"
-    return Fit(fit.signature, said, fit.rest, fit.error, fit.claim)
+    text = f"{case.names[0]} follows the optimizer's rule; in {case.names[1]} {fit.evidence}{also}"
+    return Fit(fit.signature, text, fit.residual, fit.error, fit.claim)
 
 
 ALL = (optimizer,)

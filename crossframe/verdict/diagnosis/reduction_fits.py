@@ -1,4 +1,4 @@
-"""What became of the gradients of single ranks on their way into the mean."""
+"""Fits the contributions of ranks to a reduced gradient: absent, reweighted, mixed up, or summed in a coarser dtype."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,40 +17,42 @@ MANY = 8
 
 @dataclass(frozen=True)
 class Absent:
-    """Ranks whose gradients are not in the sum, and what the others were divided by."""
+    """Ranks whose gradients are missing from the sum, and the divisor of the others."""
 
     ranks: tuple[int, ...]
     divided_by: float
-    rest: float
+    residual: float
     error: float
 
 
 @dataclass(frozen=True)
 class Low:
-    """A sum that was taken too coarsely."""
+    """A sum in a coarser dtype."""
 
     dtype: str
-    said: str
-    rest: float
+    text: str
+    residual: float
     error: float
 
 
 def sum_error(grads: Sequence[np.ndarray], roundoff: float) -> float:
-    """By how much the mean of these may be off for rounding alone: W terms, each rounded at most W + 1 times on its way through
-    sum and division, to first order, in whatever order they are added (Higham, section 4.2): (W + 1) * u * mean |g|, in norm."""
+    """The bound on the rounding of the mean of W gradients, in norm: (W + 1) * u * mean |g|.
+
+    Each of the W terms is rounded at most W + 1 times in sum and division, to first order, in any order (Higham, section 4.2).
+    """
     magnitudes = np.mean([np.abs(np.asarray(grad, np.float64)).reshape(-1) for grad in grads], axis=0)
     return (len(grads) + 1) * roundoff * norm(magnitudes)
 
 
 def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float = 0.0) -> Absent | None:
-    """The ranks whose own gradients are missing from a reduced one.
+    """The ranks whose local gradients are missing from a reduced gradient.
+
+    The weights of all ranks come from least squares. The residual is that of the sum over present ranks, divided by the number of
+    all ranks or of present ranks.
 
     Args:
-        roundoff: of the dtype in which they are reduced, where that is coarser than the one that they are kept in.
-        grads: each rank's own gradient, float64 or as recorded, of the shape of the sides. The right side must be their mean.
-
-    The weights of all ranks come from least squares; which are absent is read off them, and the rest is that of the sum over the
-    others, divided by the number of all ranks or by that of the others.
+        grads: the local gradient of each rank, with the shape of the sides. The right side must be their mean.
+        roundoff: unit roundoff of the reduce dtype, if coarser than that of the sides.
     """
     num_ranks = len(grads)
     terms = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in grads])
@@ -65,41 +67,40 @@ def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float =
         return None
     found = []
     for divisor in {num_ranks, int(present.sum())}:
-        rest = norm(wrong - terms[present].sum(axis=0) / divisor)
+        residual = norm(wrong - terms[present].sum(axis=0) / divisor)
         error_here = error * num_ranks / divisor
-        if accepted(rest, sides.difference, sides.limit * num_ranks / divisor + error_here):
-            found.append(Absent(tuple(int(i) for i in np.flatnonzero(~present)), divisor, rest, error_here))
-    return min(found, key=lambda absent: absent.rest, default=None)
+        if accepted(residual, sides.difference, sides.limit * num_ranks / divisor + error_here):
+            found.append(Absent(tuple(int(i) for i in np.flatnonzero(~present)), divisor, residual, error_here))
+    return min(found, key=lambda absent: absent.residual, default=None)
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """Ranks whose gradients count another number of times than once, and not all the same.
+    """Unequal weights of ranks in a mean.
 
     Attributes:
-        times: how often each rank's count; 1 is right.
-        uncertainty: how far that may be off.
+        times: the weight of each rank relative to the correct one.
+        uncertainty: the bound on their error.
     """
 
     times: tuple[float, ...]
     uncertainty: float
-    rest: float
+    residual: float
     error: float
 
     @property
     def ranks(self) -> list[int]:
-        """Those that count otherwise."""
+        """The ranks whose weight is not 1."""
         return [rank for rank, times in enumerate(self.times) if abs(times - 1) > self.uncertainty]
 
 
 def weighted_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float = 0.0) -> Weighted | None:
-    """How often each rank's gradients count in a reduced one, where some count otherwise than once, and none not at all
-    (that is `absent_ranks`).
+    """The weights of ranks in a reduced gradient, if they are unequal and none is zero (`absent_ranks`).
+
+    A least-squares weight has an error of at most norm(residual) / (the smallest singular value of the terms).
 
     Args:
-        grads, roundoff: as of `absent_ranks`.
-
-    A weight by least squares is off by at most norm(rest) / (the least singular value of the terms).
+        grads, roundoff: as for `absent_ranks`.
     """
     num_ranks = len(grads)
     terms = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in grads])
@@ -111,31 +112,31 @@ def weighted_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float
     times = weights * num_ranks
     if not singular.min(initial=np.inf) > 0:
         return None
-    rest, largest = norm(sides.wrong.reshape(-1) - weights @ terms), max(1.0, float(np.abs(times).max()))
+    residual, largest = norm(sides.wrong.reshape(-1) - weights @ terms), max(1.0, float(np.abs(times).max()))
     uncertainty = tolerance * largest * num_ranks / float(singular.min())
-    found = Weighted(tuple(map(float, times)), uncertainty, rest, error * largest)
-    fits = accepted(rest, sides.difference, tolerance * largest) and min(map(abs, found.times)) > uncertainty
-    # All of them alike is a factor of the whole.
+    found = Weighted(tuple(map(float, times)), uncertainty, residual, error * largest)
+    fits = accepted(residual, sides.difference, tolerance * largest) and min(map(abs, found.times)) > uncertainty
+    # Equal weights are a factor of the whole gradient.
     return found if fits and max(found.times) - min(found.times) > 2 * uncertainty else None
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Ranks whose gradients of another parameter are in the sum, instead of those of this one."""
+    """Ranks that contributed the gradient of another parameter."""
 
     ranks: tuple[int, ...]
-    rest: float
+    residual: float
     error: float
 
 
 def mixed_ranks(
     sides: Contrast, own: Sequence[np.ndarray], theirs: Sequence[np.ndarray], roundoff: float = 0.0
 ) -> Mixed | None:
-    """The ranks that brought another parameter's gradient into a sum, where each rank brought one or the other (R29).
+    """The ranks that contributed another parameter's gradient to a sum, if every rank contributed one or the other (R29).
 
     Args:
-        own, theirs: each rank's gradient of this parameter and of the other one, with as many elements.
-        roundoff: as of `absent_ranks`.
+        own, theirs: the gradients of this parameter and of the other one on each rank, with the same number of elements.
+        roundoff: as for `absent_ranks`.
     """
     num_ranks = len(own)
     ours = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in own])
@@ -147,10 +148,10 @@ def mixed_ranks(
     swapped = weights[num_ranks:] > 0.5 / num_ranks
     if not swapped.any() or any(is_uninformative(grad, 2 * sides.limit) for grad in others[swapped]):
         return None
-    rest = norm(sides.wrong.reshape(-1) - np.where(swapped[:, None], others, ours).mean(axis=0))
-    if not accepted(rest, sides.difference, sides.limit + error):
+    residual = norm(sides.wrong.reshape(-1) - np.where(swapped[:, None], others, ours).mean(axis=0))
+    if not accepted(residual, sides.difference, sides.limit + error):
         return None
-    return Mixed(tuple(int(i) for i in np.flatnonzero(swapped)), rest, error)
+    return Mixed(tuple(int(i) for i in np.flatnonzero(swapped)), residual, error)
 
 
 def low_reduction(
@@ -161,19 +162,19 @@ def low_reduction(
     num_replicas: int = 1,
     num_microbatches: int = 1,
 ) -> Low | None:
-    """The dtype in which a sum over ranks was taken, where that was a coarser one than it should have been.
+    """The coarser dtype in which a sum over ranks was computed.
+
+    For bfloat16 and float16, these are tried: gradients cast before an exact sum, sums of groups cast before they are added, a
+    sequential sum in the low dtype (from each rank, in both directions), and a cast of the mean. Otherwise the order is unknown,
+    and it is accepted that all elements of the wrong side, or of its sum, are values of the low dtype, while most of the right
+    side's are not, if the sides differ by at most the error of such a sum. If gradients are recorded, the right side must be
+    their mean, and a prediction that equals this mean (as for gradients that are values of the low dtype anyway) is ignored.
 
     Args:
-        grads: each rank's own gradient; None where these were not recorded.
-        roundoff: as of `absent_ranks`.
-        num_replicas: groups of ranks, one behind the other, which are summed each for itself first.
-        num_microbatches: how many reductions may have been added up since.
-
-    Tried in bfloat16 and in float16: gradients cast before an exact sum, sums of groups cast before they are added, a sum in the
-    low dtype from rank to rank (from each rank on, and either way round), and a mean that is cast when it is there. A last resort
-    needs no order: every element of the wrong side, or of the sum that it comes from, is a number of the low dtype, of the right
-    side most are not, and the sides differ by no more than such a sum may err. Where gradients are recorded the right side must
-    be their mean; and a prediction that is that mean too, as of gradients that are numbers of the low dtype anyway, says nothing.
+        grads: the local gradient of each rank; None if not recorded.
+        roundoff: as for `absent_ranks`.
+        num_replicas: number of consecutive groups of ranks that are summed separately first.
+        num_microbatches: number of reductions that may have been accumulated.
     """
     difference, wrong = sides.difference, sides.wrong
     roundoff = max(sides.roundoff, roundoff)
@@ -186,29 +187,31 @@ def low_reduction(
         if unit_roundoff(low) <= roundoff:
             continue
         found = [
-            Low(low, said, rest, error)
-            for said, predicted in (_coarse_means(grads, low, num_replicas) if grads else ())
-            if accepted(rest := sides.rest(predicted), difference, error) and distance(predicted, mean) > error
+            Low(low, text, residual, error)
+            for text, predicted in (_coarse_means(grads, low, num_replicas) if grads else ())
+            if accepted(residual := sides.residual(predicted), difference, error) and distance(predicted, mean) > error
         ]
         if found:
-            return min(found, key=lambda each: each.rest)
-        # Without the terms: they are taken to be as large as their mean would be if they all were orthogonal.
+            return min(found, key=lambda each: each.residual)
+        # Without the terms, their magnitude is estimated by assuming that they are orthogonal.
         apart = (num_ranks + 1) * unit_roundoff(low) * math.sqrt(num_ranks) * norm(sides.right)
         coarse = 2 * (sum_error(grads, unit_roundoff(low)) if grads else apart)
         for times, what in ((1, "the mean"), (num_ranks, "the sum")):
             fits, others = (on_grid(times * side, low, roundoff) for side in (wrong, sides.right))
             if fits == 1.0 and others <= 0.5 and difference <= coarse:
-                return Low(low, f"every element of {what} is a number of {low}", 0.0, error)
+                return Low(low, f"all elements of {what} are {low} values", 0.0, error)
             few, of_right = (_of_few(times * side, low, roundoff) for side in (wrong, sides.right))
             if num_microbatches > 1 and few >= 0.9 and of_right <= 0.5 and difference <= coarse:
-                said = f"{100 * few:.0f} % of the elements of {what} are sums of {num_microbatches} numbers of {low}"
-                return Low(low, said, 0.0, error)
+                text = f"{100 * few:.0f} % of the elements of {what} are sums of {num_microbatches} {low} values"
+                return Low(low, text, 0.0, error)
     return None
 
 
 def _of_few(array: np.ndarray, low: str, roundoff: float) -> float:
-    """The share of elements, those other than zero, that twice the significant bits of a low dtype hold, but for two roundings:
-    a sum of two numbers of it mostly is one. Of other float32 numbers one in 2^6 is, which its own rounding reaches."""
+    """The share of nonzero elements that fit into twice the significant bits of a low dtype, up to two roundings.
+
+    Most sums of two values of the low dtype do; of other float32 values, about one in 2^6.
+    """
     values = np.asarray(array, np.float64).reshape(-1)
     values = values[values != 0]
     if not values.size:
@@ -218,7 +221,7 @@ def _of_few(array: np.ndarray, low: str, roundoff: float) -> float:
 
 
 def on_grid(array: np.ndarray, low: str, roundoff: float = 0.0) -> float:
-    """The share of the elements, those other than zero, that a low dtype holds, but for two roundings; 0 of none.
+    """The share of nonzero elements that are values of a low dtype, up to two roundings; 0 without nonzero elements.
 
     >>> on_grid(np.array([1.0, 0.1, 0.0]), "bfloat16")
     0.5
@@ -261,7 +264,7 @@ def _coarse_means(grads: Sequence[np.ndarray], low: str, num_replicas: int) -> I
 
 
 def _orders(num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Round a ring, from each rank on, either way; of many ranks from the first one on."""
+    """Ring orders from each rank in both directions; with many ranks only from the first one."""
     for first in range(num_ranks if num_ranks <= MANY else 1):
         around = tuple((first + i) % num_ranks for i in range(num_ranks))
         yield around

@@ -1,4 +1,4 @@
-"""What a manifest states of its optimizer, and which known rule a recording's own numbers follow."""
+"""The optimizer that a manifest states, and the known rule that recorded values follow."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,19 +17,19 @@ from crossframe.verdict.measure.values import assemble
 
 ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
 MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}
-"""By optimizer, as settings name it, the slots that its update reads."""
+"""The optimizer state entries that each optimizer's update reads."""
 
 
 @dataclass(frozen=True)
 class Stated:
-    """What a manifest states of its optimizer.
+    """The optimizer that a manifest states.
 
     Attributes:
         kind: one of MOMENTS.
-        rule: of the update.
-        coupled: how many times the parameter is added to its gradient.
-        clip: the largest norm of the gradient; inf: whatever it is.
-        states_decay: whether the manifest states a decay; the rule then has it, and a default otherwise.
+        rule: the rule of the update.
+        coupled: the factor of the parameter that is added to its gradient.
+        clip: the maximum gradient norm; inf without clipping.
+        states_decay: whether the manifest states a decay; if not, the rule has a default.
     """
 
     kind: str
@@ -40,8 +40,10 @@ class Stated:
 
 
 def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> Stated | None:
-    """The rule that the manifest states of a parameter, at the optimizer's step `count`. What it leaves out is as torch and optax
-    have it; None where it holds something else than numbers."""
+    """The stated rule of a parameter at step `count` of the optimizer. Missing constants have the defaults of torch and optax.
+
+    Returns None if a constant is not a valid number.
+    """
     settings = {**manifest.settings, **_own_settings(manifest, name)}
     rate = settings.get("lr", manifest.learning_rate) or 1.0
     if not isinstance(rate, int | float):
@@ -67,7 +69,7 @@ def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> 
 
 
 def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
-    """What is stated of the group of parameters that this one is in, where that is not what is stated of all."""
+    """The settings of the parameter's group."""
     groups = manifest.settings.get(GROUPS, [])
     for group in groups if isinstance(groups, list) else []:
         if isinstance(group, dict) and isinstance(group.get("params"), list) and name in group["params"]:
@@ -92,15 +94,17 @@ OTHERS = frozenset(
         "Rprop",
     )
 )
-"""Names of optimizers that have other rules: nothing is recognised in these."""
+"""Optimizers with other rules, which are not matched against known rules."""
 _TRIED = 4
-"""How many parameters must follow a rule for an optimizer of another name to be recognised."""
+"""The number of parameters that must follow a rule for an optimizer of another name to be recognised."""
 _KNOWN: "WeakKeyDictionary[Recording, str | None]" = WeakKeyDictionary()
 
 
 def rule_of(recording: Recording) -> str | None:
-    """The rule that a recording's optimizer follows: the one that its name says, or where that is none of MOMENTS, as of a
-    subclass, the first one that explains its updates. None where no rule does, and of OTHERS."""
+    """The rule that a recording's optimizer follows; None if unknown.
+
+    An optimizer whose name is not in MOMENTS or OTHERS, such as a subclass, follows the first rule that explains its updates.
+    """
     name = recording.manifest.settings.get("optimizer")
     if name in MOMENTS or name in OTHERS:
         return name if name in MOMENTS else None
@@ -110,7 +114,7 @@ def rule_of(recording: Recording) -> str | None:
 
 
 def _follows(recording: Recording, kind: str) -> bool:
-    """Whether the first step whose tensors were recorded is what a rule makes of a few parameters."""
+    """Whether a rule explains the first recorded step of a few parameters."""
     steps = recording.recorded_steps()
     step = next((step for step in steps if step == 0 or step - 1 in steps), None)
     if step is None:
@@ -142,4 +146,4 @@ def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:
     rules = [stated.rule, *([replace(stated.rule, rate=scheduled)] if scheduled > 0 else [])]
     if not stated.states_decay and isinstance(stated.rule, AdamW):
         rules.append(read_off(update, stated.rule))
-    return any(update.rest(rule) <= update.error(rule) for rule in rules)
+    return any(update.residual(rule) <= update.error(rule) for rule in rules)

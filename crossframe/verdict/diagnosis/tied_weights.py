@@ -1,14 +1,14 @@
-"""A weight with two uses, an embedding and a head say, of which one counts once too often or not at all (R31).
+"""Fits how often each use of a tied weight (embedding and head) contributes to its gradient (R31).
 
-Its gradient is E + H: E from looking rows up, nonzero only in the rows of tokens that occurred, and H from the head, nonzero in
-all rows. A wrong one is alpha E + beta H. Two things about E and H are known without having either:
+The gradient is E + H: E from the lookup, nonzero only in rows of tokens that occurred, and H from the head, nonzero in all rows.
+A wrong gradient is alpha E + beta H. Without knowing E and H:
 
-- in rows that were never looked up, E is zero: there wrong = beta * right;
-- where the head's outputs go through a softmax into a cross entropy, the gradient with respect to the logits sums to zero over
-  the vocabulary, as probabilities and targets both sum to one. So the rows of H sum to zero, and
-  sum of rows of wrong = alpha * sum of rows of right.
+- in rows that were not looked up, E is zero, so wrong = beta * right there;
+- if the head's outputs enter a softmax cross entropy, the gradient of the logits sums to zero over the vocabulary, because
+  probabilities and targets both sum to one. So the rows of H sum to zero, and the sum of rows of wrong is alpha times the sum of
+  rows of right.
 
-So alpha and beta are each the factor between two vectors, and each has a rest of its own.
+So alpha and beta are each the factor between two vectors, with their own residuals.
 """
 
 from dataclasses import dataclass
@@ -23,29 +23,29 @@ COUNTS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Uses:
-    """How often the wrong side counts what comes from rows that are looked up, and from the use of all rows.
+    """How often each use contributes to the wrong gradient.
 
     Attributes:
-        looked_up: alpha; None where the sum of rows does not tell.
+        looked_up: alpha; None if the sum of rows does not determine it.
         all_rows: beta.
-        num_rows: how many rows were looked up.
-        rest: of both factors together.
+        num_rows: number of rows that were looked up.
+        residual: of both factors together.
     """
 
     looked_up: int | None
     all_rows: int
     num_rows: int
-    rest: float
+    residual: float
 
 
 def uses_of(sides: Contrast, rows: np.ndarray | None = None) -> Uses | None:
-    """How often each use counts, where that is another number than once.
+    """How often each use contributes, if not once each.
+
+    An error of norm `limit` changes a sum over r rows by at most sqrt(r) * limit (Cauchy-Schwarz).
 
     Args:
-        rows: which rows were looked up, bool of shape (rows,); None: those in which the sides differ, which tells as long as the
-            head's use is as it should be.
-
-    An error of the sides of norm `limit` moves a sum over r rows by at most sqrt(r) * limit (Cauchy and Schwarz).
+        rows: mask of the rows that were looked up; None for the rows in which the sides differ, which is correct if the head
+            contributes once.
     """
     right, wrong = sides.right, sides.wrong
     if right.ndim != 2 or not norm(right):
@@ -60,31 +60,29 @@ def uses_of(sides: Contrast, rows: np.ndarray | None = None) -> Uses | None:
         return None
     sums = right.sum(axis=0), wrong.sum(axis=0)
     looked_up = _count(*sums, sides.limit * np.sqrt(len(right)))
-    rest = distance(wrong[never], all_rows * right[never])
+    residual = distance(wrong[never], all_rows * right[never])
     if looked_up is None:
-        # No softmax, whose sums would be multiples of one another: what is left is that the rows that were looked up differ, and
-        # they alone.
+        # Without a softmax the sums are not multiples of one another; only the rows that were looked up differ.
         factor = factor_between(*sums)
         softmax = distance(sums[1], factor * sums[0]) <= sides.limit * np.sqrt(len(right)) * (1 + abs(factor))
         alone = all_rows == 1 and norm(apart[found]) > sides.limit and not softmax
-        return Uses(None, 1, int(found.sum()), rest) if alone else None
+        return Uses(None, 1, int(found.sum()), residual) if alone else None
     if looked_up == all_rows:
         return None
-    rest = float(np.hypot(rest, distance(sums[1], looked_up * sums[0]) / np.sqrt(len(right))))
-    return Uses(looked_up, all_rows, int(found.sum()), rest)
+    residual = float(np.hypot(residual, distance(sums[1], looked_up * sums[0]) / np.sqrt(len(right))))
+    return Uses(looked_up, all_rows, int(found.sum()), residual)
 
 
 def _count(right: np.ndarray, wrong: np.ndarray, tolerance: float) -> int | None:
-    """Which of COUNTS the factor between two arrays is; None if none, or if it cannot be told."""
+    """The factor in COUNTS between two arrays; None if there is none or it is not unique."""
     if norm(right) <= 4 * tolerance:
-        return None
-    # Then no two of them can both fit.
+        return None  # several counts could fit
     return next((n for n in COUNTS if distance(wrong, n * right) <= tolerance * (n + max(1, n))), None)
 
 
 def rows_looked_up(weight: np.ndarray, outputs: np.ndarray) -> np.ndarray | None:
-    """Which rows of a weight lie among the vectors of an output, bit for bit: bool of shape (rows,). None if some vector is no
-    row: then it is not the output of an embedding.
+    """Mask of the rows of a weight that occur bitwise in an output; None if some vector is not a row, so it is not an embedding's
+    output.
 
     >>> weight = np.eye(3)
     >>> rows_looked_up(weight, weight[[2, 0, 2]]).tolist()

@@ -1,8 +1,7 @@
-"""How an optimizer's update departs from the rule that it should follow.
+"""Explains an optimizer update that deviates from its rule.
 
-One side's update is explained by its rule, from that side's own values before the step and its own moments after it: that side
-is right. The other side's is explained by the rule with one thing changed, from its own values too: that names the fault.
-Constants that are not among the usual ones (another decay, another epsilon) are fitted, and said.
+The right side's update follows the rule from its own values before the step and its own moments after it. The wrong side's update
+follows the rule with one change, which names the fault. Unknown constants (decay, epsilon) are fitted and reported.
 """
 
 import math
@@ -18,17 +17,17 @@ from crossframe.verdict.measure.metrics import distance, norm
 TINY = np.finfo(np.float64).tiny
 Rule = AdamW | SGD
 Change = tuple[str, str, Rule, Claim]
-"""Signature, how it is said, the changed rule, and its claim."""
+"""(signature, description, changed rule, claim)."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one side's optimizer made of a parameter, in float64.
+    """One side's update of a parameter, in float64.
 
     Attributes:
         before, after: the parameter.
-        moments: after this step's gradient: (m, v) of AdamW, (buffer,) of SGD.
-        roundoff: of the dtype of the parameter.
+        moments: after this step: (m, v) for AdamW, (buffer,) for SGD.
+        roundoff: unit roundoff of the parameter's dtype.
     """
 
     before: np.ndarray
@@ -38,35 +37,35 @@ class Update:
 
     @property
     def moved(self) -> np.ndarray:
-        """By what the parameter changed."""
+        """after - before."""
         return self.after - self.before
 
-    def rest(self, rule: Rule) -> float:
-        """What a rule leaves unexplained."""
+    def residual(self, rule: Rule) -> float:
+        """The norm of the part of the update that a rule does not explain."""
         return distance(self.after, rule.updated(self.before, *self.moments))
 
     def error(self, rule: Rule) -> float:
-        """What rounding may leave."""
+        """The bound on the residual due to rounding."""
         return rule.error(self.before, self.moved, self.roundoff)
 
     def way(self, rule: Rule) -> np.ndarray:
-        """Where a rule goes at a learning rate of 1."""
+        """The update of a rule with a learning rate of 1."""
         return replace(rule, rate=1.0).updated(self.before, *self.moments) - self.before
 
 
 FEW = 4.0
-"""How many times its bound, which is of first order, an update may be off from its rule and still follow it."""
+"""The tolerance, in multiples of the first-order bound, within which an update follows its rule."""
 
 
 def follow_one_rule(a: Update, b: Update, stated: Rule) -> bool:
-    """Whether both updates follow the rule, from their own values: what they differ by was in these already.
+    """Whether both updates follow the rule from their own values, so that their difference was already in these values.
 
-    A schedule may make another rate of the stated one, the same for both.
+    Both may have the same other learning rate, due to a schedule.
     """
-    if all(update.rest(stated) <= FEW * update.error(stated) for update in (a, b)):
+    if all(update.residual(stated) <= FEW * update.error(stated) for update in (a, b)):
         return True
     rule = replace(stated, rate=factor_between(a.way(stated), a.moved))
-    return rule.rate > 0 and all(update.rest(rule) <= FEW * update.error(rule) for update in (a, b))
+    return rule.rate > 0 and all(update.residual(rule) <= FEW * update.error(rule) for update in (a, b))
 
 
 def update_deviations(
@@ -78,39 +77,39 @@ def update_deviations(
     *,
     states_decay: bool = True,
 ) -> list[Fit]:
-    """The changes to a rule that explain the wrong side's update, where the rule itself explains the right side's and not this.
+    """The changes to a rule that explain the wrong side's update, if the unchanged rule explains the right side's only.
 
     Args:
-        stated: its rate, where a schedule makes another of it, is corrected by the right side.
-        counted: how many steps the wrong side's own count says it has taken; None where it was not recorded.
-        difference: norm of what is to be explained.
-        states_decay: whether a decay is stated at all; if not, the right side says which it has.
+        stated: the rule; its rate is fitted to the right side if a schedule changed it.
+        counted: the wrong side's own step count; None if not recorded.
+        difference: norm(right - wrong).
+        states_decay: whether a decay is stated; if not, it is fitted to the right side.
     """
     rule = stated
     if not states_decay and isinstance(rule, AdamW):
         rule = read_off(right, rule)
-    if wrong.rest(rule) <= wrong.error(rule):
-        return []  # the other one departs, or neither does
-    if right.rest(rule) > right.error(rule):
+    if wrong.residual(rule) <= wrong.error(rule):
+        return []  # the wrong side follows the rule
+    if right.residual(rule) > right.error(rule):
         rule = replace(rule, rate=factor_between(right.way(rule), right.moved))
-        if rule.rate <= 0 or right.rest(rule) > right.error(rule):
+        if rule.rate <= 0 or right.residual(rule) > right.error(rule):
             return []
     fits = []
     for changes in (_of_correction, _of_decay, _of_epsilon, _of_rate):
-        for signature, said, changed, claim in changes(rule, wrong, counted):
-            rest, error = wrong.rest(changed), wrong.error(changed)
-            if accepted(rest, difference, error):
-                told = said if states_decay else said.replace("is stated", "is what the other side has")
-                fits.append(Fit(signature, told, rest, error, claim))
+        for signature, text, changed, claim in changes(rule, wrong, counted):
+            residual, error = wrong.residual(changed), wrong.error(changed)
+            if accepted(residual, difference, error):
+                told = text if states_decay else text.replace("is stated", "is what the other side has")
+                fits.append(Fit(signature, told, residual, error, claim))
         if fits:
-            break  # the more specific go first, and all of these are exact
+            break  # more specific changes come first, and all of them are exact
     return fits
 
 
 def read_off(side: Update, rule: AdamW) -> AdamW:
-    """The rule with the rate and the decay that a side's update has; as it is where another rule is followed.
+    """The rule with rate and decay fitted to a side's update; unchanged if the update does not follow it.
 
-    A decay below what rounding may leave of none is none.
+    A fitted decay within the rounding of a decay of 0 is 0.
     """
     terms = np.stack([rule.direction(*side.moments).reshape(-1), side.before.reshape(-1)], axis=1)
     rate, both = (float(x) for x in -np.linalg.lstsq(terms, side.moved.reshape(-1), rcond=None)[0])
@@ -119,7 +118,7 @@ def read_off(side: Update, rule: AdamW) -> AdamW:
     bare = replace(rule, rate=rate, decay=0.0)
     uncertainty = side.error(bare) / max(norm(side.before), TINY)
     found = bare if abs(both) <= uncertainty else replace(bare, decay=both / rate)
-    return found if side.rest(found) <= side.error(found) else rule
+    return found if side.residual(found) <= side.error(found) else rule
 
 
 def _of_rate(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
@@ -130,35 +129,37 @@ def _of_rate(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chang
         uncertainty = wrong.error(rule) / max(norm(way) * rule.rate, TINY)
         if abs(factor - 1) <= 2 * uncertainty:
             return
-        said = (
-            f"the parameter moves {factor:.6g} times as far as its rule says, as with a learning rate of {rate:.4g} for "
+        text = (
+            f"the update is {factor:.6g} times that of the optimizer's rule, as with a learning rate of {rate:.4g} instead of "
             f"{rule.rate:.4g}"
         )
-        yield "constant_factor", said, replace(rule, rate=rate), Claim("rate", factor, uncertainty)
+        yield "constant_factor", text, replace(rule, rate=rate), Claim("rate", factor, uncertainty)
 
 
 def _of_correction(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
     if not isinstance(rule, AdamW):
         return
-    for said, changed in (
+    for text, changed in (
         ("neither moment is", replace(rule, count_m=None, count_v=None)),
         ("the first moment is not", replace(rule, count_m=None)),
         ("the second moment is not", replace(rule, count_v=None)),
     ):
-        yield "bias_correction", f"{said} corrected for its start at zero", changed, Claim(said)
+        yield "bias_correction", f"{text} bias-corrected", changed, Claim(text)
     due = int(rule.count_m or 0)
     for count in _likely_counts(due, counted):
-        said = f"both moments are corrected as at step {count} of the optimizer, where it is step {due}"
+        text = f"both moments are bias-corrected for step {count} instead of step {due}"
         changed = replace(rule, count_m=count, count_v=count)
         if counted == count or (count == 1 and due > 2):
-            yield "lost_step", f"{said}: its count of steps was lost", changed, Claim("count", count)
+            yield "lost_step", f"{text}: the optimizer's step count was lost", changed, Claim("count", count)
         else:
-            yield "bias_correction", said, changed, Claim("count", count)
+            yield "bias_correction", text, changed, Claim("count", count)
 
 
 def _likely_counts(due: int, counted: float | None) -> list[int]:
-    """Other steps as of which moments may be corrected: the first, those beside the one that is due, and the one that is counted.
-    Not any: some step or other scales an update as another learning rate does."""
+    """Wrong step counts to try: the first step, the neighbours of the due step, and the recorded count.
+
+    Not all counts are tried, because some count always scales an update as another learning rate would.
+    """
     own = [] if counted is None or counted < 1 else [int(counted)]
     return sorted({1, due - 1, due + 1, *own} - {due, 0})
 
@@ -167,58 +168,58 @@ def _of_epsilon(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Ch
     if not isinstance(rule, AdamW):
         return
     inside = replace(rule, epsilon_in_root=True)
-    said = f"epsilon, {rule.epsilon:.4g}, stands inside of the root"
-    yield "optimizer_epsilon", said, inside, Claim("epsilon in root")
-    for where, form in (("outside of", rule), ("inside of", inside)):
+    text = f"epsilon ({rule.epsilon:.4g}) is added inside the square root"
+    yield "optimizer_epsilon", text, inside, Claim("epsilon in root")
+    for where, form in (("outside", rule), ("inside", inside)):
         fitted = _fit_epsilon(form, wrong)
         uncertainty = wrong.error(fitted) / max(norm(fitted.slope(*wrong.moments)), TINY)
-        said = f"epsilon is {fitted.epsilon:.4g} {where} the root, where {rule.epsilon:.4g} outside of it is stated"
-        yield "optimizer_epsilon", said, fitted, Claim(f"epsilon {where} root", fitted.epsilon, uncertainty)
+        text = f"epsilon is {fitted.epsilon:.4g} {where} the square root, while {rule.epsilon:.4g} outside it is stated"
+        yield "optimizer_epsilon", text, fitted, Claim(f"epsilon {where} root", fitted.epsilon, uncertainty)
 
 
 def _fit_epsilon(rule: AdamW, wrong: Update) -> AdamW:
-    """The epsilon that explains an update best, by Gauss and Newton from several sizes on."""
+    """The best-fitting epsilon, by Gauss-Newton from several starting values."""
     found = []
     for start in (0.0, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2):
         now = replace(rule, epsilon=start)
         for _ in range(40):
             slope = now.slope(*wrong.moments).reshape(-1)
-            rest = (wrong.after - now.updated(wrong.before, *wrong.moments)).reshape(-1)
+            residual = (wrong.after - now.updated(wrong.before, *wrong.moments)).reshape(-1)
             down = float(slope @ slope)
             if not 0 < down < math.inf:
                 break
-            epsilon = max(now.epsilon + float(slope @ rest) / down, now.epsilon / 8)
+            epsilon = max(now.epsilon + float(slope @ residual) / down, now.epsilon / 8)
             if abs(epsilon - now.epsilon) <= 1e-12 * epsilon:
                 break
             now = replace(now, epsilon=epsilon)
         found.append(now)
-    return min(found, key=wrong.rest)
+    return min(found, key=wrong.residual)
 
 
 def _of_decay(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
     """The decay that explains an update: the residual without decay, as a multiple of the parameter before the step."""
     size = norm(wrong.before)
     if isinstance(rule, SGD) or not size:
-        return  # SGD's is in its buffer
+        return  # the decay of SGD is part of its buffer
     bare = replace(rule, decay=0.0)
     left = wrong.after - bare.updated(wrong.before, *wrong.moments)
     decay = -factor_between(wrong.before, left) / rule.rate
-    # The decay that rounding alone may suggest.
+    # The decay that rounding alone can produce.
     uncertainty = wrong.error(bare) / size / rule.rate
     if abs(decay - rule.decay) <= 2 * uncertainty:
-        return  # below the resolution of the dtype, which both sides may be off by
+        return  # below the resolution of the dtype
     if abs(decay) <= uncertainty and rule.decay:
         decay = 0.0
-    said = _said_of_decay(decay, rule.decay, uncertainty, rule.rate)
-    yield "weight_decay", said, replace(rule, decay=decay), Claim("decay", decay, uncertainty)
+    text = _said_of_decay(decay, rule.decay, uncertainty, rule.rate)
+    yield "weight_decay", text, replace(rule, decay=decay), Claim("decay", decay, uncertainty)
 
 
 def _said_of_decay(decay: float, stated: float, uncertainty: float, rate: float) -> str:
     if decay == 0.0:
-        return f"the parameter is not decayed, where a decay of {stated:.4g} is stated"
+        return f"the weight decay is missing, while a decay of {stated:.4g} is stated"
     if stated and abs(decay * rate - stated) <= uncertainty * rate:
-        return f"the parameter shrinks by {stated:.4g} of itself, and not by {stated:.4g} times the learning rate of {rate:.4g}"
+        return f"the weight decay of {stated:.4g} is not multiplied by the learning rate of {rate:.4g}"
     if stated and abs(decay + stated) <= uncertainty:
-        return f"the decay of {stated:.4g} has the wrong sign"
+        return f"the weight decay of {stated:.4g} has the wrong sign"
     digits = next((digits for digits in (4, 6, 9) if f"{decay:.{digits}g}" != f"{stated:.{digits}g}"), 17)
-    return f"the parameter decays by {decay:.{digits}g} times the learning rate, where {stated:.{digits}g} is stated"
+    return f"the weight decay is {decay:.{digits}g}, while {stated:.{digits}g} is stated"

@@ -1,4 +1,4 @@
-"""Hypotheses about the values of one quantity: a factor, a place, a step, a rank."""
+"""Hypotheses about the values of one quantity: a factor, a shift, another step, another parameter."""
 
 import math
 from collections.abc import Iterator
@@ -17,42 +17,42 @@ from crossframe.verdict.measure.metrics import distance, norm
 
 
 def constant_factor(case: Case) -> Iterator[Fit]:
-    """wrong = c * right. Tried one way round only: the other way it is 1 / c."""
+    """wrong = c * right. Symmetric, so tried with one assignment of sides only."""
     if case.swapped or case.quantity.use == COUNT:
         return
     sides = _over_ranks(case)
     factor = factor_of(sides)
     if factor is None:
         return
-    # What an activation is scaled by is a size of its own sooner than a number of ranks.
+    # An activation is more likely scaled by one of its own sizes than by a number of ranks.
     sizes = _sizes(case)
     counts = [sizes] if sizes else [counts_of(recording.manifest) for recording in (case.wrong, case.right)]
     names = (name_of(factor.value, error, each) for error in (factor.noise, factor.error) for each in counts)
     name = next((name for name in names if name), None)
     if name is None and is_shifted(sides, factor.error):
         return
-    said = f"{case.names[1]} has {factor.value:.6g} times what {case.names[0]} has"
+    text = f"{case.names[1]} has {factor.value:.6g} times the values of {case.names[0]}"
     if case.quantity.within:
-        said = f"what was seen is {factor.value:.6g} times what the shards hold"
+        text = f"the gathered values are {factor.value:.6g} times the shards"
     claim = Claim(PLAIN, factor.value, factor.error)
-    error = factor.roundoff if name else 0.0  # a constant that was fitted repeats no arithmetic
-    yield Fit("constant_factor", f"{said}{f' ({name})' if name else ''}", factor.rest, error, claim)
+    error = factor.roundoff if name else 0.0  # a fitted constant is never exact
+    yield Fit("constant_factor", f"{text}{f' ({name})' if name else ''}", factor.residual, error, claim)
 
 
 def is_shifted(sides: Contrast, error: float) -> bool:
-    """Whether a constant that is added explains as much as one that is multiplied by, as of one number, or of several alike."""
+    """Whether an added constant explains the difference as well as a factor, as it does for a single number or equal numbers."""
     added = float(np.mean(sides.wrong - sides.right))
-    return sides.rest(sides.right + added) <= error * norm(sides.right)
+    return sides.residual(sides.right + added) <= error * norm(sides.right)
 
 
 def _sizes(case: Case) -> dict[str, float]:
-    """Of an activation, the size that it may have been scaled by."""
+    """The sizes by which an activation may have been scaled."""
     shape = case.both.right.shape
     return {"the size of its last dim": float(shape[-1])} if case.phase == FORWARD and len(shape) > 1 else {}
 
 
 def _over_ranks(case: Case) -> Contrast:
-    """A loss or a norm together with those of the other ranks: more numbers to fit."""
+    """A loss or norm together with those of the other ranks, for a better fit."""
     if case.phase not in (FORWARD, NORM) or case.quantity.rank is None or case.both.right.size > 1:
         return case.sides
     if case.quantity.event == "loss":
@@ -70,29 +70,30 @@ def _over_ranks(case: Case) -> Contrast:
 
 
 def transposed(case: Case) -> Iterator[Fit]:
-    """The same elements in another order of dims."""
+    """The elements are in another order of dims."""
     if case.swapped or not case.whole:
         return
     if found := transposition_of(case.sides):
-        yield Fit("transposed", f"{_holds(case)}, {found.said}", found.rest, 0.0, Claim(found.said))
+        yield Fit("transposed", f"{_holds(case)}, {found.text}", found.residual, 0.0, Claim(found.text))
 
 
 def padding_shift(case: Case) -> Iterator[Fit]:
-    """The same elements some places further on, and how much padding there is."""
+    """The elements are shifted, possibly by a length of padding."""
     if case.swapped or case.phase not in (*SHARDED, BACKWARD) or case.quantity.sketched or case.quantity.use == COUNT:
         return
     paddings = _paddings(case)
     shift = shift_of(case.both, case.start, case.stop, [*paddings])
     if shift is None:
         return
-    places = f"{abs(shift.by)} element{'s' if abs(shift.by) > 1 else ''} {'late' if shift.by > 0 else 'early'}"
-    why = f", and {paddings[abs(shift.by)]}" if abs(shift.by) in paddings else ""
-    said = f"{_holds(case)} {places}, in all {shift.overlap} that do not come in from outside{why}"
-    yield Fit("padding_shift", said, shift.rest, 0.0, Claim("shift"))
+    elements = f"{abs(shift.by)} element{'s' if abs(shift.by) > 1 else ''}"
+    places = f"shifted by {elements} to {'later' if shift.by > 0 else 'earlier'} positions"
+    why = f", the length of {paddings[abs(shift.by)]}" if abs(shift.by) in paddings else ""
+    text = f"{_holds(case)} {places}, in all {shift.overlap} elements whose source is known{why}"
+    yield Fit("padding_shift", text, shift.residual, 0.0, Claim("shift"))
 
 
 def _paddings(case: Case) -> dict[int, str]:
-    """Lengths of padding in the unit, to what is so long."""
+    """Lengths of padding in the unit, with descriptions."""
     found: dict[int, str] = {}
     for recording in (case.wrong, case.right):
         manifest = recording.manifest
@@ -102,16 +103,16 @@ def _paddings(case: Case) -> dict[int, str]:
             if case.name not in names or spaces is None:
                 continue
             i = names.index(case.name)
-            found.setdefault(sum(spaces[: i + 1]), "so much padding lies ahead of it in its unit")
-            found.setdefault(spaces[i], "so long is the padding right ahead of it")
-            found.setdefault(spaces[i + 1], "so long is the padding right behind it")
-            found.setdefault(spaces[-1], "so long is the padding at the end of its unit")
+            found.setdefault(sum(spaces[: i + 1]), "all padding before it in its unit")
+            found.setdefault(spaces[i], "the padding directly before it")
+            found.setdefault(spaces[i + 1], "the padding directly after it")
+            found.setdefault(spaces[-1], "the padding at the end of its unit")
     found.pop(0, None)
     return found
 
 
 def stale_copy(case: Case) -> Iterator[Fit]:
-    """What was there a step before, or what a step should have changed and did not."""
+    """The value of the previous step, or a value that the step did not change."""
     if case.quantity.use == COUNT:
         yield from _lost_count(case)
         return
@@ -121,23 +122,22 @@ def stale_copy(case: Case) -> Iterator[Fit]:
     earlier = _step_before(case)
     if earlier is None:
         return
-    which = "was gathered" if case.phase == UNSHARDED else "is there"
-    said = f"what {case.names[1]} had a step before {which} once more"
+    text = f"{case.names[1]} {'gathered' if case.phase == UNSHARDED else 'has'} its value of the previous step"
     if case.phase == UNSHARDED and distance(case.sides.wrong, case.cut(earlier)) == 0.0:
-        # Bit for bit, and the shards hold something else: so it was, zeros and ones too.
-        yield Fit("stale_copy", said, 0.0, 0.0, Claim("stale"))
-    elif found := same_as(case.sides, {said: case.cut(earlier)}):
-        yield Fit("stale_copy", said, found.rest, 0.0, Claim("stale"))
+        # Bitwise equal to the old value and not to the shards: accepted even for constant values.
+        yield Fit("stale_copy", text, 0.0, 0.0, Claim("stale"))
+    elif found := same_as(case.sides, {text: case.cut(earlier)}):
+        yield Fit("stale_copy", text, found.residual, 0.0, Claim("stale"))
     if case.phase in (BACKWARD, REDUCE):
         both = case.sides.right + case.cut(earlier)
         tolerance = case.limit + 4 * case.sides.roundoff * norm(both)
-        if accepted(rest := case.sides.rest(both), case.sides.difference, tolerance):
-            said = f"{case.names[1]} has the gradient of the step before added to that of this one"
-            yield Fit("stale_copy", said, rest, 0.0, Claim("added"))
+        if accepted(residual := case.sides.residual(both), case.sides.difference, tolerance):
+            text = f"{case.names[1]} has the sum of the gradients of the previous step and this one"
+            yield Fit("stale_copy", text, residual, 0.0, Claim("added"))
 
 
 def _step_before(case: Case) -> np.ndarray | None:
-    """The same quantity of the wrong recording, a step ago."""
+    """The quantity at the previous step of the wrong recording."""
     if case.phase == UNSHARDED:
         return _gathered(case, case.before(case.wrong, case.step - 1, case.name)) if case.step else None
     if case.phase == REDUCE:
@@ -151,15 +151,15 @@ def _step_before(case: Case) -> np.ndarray | None:
 
 
 def _gathered(case: Case, held: np.ndarray | None) -> np.ndarray | None:
-    """What a gather makes of what shards hold: it casts."""
+    """A value cast as the all-gather does."""
     return held if held is None or case.quantity.sketched else held.astype(case.quantity.a.dtype)
 
 
 def _lost_count(case: Case) -> Iterator[Fit]:
     counts = [float(side.reshape(-1)[0]) for side in (case.both.right, case.both.wrong)]
     if counts[1] < counts[0]:
-        said = f"the optimizer of {case.names[1]} counts {counts[1]:g} steps, and that of {case.names[0]} {counts[0]:g}"
-        yield Fit("lost_step", said, 0.0, 0.0, Claim("count", counts[1]))
+        text = f"the optimizer of {case.names[1]} counted {counts[1]:g} steps instead of {counts[0]:g}"
+        yield Fit("lost_step", text, 0.0, 0.0, Claim("count", counts[1]))
 
 
 def _not_stepped(case: Case) -> Iterator[Fit]:
@@ -170,15 +170,15 @@ def _not_stepped(case: Case) -> Iterator[Fit]:
         earlier, what = case.moment(case.wrong, case.step - 1, case.name, slot), f"{slot}"
     if earlier is None or (case.quantity.sketched and earlier.shape != case.both.wrong.shape):
         return
-    # Not as it was judged: elements that luck decides upon were left out of that.
+    # Read again because judging replaced unsteady elements.
     now = case.both.wrong if case.quantity.sketched else case.read(case.wrong, case.phase, case.step, case.name, slot)
     if now is not None and norm(case.sides.right) and distance(case.cut(now), case.cut(earlier)) == 0.0:
-        said = f"in {case.names[1]} {what} is bit for bit what it was before the step: nothing was updated"
-        yield Fit("lost_step", said, 0.0, 0.0, Claim("lost"))
+        text = f"in {case.names[1]} the step did not change {what} in any bit"
+        yield Fit("lost_step", text, 0.0, 0.0, Claim("lost"))
 
 
 def mixed_parameters(case: Case) -> Iterator[Fit]:
-    """What belongs to another parameter."""
+    """The values belong to another parameter."""
     if case.quantity.sketched or not case.name or case.quantity.use == COUNT:
         return
     specs = case.right.manifest.params
@@ -189,8 +189,8 @@ def mixed_parameters(case: Case) -> Iterator[Fit]:
         if theirs is None:
             continue
         if found := same_as(case.sides, {other: case.cut(theirs)}):
-            said = f"{case.names[1]} has what belongs to {other!r}"
-            yield Fit("mixed_parameters", said, found.rest, 0.0, Claim("mixed"))
+            text = f"{case.names[1]} has the values of {other!r}"
+            yield Fit("mixed_parameters", text, found.residual, 0.0, Claim("mixed"))
         if case.phase == REDUCE:
             yield from _mixed_on_ranks(case, other)
 
@@ -210,40 +210,36 @@ def _mixed_on_ranks(case: Case, other: str) -> Iterator[Fit]:
         return
     both = [[case.cut(grad) for grad in grads] for grads in (own, theirs)]
     if found := mixed_ranks(case.sides, both[0], both[1], case.reduce_roundoff):
-        said = (
-            f"in {case.names[1]} the sum holds the gradients of {other!r} from ranks {list(found.ranks)}, not its own"
-        )
-        yield Fit("mixed_parameters", said, found.rest, found.error, Claim("mixed"))
+        text = f"in {case.names[1]} the sum contains the gradients of {other!r} from ranks {list(found.ranks)} instead of its own"
+        yield Fit("mixed_parameters", text, found.residual, found.error, Claim("mixed"))
 
 
 def tied_weight(case: Case) -> Iterator[Fit]:
-    """One of two uses of a weight, not counted or counted twice."""
+    """The gradient of one use of a tied weight is missing or counted twice."""
     if case.phase not in (BACKWARD, REDUCE) or not case.whole or not norm(case.sides.right):
         return
     aliases = {alias for side in (case.right, case.wrong) for alias in side.manifest.params[case.name].aliases}
     if aliases and not norm(case.sides.wrong):
-        said = (
-            f"its gradient is zero in {case.names[1]}: neither {case.name!r} nor {', '.join(map(repr, aliases))} counts"
-        )
-        yield Fit("tied_weight", said, 0.0, 0.0, Claim("tied"))
+        text = f"its gradient is zero in {case.names[1]}: neither {case.name!r} nor {', '.join(map(repr, aliases))} contributes"
+        yield Fit("tied_weight", text, 0.0, 0.0, Claim("tied"))
         return
     found = uses_of(case.sides, _looked_up(case)) or uses_of(case.sides)
     if found is None or (found.looked_up is None and not aliases):
         return
     also = f" (also {', '.join(map(repr, aliases))})" if aliases else ""
     if found.looked_up is None:
-        times = "is another"
+        times = "is wrong"
     else:
         times = f"counts {('not at all', 'once', 'twice')[found.looked_up]}"
-    said = (
-        f"in {case.names[1]} what comes from the {found.num_rows} rows that were looked up {times}, and what comes from the "
+    text = (
+        f"in {case.names[1]} the gradient of the {found.num_rows} rows that were looked up {times}, and the gradient of the "
         f"use of all {len(case.sides.right)} rows counts {('not at all', 'once', 'twice')[found.all_rows]}{also}"
     )
-    yield Fit("tied_weight", said, found.rest, 0.0, Claim("tied"))
+    yield Fit("tied_weight", text, found.residual, 0.0, Claim("tied"))
 
 
 def _looked_up(case: Case) -> np.ndarray | None:
-    """Which rows the embedding looked up, on the rank of the quantity or on all ranks."""
+    """Mask of the rows that the embedding looked up, on the rank of the quantity or on all ranks."""
     recording = case.right
     ranks = [case.quantity.rank] if case.quantity.rank is not None else range(recording.manifest.world_size)
     rows = None
@@ -265,8 +261,8 @@ def _looked_up(case: Case) -> np.ndarray | None:
 
 def _holds(case: Case) -> str:
     if case.quantity.within:
-        return f"in {case.names[1]} a rank sees what the shards hold"
-    return f"{case.names[1]} has what {case.names[0]} has"
+        return f"in {case.names[1]} a rank gathered the values of the shards"
+    return f"{case.names[1]} has the values of {case.names[0]}"
 
 
 ALL = (
@@ -281,4 +277,4 @@ ALL = (
     factor_of_ranks,
 )
 LINEAR = (stale_copy, missing_rank, constant_factor)
-"""Those that sums of elements are enough for."""
+"""Hypotheses that work on sketches."""

@@ -1,1 +1,1 @@
-"""What two recordings are compared by: their quantities in order, how far each differs, and how far it may differ."""
+"""The compared quantities in causal order, their differences and their bounds."""

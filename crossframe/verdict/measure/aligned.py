@@ -1,8 +1,8 @@
-"""Activations of two world sizes: held against one another sample by sample, where it was recorded who was fed which.
+"""Aligns activations of two world sizes sample by sample, if sample ids were recorded.
 
-What a module makes of a sample must not depend on the rank that the sample came to. Rows of the first dim are samples, in the
-order of the rank's sample ids, one microbatch behind the other; where an activation has another first dim (tokens in one line,
-time first) its rows cannot be told, and it is left out.
+A module's output for a sample must not depend on the rank of the sample. Rows of the first dim are samples, in the order of the
+rank's sample ids, microbatches one after the other. Activations with another first dim (flattened tokens, time first) are
+skipped.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ At = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the samples of a step lie in one recording.
+    """The location of each sample of a step in one recording.
 
     Attributes:
-        ids: by rank and microbatch, the samples in order.
-        place: by sample, (rank, microbatch, row).
+        ids: by rank and microbatch, the sample ids in order.
+        place: by sample id, (rank, microbatch, row).
     """
 
     ids: list[list[tuple[int, ...]]]
@@ -30,7 +30,7 @@ class Rows:
 
 
 def rows_of(recording: Recording, step: int) -> Rows | None:
-    """Where samples lie; None where that cannot be told."""
+    """The locations of the samples; None if not all ranks recorded sample ids that divide into microbatches."""
     microbatches = 1 + max((at[0] for at in recording.activations(step)), default=0)
     ids: list[list[tuple[int, ...]]] = []
     place: dict[int, tuple[int, int, int]] = {}
@@ -46,7 +46,7 @@ def rows_of(recording: Recording, step: int) -> Rows | None:
 
 
 def aligned(a: Recording, b: Recording, step: int) -> Iterator[tuple[At, int, np.ndarray, np.ndarray]]:
-    """(activation, rank of a, its elements, the same samples' in b), in the order in which the ranks of a met them."""
+    """Yield (activation, rank in a, elements in a, elements of the same samples in b), in the order of a's activations."""
     rows = rows_of(a, step), rows_of(b, step)
     if rows[0] is None or rows[1] is None:
         return
@@ -74,7 +74,7 @@ def aligned(a: Recording, b: Recording, step: int) -> Iterator[tuple[At, int, np
 
 
 def _elements(recording: Recording, step: int, rank: int, at: At, num_rows: int) -> np.ndarray | None:
-    """An activation whose rows are samples; None of another, and of a sketch."""
+    """An activation whose rows are samples; None for other activations and for sketches."""
     shape = recording.activation_shape(step, rank, *at)
     if not shape or shape[0] != num_rows or recording.activation_sketch(step, rank, *at) is not None:
         return None

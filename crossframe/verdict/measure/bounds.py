@@ -1,20 +1,19 @@
-"""How far rounding alone can drive two runs apart.
+"""Bounds on the difference that rounding can cause between two runs.
 
-The contract is stated in float64, where frameworks agree to about 1e-12 and a bug stands out by many orders of magnitude:
-losses within 1e-12 (relative) at every step, parameters and gradients within 1e-11.
+The bounds are defined in float64, where frameworks agree to about 1e-12 and a bug exceeds this by many orders of magnitude:
+1e-12 (relative) for losses at every step, 1e-11 for parameters and gradients.
 
-To other dtypes it is carried over thus. Each operation returns fl(x op y) = (x op y)(1 + d) with |d| <= u, the unit
-roundoff. To first order in u the error of a whole computation is a sum of such d's, each weighted by a condition number
-that depends on the function and its data and not on the arithmetic; so it is proportional to u (N. Higham, Accuracy and
-Stability of Numerical Algorithms, 2nd ed., sections 1.6 and 3.1). What is c * u in float64 is c * u everywhere, with the
-same c:
+They scale to other dtypes with the unit roundoff. Each operation returns fl(x op y) = (x op y)(1 + d) with |d| <= u, the unit
+roundoff. To first order in u the error of a whole computation is a sum of such d's, each weighted by a condition number that
+depends on the function and its data and not on the arithmetic; so it is proportional to u (N. Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd ed., sections 1.6 and 3.1). A bound of c * u in float64 is c * u in every dtype, with the same c:
 
     losses      1e-12 / 2**-53 = 9007 u
     parameters  1e-11 / 2**-53 = 90072 u
 
-That holds while c * u is small. In float32 (u = 2**-24) these are 5.4e-4 and 5.4e-3. In bfloat16 and float16 they pass 1:
-first order says nothing any more, and a doubled gradient would lie within. There the bounds decide nothing (`decisive`);
-differences beyond `COARSE` are located all the same, but neither "rounding" nor "bug" can be concluded from them.
+This holds while c * u is small. In float32 (u = 2**-24), the bounds are 5.4e-4 and 5.4e-3. In bfloat16 and float16 they exceed 1,
+so the first-order argument fails and even a doubled gradient would be within them. There the bounds are not `decisive`:
+differences beyond `COARSE` are located, but neither "rounding" nor "bug" is concluded from them.
 """
 
 import math
@@ -25,7 +24,7 @@ from crossframe.dtypes import unit_roundoff
 LOSS_UNITS = 1e-12 / 2.0**-53
 PARAMETER_UNITS = 1e-11 / 2.0**-53
 COARSE = 0.5
-"""Where a dtype is too coarse for a bound: half of the quantity itself, less than what doubling or losing it makes."""
+"""The bound for dtypes that are too coarse: half of the quantity, less than the effect of doubling or losing it."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,10 @@ class Bounds:
     """The bounds of one dtype.
 
     Attributes:
-        loss: on |a - b| / |a| of losses, at every step.
-        parameter: on norm(a - b) / `parameter_scale`, and of gradients / `gradient_scale`.
+        loss: bound on |a - b| / |a| of losses, at every step.
+        parameter: bound on norm(a - b) / `parameter_scale` of parameters, and on norm(a - b) / `gradient_scale` of gradients.
         unit_roundoff: u of the dtype.
-        decisive: whether being inside or outside says anything.
+        decisive: whether the bounds are small enough to conclude anything.
     """
 
     loss: float
@@ -45,19 +44,18 @@ class Bounds:
     decisive: bool
 
     def noise_scale(self, terms: int, typical: float, numel: int) -> float:
-        """The norm below which a gradient is measured by this instead of by itself.
+        """The smallest scale by which a gradient's difference is divided.
 
-        Averaging n terms errs by at most n * u times their mean magnitude (`crossframe.verdict.measure.zero_gradient`), which
-        is taken to be that of a `typical` element, the root mean square over all gradients. Both sides may err, so
-        2 * terms * u * typical an element, times sqrt(numel) in norm. The scale is the norm at which this absolute error is
-        just what the bound allows: a direction in which the terms cancel is not held against a relative bound that no
-        summation can meet.
+        Averaging n terms has an error of at most n * u times their mean magnitude (`crossframe.verdict.measure.zero_gradient`),
+        for which `typical` is used, the root mean square over all gradients. Both sides have this error: 2 * terms * u * typical
+        per element, times sqrt(numel) in norm. At the returned scale the bound equals this absolute error, so that a gradient
+        whose terms cancel is not judged by a relative bound that no summation can meet.
         """
         return 2 * terms * self.unit_roundoff * typical * math.sqrt(numel) / self.parameter
 
 
 def bounds_for(dtype: str) -> Bounds:
-    """The bounds of a run that computes in this dtype.
+    """The bounds for runs that compute in this dtype.
 
     >>> bounds_for("float64").loss, bounds_for("float64").parameter
     (1e-12, 1e-11)

@@ -1,9 +1,9 @@
-"""Tells gradients that one recording holds before clipping, and the other after it, from gradients that differ.
+"""Detects gradients that were recorded before clipping on one side and after clipping on the other.
 
-A recorder sees `clip_grad_norm_` and keeps what was there before. Clipping that a loop writes by hand shows nowhere: what was
-recorded is what the optimizer was given. Then one recording's gradients are those of the other times one factor c < 1, and what
-the optimizer made of them agrees. Had the optimizers been given gradients that differ by c, their momentum would differ by
-(1 - c) times the share of the gradient that goes into it. So agreement to better than half of that tells both apart.
+A recorder intercepts `clip_grad_norm_` and records the gradients before it. It cannot see clipping that a loop implements itself,
+so it then records the clipped gradients. In this case the gradients of one recording are those of the other times one factor c <
+1, and the optimizer states agree. If the optimizers had received gradients that differ by c, their momenta would differ by (1 -
+c) times the gradient's weight in the momentum. Agreement to better than half of this distinguishes the two cases.
 """
 
 from dataclasses import dataclass, replace
@@ -18,27 +18,27 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.values import assemble
 
-# What a gradient's share of a momentum is: by torch's names of an optimizer's state.
+# torch's names of the optimizer state entries that are linear in the gradient.
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 _BETAS = (0.9, 0.999)
-# Gradients that differ by less are looked at by no factor, however coarse the dtype is.
+# Smaller relative differences are never attributed to clipping, even in coarse dtypes.
 _LEAST = 0.01
 
 
 @dataclass(frozen=True)
 class Clipped:
-    """Which recording holds a step's gradients after clipping, and what clipping multiplied them by.
+    """One recording has a step's gradients after clipping, the other before it.
 
     Attributes:
-        side: 0 for a, 1 for b.
-        factor: between 0 and 1.
+        side: the recording with clipped gradients, 0 for a and 1 for b.
+        factor: the clipping factor, between 0 and 1.
     """
 
     side: int
     factor: float
 
     def undone(self, quantity: Quantity) -> Quantity:
-        """The same quantity as both recordings would hold it before clipping."""
+        """The quantity with the clipping undone."""
         grow = 1 / self.factor
         a, b = (_times(side, grow if i == self.side else 1.0) for i, side in enumerate((quantity.a, quantity.b)))
         sketches = quantity.sketches
@@ -47,15 +47,15 @@ class Clipped:
         return replace(quantity, a=a, b=b, sketches=sketches, unclipped_by=grow)
 
     def describe(self, names: tuple[str, str], step: int) -> str:
-        """As a note on a comparison."""
+        """A note on the comparison."""
         return (
-            f"from step {step} on, gradients were recorded after clipping in {names[self.side]} and before it in "
-            f"{names[1 - self.side]} (there {self.factor:.4g} times); they are compared as they were before it"
+            f"from step {step} on, gradients were recorded after clipping by {self.factor:.4g} in {names[self.side]} and "
+            f"before it in {names[1 - self.side]}; they are compared before clipping"
         )
 
 
 def clipped_on_one_side(pair: Pair, step: int) -> Clipped | None:
-    """Which recording alone holds the reduced gradients of a step after clipping; None where both hold the same."""
+    """The recording that alone has a step's gradients after clipping; None if both recorded them at the same point."""
     typical = [sizes.typical[step] for sizes in pair.sizes]
     if not all(0 < size < np.inf for size in typical):
         return None
@@ -73,14 +73,14 @@ def clipped_on_one_side(pair: Pair, step: int) -> Clipped | None:
 
 
 def _before_clipping(recording: Recording, step: int, typical: float) -> bool:
-    """Whether the norm that the loop computed, before it clipped, is that of the gradients that were recorded."""
-    said = recording.grad_norm(step, 0)
+    """Whether the norm that the loop computed before clipping is that of the recorded gradients."""
+    norm_before = recording.grad_norm(step, 0)
     trained = [spec.numel for name, spec in recording.manifest.params.items() if recording.has(REDUCE, step, name)]
-    return said is not None and abs(said - typical * np.sqrt(sum(trained))) <= 0.01 * said
+    return norm_before is not None and abs(norm_before - typical * np.sqrt(sum(trained))) <= 0.01 * norm_before
 
 
 def _common_factor(pair: Pair, step: int, small: int) -> tuple[float, list[str]] | None:
-    """The factor between the gradients of most parameters, and which parameters these are; the larger ones count more."""
+    """The weighted median factor between gradients, and the parameters with this factor; None unless these are the majority."""
     factors, weights, names = [], [], []
     for name in pair.names():
         if not all(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
@@ -106,7 +106,7 @@ def _common_factor(pair: Pair, step: int, small: int) -> tuple[float, list[str]]
 
 
 def _of_sides(pair: Pair, step: int, name: str, small: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """The gradients before and after clipping, in one line each, and the norm of the former; 0 where it is not finite."""
+    """The flattened gradients before and after clipping, and the norm of the former; 0 if it is not finite."""
     sides = pair.assemble(REDUCE, step, name, (0, 0))[:2]
     x, y = (np.asarray(sides[i], np.float64).reshape(-1) for i in (1 - small, small))
     size = norm(x)
@@ -114,7 +114,7 @@ def _of_sides(pair: Pair, step: int, name: str, small: int) -> tuple[np.ndarray,
 
 
 def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) -> bool:
-    """Whether both optimizers were given the same gradient of a parameter, as what they made of it says."""
+    """Whether the optimizer states or updates show that both optimizers received the same gradient of a parameter."""
     x, _, size = _of_sides(pair, step, name, small)
     for slot in _FIRST_MOMENTS:
         if all(recording.has(STATE, step, name, use=slot) for recording in (pair.a, pair.b)):
@@ -122,19 +122,19 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
             betas = pair.a.manifest.settings.get("betas") or _BETAS
             share = 1 - float(betas[0]) if slot == "exp_avg" else 1.0
             return distance(*moments) <= share * (1 - factor) * size / 2
-    # Without momentum an update is the gradient, and the decay of the parameter, times constants.
+    # Without momentum an update is a linear combination of the gradient and the parameter (decay).
     moved, before = zip(*(_moved(recording, step, name, pair.sketched) for recording in (pair.a, pair.b)), strict=True)
     if moved[0] is None or moved[1] is None or moved[0].size != x.size:
         return False
     terms = np.stack([x, before[0]], axis=1)
     rate = abs(float(np.linalg.lstsq(terms, moved[0], rcond=None)[0][0]))
-    rest = norm(moved[0] - terms @ np.linalg.lstsq(terms, moved[0], rcond=None)[0])
+    residual = norm(moved[0] - terms @ np.linalg.lstsq(terms, moved[0], rcond=None)[0])
     most = (1 - factor) * rate * size / 2
-    return rest <= most and distance(moved[0], moved[1]) <= most
+    return residual <= most and distance(moved[0], moved[1]) <= most
 
 
 def _moved(recording: Recording, step: int, name: str, sketched: bool) -> tuple[np.ndarray | None, np.ndarray]:
-    """By what a parameter changed, and the parameter before; None where either was recorded as a sketch, or not at all."""
+    """The update of a parameter and its value before; (None, empty) if either was sketched or not recorded."""
     none = None, np.zeros(0)
     if sketched or (step and not recording.has(UPDATE, step - 1, name)) or not recording.has(UPDATE, step, name):
         return none
@@ -151,7 +151,7 @@ def _times(array: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _sketch_times(sketch: Sketch, factor: float) -> Sketch:
-    """Of elements times a factor; its fingerprint is nobody's."""
+    """The sketch of scaled elements, with a fingerprint that equals no other."""
     if factor == 1.0:
         return sketch
     return replace(

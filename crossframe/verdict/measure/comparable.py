@@ -1,4 +1,4 @@
-"""Whether two recordings are of the same run: what makes their numbers incomparable, and which settings differ."""
+"""Whether two recordings are comparable, and which of their settings differ."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from crossframe.recording.lines import FORWARD, STATE, UNSHARDED, UPDATE
 from crossframe.shown import shown
 from crossframe.verdict.measure.locate import Divergence
 
-# Settings that both recordings may state, and the first phase of a step whose numbers they change; None: no number by itself.
+# Settings that recordings may state, and the first phase whose values they change; None if they change no values by themselves.
 _MANIFEST = {"model": None, "steps": None, "dtype": None, "seed": FORWARD, "learning_rate": UPDATE}
 _FREE = {
     "accumulate": FORWARD,
     "optimizer": STATE,
     "clip": STATE,
 }
-# Those that a group of parameters may have of its own.
+# Settings of parameter groups.
 _OF_GROUPS = {"weight_decay": STATE, "momentum": STATE, "betas": STATE, "eps": UPDATE}
 _ORDER = (FORWARD, STATE, UPDATE)
 
@@ -27,12 +27,12 @@ class Setting:
     """A setting that two recordings state differently.
 
     Attributes:
-        name: as the manifest has it.
-        a, b: what each states.
-        acts_in: the first phase whose numbers it changes; None if it changes none by itself, as a class's name.
+        name: its name in the manifest.
+        a, b: its values.
+        acts_in: the first phase whose values it changes; None if it changes none by itself, such as a class name.
         since: the first step at which it differs.
-        parameters: for which it differs, where that is not all.
-        num_parameters: how many there are.
+        parameters: the parameters for which it differs, if not all.
+        num_parameters: the number of parameters with this setting.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Setting:
     num_parameters: int = 0
 
     def explains(self, where: Divergence) -> bool:
-        """Whether it may be the cause of a difference that begins there."""
-        if self.acts_in is None or where.phase == UNSHARDED:  # no setting changes what a gather delivers
+        """Whether it can cause a divergence."""
+        if self.acts_in is None or where.phase == UNSHARDED:  # no setting changes the result of an all-gather
             return False
         if where.step != self.since:
             return where.step > self.since
@@ -54,20 +54,20 @@ class Setting:
         return self.acts_in == FORWARD or where.phase in _ORDER[_ORDER.index(self.acts_in) :]
 
     def describe(self, names: tuple[str, str]) -> str:
-        """Both values, with the names of the recordings."""
+        """The setting with both values, as a sentence."""
         when = f" from step {self.since} on" if self.since else ""
         some = ""
         if self.parameters:
-            some = f" of {len(self.parameters)} of {self.num_parameters} parameters, {self.parameters[0]!r} the first,"
-        said = f"{self.name.replace('_', ' ')}{some} differs{when}: {shown(self.a)} in {names[0]}, {shown(self.b)} in {names[1]}"
+            some = f" of {len(self.parameters)} of {self.num_parameters} parameters (first {self.parameters[0]!r})"
+        text = f"{self.name.replace('_', ' ')}{some} differs{when}: {shown(self.a)} in {names[0]}, {shown(self.b)} in {names[1]}"
         same = "; if both are one model, record both with the same Recorder(..., name=...)"
-        return f"{said}{same if self.name == 'model' else ''}"
+        return f"{text}{same if self.name == 'model' else ''}"
 
 
 def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
-    """The settings that both recordings state, and state differently. What a loop did not state is not asked for.
+    """The settings that both recordings state with different values.
 
-    Learning rates are those of all steps where both recorded them, else what the manifests state of the first one.
+    Learning rates are compared at all steps if both recordings have them, else only the initial rates of the manifests.
     """
     stated = [(name, phase, *(getattr(r.manifest, name) for r in (a, b))) for name, phase in _MANIFEST.items()]
     stated += [(name, phase, *(r.manifest.settings.get(name) for r in (a, b))) for name, phase in _FREE.items()]
@@ -80,7 +80,7 @@ def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
 
 
 def _of_parameters(a: Recording, b: Recording, option: str, phase: str) -> Setting | None:
-    """An option of the optimizer that differs for some parameter, whatever groups those are in."""
+    """An optimizer option that differs for at least one parameter, however parameters are grouped."""
     first, second = (_by_parameter(recording, option) for recording in (a, b))
     both = [name for name, value in first.items() if value is not None and second.get(name) is not None]
     apart = [name for name in both if first[name] != second[name]]
@@ -99,12 +99,14 @@ def _by_parameter(recording: Recording, option: str) -> dict[str, Any]:
 
 
 def _rates(a: Recording, b: Recording) -> list[Setting] | None:
-    """The first step at which learning rates differ, if any; None where not both recorded them. A schedule in float32 takes some
-    16 operations: rates that differ by no more than that are equal."""
+    """The first step at which learning rates differ, if any; None if not both recordings have them.
+
+    Rates that differ by at most 16 roundings in float32, about the operations of a schedule, count as equal.
+    """
     steps = [step for step in range(min(a.num_steps, b.num_steps)) if a.learning_rates(step) and b.learning_rates(step)]
     for step in steps:
         x, y = a.learning_rates(step), b.learning_rates(step)
-        num = min(len(x), len(y)) if len(x) == len(y) else 1  # groups may be cut otherwise: the first is that of most
+        num = min(len(x), len(y)) if len(x) == len(y) else 1  # with different groups, only the first one is compared
         apart = [
             (p, q) for p, q in zip(x[:num], y[:num], strict=True) if abs(p - q) > 16 * 2.0**-24 * max(abs(p), abs(q))
         ]
@@ -114,7 +116,7 @@ def _rates(a: Recording, b: Recording) -> list[Setting] | None:
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:
-    """What to call two recordings: by framework where that tells them apart, else by directory."""
+    """Names for the two recordings: their frameworks if these differ, else their directories."""
     by_framework = (a.manifest.framework, b.manifest.framework)
     by_name = (a.directory.resolve().name, b.directory.resolve().name)
     for names in (by_framework, by_name):
@@ -124,12 +126,12 @@ def labels(a: Recording, b: Recording) -> tuple[str, str]:
 
 
 def why_incomparable(a: Recording, b: Recording) -> str | None:
-    """Why no numbers of the two can be compared, in one sentence; None if they can.
+    """Why the recordings cannot be compared, as a sentence; None if they can.
 
-    Parameters must agree in name and shape; dtypes may differ (`crossframe.verdict.precision`). At one world size every rank must
-    have been fed the same batch (by digest) at every step. At two, the ranks of each must together have been fed the same
-    samples, all ranks the same number of them: a mean over ranks is a mean over samples only then, and where no module computes
-    with all samples of its rank at once, as batch norm does.
+    Parameters must agree in name and shape; dtypes may differ (`crossframe.verdict.precision`). At equal world sizes, every rank
+    must have the same batch (by digest) at every step. At different world sizes, all ranks together must have the same samples,
+    with the same number on each rank, and no module may normalise over the samples of its rank, as batch norm does: otherwise a
+    mean over ranks is not a mean over samples.
     """
     return next(_reasons(a, b), None)
 
@@ -149,11 +151,11 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
         for recording, label in ((a, first), (b, second)):
             if found := recording.manifest.settings.get(PER_RANK):
                 yield (
-                    f"in {label} {shown(found)} normalises over the samples of its own rank, so that another world size computes "
-                    "something else; compare at one world size"
+                    f"in {label} {shown(found)} normalises over the samples of its own rank, so the result depends on the world "
+                    "size; compare at equal world sizes"
                 )
     if min(a.num_steps, b.num_steps) == 0:
-        yield f"no step is whole in {first if a.num_steps == 0 else second}"
+        yield f"{first if a.num_steps == 0 else second} has no complete step"
     for step in range(min(a.num_steps, b.num_steps)):
         if a.manifest.world_size == b.manifest.world_size:
             for rank in range(a.manifest.world_size):
@@ -169,14 +171,13 @@ def _other_samples(a: Recording, b: Recording, step: int) -> Iterator[str]:
         fed = [recording.batch(step, rank).sample_ids for rank in range(recording.manifest.world_size)]
         if not all(fed):
             yield (
-                f"at step {step} {label} does not say which samples its ranks were fed, so that nobody knows whether another "
-                "world size was fed the same; record sample_ids"
+                f"at step {step} {label} has no sample ids, which are needed to compare different world sizes; record sample_ids"
             )
         if len({len(ids) for ids in fed}) > 1:
             yield (
-                f"at step {step} the ranks of {label} were fed {[len(ids) for ids in fed]} samples: its mean over ranks is "
-                "no mean over samples, so another world size computes something else"
+                f"at step {step} the ranks of {label} have {[len(ids) for ids in fed]} samples: a mean over ranks is not a mean "
+                "over samples, so the result depends on the world size"
             )
         samples.append(sorted(i for ids in fed for i in ids))
     if samples[0] != samples[1]:
-        yield f"at step {step} the ranks of {labels(a, b)[0]} were not fed the same samples as those of {labels(a, b)[1]}"
+        yield f"at step {step} {labels(a, b)[0]} and {labels(a, b)[1]} have different samples"

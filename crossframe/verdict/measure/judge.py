@@ -1,4 +1,4 @@
-"""One quantity judged."""
+"""Judges one quantity by its bound."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from crossframe.verdict.measure.quantities import Quantity
 
 @dataclass(frozen=True)
 class Judgement:
-    """What became of one quantity.
+    """The result for one quantity.
 
     Attributes:
-        equal: every bit, dtype included.
-        difference: what is held against the bound: norm(a - b) / scale, or with perturbed runs what they measure of it; inf
-            where only one side is finite.
-        beyond: whether it is outside its bound.
-        one_sided: whether an element is not finite on one side only (or not finite in another way).
+        equal: whether both sides are bitwise equal, including their dtype.
+        difference: the value compared with the bound: norm(a - b) / scale, or with perturbed runs their measure of it; inf if
+            only one side is finite.
+        beyond: whether the difference exceeds the bound.
+        one_sided: whether an element is not finite on one side only, or not finite in a different way.
         both_not_finite: whether an element is NaN, or the same infinity, on both sides.
-        whole: norm(a - b) / scale, whatever is held against the bound.
+        whole: norm(a - b) / scale.
     """
 
     quantity: Quantity
@@ -32,12 +32,13 @@ class Judgement:
 
     @property
     def used(self) -> float:
-        """How much of its bound the difference uses up; more than 1 is outside. Data movement may use nothing."""
+        """The difference as a share of the bound; more than 1 is outside. inf for any difference if bitwise equality is
+        required."""
         return ratio(self.difference, self.quantity.bound or 0.0)
 
 
 def judge(quantity: Quantity) -> Judgement:
-    """Hold both sides of a quantity against its bound."""
+    """Compare both sides of a quantity."""
     if quantity.sketches is not None:
         return _judge_sketches(quantity)
     a, b = quantity.a.reshape(-1), quantity.b.reshape(-1)
@@ -54,7 +55,7 @@ def judge(quantity: Quantity) -> Judgement:
 
 
 def _judge_sketches(quantity: Quantity) -> Judgement:
-    """The same by what is left of the elements. Which of them are not finite nobody knows, only how many."""
+    """Compare sketches, which have the number of elements that are not finite but not their positions."""
     assert quantity.sketches is not None
     a, b = quantity.sketches
     if a.equals(b):
@@ -67,7 +68,7 @@ def _judge_sketches(quantity: Quantity) -> Judgement:
 
 
 def not_finite(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Elements that are not finite on one side only or otherwise than on the other, and those that are so alike."""
+    """Masks of elements that are not finite on one side only or differently, and of those that are not finite in the same way."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     either = ~np.isfinite(a) | ~np.isfinite(b)
     alike = (np.isnan(a) & np.isnan(b)) | (a == b)

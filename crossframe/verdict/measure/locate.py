@@ -1,4 +1,4 @@
-"""Where inside a quantity the difference lies."""
+"""Locates a difference within a quantity."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,20 +15,19 @@ from crossframe.verdict.measure.quantities import Quantity
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place at which two recordings part, while all of its causes agree.
+    """The location of the first difference whose causes all agree.
 
     Attributes:
-        rank: whose it is: the owner, in the second recording, of the worst element; None for a mean over ranks, for samples that
-            came to other ranks, and where only a sketch of all ranks together can be compared.
-        unit: whose parameter it is, or whose code made it.
-        parameter: None for an activation, a loss and a norm.
-        start, stop: the smallest range of elements of the parameter, taken as one row-major line and cut to that rank's
-            piece, that holds all elements that are off; of an activation likewise, and None for a single number. Of a sketch it
-            is all that the rank holds.
-        event: what made it: "all_gather", "input", "output", "loss", "backward", "reduce_scatter", "all_reduce", "grad_norm",
-            "state" or "optimizer".
-        ranks: every rank whose values are off, in order; empty where that is not known.
-        module: of an activation, whose input or output it is; None for the model's own, and for all else.
+        rank: the owner of the worst element in the second recording; None for a mean over ranks, for samples on other ranks, and
+            if only a sketch over all ranks can be compared.
+        unit: the unit of the parameter or of the computing module.
+        parameter: None for an activation, a loss or a norm.
+        start, stop: the smallest range of row-major element indices, within the piece of that rank, that contains all differing
+            elements; None for a single number. For a sketch, the whole piece of the rank.
+        event: the operation that produced it: "all_gather", "input", "output", "loss", "backward", "reduce_scatter",
+            "all_reduce", "grad_norm", "state" or "optimizer".
+        ranks: all ranks with differing values, in order; empty if unknown.
+        module: the module of an activation; None for the model's own input or output, and for other quantities.
     """
 
     step: int
@@ -43,12 +42,12 @@ class Divergence:
     module: str | None = None
 
     def to_json(self) -> dict:
-        """The place as a JSON object."""
+        """The location as a JSON object."""
         return asdict(self) | {"ranks": list(self.ranks)}
 
 
 def who(rank: int, ranks: Sequence[int]) -> str:
-    """The rank that is off most, and which others are.
+    """Describe the differing ranks and the one that differs most.
 
     >>> who(1, ()), who(1, (0, 1, 2, 3)), who(3, (1, 3))
     ('rank 1', 'ranks 0 to 3, rank 1 most', 'ranks 1 and 3, rank 3 most')
@@ -63,7 +62,7 @@ def who(rank: int, ranks: Sequence[int]) -> str:
 
 
 def ranks_off(group: Sequence[Judgement], manifest: Manifest) -> tuple[int, ...]:
-    """Every rank that a group of judgements says is off: whose own quantity is, or who owns elements that are.
+    """All ranks whose own quantity differs or that own differing elements.
 
     Args:
         manifest: of the second recording.
@@ -79,7 +78,7 @@ def ranks_off(group: Sequence[Judgement], manifest: Manifest) -> tuple[int, ...]
 
 
 def _owners(manifest: Manifest, q: Quantity, elements: np.ndarray) -> set[int]:
-    """The ranks of a copy of the model that hold any of these elements."""
+    """The ranks of a replica that own any of these elements."""
     found = Sharding(manifest.units, manifest.mesh).find(q.parameter)
     assert found is not None, q.parameter
     layout, name = manifest.units[found[0]][1], q.parameter
@@ -92,13 +91,13 @@ def _owners(manifest: Manifest, q: Quantity, elements: np.ndarray) -> set[int]:
 
 
 def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
-    """Where a quantity that is beyond its bound is off.
+    """Locate the difference of a quantity that exceeds its bound.
 
-    Off are elements of other bits where equal bits are asked for, else those with |a - b| > bound * scale / sqrt(numel): if
-    none were, norm(a - b) would be within bound * scale.
+    Differing elements are those with different bits if bitwise equality is required, else those with |a - b| > bound * scale /
+    sqrt(numel): without any, norm(a - b) would be at most bound * scale.
 
     Args:
-        manifest: of the second recording; its layout says which rank owns what.
+        manifest: of the second recording, whose layout maps elements to ranks.
     """
     q = judgement.quantity
     if q.kind in (FORWARD, NORM):
@@ -120,7 +119,7 @@ def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
 
 
 def _off(judgement: Judgement) -> tuple[np.ndarray, np.ndarray]:
-    """Which elements are off, and by how much."""
+    """The mask of differing elements, and their differences."""
     q = judgement.quantity
     a, b = q.a.reshape(-1), q.b.reshape(-1)
     one_sided, shared = not_finite(a, b)
@@ -137,7 +136,7 @@ def _off(judgement: Judgement) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _held_with(manifest: Manifest, parameter: str, element: int) -> tuple[int, np.ndarray]:
-    """The place among the shards that holds an element, and the elements of the parameter that it holds."""
+    """The shard rank that owns an element, and all elements of the parameter that it owns."""
     sharding = Sharding(manifest.units, manifest.mesh)
     found = sharding.find(parameter)
     assert found is not None, parameter
@@ -150,7 +149,7 @@ def _held_with(manifest: Manifest, parameter: str, element: int) -> tuple[int, n
 
 
 def locate_sketch(judgement: Judgement, pair: Pair) -> Divergence:
-    """The same of sketches: the rank whose own differs, and what it holds."""
+    """Locate the difference of a sketched quantity: the rank whose sketch differs most, and its piece."""
     q = judgement.quantity
     rank, start, stop = _held(q, pair)
     module = q.module or None
@@ -158,7 +157,7 @@ def locate_sketch(judgement: Judgement, pair: Pair) -> Divergence:
 
 
 def _held(q: Quantity, pair: Pair) -> tuple[int | None, int, int]:
-    """The rank whose sketch differs most, and which elements it holds; no rank where both sides lie otherwise on theirs."""
+    """The rank whose sketch differs most and its range of elements; no rank if the two layouts differ."""
     if q.rank is not None or not q.parameter:
         return q.rank, 0, q.numel
     use = q.use if q.phase == STATE else ""

@@ -1,4 +1,4 @@
-"""How far two quantities are apart. All arithmetic is float64, whatever the recordings hold."""
+"""Norms, distances and scales. All arithmetic is float64, whatever the dtype of the recordings."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def norm(array: np.ndarray) -> float:
-    """The 2-norm over all elements, scaled so that neither large nor small elements are lost in the squares.
+    """The 2-norm over all elements, scaled so that squares neither overflow nor underflow.
 
     >>> norm(np.array([0.0, 3e-200]))
     3e-200
@@ -25,7 +25,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def trimmed_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The same without the ceil(sqrt(numel)) elements that are furthest apart, which a few that are off may be.
+    """norm(a - b) without the ceil(sqrt(numel)) elements that differ most.
 
     >>> trimmed_distance(np.zeros(4), np.array([3.0, 0.0, 9.0, 4.0]))
     3.0
@@ -34,7 +34,7 @@ def trimmed_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def inner_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The same of the half of the elements that are least apart: what nearly all elements do, whatever the others do.
+    """norm(a - b) over the half of the elements that differ least.
 
     >>> inner_distance(np.zeros(4), np.array([3.0, 0.0, 9.0, 4.0]))
     3.0
@@ -48,17 +48,17 @@ def _nearest(a: np.ndarray, b: np.ndarray, count: int) -> float:
 
 
 def ratio(difference: float, scale: float) -> float:
-    """difference / scale; 0 for no difference, and inf for a difference where there is nothing to measure it by."""
+    """difference / scale; 0 without a difference, and inf for a difference with a scale of 0."""
     if difference == 0.0:
         return 0.0
     return difference / scale if scale > 0.0 else math.inf
 
 
 def parameter_scale(size: float, numel: int, total_update_norm: float, learning_rate: float, steps: int) -> float:
-    """What a difference of a parameter is measured by: max(norm(a), norm(total update), lr * steps * sqrt(numel)).
+    """The scale of a parameter's difference: max(norm(a), norm(total update), lr * steps * sqrt(numel)).
 
-    A parameter that starts at zero, such as a bias, has a tiny norm at first; what training moves it by is then the honest
-    measure. lr * steps * sqrt(numel) is how far Adam, which moves each element by up to lr a step, can have moved it.
+    A parameter that starts at zero, such as a bias, has a small norm at first, so its total update is the better scale.
+    lr * steps * sqrt(numel) bounds the total update of Adam, which moves each element by up to lr per step.
 
     Args:
         size: norm(a).
@@ -69,11 +69,11 @@ def parameter_scale(size: float, numel: int, total_update_norm: float, learning_
 
 
 def gradient_scale(size: float, noise_scale: float) -> float:
-    """What a gradient's difference is measured by: its norm, or where that is less, what rounding may leave of a sum that is zero
+    """The scale of a gradient's difference: its norm, but at least the noise scale
     (`crossframe.verdict.measure.bounds.Bounds.noise_scale`)."""
     return max(size, noise_scale)
 
 
 def root_mean_square(norms: float, numel: int) -> float:
-    """norm / sqrt(numel): the size of a typical element; 0 of nothing."""
+    """norm / sqrt(numel); 0 without elements."""
     return norms / math.sqrt(numel) if numel else 0.0

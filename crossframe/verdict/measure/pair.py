@@ -1,4 +1,4 @@
-"""Two comparable recordings, and what is true of the pair as a whole."""
+"""Two comparable recordings and properties of the pair."""
 
 import math
 from functools import cached_property
@@ -19,16 +19,15 @@ class Pair:
     """Two comparable recordings.
 
     Attributes:
-        sketched: whether everything large is compared by its sketch, though its elements be there.
-        num_steps: that both have.
-        steps: those whose tensors both recorded.
-        whole_until: all steps before this one are among them.
-        dtype: in which the runs compute, or where they differ, the dtype that rounds more.
-        coarser: which of both rounds more, 0 for a and 1 for b; None if they compute and store parameters in the same dtypes
+        sketched: whether large tensors are compared by their sketches even if their elements were recorded.
+        num_steps: the number of steps in both recordings.
+        steps: the steps whose tensors both recorded.
+        whole_until: the first step that is not in `steps`.
+        dtype: the compute dtype; the coarser one if the runs differ.
+        coarser: the side with the coarser compute or parameter dtype, 0 for a and 1 for b; None if the dtypes are equal
             (`crossframe.verdict.precision`).
-        noise: parameters whose gradient perturbed runs show to be noise (`crossframe.verdict.envelope`).
-        rounds_in: the dtype whose rounding gradients carry: that of the runs, until a part of them is seen to compute in a
-            narrower one.
+        noise: parameters whose gradient is noise according to the perturbed runs (`crossframe.verdict.envelope`).
+        rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
     """
 
     def __init__(self, a: Recording, b: Recording, *, sketched: bool = False) -> None:
@@ -47,32 +46,33 @@ class Pair:
 
     @cached_property
     def sizes(self) -> tuple[GradientSizes, GradientSizes]:
-        """How large the reduced gradients are, of a and of b."""
+        """The sizes of the reduced gradients of a and b."""
         return gradient_sizes(self.a), gradient_sizes(self.b)
 
     @cached_property
     def zero_gradient(self) -> tuple[str, ...]:
-        """Parameters that are reported apart (`crossframe.verdict.measure.zero_gradient`)."""
+        """Parameters whose gradient is zero up to rounding (`crossframe.verdict.measure.zero_gradient`)."""
         return zero_gradient_parameters(self.a, self.b, self.steps, self.sizes, self.rounds_in)
 
     @property
     def replicas(self) -> list[tuple[int, int]]:
-        """Which copy is held against which. The shorter side's last one stands for the rest: copies must be equal."""
+        """The pairs of compared replicas. The last replica of the side with fewer is used repeatedly, as replicas must be
+        equal."""
         counts = [recording.manifest.mesh.replicate for recording in (self.a, self.b)]
         return [(min(i, counts[0] - 1), min(i, counts[1] - 1)) for i in range(max(counts))]
 
     def reordered(self, step: int) -> bool:
-        """Whether a rank was fed the same samples in another order, as accumulated microbatches may be."""
+        """Whether the ranks have the same samples in a different order, for example across accumulated microbatches."""
         fed = [[r.batch(step, rank).sample_ids for rank in range(r.manifest.world_size)] for r in (self.a, self.b)]
         return self.same_world and fed[0] != fed[1] and all(all(ids) for ids in fed)
 
     def names(self, *, backward: bool = False) -> list[str]:
-        """All parameters that have elements, in the order of forward or of backward."""
+        """All parameters with elements, in forward or backward order."""
         names = [name for name, spec in self.a.manifest.params.items() if spec.numel]
         return names[::-1] if backward else names
 
     def assemble(self, phase: str, step: int, name: str, replicas: tuple[int, int], use: str = "") -> Sides:
-        """Both sides of a parameter, or of what has its shape."""
+        """Both sides of a parameter, gradient or optimizer state entry, assembled from shards."""
         sides = (
             assemble(recording, phase, step, name, use, replica)
             for recording, replica in zip((self.a, self.b), replicas, strict=True)
@@ -80,28 +80,28 @@ class Pair:
         return match_values(name, *sides, by_sketch=self.sketched)
 
     def rank_values(self, phase: str, step: int, rank: int, name: str) -> Sides:
-        """Both sides of what one rank holds of a parameter in full."""
+        """Both sides of a rank's own full tensor for a parameter."""
         sides = (rank_values(recording, phase, step, rank, name) for recording in (self.a, self.b))
         return match_values(name, *sides, by_sketch=self.sketched)
 
     @cached_property
     def terms(self) -> int:
-        """How many terms the sum behind a gradient element has."""
+        """The number of terms in the sum of a gradient element."""
         return max(terms_of(recording) for recording in (self.a, self.b))
 
     def typical_local(self, step: int, rank: int) -> float:
-        """The root mean square of all of a rank's own gradients."""
+        """The root mean square over all local gradients of a rank."""
         recording = self.a
         names = [name for name in self.names() if recording.has(BACKWARD, step, name, rank)]
         norms = np.array([rank_values(recording, BACKWARD, step, rank, name).norm for name in names])
         return root_mean_square(norm(norms), sum(recording.manifest.params[name].numel for name in names))
 
     def gradient_noise(self, typical: float, numel: int) -> float:
-        """The norm below which a gradient is measured by this instead of by itself."""
+        """The smallest scale by which a gradient's difference is divided (`Bounds.noise_scale`)."""
         return self.bounds.noise_scale(self.terms, typical, numel)
 
     def total_update_norm(self, name: str) -> float:
-        """How far training moved a parameter, from its first value to the last one that was recorded of it."""
+        """The norm of a parameter's change from its initial value to its last recorded one."""
         if name not in self._update_norms:
             last = max((step for step in self.steps if self.a.has(UPDATE, step, name)), default=None)
             moved = 0.0
@@ -114,7 +114,7 @@ class Pair:
 
 
 def _dtype_of(a: Recording, b: Recording) -> str:
-    """The coarsest dtype that makes the two differ; that of both if none does."""
+    """The coarsest compute dtype, or coarsest parameter dtype that differs."""
     ours, theirs = a.manifest.params, b.manifest.params
     stored = [(spec.dtype, theirs[name].dtype) for name, spec in ours.items()]
     return coarser(a.manifest.dtype, b.manifest.dtype, *(coarser(x, y) for x, y in stored if x != y))

@@ -1,4 +1,4 @@
-"""One thing that both recordings hold, and what kind of thing it is."""
+"""A compared quantity and its kind."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,31 +12,30 @@ from crossframe.verdict.measure.metrics import norm
 ACTIVATION = "activation"
 LATE_UPDATE = "late update"
 KINDS = (ACTIVATION, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE, LATE_UPDATE)
-"""Kinds of quantities that are computed. What only moves is asked for equal bits, and is of no kind."""
+"""The kinds of computed quantities. Data that is only moved must be bitwise equal and has no kind."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One thing that both recordings hold.
+    """A quantity in both recordings.
 
     Attributes:
-        event: what made it, in words of a step: "all_gather", "input", "output", "loss", "backward", "reduce_scatter",
+        event: the operation that produced it: "all_gather", "input", "output", "loss", "backward", "reduce_scatter",
             "all_reduce", "grad_norm", "state", "optimizer".
-        unit: whose parameter it is, or whose code made it.
-        parameter: canonical name; "" for an activation, a loss and a norm.
-        rank: the rank whose it is alone; None for what is put together from shards, and for a mean over ranks.
-        replica: the copy of the model in the second recording that it was put together from.
-        a, b: its elements, in its shape; of a sketched one the sums of the sketches.
-        scale: what norm(a - b) is divided by.
-        bound: how large that may be. None asks for equal bits; inf asks only that both are finite.
-        late: an update after a step that was not recorded.
-        module, use: of an activation: of which module, and whether it is the "input" or the "output"; of an optimizer's state the
-            use is its slot.
-        sketches: of both sides, where the elements are not there.
-        within: "" for a comparison of both recordings; "a" or "b" where that one alone contradicts itself: a is then what its own
-            shards say, and b what was seen.
-        grown: what one side was multiplied by to undo its clipping (`crossframe.verdict.measure.clipping`); the effect of
-            rounding was multiplied too.
+        unit: the unit of the parameter or of the computing module.
+        parameter: canonical name; "" for an activation, a loss or a norm.
+        rank: the rank of a local quantity; None for a quantity assembled from shards and for a mean over ranks.
+        replica: the replica of the second recording that it was assembled from.
+        a, b: the elements in their shape, or the sums of the sketches.
+        scale: the divisor of norm(a - b).
+        bound: the bound on norm(a - b) / scale. None requires bitwise equality; inf only requires that both are finite.
+        late: whether it is an update after a step that was not recorded.
+        module, use: for an activation, its module, and "input" or "output"; for optimizer state, `use` is the name of the entry.
+        sketches: of both sides, if not both have elements.
+        within: "" for a comparison of both recordings; "a" or "b" for a check within one recording, where a is the value of the
+            shards and b the gathered value.
+        unclipped_by: the factor by which one side was multiplied to undo clipping (`crossframe.verdict.measure.clipping`), and
+            its rounding with it.
     """
 
     step: int
@@ -60,14 +59,14 @@ class Quantity:
 
     @property
     def kind(self) -> str:
-        """One of KINDS: the phase, but for what is of several kinds."""
+        """One of KINDS: the phase, except for activations and late updates."""
         if self.module or self.use in ("input", "output"):
             return ACTIVATION
         return LATE_UPDATE if self.late else self.phase
 
     @property
     def name(self) -> str:
-        """What it is called within its step and phase.
+        """The name of the quantity, unique within step and phase.
 
         >>> empty = np.zeros(0)
         >>> Quantity(0, "state", "state", "h.0", "h.0.w", None, 0, empty, empty, 1.0, None, use="exp_avg").name
@@ -79,28 +78,28 @@ class Quantity:
 
     @property
     def sketched(self) -> bool:
-        """Whether only sketches of it are there."""
+        """Whether the sides are compared by their sketches."""
         return self.sketches is not None
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return self.sketches[0].numel if self.sketches else self.a.size
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """Of both sides."""
+        """The dtypes of both sides."""
         return tuple(s.dtype for s in self.sketches) if self.sketches else (self.a.dtype.name, self.b.dtype.name)  # type: ignore[return-value]
 
     @property
     def norms(self) -> tuple[float, float]:
-        """Of the finite elements of both sides."""
+        """The norms of the finite elements of both sides."""
         if self.sketches:
             return self.sketches[0].norm, self.sketches[1].norm
         return norm(finite(self.a)), norm(finite(self.b))
 
     def with_scale(self, scale: float) -> "Quantity":
-        """The same, measured by another scale."""
+        """A copy with another scale."""
         return replace(self, scale=scale)
 
     @property
@@ -110,6 +109,6 @@ class Quantity:
 
 
 def finite(array: np.ndarray) -> np.ndarray:
-    """Without what is not finite: that is judged apart, and would make every scale infinite."""
+    """A float64 copy with 0 for elements that are not finite; these are judged separately and would make scales infinite."""
     array = np.asarray(array, np.float64)
     return np.where(np.isfinite(array), array, 0.0)

@@ -1,4 +1,4 @@
-"""What one recording holds of a quantity: its elements, or a sketch of them."""
+"""Reads the values of a quantity from one recording: its elements, or a sketch of them."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ from crossframe.verdict.measure.quantities import finite
 
 @dataclass(frozen=True)
 class Side:
-    """Elements, or a sketch of them; one of both is None."""
+    """Elements or a sketch of them; the other is None."""
 
     elements: np.ndarray | None
     sketch: Sketch | None = None
 
     @property
     def norm(self) -> float:
-        """Of the finite elements."""
+        """The norm of the finite elements."""
         if self.sketch is not None:
             return self.sketch.norm
         assert self.elements is not None
@@ -29,14 +29,14 @@ class Side:
 
     @property
     def num_not_finite(self) -> int:
-        """How many elements are NaN or infinite."""
+        """The number of NaN or infinite elements."""
         if self.sketch is not None:
             return self.sketch.num_not_finite
         assert self.elements is not None
         return int(np.size(self.elements) - np.isfinite(self.elements.astype(np.float64)).sum())
 
     def sketched(self, name: str) -> Sketch:
-        """Its sketch; `name` is what the hashes of elements are made of."""
+        """The sketch; `name` seeds the hashes of the elements."""
         if self.sketch is not None:
             return self.sketch
         assert self.elements is not None
@@ -44,11 +44,11 @@ class Side:
 
 
 Sides = tuple[np.ndarray, np.ndarray, tuple[Sketch, Sketch] | None]
-"""What a `Quantity` takes: a, b and sketches."""
+"""(a, b, sketches) of a `Quantity`."""
 
 
 def match_values(name: str, a: Side, b: Side, *, by_sketch: bool) -> Sides:
-    """Both sides in elements, or both in sketches: where one has no elements, or where that is asked for and it is large."""
+    """Both sides as elements, or both as sketches if one has no elements, or if `by_sketch` and the tensor is large."""
     large = a.elements is None or a.elements.size > WHOLE
     if a.elements is None or b.elements is None or (by_sketch and large):
         both = (a.sketched(name), b.sketched(name))
@@ -57,8 +57,10 @@ def match_values(name: str, a: Side, b: Side, *, by_sketch: bool) -> Sides:
 
 
 def assemble(recording: Recording, phase: str, step: int, name: str, use: str = "", replica: int = 0) -> Side:
-    """What the shards of one copy of the model hold of a parameter. A gradient that was not recorded counts as zeros: None and
-    zeros mean the same (R29)."""
+    """The value of a parameter, gradient or optimizer state entry, assembled from the shards of one replica.
+
+    A gradient that was not recorded is zeros, because a gradient of None and zeros are equivalent (R29).
+    """
     spec = recording.manifest.params[name]
     if phase == REDUCE and not recording.has(phase, step, name):
         return Side(np.zeros(spec.shape, numpy_dtype(spec.dtype)))
@@ -68,7 +70,7 @@ def assemble(recording: Recording, phase: str, step: int, name: str, use: str = 
 
 
 def rank_values(recording: Recording, phase: str, step: int, rank: int, name: str) -> Side:
-    """What one rank holds of a parameter in full; zeros where it recorded none."""
+    """A rank's own full tensor for a parameter; zeros if it recorded none."""
     spec, run = recording.manifest.params[name], recording.own_run(phase, step, rank, name)
     if run is None:
         return Side(np.zeros(spec.shape, numpy_dtype(spec.dtype)))
@@ -78,12 +80,12 @@ def rank_values(recording: Recording, phase: str, step: int, rank: int, name: st
 
 
 def activation_values(recording: Recording, step: int, rank: int, at: tuple[int, str, str]) -> Side:
-    """What one rank's module was given or gave; `at` is (microbatch, module, use)."""
+    """The input or output of a module on one rank; `at` is (microbatch, module, use)."""
     sketch = recording.activation_sketch(step, rank, *at)
     return Side(None, sketch) if sketch is not None else Side(recording.activation(step, rank, *at))
 
 
 def activation_name(at: tuple[int, str, str]) -> str:
-    """What the hashes of an activation's elements are made of."""
+    """The name that seeds the hashes of an activation's elements."""
     microbatch, module, use = at
     return activation_key(use, microbatch, module)

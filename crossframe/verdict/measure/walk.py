@@ -1,10 +1,9 @@
-"""All quantities of a pair, in the order in which one thing causes the next.
+"""Yields all quantities of a pair in causal order.
 
-Initial parameters; then at each step the parameters that forward saw, what modules were given and gave, the losses, the gradients
-of each rank, the reduced ones, their norm, the optimizer's state, the updated parameters. The backward reaches the last unit
-first, so gradients are walked in reverse order of the units. What is a rank's own is compared at one world size; at two only
-activations are, sample by sample. The first quantity that is outside its bound has everything that
-causes it inside: that is where a bug is.
+Initial parameters; then for each step the gathered parameters, the inputs and outputs of modules, losses, local gradients,
+reduced gradients, their norm, optimizer state and updated parameters. Gradients come in reverse order of the units, as in
+backward. Local quantities are compared at equal world sizes; at different world sizes only activations are, sample by sample. All
+causes of the first quantity outside its bound are within their bounds, so the bug is there.
 """
 
 import functools
@@ -50,14 +49,14 @@ ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 
 Group = list[Quantity]
-"""The same thing on several ranks or replicas."""
+"""The same quantity on several ranks or replicas."""
 
 
 def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = None) -> Iterator[Group]:
-    """Every group of quantities of these phases, causes first.
+    """Yield every group of quantities of these phases in causal order.
 
     Args:
-        steps: only these. None: all that both recordings have.
+        steps: the steps to walk; None for all common steps.
     """
     if PARAMETERS in phases:
         yield from _parameters(pair)
@@ -96,7 +95,7 @@ def _quantity(
     use: str = "",
     within: str = "",
 ) -> Quantity:
-    """A quantity of a parameter, or of none ("")."""
+    """A quantity of a parameter, or of no parameter ("")."""
     if name and bound is not None and (name in pair.zero_gradient or name in pair.noise):
         bound = np.inf
     a, b, sketches = sides
@@ -131,8 +130,8 @@ def _parameters(pair: Pair) -> Iterator[Group]:
 
 
 def _initial(pair: Pair, name: str, replicas: tuple[int, int]) -> Quantity:
-    """Initial values are equal in bits once both sides are in the dtype that rounds more. Elements that only a sketch has are
-    rounded on one side by at most the unit roundoff."""
+    """Initial values must be bitwise equal after a cast to the coarser dtype. Sketches of different dtypes may differ by the unit
+    roundoff."""
     a, b, sketches = pair.assemble(PARAMETERS, 0, name, replicas)
     stored = coarser(*(recording.manifest.params[name].dtype for recording in (pair.a, pair.b)))
     bound = None
@@ -145,11 +144,11 @@ def _initial(pair: Pair, name: str, replicas: tuple[int, int]) -> Quantity:
 
 
 def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
-    """What each rank's forward saw of a parameter equals, bit for bit, what the shards of the same recording held.
+    """A parameter that a rank gathered must be bitwise equal to the shards of the same recording.
 
-    A loop may change parameters between its steps, perhaps only where a norm exceeds a limit, which rounding can decide. Where a
-    recording's forward saw other values than its shards held, and the loop of the other changes parameters too, at any step, what
-    both saw is compared instead.
+    A loop may change parameters between steps, and rounding may decide whether it does (for example, if a norm exceeds a limit).
+    If the gathered values of one recording differ from its shards and the loop of the other one also changes parameters at some
+    step, the gathered values of both recordings are compared instead.
     """
     for name in pair.names():
         groups = []
@@ -173,7 +172,7 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
 
 @functools.lru_cache(maxsize=8)
 def _edits_parameters(recording: Recording) -> bool:
-    """Whether the loop changes any parameter between any two steps."""
+    """Whether the loop changes any parameter between steps."""
     return any(
         (sides := _gathered(recording, step, run, name)) is not None and not _is_same(sides)
         for step in recording.recorded_steps()
@@ -188,7 +187,7 @@ def _is_same(sides: Sides) -> bool:
 
 
 def _edited(pair: Pair, step: int, name: str) -> Group:
-    """What the ranks of both recordings saw of a parameter; of the shorter side rank 0 stands for the rest."""
+    """The gathered parameters of both recordings; rank 0 of the side with fewer ranks is used for its missing ranks."""
     worlds = [recording.manifest.world_size for recording in (pair.a, pair.b)]
     group = []
     for rank in range(max(worlds)):
@@ -201,13 +200,13 @@ def _edited(pair: Pair, step: int, name: str) -> Group:
 
 
 def _moving_scale(pair: Pair, name: str, quantity: Quantity) -> float:
-    """What a difference of a parameter's value is measured by."""
+    """The scale of a parameter's difference."""
     rate = pair.a.manifest.learning_rate or 0.0
     return parameter_scale(quantity.norms[0], quantity.numel, pair.total_update_norm(name), rate, pair.num_steps)
 
 
 def _gathered(recording: Recording, step: int, run: Run, name: str) -> Sides | None:
-    """What the shards say that a rank saw, and what it saw; None where the first was not recorded, or cannot be told."""
+    """(value of the shards, value that a rank gathered); None if the former was not recorded or is a sketch of another dtype."""
     rank = run.rank
     phase, before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
     if step and not recording.has(UPDATE, before, name) and not recording.manifest.params[name].requires_grad:
@@ -244,12 +243,12 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
 
 
 def _reordered(shapes: list[tuple[int, ...]]) -> str:
-    """What to do about two shapes that differ."""
+    """A hint for shapes that differ."""
     if sorted(shapes[0]) != sorted(shapes[1]):
         return "; the models, or their batches, differ there"
     return (
-        ", which are not the same with channels moved from the last dim to dim 1 either; let both models have one order of dims "
-        "there, or state which modules have their channels last in JAX: Recorder(channels_last=[...])"
+        ", also with channels moved from the last dim to dim 1; use the same order of dims in both models, or name the modules "
+        "with channels last in JAX: Recorder(channels_last=[...])"
     )
 
 
@@ -295,7 +294,7 @@ def _losses(pair: Pair, step: int) -> Group:
 def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
     ranks, names = range(pair.a.manifest.world_size), pair.names(backward=True)
     if any(not any(r.has(BACKWARD, step, name) for name in names) for r in (pair.a, pair.b)):
-        return  # one side recorded none at all at this step: its dense window is shorter
+        return  # one side recorded none at this step because its dense window is shorter
     typical = [pair.typical_local(step, rank) for rank in ranks]
     for name in names:
         if not any(recording.has(BACKWARD, step, name) for recording in (pair.a, pair.b)):
@@ -318,10 +317,10 @@ def _gradient(
     rank: int | None,
     replica: int,
 ) -> Quantity:
-    """A gradient, measured by itself, or where that is less, by what rounding may leave of a sum that is zero.
+    """A gradient, scaled by its norm but at least by the noise scale.
 
     Args:
-        typical: the root mean square of all gradients that belong with it.
+        typical: the root mean square over all gradients of the rank or step.
     """
     made = _quantity(pair, step, phase, event, name, sides, bound=pair.bounds.parameter, rank=rank, replica=replica)
     return made.with_scale(gradient_scale(made.norms[0], pair.gradient_noise(typical, made.numel)))
@@ -349,7 +348,8 @@ def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
 
 
 def _norms(pair: Pair, step: int) -> Iterator[Group]:
-    """The norm is of all ranks together, and the same on each: of the shorter side the last rank stands for the rest."""
+    """The gradient norm is global and equal on all ranks; the last rank of the side with fewer ranks is used for its missing
+    ranks."""
     worlds = [recording.manifest.world_size for recording in (pair.a, pair.b)]
     group = []
     for rank in range(max(worlds)):
@@ -381,7 +381,7 @@ def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]
     noise = pair.gradient_noise(sizes.typical[step], made.numel)
     if slot not in _SQUARES:
         return made.with_scale(gradient_scale(size, noise))
-    # A square's relative error is twice that of its root; of a root below the noise it is that of the noise.
+    # The relative error of a square is twice that of its root; for a root below the noise it is that of the noise.
     root = sizes.of[step][name] * np.sqrt(made.numel)
     return made.with_scale(2 * size * (max(1.0, noise / root) if root else 1.0))
 

@@ -1,14 +1,14 @@
-"""Parameters whose gradient is zero in exact arithmetic: what is recorded of it is rounding, which Adam then amplifies.
+"""Finds parameters whose gradient is zero in exact arithmetic, so that the recorded gradient is rounding, which Adam amplifies.
 
-A key bias in attention adds the same to all scores of a query, which softmax ignores; a bias before batch norm is subtracted
-again. The computed gradient is a sum of terms that cancel, and summing n terms in floating point errs by at most
-(n - 1) u sum|t_i| to first order (Higham, section 4.2): n * u times the sum of magnitudes, and for a mean over n terms n * u
-times their mean magnitude. So such a gradient is at most terms * u times the typical gradient, in both recordings and at
-every step. Adam divides it by its own size and moves the parameter by up to the learning rate a step in a direction that
-means nothing: two right runs differ there by as much as two wrong ones.
+A key bias in attention adds the same value to all scores of a query, which softmax ignores; a bias before batch norm is
+subtracted again. The computed gradient is a sum of terms that cancel. Summing n terms in floating point has an error of at most
+(n - 1) u sum|t_i| to first order (Higham, section 4.2), so a mean over n terms has an error of at most n * u times their mean
+magnitude. So such a gradient is at most terms * u times the typical gradient, in both recordings and at every step. Adam divides
+it by its own magnitude and moves the parameter by up to the learning rate per step in an arbitrary direction, so two correct runs
+differ there as much as two incorrect ones.
 
-A gradient that is recorded as exactly 0.0 on both sides, always, is no noise: nothing is amplified, and what happens to the
-parameter (weight decay, or nothing) is the same on both sides. It stays among the parameters that are compared.
+A gradient that is exactly 0.0 on both sides at all steps is not noise: nothing is amplified, and the parameter changes in the
+same way (weight decay, or not at all) on both sides. It is compared.
 """
 
 import math
@@ -36,17 +36,16 @@ class GradientSizes:
 
 
 def gradient_sizes(recording: Recording) -> GradientSizes:
-    """The sizes of the reduced gradients; a step is measured when it is first asked for. A gradient that was not recorded counts
-    as zero (R29).
+    """The sizes of the reduced gradients, computed for each step on first use. A gradient that was not recorded is zero (R29).
 
-    Elements that are not finite make their parameter's size infinite and are left out of the typical size.
+    Elements that are not finite make the size of their parameter infinite and are excluded from the typical size.
     """
     both = _ByStep(lambda step: _measured(recording, step))
     return GradientSizes(_ByStep(lambda step: both[step][0]), _ByStep(lambda step: both[step][1]))
 
 
 class _ByStep(dict[int, Any]):
-    """Computes what it does not hold yet."""
+    """Computes missing entries."""
 
     def __init__(self, compute: Callable[[int], Any]) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class _ByStep(dict[int, Any]):
 
 
 def _measured(recording: Recording, step: int) -> tuple[dict[str, float], float]:
-    """The size of each gradient at a step, and the typical one."""
+    """The root mean square of each gradient at a step, and over all gradients."""
     of, norms, numel = {}, [], 0
     for name, spec in recording.manifest.params.items():
         if not recording.has(REDUCE, step, name):
@@ -72,8 +71,11 @@ def _measured(recording: Recording, step: int) -> tuple[dict[str, float], float]
 
 
 def terms_of(recording: Recording) -> int:
-    """How many terms the sum behind one gradient element has. Where the loop did not tell: as many as there are rows in the
-    largest thing that a module was given or gave, since that is what a backward sums over; 1 where none was recorded."""
+    """The number of terms in the sum of a gradient element.
+
+    If the loop did not state it: the number of rows of the largest activation, over which a backward sums; 1 if none was
+    recorded.
+    """
     if recording.manifest.terms is not None:
         return recording.manifest.terms
     step = next((step for step in recording.recorded_steps() if recording.activations(step)), None)
@@ -90,12 +92,12 @@ def zero_gradient_parameters(
     sizes: tuple[GradientSizes, GradientSizes],
     dtype: str | None = None,
 ) -> tuple[str, ...]:
-    """The parameters whose gradient is at most terms * u * typical in both recordings at all these steps.
+    """The parameters whose gradient is at most terms * u * typical in both recordings at all these steps, but not always zero.
 
-    Empty if terms * u exceeds a hundredth: small gradients and noise are then indistinguishable.
+    Empty if terms * u exceeds 0.01, where small gradients and noise cannot be distinguished.
 
     Args:
-        dtype: the dtype whose unit roundoff is u; None: that of the runs.
+        dtype: the dtype whose unit roundoff is u; None for the compute dtype of the runs.
     """
     tolerated = [terms_of(recording) * unit_roundoff(dtype or recording.manifest.dtype) for recording in (a, b)]
     if max(tolerated) > _TELLABLE:

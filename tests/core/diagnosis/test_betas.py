@@ -13,7 +13,7 @@ def test_another_beta_is_called_by_its_name(tmp_path, name, value):
     for pair in ((a, b), (b, a)):
         found = compare(*pair).diagnosis
         assert found and found.signature == "constant_factor"
-        assert f"as with a {name} of {value:g} for" in found.evidence and "clipped" not in found.evidence
+        assert f"as with {name} = {value:g} instead of" in found.evidence and "clipped" not in found.evidence
 
 
 def test_betas_that_both_state_are_the_difference(tmp_path):

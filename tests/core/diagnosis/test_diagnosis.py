@@ -131,9 +131,9 @@ def test_an_order_of_axes_is_found(seed: int, shape: tuple[int, ...], data: st.D
     x = drawn(seed, *shape)
     said, moved = data.draw(st.sampled_from(list(reorderings(x))))
     found = transposition_of(contrast(x, moved.reshape(shape), seed))
-    assert found is not None and found.rest <= 4 * NOISE * norm(x), said
+    assert found is not None and found.residual <= 4 * NOISE * norm(x), said
     # Several of them may do the same; the one that is said does this.
-    assert np.array_equal(dict(reorderings(x))[found.said].reshape(shape), moved.reshape(shape))
+    assert np.array_equal(dict(reorderings(x))[found.text].reshape(shape), moved.reshape(shape))
 
 
 @QUICK
@@ -240,7 +240,7 @@ def test_a_sum_in_low_precision_is_told_by_what_it_leaves(low: str, num_ranks: i
         wrong = total.astype(np.float64) / num_ranks
     right = np.asarray(np.mean(grads, axis=0, dtype=np.float64), np.float32)
     found = low_reduction(Contrast.of(right, wrong.astype(np.float32), 1e-7 * norm(right)), grads, num_ranks)
-    assert found is not None and found.dtype == low and low in found.said, (low, num_ranks, way)
+    assert found is not None and found.dtype == low and low in found.text, (low, num_ranks, way)
 
 
 def test_a_sum_in_bfloat16_is_told_whatever_the_order_of_ranks_in_each_part_of_it() -> None:
@@ -250,7 +250,7 @@ def test_a_sum_in_bfloat16_is_told_whatever_the_order_of_ranks_in_each_part_of_i
     total = np.concatenate([part[100 * i : 100 * (i + 1)] for i, part in enumerate(parts)]).astype(np.float64)
     right = np.asarray(np.mean(grads, axis=0, dtype=np.float64), np.float32)
     found = low_reduction(Contrast.of(right, (total / 3).astype(np.float32), 1e-7 * norm(right)), grads, 3)
-    assert found is not None and found.said == "every element of the sum is a number of bfloat16"
+    assert found is not None and found.text == "all elements of the sum are bfloat16 values"
 
 
 def test_sums_of_replicas_that_were_cast_before_they_were_added_are_told() -> None:
@@ -260,7 +260,7 @@ def test_sums_of_replicas_that_were_cast_before_they_were_added_are_told() -> No
     wrong = (halves[0].astype(np.float64) + halves[1].astype(np.float64)).astype(np.float32)
     sides = Contrast.of(right, wrong, 1e-7 * norm(right))
     found = low_reduction(sides, grads, 4, num_replicas=2)
-    assert found is not None and "sums of replicas were cast to bfloat16" in found.said
+    assert found is not None and "sums of replicas were cast to bfloat16" in found.text
     assert low_reduction(sides, grads, 4) is None
 
 
@@ -349,25 +349,25 @@ def changed(**fields: object) -> AdamW:
 
 
 OTHER_RULES: list[tuple[str, AdamW, str]] = [
-    ("weight_decay", changed(decay=0.0), "not decayed"),
-    ("weight_decay", changed(decay=0.3), "decays by 0.3"),
-    ("weight_decay", changed(decay=10.0), "shrinks by 0.1 of itself"),
+    ("weight_decay", changed(decay=0.0), "weight decay is missing"),
+    ("weight_decay", changed(decay=0.3), "weight decay is 0.3"),
+    ("weight_decay", changed(decay=10.0), "not multiplied by the learning rate"),
     ("weight_decay", changed(decay=-0.1), "wrong sign"),
-    ("optimizer_epsilon", changed(epsilon_in_root=True), "inside of the root"),
-    ("optimizer_epsilon", changed(epsilon=1e-5), "epsilon is 1e-05 outside of the root"),
-    ("optimizer_epsilon", changed(epsilon=1e-4, epsilon_in_root=True), "epsilon is 0.0001 inside of the root"),
+    ("optimizer_epsilon", changed(epsilon_in_root=True), "added inside the square root"),
+    ("optimizer_epsilon", changed(epsilon=1e-5), "epsilon is 1e-05 outside the square root"),
+    ("optimizer_epsilon", changed(epsilon=1e-4, epsilon_in_root=True), "epsilon is 0.0001 inside the square root"),
     ("bias_correction", changed(count_m=None, count_v=None), "neither moment"),
     ("bias_correction", changed(count_m=None), "the first moment is not"),
     ("bias_correction", changed(count_v=None), "the second moment is not"),
-    ("bias_correction", changed(count_m=4, count_v=4), "as at step 4 of the optimizer, where it is step 3"),
-    ("lost_step", changed(count_m=1, count_v=1), "its count of steps was lost"),
-    ("constant_factor", changed(rate=0.011), "1.1 times as far"),
+    ("bias_correction", changed(count_m=4, count_v=4), "for step 4 instead of step 3"),
+    ("lost_step", changed(count_m=1, count_v=1), "step count was lost"),
+    ("constant_factor", changed(rate=0.011), "1.1 times that of"),
 ]
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("signature", "rule", "said"), OTHER_RULES, ids=[said for *_, said in OTHER_RULES])
-def test_an_update_by_another_rule_names_what_differs(signature: str, rule: AdamW, said: str, seed: int) -> None:
+def test_an_update_by_another_rule_is_diagnosed(signature: str, rule: AdamW, said: str, seed: int) -> None:
     right, wrong = updates(100 * seed, rule)
     found = best(update_deviations(right, wrong, RULE, None, norm(right.after - wrong.after)))
     assert found is not None and (found.signature, said in found.evidence) == (signature, True), found
@@ -410,7 +410,7 @@ def test_a_count_that_was_lost_long_ago_is_told_where_it_is_counted() -> None:
     (_, right), (_, wrong) = updates(0, due), updates(0, began)
     counted = best(update_deviations(right, wrong, due, 170.0, norm(right.after - wrong.after)))
     assert counted is not None and counted.signature == "lost_step", counted
-    assert "as at step 170 of the optimizer, where it is step 4000" in counted.evidence
+    assert "for step 170 instead of step 4000" in counted.evidence
     # Otherwise nothing is said: some step or other scales an update by any factor.
     assert update_deviations(right, wrong, due, None, norm(right.after - wrong.after)) == []
 
@@ -437,12 +437,12 @@ def moments(seed: int, other: Rule) -> tuple[Moment, Moment]:
 @pytest.mark.parametrize(
     ("signature", "said", "new"),
     [
-        ("weight_decay", "has 0.1 times the parameter added", lambda m, g, p: 0.9 * m + 0.1 * (g + 0.1 * p)),
+        ("weight_decay", "includes 0.1 times the parameter", lambda m, g, p: 0.9 * m + 0.1 * (g + 0.1 * p)),
         ("constant_factor", "is 3 times the gradient", lambda m, g, p: 0.9 * m + 0.3 * g),
-        ("constant_factor", "keeps 0.8 of itself", lambda m, g, p: 0.8 * m + 0.2 * g),
+        ("constant_factor", "decay rate is 0.8", lambda m, g, p: 0.8 * m + 0.2 * g),
     ],
 )
-def test_a_moment_by_another_rule_names_what_differs(signature: str, said: str, new: Rule) -> None:
+def test_a_moment_by_another_rule_is_diagnosed(signature: str, said: str, new: Rule) -> None:
     right, wrong = moments(0, new)
     found = best(moment_deviations(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
     assert found is not None and found.signature == signature and said in found.evidence, found
@@ -493,7 +493,7 @@ def test_epsilons_of_norms_are_read_off_their_outputs(kind: str, first: tuple, s
     x, (w, b) = 0.3 * drawn(1, *shape), drawn(2, 2, shape[1] if kind == "batch norm" else shape[-1])
     outputs = [normed(kind, x, w, b, *each).astype(np.float32) for each in (first, second)]
     found = norm_epsilons(Contrast.of(outputs[0], outputs[1], 1e-7 * norm(outputs[0])), (x, x), w, b, 2.0**-24)
-    assert found is not None and found.said == kind
+    assert found is not None and found.text == kind
     for epsilon, (value, under_root) in ((found.right, first), (found.wrong, second)):
         assert abs(epsilon.value - value) <= epsilon.uncertainty and epsilon.under_root == under_root, (kind, epsilon)
     assert norm_epsilons(Contrast.of(outputs[0], 1.001 * outputs[0] ** 3, 1e-7), (x, x), w, b, 2.0**-24) is None
@@ -632,22 +632,22 @@ RIGHT = fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]])
 @pytest.mark.parametrize(
     ("other", "step", "said"),
     [
-        (fed([[0, 1], [2, 3]], [[5, 4], [6, 7]], [[8, 9], [10, 11]]), 1, "ranks [0] were fed the same samples in another order"),
-        (fed([[2, 3], [0, 1]], [[6, 7], [4, 5]], [[10, 11], [8, 9]]), 0, "what ranks [1, 0] of a were"),
-        (fed([[0, 1], [0, 1]], [[4, 5], [4, 5]], [[8, 9], [8, 9]]), 0, "what ranks [0, 0] of a were: some twice, and some never"),
-        (fed([[0, 1], [2, 2]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "in b 1 samples were fed more than once"),
-        (fed([[0, 2], [1, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "but other ranks had them"),
+        (fed([[0, 1], [2, 3]], [[5, 4], [6, 7]], [[8, 9], [10, 11]]), 1, "the same samples in a different order"),
+        (fed([[2, 3], [0, 1]], [[6, 7], [4, 5]], [[10, 11], [8, 9]]), 0, "the batches of ranks [1, 0] of a"),
+        (fed([[0, 1], [0, 1]], [[4, 5], [4, 5]], [[8, 9], [8, 9]]), 0, "of ranks [0, 0] of a: some twice, some never"),
+        (fed([[0, 1], [2, 2]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "in b 1 samples were used more than once"),
+        (fed([[0, 2], [1, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "distributed differently"),
         (fed([[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]]), 0, "b is 1 step ahead of a"),
         (fed([[90, 91], [92, 93]], [[0, 1], [2, 3]], [[4, 5], [6, 7]]), 0, "b is 1 step behind a"),
-        (fed([[0, 1], [8, 9]], [[4, 5], [6, 7]], [[2, 3], [10, 11]]), 0, "all steps together were fed the same samples"),
+        (fed([[0, 1], [8, 9]], [[4, 5], [6, 7]], [[2, 3], [10, 11]]), 0, "all steps together used the same samples"),
         (fed([[0, 1], [2, 77]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
-        (fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], labels="other"), 0, "but with other values"),
+        (fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], labels="other"), 0, "but with different values"),
         (fed([[0, 1, 2, 4]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
     ],
 )  # fmt: skip
 def test_how_batches_differ_is_said(other: list, step: int, said: str) -> None:
     found = batch_difference(RIGHT, other, ("a", "b"))
-    assert found is not None and found.step == step and said in found.said, found
+    assert found is not None and found.step == step and said in found.text, found
 
 
 def test_batches_that_are_the_same_differ_in_nothing() -> None:

@@ -1,4 +1,4 @@
-"""One fault a run, held against a run without: what is said of it, and that nothing else is."""
+"""Diagnoses of one fault per run, compared with a correct run."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -201,7 +201,7 @@ def tight(dtype: str) -> Callable[[Quantity], float]:
 
 
 def first_diagnosis(pair: Pair, dtype: str) -> tuple[Quantity, Diagnosis | None]:
-    """What is said of the first quantity that is further apart than rounding."""
+    """The diagnosis of the first quantity beyond rounding."""
     limit = tight(dtype)
     for group in walk(pair):
         for q in group:
@@ -333,15 +333,15 @@ SGD = SINGLE | {"optimizer": "SGD", "clip": None}
 OF_SGD: dict[str, tuple[str, str, Faults]] = {
     "no decay": (
         "weight_decay",
-        "has nothing of the parameter added to it, where 0.1 times is stated",
+        "does not include the parameter, while 0.1 times is stated",
         Faults(decay=0.0),
     ),
-    "twice the decay": ("weight_decay", "has 0.2 times the parameter added to it", Faults(decay=2 * DECAY)),
-    "rate": ("constant_factor", "1.1 times as far", Faults(rate=1.1 * RATE)),
-    "a step left out": ("lost_step", "nothing was updated", Faults(skips=lambda s, n: s == 2)),
+    "twice the decay": ("weight_decay", "includes 0.2 times the parameter", Faults(decay=2 * DECAY)),
+    "rate": ("constant_factor", "1.1 times that of", Faults(rate=1.1 * RATE)),
+    "a step left out": ("lost_step", "in any bit", Faults(skips=lambda s, n: s == 2)),
     "buffer lost": (
         "lost_step",
-        "begins anew",
+        "starts from zero",
         Faults(moments=lambda s, n, state: np.zeros(state[n]["momentum_buffer"].shape) if s == 2 else None),
     ),
     "buffers exchanged": (
@@ -365,7 +365,7 @@ def test_adams_decay_belongs_in_its_gradient(clean: Clean, tmp_path: Path) -> No
     right = record(tmp_path / "right", Faults(decay=0.0, coupled=DECAY), **adam)
     for _, found in both_ways(right, tmp_path, Faults(decay=DECAY), **adam):
         assert found is not None and found.signature == "weight_decay", found
-        assert "has nothing of the parameter added to it, where 0.1 times is stated" in found.evidence
+        assert "does not include the parameter, while 0.1 times is stated" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -395,9 +395,9 @@ def test_a_factor_that_all_parameters_share_is_said_to_be_shared(clean: Clean, t
     summed = FAULTS["gradients summed"][1]
     (_, found), (_, turned) = both_ways(clean(**SINGLE), tmp_path, summed, **SINGLE)
     assert found is not None and turned is not None
-    assert "wrong has 3 times what right has (the world size)" in found.evidence
-    assert "right has 0.333333 times what wrong has (1 / the world size)" in turned.evidence
-    assert "the same is found in 7 of 7 other parameters" in found.evidence
+    assert "wrong has 3 times the values of right (the world size)" in found.evidence
+    assert "right has 0.333333 times the values of wrong (1 / the world size)" in turned.evidence
+    assert "the same holds for 7 of 7 other parameters" in found.evidence
     one = Faults(mean=mean_of(lambda s, n, grads: (3 if n == KEY else 1) * np.mean(grads, axis=0)))
     (_, found), _ = both_ways(clean(**SINGLE), tmp_path / "one", one, **SINGLE)
     assert found is not None and "no other parameter differs there" in found.evidence
@@ -442,14 +442,16 @@ def test_other_batches_are_said_from_recordings(clean: Clean, tmp_path: Path) ->
     turned = Faults(sample_ids=lambda s, r, ids: ids[::-1] if s == 2 else ids)
     found = diagnose_batches(right, record(tmp_path / "wrong", turned, **SINGLE))
     assert found is not None and found.signature == "other_batches"
-    assert found.evidence == "from step 2 on, ranks [0, 1, 2] were fed the same samples in another order."
+    assert found.evidence == "from step 2 on, ranks [0, 1, 2] received the same samples in a different order."
     assert diagnose_batches(right, right) is None
     for name, faults, said in (
-        ("labels", Faults(extra={"labels": 1}), "the output of embed does not differ, so it is the labels."),
-        ("inputs", Faults(extra={"labels": 1, "tokens": 1}), "the output of embed differs, so inputs do."),
+        ("labels", Faults(extra={"labels": 1}), "the output of embed does not differ, so labels differ."),
+        ("inputs", Faults(extra={"labels": 1, "tokens": 1}), "the output of embed differs, so inputs differ."),
     ):
         found = diagnose_batches(right, record(tmp_path / name, faults, **SINGLE))
-        assert found is not None and found.evidence.endswith(f"in the same order, but with other values; {said}"), found
+        assert found is not None and found.evidence.endswith(f"in the same order, but with different values; {said}"), (
+            found
+        )
     assert found.to_json() == {"signature": found.signature, "evidence": found.evidence}
 
 
