@@ -8,7 +8,9 @@ const BAR = 26, GAP = 7, FONT = 12, CHARACTER = 7.3, // of monospace text; of ot
 
 // What the reader selected, as strings. `event` is empty until the reader selects one: then the peak of memory is shown.
 const state = {world: "", layout: "", strategy: "", dtype: "", unit: "0", element: "", event: "", ...data.start};
-for (const [key, value] of new URLSearchParams(location.hash.slice(1))) if (key in state) state[key] = value;
+function readFragment() {
+  for (const [key, value] of new URLSearchParams(location.hash.slice(1))) if (key in state) state[key] = value;
+}
 
 // --- elements and texts ---
 function node(namespace, name, attributes, ...children) {
@@ -102,6 +104,14 @@ function locate(asked) {
     }
   }
   return {says: `no parameter is named '${name}': expected parameter[index]`};
+}
+// Each row of a unit and what the groups of ranks hold of it, as the table of `crossframe layout` lists it.
+function table(unit) {
+  const line = (tag, cells) => html("tr", {}, ...cells.map((cell) => html(tag, {}, cell)));
+  const lines = unit.rows.flatMap((row) => (row.held.length ? row.held : [[null, 0, 0, 0, "·"]]).map(([group, start, stop, , words], at) => line("td", [
+    at ? "" : row.padding ? `${row.padding} padding` : row.label, at || row.padding ? "" : `(${row.shape.join(", ")})`,
+    group === null ? "none" : groupText(unit.groups[group]), words, group === null ? "" : `${count(start)}:${count(stop)}`])));
+  return [line("th", ["parameter", "shape", "ranks", "hold", "in the shard"]), ...lines];
 }
 // The element at an offset of the shard of a group's first rank.
 function elementAt(unit, group, offset) {
@@ -236,7 +246,6 @@ function update() {
 function show() {
   const unit = units[state.unit], event = eventShown();
   options("unit", units.map(({title}, at) => [String(at), title]));
-  if (document.activeElement !== byId("element")) byId("element").value = state.element;
   byId("parameters").replaceChildren(...units.flatMap((each) => each.names.flatMap((name) =>
     each.rows.filter((row) => !row.padding).map((row) => html("option", {value: `${fullName(each, name, row)}[0]`})))));
   byId("where").textContent = located?.says ?? "Type parameter[index], for instance an entry of the list.";
@@ -246,6 +255,7 @@ function show() {
   byId("legend").replaceChildren(
     ...unit.rows.filter((row) => !row.padding).map((row) => entry(row.fill, `${row.label} (${row.shape.join(", ")})`)),
     ...[...padded].map((kind) => entry(`hatch-${kind}`, `${kind} padding`)));
+  byId("table").replaceChildren(...table(unit));
   byId("summary").replaceChildren(...step.summary.flatMap(([head, line]) => [...(head ? [html("dt", {}, head)] : []), html("dd", {}, line)]));
   Object.assign(byId("event"), {max: plan.events.length - 1, value: event});
   byId("event").setAttribute("aria-valuetext", happens(event));
@@ -266,7 +276,7 @@ function show() {
 }
 function change(values) {
   Object.assign(state, values);
-  if ("element" in values) byId("element").value = state.element;
+  byId("element").value = state.element;
   update();
 }
 for (const id of ["world", "layout", "strategy", "dtype"]) byId(id).addEventListener("change", ({target}) => change({[id]: target.value}));
@@ -274,5 +284,7 @@ for (const id of ["world", "layout", "strategy", "dtype"]) byId(id).addEventList
 byId("unit").addEventListener("change", ({target}) => change({unit: target.value, element: ""}));
 byId("element").addEventListener("input", ({target}) => change({element: target.value}));
 byId("event").addEventListener("input", ({target}) => change({event: target.value}));
+addEventListener("hashchange", () => { readFragment(); change({}); });
 addEventListener("resize", () => { if (!chosen.refused) drawBars(), drawStep(); });
-update();
+readFragment();
+change({});

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from html import unescape
 
 import pytest
@@ -13,17 +11,10 @@ from crossframe.cli.plan import PlanOptions
 from crossframe.draw.amounts import bytes_text, seconds_text
 from crossframe.draw.shards import alike_ranks
 from crossframe.shapes import model_shapes
+from tests.browser import needs_chromium, opened
 from tests.commands import invoke
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-QUIET = (
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+pytestmark = needs_chromium
 # world size, layout, strategy, dtype, shards, element
 SELECTED = [
     ("1", "flat", "full_shard", "float32", 1, "head.weight[0,0]"),
@@ -55,6 +46,7 @@ for (const [world, layout, strategy, dtype, , element] of SELECTED) {
 const drawing = document.querySelector("#bars svg"), box = drawing.getBoundingClientRect();
 drawing.dispatchEvent(new PointerEvent("click", {clientX: box.right - 4, clientY: box.top + 10}));
 shown.push(byId("element").value);
+shown.push([...document.querySelectorAll("#table tr")].map((line) => [...line.cells].map((cell) => cell.textContent)));
 for (const wrong of ["head.weight[256,0]", "nothing[0]"]) {
   set("element", wrong, "input");
   shown.push(byId("where").textContent);
@@ -62,15 +54,6 @@ for (const wrong of ["head.weight[256,0]", "nothing[0]"]) {
 document.body.append(html("pre", {id: "results"}, JSON.stringify(shown)));
 </script>
 """
-
-
-def browse(path, fragment, folder):
-    """The document after its scripts have run; fails if they wrote to the console."""
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--no-first-run", *QUIET, "--enable-logging=stderr"]
-    command += [f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom", f"{path.as_uri()}#{fragment}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +64,8 @@ def results(tmp_path_factory):
     assert status == 0 and printed.startswith("page: "), printed
     driver = DRIVER.replace("SELECTED", json.dumps(SELECTED)).replace("EVENT", str(EVENT))
     page.write_text(page.read_text().replace("</body>", f"{driver}</body>"))
-    document = browse(page, "world=4&layout=ragged&element=blocks.1.mlp_norm.bias[7]", folder / "profile")
+    fragment = "world=4&layout=ragged&element=blocks.1.mlp_norm.bias[7]"
+    document = opened(f"{page.as_uri()}#{fragment}", folder / "profile")
     found = re.search(r'<pre id="results">(.*?)</pre>', document, re.DOTALL)
     assert found, document[-2000:]
     return json.loads(unescape(found[1]))
@@ -120,6 +104,12 @@ def test_a_click_selects_the_element(results):
     found = where_text(sharding, results[1 + len(SELECTED)])
     offset = int(found.partition("at offset ")[2].split()[0])
     assert "on rank 0 " in found and offset > 0.98 * sharding.units[0][1].padded_shard_numel
+
+
+def test_the_table_lists_parameters_and_ranks(results):
+    head, first, *_ = results[2 + len(SELECTED)]
+    assert head == ["parameter", "shape", "ranks", "hold", "in the shard"]
+    assert first == ["token_embedding.weight", "(256, 10)", "rank 0", "rows 0:22", "0:220"]
 
 
 def test_invalid_elements_are_explained(results):
