@@ -1,5 +1,7 @@
 """Worlds that train: every choice that a step has, and networks whose sums are exact."""
 
+import functools
+import math
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ from crossframe.trace import Event
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers.small_worlds import MAKE
 
+EVERY = bool(os.environ.get(EXHAUSTIVE))
 # The forward reaches "a.0" and "a" ahead of "b" and the root.
 UNITS = ("a.0", "a", "b", "")
 SIZES = (3, 5, 4, 5, 2)
@@ -111,10 +114,23 @@ CASES = [
 
 def sample(number: int, seed: int, **changes: str) -> list[Case]:
     """Some of all cases, the same ones every time, among them each choice of each kind; three times as many if exhaustive."""
-    cases = random.Random(seed).sample(CASES, 3 * number if os.environ.get(EXHAUSTIVE) else number)
+    cases = random.Random(seed).sample(CASES, 3 * number if EVERY else number)
     for name in ("kind", "mesh", "face", "strategy", "reshard_after_forward", "sync", "backward_prefetch"):
         assert {getattr(case, name) for case in cases} == {getattr(case, name) for case in CASES}
     return [replace(case, **changes) for case in cases]
+
+
+def in_turn(cases: Sequence[Case], **choices: Sequence[str]) -> list[Case]:
+    """The cases, the i-th with the i-th of these choices; each choice meets every layout, interface and number of microbatches.
+    If exhaustive, each case with each choice."""
+    num_choices = len(next(iter(choices.values())))
+    picked = [{name: values[i] for name, values in choices.items()} for i in range(num_choices)]
+    if EVERY:
+        return [replace(case, **choice) for case in cases for choice in picked]
+    for i in range(num_choices):
+        for name in ("kind", "face", "microbatches"):
+            assert {getattr(case, name) for case in cases[i::num_choices]} == {getattr(case, name) for case in CASES}
+    return [replace(case, **picked[i % num_choices]) for i, case in enumerate(cases)]
 
 
 @dataclass
@@ -162,11 +178,14 @@ class Integers:
     def grads(self, rank: int, shapes: Mapping[str, tuple[int, ...]], batch: Batch) -> dict[str, np.ndarray]:
         """A rank's gradients on a batch."""
         unused = self.unused.get(rank, set()) | self.unused.get(None, set())
-        return {
-            name: (24.0 * ((np.arange(np.prod(shape, dtype=int)) + int(batch[0].sum())) % 3 - 1)).reshape(shape)
-            for name, shape in shapes.items()
-            if name not in unused
-        }
+        first = int(batch[0].sum()) % 3
+        return {name: _multiples(shape, first).copy() for name, shape in shapes.items() if name not in unused}
+
+
+@functools.cache
+def _multiples(shape: tuple[int, ...], first: int) -> np.ndarray:
+    """-24, 0 and 24 by turns, from the first-th of them on."""
+    return (24.0 * ((np.arange(math.prod(shape)) + first) % 3 - 1)).reshape(shape)
 
 
 def integer_batches(case: Case, seed: int) -> list[list[Batch]]:
