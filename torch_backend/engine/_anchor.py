@@ -1,10 +1,10 @@
 """Anchor: the autograd node that tells a unit that its backward is complete and hands over all its gradients at once.
 
-[Note: anchors] Before a unit computes, its leaves pass through one autograd node, the anchor, and the module computes with
-what comes out: aliases of the leaves' storage. The engine of autograd runs, of the nodes that are ready, the youngest first;
-the anchor is older than everything the unit computes, so its turn comes when the unit's backward is through, and no
-sooner: also where parameters are frozen, detached or unused, where inputs are integers or are written in place, and
-whichever ranks left out whichever parameters. A count of accumulated gradients has none of these properties.
+[Note: anchors] Before a unit computes, its leaves pass through one autograd node, the anchor, and the module computes with its
+outputs, which alias the leaves' storage. Among ready nodes, autograd runs the youngest first. The anchor is older than all nodes
+of the unit's computation, so it runs when the unit's backward is complete and not earlier. This also holds with frozen, detached
+or unused parameters, with integer or in-place inputs, and if ranks use different parameters. A count of accumulated gradients has
+none of these properties.
 """
 
 import weakref
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Use:
-    """One use of a unit in a graph of autograd: it lives as long as the graph of the unit's output does, through which its
-    backward begins. What checkpointing computes again inside a backward may never be gone through."""
+    """One use of a unit in an autograd graph, alive as long as the graph of the unit's output. A graph that checkpointing
+    recomputes may never run backward."""
 
 
 class _Anchor(torch.autograd.Function):
@@ -30,7 +30,7 @@ class _Anchor(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.unit, ctx.use, ctx.indices = unit, weakref.ref(use), indices
         ctx.set_materialize_grads(False)
-        # `.data` gives each alias a version counter of its own: see [Note: version counters] in memory/_gather.py.
+        # `.data` gives each alias its own version counter: see [Note: version counters] in memory/_gather.py.
         return tuple(leaf.data for leaf in leaves)
 
     @staticmethod
@@ -44,14 +44,15 @@ class _Anchor(torch.autograd.Function):
 
 
 def anchored(unit: "Unit", use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """What the module computes with: aliases behind an anchor for the leaves that take a gradient, the others themselves."""
+    """The tensors that the module computes with: aliases from an anchor for leaves that require a gradient, and the other
+    leaves."""
     indices = tuple(i for i, leaf in enumerate(leaves) if leaf.requires_grad)
     if not torch.is_grad_enabled():
-        # Not the leaves themselves: autocast would keep copies of them in low precision, and take these for the next step's.
+        # Not the leaves themselves, because autocast would cache their low-precision copies beyond the step.
         return [leaf.detach() for leaf in leaves]
     used = list(leaves)
     if indices:
-        # The node must not keep the unit alive: a tensor's graph is invisible to the collector of cycles.
+        # The node must not keep the unit alive, because the garbage collector cannot see cycles through autograd graphs.
         aliases = _Anchor.apply(weakref.ref(unit), use, indices, *(leaves[i] for i in indices))
         for i, alias in zip(indices, aliases, strict=True):  # type: ignore[arg-type]
             used[i] = alias

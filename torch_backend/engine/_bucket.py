@@ -39,19 +39,19 @@ class Writeback(Enum):
 
 
 class Bucket:
-    """One layout and the memory of its parameters.
+    """A group of parameters with one layout, and their memory.
 
     Attributes:
-        layout: where everything lies.
+        layout: the layout of the shards.
         mesh: the ranks that share the parameters.
-        precision: the dtype of everything, at every stage.
+        precision: the dtypes of each stage.
         store: this rank's shard.
-        buffer: the full parameters in use.
-        grads: gradients on their way from full to sharded.
-        registrar: what the user's module shows.
-        origins: of each parameter, what tells it from others once it is sharded.
-        unused: under FSDP2, what no rank's backward reached (R29).
-        reduction_choices: what the user changed in how gradients are reduced.
+        buffer: the unsharded parameters.
+        grads: the pending reduction of gradients.
+        registrar: registers parameters on the user's modules.
+        origins: the identity of each original parameter, to detect sharing after sharding.
+        unused: under FSDP2, detects parameters that no rank used in backward (R29).
+        reduction_choices: the user's options for gradient reduction.
         part: the reshard group's shard between forward and backward (R08); None without a reshard group.
     """
 
@@ -68,13 +68,13 @@ class Bucket:
     ) -> None:
         """
         Args:
-            store: this rank's shard, where it lives between steps.
+            store: this rank's shard.
             mesh: the ranks that share the parameters.
-            device: where to compute.
-            policy: what the user asked for in precision.
-            face: the API whose rules hold where the two differ.
+            device: the compute device.
+            policy: the mixed precision policy.
+            face: the API whose rules apply.
             limited: see `limit_all_gathers` in [Note: streams].
-            make_registrar: from the shard and the unsharded parameters to what shows them.
+            make_registrar: creates the registrar from the shard and the unsharded parameters.
         """
         self.layout, self.store = store.layout, store
         self.mesh, self._policy, self._face, self._limited = mesh, policy, face, limited
@@ -82,18 +82,18 @@ class Bucket:
         self._provide(device)
         self.registrar = make_registrar(store, self.buffer.leaves)
         self.unused = Unused(mesh)
-        # The indices of the parameters in the reduction in flight; and the reduced layouts, by which parameters are trained.
+        # The parameter indices of the pending reduction, and the reduced layouts by set of trained parameters.
         self._reduced: Sequence[int] = ()
         self._layouts: dict[tuple[bool, ...], Layout] = {}
         self.origins: list[object] = []
         self.part: GroupShard | None = None
-        # What the user is shown, and from where: the bucket's own buffer unless that is in low precision.
+        # The parameters that the user sees, and their buffer: the bucket's unless it is in low precision.
         self._shown: GatherBuffer | None = None
         self._shown_grads: list[Tensor | None] | None = None
 
     def _provide(self, device: torch.device, *, partial: Tensor | None = None) -> None:
-        """Make what depends on dtype and device, and take a partial sum over (R28). As long as the shard is on meta, so are the
-        full parameters: no memory is taken for a model that has no values yet."""
+        """Create everything that depends on dtype and device, keeping a partial sum (R28). Unsharded parameters stay on the meta
+        device while the shard is."""
         shard, self._streams = self.store.buffer, streams_of(device)
         self._device = device
         self.precision = self._policy.resolve(dtype_name(shard.dtype))
@@ -106,25 +106,25 @@ class Bucket:
 
     @property
     def truth(self) -> Truth:
-        """Where the values live that a user is shown in full precision."""
+        """The device of the full-precision parameters that a user sees."""
         return authoritative(self.layout, moved=self.offloaded)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The compute device."""
         return self._device
 
     @property
     def offloaded(self) -> bool:
-        """Whether its shard lives elsewhere (on the CPU)."""
+        """Whether its shard is on another device than the computation (the CPU)."""
         return self.store.buffer.device != self.device
 
     def place(self, layout: Layout) -> None:
-        """Take a layout over that differs in the parameters' names alone."""
+        """Adopt a layout that differs only in the names of parameters."""
         self.layout = self.store.layout = self.buffer.layout = self.grads.layout = layout
         self._layouts.clear()
 
-    # Full parameters in use
+    # Unsharded parameters
 
     def gather(self, *, unit: str, phase: str) -> None:
         """Issue the all-gather of the shards, or of the reshard group's shards."""
@@ -173,21 +173,21 @@ class Bucket:
     # Gradients
 
     def allow_held(self, num: int) -> None:
-        """Let `num` buffers of collected gradients wait for their reductions on this device."""
+        """Allow `num` pending reduce-scatter inputs on this device."""
         self._streams.max_held = num
 
     @property
     def accumulated(self) -> torch.dtype:
-        """The dtype of full gradients that wait for a later backward (R15)."""
+        """The dtype of unsharded gradients that are kept for a later backward (R15)."""
         return torch_dtype(self.precision.accumulated(self._face))
 
     def start_reduction(
         self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None, all_reduce: bool = True
     ) -> None:
-        """Issue the reduction of full gradients, in the layout's order.
+        """Issue the reduction of unsharded gradients, in the layout's order.
 
-        Where the interface tells parameters without a gradient on any rank from those with zeros (R29), ranks exchange which of
-        their trained parameters have none. Per parameter, frozen parameters do not travel.
+        If the API distinguishes parameters without a gradient on any rank from zeros (R29), ranks exchange which trained
+        parameters have none. In the per-parameter layout, frozen parameters are not communicated.
         """
         layout, self._reduced = self.layout, range(len(grads))
         if missing_grad(self._face, unit_used=True) is Missing.NONE:
@@ -203,20 +203,20 @@ class Bucket:
         self.grads.start(grads, layout, unit=unit, hook=hook, all_reduce=all_reduce)
 
     def _layout_of(self, trained: tuple[bool, ...]) -> Layout:
-        """What travels when some parameters are frozen."""
+        """The layout of the communicated gradients if some parameters are frozen."""
         if trained not in self._layouts:
             self._layouts[trained] = reduced_layout(self.layout, trained)
         return self._layouts[trained]
 
     def advance_reduction(self) -> bool:
-        """Go on with the reduction that is under way; at its end give the optimizer its gradient. Returns whether it is over."""
+        """Advance the pending reduction; at its end, accumulate the gradient. Returns whether it has finished."""
         if not self.grads.advance():
             return False
         if self.grads.arrived is not None:
             with self._streams.reducing():
                 shard, device = self.grads.take(), self.store.buffer.device
                 if shard.device != device:
-                    # The host waits for the copy if it adds to an existing gradient or calls a hook of the user.
+                    # The host waits for the copy before adding to an existing gradient or calling a user's hook.
                     waits = any(grad is not None for grad in self.registrar.grads())
                     waits = waits or any(has_grad_hooks(param) for param in self.registrar.managed())
                     shard = shard.to(device, non_blocking=not waits)
@@ -225,7 +225,7 @@ class Bucket:
         return True
 
     def reset(self) -> None:
-        """Back to the shard: nothing full, and no gradient half done (R17)."""
+        """Free unsharded parameters and discard pending reductions (R17)."""
         self.registrar.show_sharded()
         if self.part is not None and self.part.buffer is not None:
             self.part.give()
@@ -236,7 +236,8 @@ class Bucket:
     # Full parameters for the user (R18-R24)
 
     def summon(self, request: UnshardRequest, *, visible: bool, aside: bool, unit: str) -> None:
-        """Gather in full precision, and show it where `visible`; a copy of it, if `aside`. The buffer must have been freed."""
+        """All-gather in full precision and, if `visible`, register the parameters, or a copy if `aside`. The buffer must be
+        free."""
         stored, device = self.store.buffer.dtype, self.device
         shown = self.buffer
         if self.precision.is_mixed:
@@ -288,7 +289,7 @@ class Bucket:
 
     @contextmanager
     def gathered(self, values: Tensor, unit: str) -> Iterator[list[Tensor]]:
-        """Inside, full tensors gathered from `values`, in the layout's order: views of memory that is freed on exit.
+        """A context with full tensors gathered from `values`, in the layout's order. Their memory is freed on exit.
 
         Args:
             values: shape (padded_shard_numel,), in any dtype.
@@ -304,7 +305,7 @@ class Bucket:
             full.free()
 
     def _gather_grads(self, unit: str) -> list[Tensor | None]:
-        """Full gradients in the layout's order, None where no rank has one; what a rank lacks counts as zeros (R22)."""
+        """Full gradients in the layout's order; None if no rank has one. Missing gradients of single ranks are zeros (R22)."""
         own = self.registrar.grads()
         if self.truth is Truth.FULL_STORAGE:
             return own
@@ -322,13 +323,13 @@ class Bucket:
         return [view if some else None for view, some in zip(views_of(self.layout, full.full), shown, strict=True)]
 
     def _write_from_first(self, full: Sequence[Tensor] | None) -> None:
-        """Give every rank its slice of what the first rank of the mesh has as full parameters, in the layout's order.
+        """Scatter the full parameters of the first rank of the mesh, in the layout's order.
 
         Args:
-            full: on that first rank; None elsewhere.
+            full: the parameters on the first rank; None on other ranks.
         """
         mesh, stored = self.mesh, self.store.buffer
-        # Between ranks it travels on the device of compute, whatever the user was shown, and wherever shards live.
+        # Communicated on the compute device, whatever the device of the shard and of the user's parameters.
         buffer = stored if stored.device == self.device else torch.empty_like(stored, device=self.device)
         if mesh.replicas.rank == 0:
             shards = None
@@ -341,7 +342,7 @@ class Bucket:
             stored.copy_(buffer)
 
     def compute_in(self, policy: PrecisionPolicy) -> None:
-        """Gather and reduce by another policy from now on. The full parameters must have been freed."""
+        """Change the mixed precision policy. The unsharded parameters must be freed."""
         self._policy = policy
         self._provide(self.device, partial=self.grads.partial)
         self.registrar.take_leaves(self.buffer.leaves)
@@ -349,10 +350,10 @@ class Bucket:
     # Moved or converted by the user
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Go on with what `fn`, which `module.to` and its like apply to every parameter, makes of this rank's shard.
+        """Apply `fn` (of `module.to` etc.) to this rank's shard.
 
-        What the unsharded parameters were padded to stays (R02), since it is in the shard. They are computed with where the
-        shard is now, unless that is where it was offloaded to.
+        The padding is part of the shard and stays (R02). The compute device becomes that of the shard unless the shard is
+        offloaded.
         """
         with torch.no_grad():
             shard = fn(self.store.buffer)

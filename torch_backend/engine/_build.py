@@ -21,24 +21,24 @@ from torch_backend.registration import Registrar
 
 
 class Parts(Protocol):
-    """What an interface says of the parts that its units are made of."""
+    """Creates the parts of a unit for one API."""
 
     def bucket_of(self, entry: OwnedParam) -> Hashable:
-        """Parameters for which this is the same make a bucket (R11)."""
+        """A key; parameters with equal keys share a bucket (R11)."""
         ...
 
     def layout(self, owned: Sequence[OwnedParam]) -> Layout:
-        """Where the parameters of a bucket lie."""
+        """The layout of a bucket."""
         ...
 
     def store(
         self, owned: Sequence[OwnedParam], layout: Layout, full: Sequence[Tensor], device: torch.device, pinned: bool
     ) -> ShardStore:
-        """This rank's shard of them."""
+        """This rank's shard of a bucket."""
         ...
 
     def registrar(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Registrar:
-        """What the module shows of them."""
+        """The registrar of a bucket."""
         ...
 
 
@@ -59,16 +59,16 @@ def build_unit(
     """Shard all parameters below some modules that no inner unit owns.
 
     Args:
-        modules: one module, or those that are gathered and reduced together.
+        modules: the modules of the unit, whose parameters are all-gathered and reduced together.
         mesh: the ranks.
-        choices: the user's.
-        parts: what it is made of.
-        policy: what the user asked for in precision.
-        device: where to compute; where the parameters are if None.
-        offload: let the shards live on the CPU.
-        pinned: with `offload`, in memory from which an accelerator copies without the host waiting.
+        choices: the user's options.
+        parts: creates layouts, shards and registrars.
+        policy: the mixed precision policy.
+        device: the compute device. None: that of the parameters.
+        offload: keep shards on the CPU.
+        pinned: with `offload`, use pinned memory.
         limited: see `limit_all_gathers` in [Note: streams].
-        ignored: parameters that are left to the user.
+        ignored: parameters that are not sharded.
 
     Raises:
         LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
@@ -87,7 +87,7 @@ def build_unit(
     buckets = []
     for members in groups.values():
         full = [local_of(entry.param).detach() for entry in members]
-        # Shards on meta go to the CPU, if they shall, when they become real.
+        # Shards on the meta device are offloaded when they are materialized.
         home = torch.device("cpu") if offload and not full[0].is_meta else full[0].device
         compute = full[0].device if device is None else device
         pin = offload and pinned and compute.type != home.type == "cpu"
@@ -109,7 +109,7 @@ def build_unit(
 
 
 def origin_of(param: nn.Parameter) -> object:
-    """What tells that two units were given one parameter, once its shards have taken its place."""
+    """The identity of a parameter, which detects units that share it after sharding replaced it."""
     if not hasattr(param, "_crossframe_origin"):
         param._crossframe_origin = object()  # type: ignore[attr-defined]
     return param._crossframe_origin  # type: ignore[attr-defined]

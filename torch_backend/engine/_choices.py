@@ -12,17 +12,17 @@ from torch_backend.ranks._comm_hook import CommHook
 
 @dataclass
 class Choices:
-    """What the user chose for a unit; some of it may be chosen anew between steps.
+    """The user's options for a unit, some of which may change between steps.
 
     Attributes:
-        face: whose particulars hold.
-        step: the step settings that its step machine begins with; setters change those of the machine.
-        input_dtype: what floating inputs are cast to, and root_input_dtype if this unit turns out to be the root; None:
-            left as they are (R35).
-        output_dtype: what floating outputs are cast to; None: left as they are.
-        refuses_double_backward: whether a backward with create_graph=True raises; else it gives gradients without a graph.
-        comm_hook: the user's own reduction.
-        settings: all of it in words, for the agreement between ranks.
+        face: the API whose rules apply.
+        step: the initial step settings; setters change those of the step machine.
+        input_dtype, root_input_dtype: dtype to which floating-point inputs are cast, in general and if this unit is the root;
+            None: not cast (R35).
+        output_dtype: dtype to which floating-point outputs are cast; None: not cast.
+        refuses_double_backward: whether a backward with create_graph=True raises; if not, it gives gradients without a graph.
+        comm_hook: the user's reduction.
+        settings: descriptions of the options, which must be equal on all ranks.
     """
 
     face: Face

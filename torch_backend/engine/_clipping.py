@@ -16,30 +16,30 @@ from torch_backend.ranks._collectives import Communicator
 
 
 def clip_grad_norm(units: Sequence[Unit], others: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`.
+    """Clip the global gradient norm to `max_norm`.
 
-    Every rank takes the norm of what it holds; p-th powers are summed over the ranks that hold different parts: the shard group,
-    and under tensor parallelism the ranks that have other parts of the same DTensor. Replicas, and what is not sharded, need
-    no collective. For p = inf the largest are gathered instead: not every backend's maximum keeps a NaN.
+    Each rank computes the norm of its shards. p-th powers are summed over the shard group and, under tensor parallelism, over the
+    ranks with other parts of the same DTensor. Replicas and unsharded parameters need no collective. For p = inf, maxima are
+    all-gathered, because not every backend's maximum propagates NaN.
 
     Args:
-        units: all of them, in an order that all ranks share.
-        others: parameters that are in no unit, and equal on all ranks.
-        norm_type: the order p, above 0; inf too.
+        units: all units, in the same order on all ranks.
+        others: parameters outside of units, equal on all ranks.
+        norm_type: the order p, positive or inf.
 
     Returns:
-        The norm before, of shape (), the same on all ranks. It is computed in float32, or in float64 where there are
-        gradients of it, and returned in the largest dtype of the gradients.
+        The norm before clipping, of shape (), equal on all ranks. It is computed in float32, or float64 if any gradient is
+        float64, and returned in the largest dtype of the gradients.
 
     Raises:
-        UsageError: another order, or a negative `max_norm`.
+        UsageError: an invalid order, or a negative `max_norm`.
     """
     order, bound = check_norm_type(norm_type), check_max_norm(max_norm)
     kept = [bucket.precision.kept for unit in units for bucket in unit.buckets]
     loose = [param.grad for param in others if param.grad is not None]
     names = kept + [dtype_name(grad.dtype) for grad in loose]
     dtype = torch_dtype(norm_dtype(names))
-    # By the groups that have different parts of them; what every rank has needs no collective.
+    # By the groups whose ranks have different parts.
     groups: dict[tuple[tuple[int, ...], ...], tuple[list[Communicator], list[Tensor]]] = {}
     scaled: list[Tensor] = []
 

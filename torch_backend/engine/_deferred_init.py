@@ -18,8 +18,8 @@ from torch_backend.registration._modules import RegisteredParams
 
 
 def make_real(unit: Unit) -> None:
-    """Take over real parameters that a user, or `load_state_dict(assign=True)`, registered instead of those on meta: of every
-    bucket in which all parameters are real."""
+    """Adopt real parameters that a user or `load_state_dict(assign=True)` registered instead of those on the meta device, for
+    each bucket whose parameters are all real."""
     devices = {}
     for bucket in unit.buckets:
         if bucket.store.buffer.is_meta:
@@ -31,7 +31,7 @@ def make_real(unit: Unit) -> None:
 
 
 def _make_real(unit: Unit, devices: Mapping[Tensor, torch.device]) -> None:
-    """Give the shards that are keys here memory on their devices, filled with zeros; all other tensors stay as they are."""
+    """Allocate zeros for the shards that are keys of the mapping; other tensors are returned unchanged."""
     with unit.converting(
         lambda tensor: torch.zeros_like(tensor, device=devices[tensor]) if tensor in devices else tensor
     ):
@@ -39,13 +39,13 @@ def _make_real(unit: Unit, devices: Mapping[Tensor, torch.device]) -> None:
 
 
 def _registered(bucket: Bucket) -> list[nn.Parameter]:
-    """What the module registers for each parameter of a bucket under FSDP2."""
+    """The registered parameters of a bucket under FSDP2."""
     assert isinstance(bucket.registrar, RegisteredParams)
     return bucket.registrar.registered_params()
 
 
 def check_real(named: Sequence[NamedUnit]) -> None:
-    """Raise InitialisationError if any parameter is still on meta, with the names."""
+    """Raise InitialisationError with the names of parameters that are still on the meta device, if any."""
     names = [
         spec.name
         for unit in named
@@ -65,20 +65,20 @@ def check_real(named: Sequence[NamedUnit]) -> None:
 def initialise_sharded(
     model: nn.Module, *, device: torch.device | str | None = None, tied_to: Mapping[str, str] | None = None
 ) -> None:
-    """Give a model that was built and sharded on the meta device the values that it would have if it had been built in full.
+    """Initialize a model that was built and sharded on the meta device with the values of an unsharded initialization.
 
-    Module by module, in the order of construction, each rank makes the full tensors, lets `reset_parameters` draw them, keeps
-    what its shards hold and frees the rest (R38). All ranks must have seeded the random numbers alike; what
-    `torch.manual_seed(0); Model()` draws, `torch.manual_seed(0); initialise_sharded(model)` draws too.
+    For each module in order of construction, each rank allocates the full tensors, calls `reset_parameters`, copies its shards
+    and frees the full tensors (R38). All ranks must use the same seed. `torch.manual_seed(0); initialise_sharded(model)` gives
+    the values of `torch.manual_seed(0); Model()`.
 
     Args:
-        model: the outermost FSDPModule. What is not on meta is left alone.
-        device: where to draw; that of the mesh if None.
-        tied_to: for a parameter that several modules draw, by any of its names, the name whose values it keeps.
+        model: the outermost FSDPModule. Parameters that are not on the meta device do not change.
+        device: the device of random initialization. None: that of the mesh.
+        tied_to: for a parameter that several modules initialize, maps any of its names to the name whose values are kept.
 
     Raises:
-        InitialisationError: what cannot be initialised so, with the names of what stays on meta. Nothing has changed then.
-        UnsupportedError: parameters of tensor parallelism.
+        InitialisationError: parameters that cannot be initialized in this way; nothing has changed then.
+        UnsupportedError: parameters with tensor parallelism.
     """
     named = named_units(model)
     where = {
@@ -98,7 +98,7 @@ def initialise_sharded(
 
 
 def _innermost(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by name, each once. Of a wrapper and what it wraps, which have one name, the latter: it draws."""
+    """The modules of a model by name, each once; for a wrapper and its wrapped module with the same name, the wrapped one."""
     return {state_key(path): module for path, module in model.named_modules()}
 
 
@@ -133,7 +133,7 @@ def _draw(
     where: Mapping[str, tuple[Bucket, int]],
     device: torch.device | str | None,
 ) -> None:
-    """Let one module draw its tensors in full, and keep what is this rank's."""
+    """Initialize the full tensors of one module, and copy this rank's shards."""
     kept = {keep.attribute: where[keep.name] for keep in step.keeps}
     registered = dict(module._parameters)
     try:

@@ -1,13 +1,12 @@
 """The hooks around forward and backward of all units under one root: they send signals to the step machine and execute its
 actions.
 
-When a unit is gathered, freed, prefetched and reduced is decided in `crossframe.step`. This module knows autograd: which hook is
-which signal. Reductions in flight are queued here; what runs beside what on a device is in [Note: streams] in memory/_streams.py.
+`crossframe.step` decides when a unit is unsharded, resharded, prefetched and reduced. This module maps hooks of autograd to its
+signals and queues pending reductions. [Note: streams] in memory/_streams.py describes streams.
 
-[Note: hooks of autograd] Autograd runs hooks, and the backward of a Function, without grad mode, or with it under
-`create_graph=True`; never in that of the forward. Whatever is part of a module's graph (aliases, DTensors of them) is therefore
-made in the forward and used again by what checkpointing computes in the backward; and everything that a hook does here runs under
-no_grad.
+[Note: hooks of autograd] Autograd runs hooks and the backward of a Function with grad mode disabled, or enabled under
+`create_graph=True`, independent of the grad mode of forward. So tensors that are part of a module's graph (aliases, DTensors of
+them) are created in forward and reused by recomputation in backward, and all hooks here run under no_grad.
 """
 
 import functools
@@ -55,14 +54,14 @@ class StepExecutor:
     """
 
     def __init__(self, named_units: Sequence[NamedUnit], *, face: str) -> None:
-        """Take charge of the units of a module tree, whose root is about to be used for the first time.
+        """Take over the units of a module tree before the first use of its root.
 
         Args:
-            named_units: every unit of the tree, the root's first.
+            named_units: all units of the tree, the root's first.
             face: the API in use, for the agreement between ranks.
 
         Raises:
-            RunOrderError: a unit that ran as a root before. One that ran below another root leaves that for this one.
+            RunOrderError: a unit that ran as a root before. A unit that ran below another root moves to this one.
             AgreementError: other ranks have other units.
         """
         for each in named_units:
@@ -108,7 +107,7 @@ class StepExecutor:
 
     @property
     def _within_autograd(self) -> bool:
-        """Whether autograd is running now: a forward inside it is one that activation checkpointing computes again."""
+        """Whether autograd is running; a forward inside it is a recomputation by activation checkpointing."""
         return torch._C._current_graph_task_id() != -1
 
     def _run(self, do: Do) -> None:
@@ -120,8 +119,8 @@ class StepExecutor:
     # Forward
 
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A unit's module is about to compute. Returns its inputs, the root's on the unit's device, in the dtype that the user
-        chose for them (R35)."""
+        """Signal that a unit's forward begins. Returns the inputs, cast as the user chose (R35) and, for the root, moved to its
+        device."""
         dtype = unit.choices.input_dtype if unit.buckets or unit.choices.face is Face.FSDP2 else None
         if unit is self.root:
             dtype = unit.choices.root_input_dtype or dtype
@@ -190,11 +189,10 @@ class StepExecutor:
             self._run(self._step.inputs_complete(unit.step))
 
     def end_forward(self, unit: Unit, output: Any, *, whole: bool = True) -> Any:
-        """Reshard a unit that has computed, and watch for the gradient of its output. Returns that in the dtype that the user
-        chose.
+        """Signal that a unit's forward has ended, and register hooks on its output. Returns the output, cast as the user chose.
 
         Args:
-            whole: False if other modules of the unit are still to run, for which its parameters stay.
+            whole: False if other modules of the unit have not run yet, so that its parameters stay unsharded.
         """
         if unit.state.activity == Activity.FORWARD:  # otherwise it was recomputed within its backward
             self._run(self._step.end_forward(unit.step, whole=whole))
@@ -227,8 +225,8 @@ class StepExecutor:
             )
 
     def abandon_forward(self, unit: Unit) -> None:
-        """The module raised in its forward. Outermost, everything is brought back; inside, just this unit, since a module
-        around it may catch the exception and go on (R17)."""
+        """Signal that the module raised in forward. Resets all units for the outermost module, and otherwise only this unit
+        because an outer module may catch the exception (R17)."""
         unit.current_use = None
         if not self._within_autograd:  # there checkpointing ends what it computes again by an exception of its own
             error = sys.exception()
@@ -241,19 +239,19 @@ class StepExecutor:
     # Backward
 
     def begin_backward(self, unit: Unit) -> None:
-        """A gradient of the unit's output has arrived."""
+        """Signal that a gradient of the unit's output is available."""
         if not self._step.in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
         self._run(self._step.begin_backward(unit.step))
 
     def backward_done(self, unit: Unit) -> None:
-        """The unit's anchor was reached: all gradients of its parameters are there."""
+        """Signal that backward reached the unit's anchor, so that all gradients of its parameters are available."""
         unit.step.has_grads = unit.has_grads
         self._run(self._step.gradients_complete(unit.step))
 
     def reduce(self, unit: Unit) -> None:
-        """Issue the reduction of a unit's gradients, after taking those in flight one collective further: no more are in flight
-        while the next unit computes than a reduction has collectives."""
+        """Issue the reduction of a unit's gradients after advancing the pending ones by one collective, which bounds the number
+        of pending reductions by the number of collectives of a reduction."""
         self._advance()
         unit.start_reduction()
         self._in_flight.append(unit)

@@ -1,12 +1,11 @@
 """The units of a module tree, each once, and the names of their modules and parameters.
 
-The only place that decides which units a model has and under which names. The first use of the root, state dicts of optimizers,
-checkpoints, recordings and deferred initialisation all ask here.
+The root's first use, optimizer state dicts, checkpoints, recordings and deferred initialization all use these functions.
 
-[Note: names] A unit does not know where it is in a model: it was sharded before the modules around it, and may have several
-modules, given in any order. What it does know is where its parameters are registered. So the name of a parameter is read off the
-tree: the path of the module that registers it, and the attribute. A shared parameter is named by its first registration in the
-tree; the others are aliases (R01). Nothing depends on the order of a unit's modules, or on whether the root has run.
+[Note: names] A unit does not know its path in a model, because it was sharded before the modules around it and may have several
+modules in any order. It knows where its parameters are registered. So the name of a parameter is the path of the module that
+registers it, and the attribute. A shared parameter is named by its first registration in the tree; the others are aliases (R01).
+Names do not depend on the order of a unit's modules, or on whether the root has run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from crossframe.state import state_key
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import UNIT, Unit
 
-# The paths of every module with their places in the walk. A module that is registered several times has several.
+# All paths of each module with their positions in the walk.
 _Paths = Mapping[nn.Module, list[tuple[int, str]]]
 
 
@@ -31,7 +30,7 @@ class NamedBucket:
     """A bucket in a model.
 
     Attributes:
-        params: its parameters, in the layout's order, under their names in the model.
+        params: its parameters with their names in the model, in the layout's order.
     """
 
     bucket: Bucket
@@ -39,7 +38,7 @@ class NamedBucket:
 
     @property
     def layout(self) -> Layout:
-        """The bucket's layout, of parameters under their names in the model."""
+        """The bucket's layout with the parameters' names in the model."""
         return replace(self.bucket.layout, params=self.params)  # type: ignore[type-var]
 
 
@@ -48,9 +47,9 @@ class NamedUnit:
     """A unit in a model.
 
     Attributes:
-        modules: those of its modules that are in the model, in the order of the tree.
-        paths: of each of them its first path.
-        buckets: all of the unit's.
+        modules: the unit's modules that are in the model, in tree order.
+        paths: the first path of each module.
+        buckets: all buckets of the unit.
     """
 
     unit: Unit
@@ -60,7 +59,7 @@ class NamedUnit:
 
     @property
     def name(self) -> str:
-        """What the unit is called: "" for the root, "blocks.0", or "norm, head" for a unit of two modules."""
+        """The unit's name: "" for the root, "blocks.0", or "norm, head" for a unit of two modules."""
         return ", ".join(self.paths)
 
     def check_whole(self) -> None:
@@ -76,7 +75,7 @@ def units_in(model: nn.Module, face: Face | None = None) -> list[Unit]:
     """The units of a model, each once, outer ones first.
 
     Args:
-        face: the interface whose units are wanted; None: of both.
+        face: the API of the units; None for both.
     """
     return list(dict.fromkeys(unit for module in model.modules() if (unit := _unit_at(module, face)) is not None))
 
@@ -84,11 +83,11 @@ def units_in(model: nn.Module, face: Face | None = None) -> list[Unit]:
 def named_units(
     model: nn.Module, face: Face | None = None, *, rename: Callable[[str], str] = state_key
 ) -> list[NamedUnit]:
-    """The units of a model under their names, each once, outer ones first; see [Note: names].
+    """The named units of a model, each once, outer ones first; see [Note: names].
 
     Args:
-        face: the interface whose units are wanted; None: of both.
-        rename: from paths of the tree to names, by which wrappers are left out.
+        face: the API of the units; None for both.
+        rename: maps paths of the tree to names, for example without wrappers.
     """
     paths: dict[nn.Module, list[tuple[int, str]]] = {}
     for at, (path, module) in enumerate(model.named_modules(remove_duplicate=False)):
@@ -111,7 +110,7 @@ def _unit_at(module: nn.Module, face: Face | None) -> Unit | None:
 
 
 def _named(unit: Unit, bucket: Bucket, at: tuple[str, ...], paths: _Paths) -> Iterator[ParamSpec]:
-    """A bucket's parameters under their names in a model.
+    """A bucket's parameters with their names in a model.
 
     Args:
         at: the paths of the unit's modules.
@@ -121,10 +120,10 @@ def _named(unit: Unit, bucket: Bucket, at: tuple[str, ...], paths: _Paths) -> It
         found[i] += [(place, f"{path}.{attribute}" if path else attribute) for place, path in paths.get(module, ())]
     for spec, registrations in zip(bucket.layout.params, found, strict=True):
         if registrations:
-            # The sort is stable: of one module's attributes the first registered stays first.
+            # The sort is stable and keeps the registration order of one module's attributes.
             name, *aliases = dict.fromkeys(name for _, name in sorted(registrations, key=lambda each: each[0]))
             yield replace(spec, name=name, aliases=tuple(aliases))
-        elif unit.executor is not None:  # its module was taken out of the model, which once was named
+        elif unit.executor is not None:  # its module was removed from the model after it was named
             yield spec
         else:
             yield replace(spec, name=f"{', '.join(at)}.{spec.name}".lstrip("."), aliases=())

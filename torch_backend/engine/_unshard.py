@@ -14,10 +14,10 @@ from torch_backend.engine._unit import Unit
 
 @contextmanager
 def summon_units(units: Sequence[Unit], request: UnshardRequest) -> Iterator[None]:
-    """Show the user the full parameters of these units, and put everything back afterwards, an exception inside included.
+    """Summon the full parameters of these units, and reshard them on exit, also after an exception.
 
     Raises:
-        StateError: a unit that is in its forward or backward, or summoned already. Then none of the units is touched.
+        StateError: a unit in forward or backward, or already summoned. No unit changes then.
     """
     _check(units, request)
     with ExitStack() as stack:
@@ -40,10 +40,11 @@ def _summon_unit(unit: Unit, request: UnshardRequest) -> Iterator[None]:
 
 @contextmanager
 def summon_on_first(units: Sequence[Unit], *, offload_to_cpu: bool) -> Iterator[None]:
-    """Show the full parameters on the first rank alone, and let what it makes of them become every rank's (R23).
+    """Summon the full parameters on the first rank only, and scatter its edits to all ranks on exit (R23).
 
     Raises:
-        StateError: as `summon_units`; and on every other rank if the first one's user raises inside. Nothing is written then.
+        StateError: as for `summon_units`, and on all other ranks if the first rank raises inside the context. Nothing is written
+            then.
         ParamError: on the first rank, a parameter that was replaced by one of another shape.
     """
     request = UnshardRequest(writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu)
@@ -70,7 +71,7 @@ def _is_first(unit: Unit) -> bool:
 
 
 def _end_on_first(units: Sequence[Unit], failed: bool) -> None:
-    """All ranks come here, also those whose user has raised; the first one says whether there is something to write."""
+    """Write back and reshard. All ranks call this, also after an exception; the first rank decides whether to write."""
     refusal: CrossframeError | None = None
     first_failed = failed
     for unit in units:

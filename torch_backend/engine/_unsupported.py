@@ -17,8 +17,8 @@ def refuse_to_pickle(module: nn.Module, protocol: Any) -> NoReturn:
 
 @property
 def refuse_ddp(module: nn.Module) -> NoReturn:
-    """The `_ddp_params_and_buffers_to_ignore` of sharded modules: the first thing that DistributedDataParallel asks for. What it
-    does next would wait for ever."""
+    """The `_ddp_params_and_buffers_to_ignore` of sharded modules, which DistributedDataParallel reads first. Its next operation
+    would hang."""
     raise UsageError(
         "DistributedDataParallel around a sharded module would average gradients that are reduced already. For replicas of "
         "shards use sharding_strategy=ShardingStrategy.HYBRID_SHARD, or fully_shard with a mesh of two axes"

@@ -35,7 +35,7 @@ def check_arguments(module: Any, *arguments: tuple[str, Any, Any]) -> None:
 
 
 def effective_strategy(asked: ShardingStrategy | None, mesh: MeshSpec) -> ShardingStrategy:
-    """The strategy that a unit really has: where a shard group is one rank, nothing is sharded (R14)."""
+    """The effective strategy of a unit: a shard group of one rank means NO_SHARD (R14)."""
     if mesh.shard > 1:
         return asked or ShardingStrategy.FULL_SHARD
     if asked not in (None, ShardingStrategy.NO_SHARD):
@@ -51,7 +51,7 @@ def choices_of(
     use_orig_params: bool,
     mesh: MeshSpec,
 ) -> Choices:
-    """What the arguments of a constructor mean to the engine."""
+    """Convert constructor arguments to the options of a unit."""
     policy = precision.policy
     return Choices(
         Face.FSDP1,
@@ -83,7 +83,7 @@ def wrap_inside(
     wrapper_cls: Callable[..., nn.Module],
     **arguments: Any,
 ) -> None:
-    """Wrap the modules below `module` that a policy makes units, each with these arguments, or what the policy says instead."""
+    """Wrap the submodules that a policy selects, with these arguments unless the policy overrides them."""
     mixed = arguments["mixed_precision"]
     targets = units_to_wrap(
         module,
@@ -102,9 +102,9 @@ def wrap_inside(
 
 
 def check_uniform(root: Any, name: str, wrapper: Any) -> None:
-    """Raise UsageError unless an inner unit was given what the root was, where that cannot differ.
+    """Raise UsageError if an inner unit has different arguments than the root where they must be equal.
 
-    Also StateError for a flat parameter that an optimizer shall step on in backward, as in torch.
+    Raises StateError for a flat parameter with an optimizer in backward, as in PyTorch.
     """
     for argument, a, b in (
         ("use_orig_params", root._use_orig_params, wrapper._use_orig_params),
@@ -122,7 +122,7 @@ def check_uniform(root: Any, name: str, wrapper: Any) -> None:
 
 
 def training_state(state: UnitState) -> TrainingState:
-    """torch's name of a state."""
+    """The TrainingState of a unit's state."""
     if state.exposure == Exposure.SUMMONED:
         return TrainingState.SUMMON_FULL_PARAMS
     return TrainingState.FORWARD_BACKWARD if state.activity != Activity.IDLE else TrainingState.IDLE

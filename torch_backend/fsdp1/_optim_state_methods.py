@@ -21,7 +21,7 @@ _OLD = "Use `{}`".format
 
 
 class HasOptimStateDicts(HasStateDicts):
-    """Adds methods for the state of an optimizer to a wrapper. All ranks call them."""
+    """Adds optimizer state methods to the wrapper. All ranks must call them."""
 
     @staticmethod
     def optim_state_dict(
@@ -30,21 +30,21 @@ class HasOptimStateDicts(HasStateDicts):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """An optimizer's state by the names of parameters, in full or sharded tensors, as set by `set_state_dict_type`.
+        """The optimizer state by parameter name, as full or sharded tensors, as set by `set_state_dict_type`.
 
         Args:
-            model: the module whose parameters the optimizer holds, which contains wrappers.
+            model: the module with wrappers whose parameters the optimizer has.
             optim: the optimizer.
-            optim_state_dict: a result of `optim.state_dict()`; None: it is called here.
-            group: with `rank0_only`, the first rank of this group gets the state; None: of all ranks.
+            optim_state_dict: a result of `optim.state_dict()`. None: calls it.
+            group: with `rank0_only`, the state is returned on the first rank of this group. None: all ranks.
 
         Returns:
-            "state": by parameter name and the optimizer's name of the entry; "param_groups": with names as "params". With
-            `rank0_only` an empty dict on other ranks.
+            "state" by parameter name and entry, and "param_groups" with names as "params". With `rank0_only`, an empty dict on
+            other ranks.
 
         Raises:
             StateDictError: an entry that is neither elementwise nor a scalar, or a scalar that differs between ranks.
-            UsageError: the optimizer holds other parameters.
+            UsageError: the optimizer has other parameters.
         """
         settings = HasStateDictType.get_state_dict_type(model)
         config: Any = settings.optim_state_dict_config
@@ -70,8 +70,8 @@ class HasOptimStateDicts(HasStateDicts):
         """The inverse of `optim_state_dict`, for any wrapping and any number of ranks.
 
         Args:
-            optim_state_dict: with full tensors, or sharded ones of these ranks. With `rank0_only` only the first rank's is used.
-            is_named_optimizer: the optimizer's keys are names.
+            optim_state_dict: with full tensors or this rank's sharded tensors. With `rank0_only`, only the first rank's is used.
+            is_named_optimizer: whether the optimizer's keys are names.
             load_directly: also load the result into `optim`.
             group: see `optim_state_dict`.
 
@@ -79,8 +79,8 @@ class HasOptimStateDicts(HasStateDicts):
             An argument for `optim.load_state_dict`.
 
         Raises:
-            StateDictError: the state does not fit the model or the optimizer; everything that does not fit is listed.
-            AgreementError: other ranks have other sharded state.
+            StateDictError: the state does not fit the model or the optimizer; all mismatches are listed.
+            AgreementError: ranks have different sharded states.
         """
         settings = HasStateDictType.get_state_dict_type(model)
         full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
@@ -158,14 +158,13 @@ class HasOptimStateDicts(HasStateDicts):
         optim_input: OptimInput = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Replace the positions of parameters in an optimizer's state by names, or the reverse. Nothing is sharded or gathered:
-        it is for the optimizer of a model without wrappers.
+        """Replace parameter positions in an optimizer's state dict by names, or the reverse, for a model without wrappers.
 
         Args:
             optim_state_dict: with names, or positions among the optimizer's parameters, as keys.
             optim_state_key_type: the keys of the result.
             model: the model with these parameters.
-            optim_input: the parameters, or groups of them, that the optimizer was built with; or pass `optim`.
+            optim_input: the parameters or groups that the optimizer was constructed with; or pass `optim`.
 
         Raises:
             StateDictError: a key without a parameter, or flat parameters, which have no names.

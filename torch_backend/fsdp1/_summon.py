@@ -14,7 +14,7 @@ from torch_backend.engine._unshard import summon_on_first, summon_units
 
 
 class Summonable(nn.Module):
-    """A module over one unit, whose parameters can be summoned."""
+    """Adds `summon_full_params` to the wrapper."""
 
     _use_orig_params: bool
 
@@ -28,19 +28,19 @@ class Summonable(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Inside, parameters are full and in full precision, under their original names and shapes (R18-R24).
+        """A context with unsharded parameters in full precision, under their original names and shapes (R18-R24).
 
         Args:
-            module: a module with units in it; all of them are unsharded, or with `recurse=False` its own alone.
-            writeback: on exit each rank copies back what it owns of the edits; otherwise they are lost, except where nothing
-                is sharded.
-            rank0_only: ranks other than the group's first see their shards; needs `writeback=False`.
-            offload_to_cpu: show the parameters on the CPU. With `rank0_only`, or each rank of a machine fills its memory.
-            with_grads: show full gradients too; needs `use_orig_params=True`, and no `offload_to_cpu`.
+            module: a module with units; all of them are unsharded, or with `recurse=False` only its own.
+            writeback: whether each rank writes back edits of the elements that it owns on exit. Without it, edits are lost,
+                except under NO_SHARD.
+            rank0_only: unshard on the group's first rank only; requires `writeback=False`.
+            offload_to_cpu: move the parameters to the CPU. Use it with `rank0_only`, or all ranks of a machine use its memory.
+            with_grads: also unshard gradients; requires `use_orig_params=True` and no `offload_to_cpu`.
 
         Raises:
             StateError: during forward or backward, or inside another summon of the same units.
-            UnsupportedError: a combination that has no meaning (R23).
+            UnsupportedError: an invalid combination (R23).
         """
         request = UnshardRequest(writeback, rank0_only, offload_to_cpu, with_grads)
         wrappers = _summonable(module, recurse)
@@ -55,28 +55,28 @@ class Summonable(nn.Module):
     def summon_full_params_on_rank0(
         module: nn.Module, recurse: bool = True, offload_to_cpu: bool = False
     ) -> Iterator[None]:
-        """Inside, the first rank alone sees full parameters, and what it makes of them becomes every rank's on exit (R23).
+        """A context in which only the first rank has unsharded parameters, whose edits are scattered to all ranks on exit (R23).
 
-        torch has no such thing: there `rank0_only` excludes `writeback`. Every rank enters and leaves it.
+        Not in PyTorch, where `rank0_only` excludes `writeback`. All ranks must enter and leave the context.
 
         Args:
-            module, recurse, offload_to_cpu: as of `summon_full_params`.
+            module, recurse, offload_to_cpu: as for `summon_full_params`.
 
         Raises:
-            StateError: as there; and on all ranks if the first one raises inside, when nothing is changed.
+            StateError: as for `summon_full_params`, and on all ranks if the first one raises inside; nothing changes then.
         """
         wrappers = _summonable(module, recurse)
         with summon_on_first([unit_of(wrapper) for wrapper in wrappers], offload_to_cpu=offload_to_cpu):
             yield
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; while parameters are summoned, without the names that wrapping added."""
+        """Like `nn.Module`'s method, but without the wrapper's prefix while parameters are summoned."""
         summoned = unit_of(self).summoned
         for name, param in super().named_parameters(*args, **kwargs):
             yield (without_parts(name, {FSDP_WRAPPED}) if summoned else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; while parameters are summoned, without the names that wrapping added."""
+        """Like `nn.Module`'s method, but without the wrapper's prefix while parameters are summoned."""
         summoned = unit_of(self).summoned
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (without_parts(name, {FSDP_WRAPPED}) if summoned else name), buffer

@@ -30,14 +30,14 @@ class ShardParts:
     """The parts of one unit.
 
     Attributes:
-        data, ranks: the ranks, as a mesh and as process groups.
-        policy: as the user gave it, torch's own record too: tensor subclasses are passed that very object.
+        data, ranks: the ranks as a mesh and as process groups.
+        policy: the user's policy object, which is passed to tensor subclasses.
         placement_fn, kind, block_fn: the arguments `shard_placement_fn`, `layout` and `block_fn`.
-        step: whether they reshard to smaller groups (R08).
+        step: the step settings, which determine the reshard group (R08).
 
     Raises:
-        UsageError: a layout that there is not, or `block_fn` for one without blocks.
-        UnsupportedError: a line of parameters where placements or axes say how each is cut.
+        UsageError: an invalid layout, or `block_fn` for a layout without blocks.
+        UnsupportedError: a flat or ragged layout with placements or mesh dims for single parameters.
     """
 
     data: DataMesh
@@ -64,7 +64,7 @@ class ShardParts:
             )
 
     def bucket_of(self, entry: OwnedParam) -> Hashable:
-        """One bucket per dtype; a parameter that says itself what is gathered of it is a bucket by itself."""
+        """One bucket per dtype, and one for each tensor subclass with its own all-gather inputs."""
         if not is_extended(local_of(entry.param)):
             return entry.param.dtype
         if self.step.reshards_to_group:
@@ -75,7 +75,7 @@ class ShardParts:
         return entry.spec.name
 
     def layout(self, owned: Sequence[OwnedParam]) -> Layout:
-        """Where the parameters of a bucket lie."""
+        """The layout of a bucket."""
         specs, size = tuple(entry.spec for entry in owned), self.ranks.shards.size
         if self.kind == "per_param" or is_extended(local_of(owned[0].param)):
             return _layout_of(PerParamLayout, specs, size, tuple(self._place(entry).dim for entry in owned))
@@ -105,7 +105,7 @@ class ShardParts:
         return ExtendedStore(layout, rank, full[0], device, mesh=mesh, module=module, policy=self.policy)
 
     def registrar(self, owned: Sequence[OwnedParam], store: ShardStore, leaves: list[nn.Parameter]) -> Registrar:
-        """What the module shows of a bucket."""
+        """The registrar of a bucket."""
         if store.layout.contiguous:
             return PieceRegistrar(owned, store, leaves, self.data.mesh, self.ranks.shards.rank)
         return DTensorRegistrar(owned, store, leaves, [self._place(entry) for entry in owned])
@@ -119,5 +119,5 @@ class ShardParts:
 
 @functools.lru_cache(maxsize=64)
 def _layout_of(kind: Callable[..., Layout], *args: Any, **options: Any) -> Layout:
-    """Blocks that are alike share one layout, and what it has computed."""
+    """Cache layouts, so that equal blocks share one object and its cached properties."""
     return kind(*args, **options)

@@ -23,9 +23,9 @@ class DataMesh:
     Attributes:
         mesh: one axis (shard); or two (replicate, shard); or, if it only replicates, one.
         shards: whether there is an axis to shard over. It is the last.
-        spmd: the whole mesh, of which parameters are DTensors already, if the user said so by `dp_mesh_dims`.
-        dims: its axes that are data parallel, by index: to shard over, and to replicate over.
-        placed: where plain tensors lie on it, by all that this depends on: blocks alike share it.
+        spmd: with `dp_mesh_dims`, the whole mesh, on which parameters are already DTensors.
+        dims: the indices of its shard and replicate axes.
+        placed: a cache of placements of plain tensors, shared by equal blocks.
     """
 
     mesh: DeviceMesh
@@ -35,7 +35,7 @@ class DataMesh:
     placed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def unit_mesh(self) -> UnitMesh:
-        """Its process groups, for one unit, which may change how it uses them."""
+        """Communicators of one unit, which it may configure."""
         shards, replicas = self._communicators
         return UnitMesh(shards.again(), replicas.again())
 
@@ -48,8 +48,7 @@ class DataMesh:
         return group, replicas
 
     def group_mesh(self, size: int) -> DeviceMesh:
-        """The (replicate, shard) mesh of groups of `size` ranks, over which a unit is sharded between forward and backward (R08).
-        All ranks must ask for it."""
+        """The (replicate, shard) mesh of reshard groups of `size` ranks (R08). All ranks must call it."""
         ranks = self.mesh.mesh.flatten().tolist()
         spec = MeshSpec(shard=self.shard_axis.size(), replicate=len(ranks) // self.shard_axis.size())
         groups = [
@@ -59,12 +58,12 @@ class DataMesh:
 
     @property
     def shard_axis(self) -> DeviceMesh:
-        """Its axis to shard over, by itself."""
+        """The mesh of its shard axis."""
         return self.mesh if self.mesh.ndim == 1 else self.mesh[self.mesh.mesh_dim_names[-1]]  # type: ignore[index]
 
     @property
     def device(self) -> torch.device:
-        """Where its ranks compute."""
+        """The compute device."""
         if self.mesh.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
@@ -74,7 +73,7 @@ def find_mesh(mesh: Any, dims: DataParallelMeshDims | None) -> DataMesh:
     """The arguments `mesh` and `dp_mesh_dims` of `fully_shard`; all ranks if there is no mesh.
 
     Raises:
-        UsageError: a mesh of more than two axes, or of two without names; axes that it has not.
+        UsageError: a mesh with more than two axes, or two unnamed axes; unknown axes.
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise UsageError(f"fully_shard: expected mesh to be a DeviceMesh, got {type(mesh).__name__}")
@@ -114,7 +113,7 @@ T = TypeVar("T")
 
 
 class _Kept(dict[object, Any]):
-    """By key. It does not travel with a mesh that is copied or saved, as in every DTensor of a state dict."""
+    """A cache that is not copied or pickled with its mesh, which every DTensor of a state dict contains."""
 
     def __reduce__(self) -> tuple[type[OrderedDict], tuple[()]]:
         """What any reader of such a file knows, and is told apart from this here."""
@@ -122,7 +121,7 @@ class _Kept(dict[object, Any]):
 
 
 def _kept(mesh: DeviceMesh, key: object, make: Callable[[], T]) -> T:
-    """What was made of a mesh, kept with the mesh object: two that compare equal may have other process groups."""
+    """A cache on the mesh object, since equal meshes can have different process groups."""
     if type(getattr(mesh, "_crossframe_kept", None)) is not _Kept:
         mesh._crossframe_kept = _Kept()  # type: ignore[attr-defined]
     kept: _Kept = mesh._crossframe_kept  # type: ignore[attr-defined]
@@ -153,7 +152,7 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def joined(first: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
-    """One mesh of the axes of several that are cut out of one."""
-    # The others are kept with it, so that their identities stay theirs.
+    """Combine several submeshes of one mesh."""
+    # The submeshes are kept alive, so that their ids stay unique.
     made = _kept(first, tuple(map(id, others)), lambda: (DeviceMesh._concatenate([first, *others]), others))
     return made[0]

@@ -22,12 +22,12 @@ PlacementFn = Callable[[nn.Parameter], Any]
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """Where a parameter lies.
+    """The placement of a parameter.
 
     Attributes:
-        dim: on which dim it is sharded.
-        sharded: of the sharded parameter, and of its gradient.
-        whole: of the unsharded parameter, if that is a DTensor (tensor parallelism); None: it is a plain tensor.
+        dim: the sharded dim.
+        sharded: DTensor spec of the sharded parameter and its gradient.
+        whole: DTensor of the unsharded parameter (tensor parallelism); None for a plain tensor.
     """
 
     dim: int
@@ -36,15 +36,15 @@ class Placed:
 
 
 def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None) -> Placed:
-    """Where a parameter will lie.
+    """The placement of a parameter.
 
     Args:
         fn: the argument `shard_placement_fn`.
 
     Raises:
-        AssertedError: a dim that it has not.
-        UnsupportedError: a dim above 0 that is no multiple of the shard axis, or a DTensor on a mesh of three axes.
-        UsageError: `fn` returned something else than a Shard; a parameter that does not fit `dp_mesh_dims`.
+        AssertedError: an invalid dim.
+        UnsupportedError: a dim above 0 that the shard axis does not divide, or a DTensor on a mesh with three axes.
+        UsageError: `fn` did not return a Shard, or a parameter does not fit `dp_mesh_dims`.
     """
     dim = _dim(name, param, fn)
     known = data.placed.get((dim, param.shape, param.dtype)) if type(param) is nn.Parameter else None
@@ -64,7 +64,7 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
                 f"parameter {name!r} is a plain tensor; with dp_mesh_dims every parameter is a DTensor on the whole mesh, "
                 "replicated over its data parallel axes (distribute_module makes them so)"
             )
-        # Shards are contiguous whatever the parameter was.
+        # Shards are always contiguous.
         meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
         placed = Placed(dim, DTensorSpec(data.mesh, (*replicate, *shard), meta))
         return data.placed.setdefault((dim, param.shape, param.dtype), placed)
@@ -91,14 +91,14 @@ def _place_spmd(name: str, whole: DTensorSpec, data: DataMesh, dim: int) -> Plac
             )
     placements = list(whole.placements)
     for axis in over_shards:
-        # What lies inside this axis on the same dim cuts the rows first.
+        # An inner mesh axis on the same dim shards the rows first.
         inner = [a for a in range(axis + 1, mesh.ndim) if a not in over_shards and whole.placements[a].is_shard(dim)]
         split = functools.reduce(lambda product, a: product * mesh.size(a), inner, 1)
         placements[axis] = _StridedShard(dim, split_factor=split) if split > 1 else Shard(dim)
     kept = frozenset((*over_shards, *over_replicas))
     if len(over_shards) <= 1:
         return Placed(dim, DTensorSpec(mesh, tuple(placements), whole.tensor_meta), Whole(whole, kept))
-    # Several axes to shard over count as one: in their place stands the mesh that they make together.
+    # Several shard axes are replaced by one flattened axis.
     first, parts, found = min(over_shards), [], []
     for axis in range(mesh.ndim):
         if axis == first:

@@ -17,16 +17,16 @@ Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 def find_groups(
     strategy: Strategy, process_group: Groups | None, device_mesh: DeviceMesh | None, *, wraps_inside: bool
 ) -> Groups:
-    """The process group to shard over, or for a hybrid strategy the pair of groups: to shard over, to replicate over.
+    """The process group to shard over, or the pair (shard group, replicate group) for a hybrid strategy.
 
     Args:
-        process_group: one group, for a hybrid strategy the pair; None: all ranks, and for a hybrid strategy the ranks of one
-            machine, replicated over machines.
-        device_mesh: of one axis, or for a hybrid strategy of two: replicate, shard.
-        wraps_inside: whether a policy wraps the inner modules too, so that they get the same groups.
+        process_group: a group, or the pair for a hybrid strategy. None: all ranks; for a hybrid strategy, shard within a machine
+            and replicate over machines.
+        device_mesh: a mesh with one axis, or two axes (replicate, shard) for a hybrid strategy.
+        wraps_inside: whether a policy also wraps inner modules, which then use the same groups.
 
     Raises:
-        UsageError: neither fits the strategy, or both are given.
+        UsageError: both are given, or the given one does not fit the strategy.
     """
     if process_group is not None and device_mesh is not None:
         raise UsageError("process_group and device_mesh both say which ranks take part; pass one of them")
@@ -60,7 +60,7 @@ def find_groups(
 
 
 def _is_group(value: Any) -> bool:
-    """A process group, or what stands for one in a test."""
+    """A process group or an equivalent object."""
     return isinstance(value, dist.ProcessGroup) or (hasattr(value, "rank") and hasattr(value, "size"))
 
 
@@ -75,7 +75,7 @@ def _groups_of(strategy: Strategy, mesh: Any) -> Groups:
 
 
 def ranks_per_machine() -> int:
-    """How many ranks one machine has: what torchrun says, else its number of accelerators.
+    """The number of ranks of a machine: LOCAL_WORLD_SIZE of torchrun, else the number of accelerators.
 
     Raises:
         UsageError: neither is known.
@@ -93,7 +93,7 @@ def ranks_per_machine() -> int:
 
 
 def groups_by_machine(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Groups of `size` consecutive ranks, and groups of the ranks with one place in these: this rank's two.
+    """This rank's group of `size` consecutive ranks, and its group of ranks with the same index in such groups.
 
     Raises:
         UsageError: `size` does not divide the world.
@@ -112,7 +112,7 @@ def groups_by_machine(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def unit_mesh(strategy: Strategy, groups: Groups) -> UnitMesh:
-    """The ranks of a unit from its groups; under NO_SHARD every rank is a shard group of its own."""
+    """The mesh of a unit from its groups; under NO_SHARD, every rank is a separate shard group."""
     if isinstance(groups, tuple):
         return UnitMesh(Communicator(groups[0]), Communicator(groups[1]))
     if strategy is Strategy.NO_SHARD or groups.size() == 1:

@@ -19,12 +19,12 @@ from torch_backend.mesh._device_mesh import joined
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """The DTensor that an unsharded parameter is this rank's part of.
+    """The DTensor whose local tensor on this rank is an unsharded parameter.
 
     Attributes:
         spec: its mesh, placements, shape and dtype.
-        kept_partial: the axes of its mesh over which a gradient may stay a partial sum, since it is reduced over them.
-        data_mesh: the data parallel ranks: (shard,) or (replicate, shard). None if they are not known as a mesh.
+        kept_partial: the mesh axes over which a gradient may stay partial because it is reduced over them later.
+        data_mesh: the data-parallel mesh: (shard,) or (replicate, shard). None if unknown.
     """
 
     spec: DTensorSpec
@@ -39,7 +39,7 @@ class Whole:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of ranks, of more than one each, that have different parts of it."""
+        """The groups of more than one rank whose local tensors differ."""
         mesh = self.spec.mesh
         return tuple(
             mesh.get_group(axis)
@@ -49,17 +49,17 @@ class Whole:
 
     @functools.cached_property
     def sharded(self) -> "Whole":
-        """The same DTensor where this rank's part is sharded on dim 0 over the data parallel ranks: on the mesh of both."""
+        """The DTensor on the combined mesh, with the local tensor sharded on dim 0 over the data-parallel ranks."""
         assert self.data_mesh is not None
         return Whole(sharded_spec(self.spec, self.data_mesh, 0))
 
     def is_over(self, mesh: DeviceMesh) -> bool:
-        """Whether a DTensor of the parameter may be on this mesh: that of tensor parallelism, or that of both."""
+        """Whether this is the tensor-parallel mesh or the combined mesh."""
         return mesh == self.spec.mesh or (self.data_mesh is not None and mesh == self.sharded.spec.mesh)
 
     def part(self, value: DTensor) -> tuple[Tensor, bool]:
-        """This rank's part of a DTensor whose mesh `is_over` it, in any placements; and whether that is the part of `sharded`.
-        All ranks of the mesh call it."""
+        """(local tensor of a DTensor on one of these meshes with any placements, whether it is that of `sharded`). All ranks of
+        the mesh must call it."""
         over_both = value.device_mesh != self.spec.mesh
         is_sharded = over_both and value.placements == self.sharded.spec.placements
         wanted = self.spec.placements
@@ -74,27 +74,27 @@ class Whole:
         return _AsDTensor.apply(local, self)  # type: ignore[return-value]
 
     def dtensor(self, local: Tensor, *, requires_grad: bool = False) -> DTensor:
-        """The DTensor of `local`, in the dtype of that, without history."""
+        """The DTensor of `local` with its dtype, detached."""
         spec = self._specs.get(local.dtype)
         if spec is None:
             meta = self.spec.tensor_meta
             assert meta is not None
             spec = replace(self.spec, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
             self._specs[local.dtype] = spec
-        # Without __init__, which does nothing but passes through a wrapper that costs as much as the rest.
+        # Skips __init__, which does nothing but has an expensive wrapper.
         return DTensor.__new__(DTensor, local.detach(), spec, requires_grad=requires_grad)
 
     def param(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """The same as a parameter: what nn.Parameter makes of a DTensor is that DTensor, marked."""
+        """Convert to a parameter; nn.Parameter of a DTensor returns the same object."""
         made: Any = self.dtensor(local, requires_grad=requires_grad)
         made._is_param = True
         return made
 
     def registered(self, leaf: nn.Parameter) -> nn.Parameter:
-        """The DTensor parameter that a module registers while it is unsharded, of which `leaf` is the local part.
+        """The DTensor parameter with the local tensor `leaf` that a module registers while unsharded.
 
-        The gradient of the DTensor is moved to `leaf` as soon as it has accumulated: a user may compute with what is registered
-        outside of a forward, and reductions take the gradients of leaves.
+        Its gradient is moved to `leaf` when it is accumulated, because a user may compute with registered parameters outside of
+        forward, and reductions use the gradients of leaves.
         """
         trainable = leaf.is_floating_point()
         with torch.no_grad():
@@ -105,13 +105,13 @@ class Whole:
             grad, param.grad = self.local_grad(param.grad), None
             leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
-        if trainable:  # it may be frozen now and trained later
+        if trainable:  # may be frozen now and trained later
             param.register_post_accumulate_grad_hook(move_grad)
         param.requires_grad_(leaf.requires_grad)
         return param
 
     def local_grad(self, grad: Any) -> Tensor:
-        """The gradient of this rank's part, from the gradient of the DTensor that a module computes with."""
+        """The gradient of the local tensor, from the gradient of the DTensor."""
         wanted = tuple(
             came if axis in self.kept_partial else placement
             for axis, (came, placement) in enumerate(zip(grad.placements, self.spec.placements, strict=True))
@@ -122,7 +122,7 @@ class Whole:
         return local.wait() if hasattr(local, "wait") else local
 
     def local(self, value: Tensor, name: str) -> Tensor:
-        """This rank's part of what a user left as the whole parameter.
+        """The local tensor of a summoned parameter that the user may have replaced.
 
         Raises:
             ReplacedError: a plain tensor, or a DTensor of other placements.
@@ -137,7 +137,7 @@ class Whole:
 
 
 class _AsDTensor(torch.autograd.Function):
-    """From what this rank has of a parameter to the DTensor that the module computes with, and back for its gradient."""
+    """Converts a local tensor to the DTensor that the module computes with, and its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, whole: Whole) -> Tensor:
@@ -150,20 +150,21 @@ class _AsDTensor(torch.autograd.Function):
 
 
 Wholes = Sequence[Whole | None]
-"""For each parameter of a bucket the DTensor that it is a part of, None of a plain one. Empty: all are plain."""
+"""The DTensor of each parameter of a bucket, None for a plain one. Empty if all are plain."""
 
 
 def sharded_spec(whole: DTensorSpec, data_mesh: DeviceMesh, dim: int, *, shards: bool = True) -> DTensorSpec:
-    """Where a parameter of tensor parallelism lies whose local parts are sharded on a dim over the last axis of another mesh.
+    """The DTensor spec of a tensor-parallel parameter whose local tensors are sharded on a dim over the last axis of another
+    mesh.
 
     Args:
-        whole: of the unsharded parameter.
-        data_mesh: the other ranks, which replicate over its other axes.
-        shards: whether they shard; else they replicate over all axes.
+        whole: spec of the unsharded parameter.
+        data_mesh: the data-parallel mesh, whose other axes replicate.
+        shards: whether its last axis shards; if not, all axes replicate.
     """
     split = whole.num_shards_map[dim]
     shard: tuple[Placement, ...] = ()
-    if shards:  # tensor parallelism cuts the dim first
+    if shards:  # tensor parallelism shards the dim first
         shard = (_StridedShard(dim, split_factor=split) if split > 1 else Shard(dim),)
     replicate = tuple(Replicate() for _ in range(data_mesh.ndim - len(shard)))
     return DTensorSpec(joined(data_mesh, whole.mesh), (*replicate, *shard, *whole.placements), whole.tensor_meta)
@@ -176,14 +177,14 @@ def wholes_of(params: Sequence[Tensor], data_mesh: DeviceMesh | None) -> Wholes:
 
 
 def in_use(aliases: Sequence[Tensor], wholes: Wholes) -> Sequence[Tensor]:
-    """What modules compute with: aliases of full parameters, or the DTensors of them."""
+    """The tensors that modules compute with: aliases of unsharded parameters, or DTensors of them."""
     if not wholes:
         return aliases
     return [alias if whole is None else whole.used(alias) for alias, whole in zip(aliases, wholes, strict=True)]
 
 
 def as_params(values: Sequence[Tensor], requires_grad: Sequence[bool], wholes: Wholes) -> list[nn.Parameter]:
-    """Full values as parameters to register, those of tensor parallelism as DTensors. They alias the values."""
+    """Parameters that alias full values; DTensors for tensor parallelism."""
     return [
         nn.Parameter(value, requires_grad=trained) if whole is None else whole.param(value, requires_grad=trained)
         for value, trained, whole in zip(values, requires_grad, wholes or [None] * len(values), strict=True)

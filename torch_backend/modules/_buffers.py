@@ -9,11 +9,11 @@ from torch import nn
 def cast_buffers(
     units: Iterable[tuple[nn.Module, torch.dtype | None, torch.device | None]], ignored: Iterable[nn.Module]
 ) -> None:
-    """Bring every buffer to the device and into the dtype that the nearest unit around it asks for.
+    """Move and cast each buffer as its innermost enclosing unit requires.
 
     Args:
-        units: (module, dtype of floating buffers or None to leave them, device or None), the outermost first.
-        ignored: modules whose buffers are left alone.
+        units: (module, dtype of floating-point buffers or None, device or None), the outermost first.
+        ignored: modules whose buffers are not changed.
     """
     done = {id(buffer) for module in ignored for buffer in module.buffers(recurse=False)}
     for module, dtype, device in reversed(list(units)):

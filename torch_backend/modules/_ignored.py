@@ -1,4 +1,4 @@
-"""Modules and parameters that FSDP leaves alone: the arguments `ignored_modules` and `ignored_states`."""
+"""Modules and parameters that are not sharded: the arguments `ignored_modules` and `ignored_states`."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -10,16 +10,16 @@ from torch import nn
 from crossframe.errors import UsageError, WrongTypeError
 
 IsUnit = Callable[[nn.Module], bool]
-"""Whether a module is a unit already."""
+"""Whether a module is already a unit."""
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules and parameters that belong to no unit: they are not sharded, moved, cast or synchronised.
+    """Modules and parameters that belong to no unit. They are not sharded, moved, cast or synchronized.
 
     Attributes:
-        modules: with everything below them, but for units.
-        params: those of these modules, and those ignored by themselves.
+        modules: with their submodules, except units.
+        params: parameters of these modules and individually ignored parameters.
     """
 
     modules: frozenset[nn.Module]
@@ -29,14 +29,14 @@ class Ignored:
 def find_ignored(
     root: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None, is_unit: IsUnit
 ) -> Ignored:
-    """What the arguments of a constructor mean.
+    """Convert the constructor arguments.
 
     Args:
         modules: the argument `ignored_modules`.
-        states: the argument `ignored_states`: modules, or parameters.
+        states: the argument `ignored_states`: modules or parameters.
 
     Raises:
-        UsageError: both are given, something else than modules or parameters, a mixture of these, or a unit.
+        UsageError: both are given, a mixture of modules and parameters, other objects, or a unit.
     """
     if modules is not None and states is not None:
         raise UsageError("ignored_modules and ignored_states say the same; pass ignored_states alone")
@@ -68,7 +68,7 @@ def find_ignored(
             f"the module to wrap, a {type(root).__name__}, is itself ignored: none of its parameters will be sharded",
             stacklevel=4,
         )
-    # What nothing is sharded of is the user's. So are parameters that a unit inside ignores.
+    # Modules without units below, and parameters that an inner unit ignores, are the user's.
     params.update(param for module in below for param in module.parameters())
     return Ignored(frozenset(below), frozenset(params))
 

@@ -13,7 +13,7 @@ from crossframe.errors import UsageError
 
 
 def cast_floating(inputs: Any, dtype: torch.dtype) -> Any:
-    """The inputs with every floating tensor in `dtype`, whatever it lies in; integers, bools and complex numbers stay.
+    """Cast all floating-point tensors in nested inputs to `dtype`; other tensors are not changed.
 
     >>> cast = cast_floating({"x": torch.ones(2), "n": torch.tensor(1)}, torch.bfloat16)
     >>> cast["x"].dtype, cast["n"].dtype
@@ -23,13 +23,13 @@ def cast_floating(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 def moved(inputs: Any, device: torch.device) -> Any:
-    """The inputs with every tensor on `device`."""
+    """Move all tensors in nested inputs to `device`."""
     return _map_tensors(lambda t: t.to(device, non_blocking=True), inputs)
 
 
 def compute_in_full(module: nn.Module) -> None:
-    """Let a module in full precision stand among others in low precision: cast its floating inputs to the dtype of its
-    parameters, and its outputs back to what the inputs had."""
+    """Cast the floating-point inputs of a full-precision module to the dtype of its parameters, and its outputs back to the
+    inputs' dtype."""
     full = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
     came: list[torch.dtype] = []
 
@@ -46,7 +46,7 @@ def compute_in_full(module: nn.Module) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's inputs or output: also inside dicts, sequences, sets and dataclasses."""
+    """All tensors in nested inputs or outputs: dicts, sequences, sets and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -61,14 +61,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `fn` of every tensor in it, in containers of the same types; other objects as they are."""
+    """Apply `fn` to all tensors in a nested value, keeping container types and other objects."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
         return value._replace(data=fn(value.data))
     if isinstance(value, Mapping):
         changed = {key: _map_tensors(fn, item) for key, item in value.items()}
-        # Rebuilt only where something in it has changed: not every kind can be built from its items.
+        # Rebuilt only if an item changed, because not every container can be built from its items.
         if all(changed[key] is item for key, item in value.items()):
             return value
         return OrderedDict(changed) if isinstance(value, OrderedDict) else changed

@@ -16,7 +16,7 @@ from torch_backend.ranks._consensus import agree
 
 
 def own_modules(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """The modules whose parameters the unit at `root` owns, breadth first: none in an inner unit or below an ignored module."""
+    """The modules whose parameters the unit at `root` owns, breadth first, without inner units and ignored modules."""
     waiting, seen = deque([root]), {root}
     while waiting:
         module = waiting.popleft()
@@ -36,7 +36,7 @@ def prepare(
     device_id: int | torch.device | None,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> torch.device:
-    """Make a unit's modules real, and with `device_id` move them there. Returns where the unit shall compute."""
+    """Materialize a unit's modules and, with `device_id`, move them there. Returns the compute device."""
     left_out = {id(param) for param in ignored.params}
     modules = own_modules(root, is_unit, ignored.modules)
     params = (param for module in modules for param in module.parameters(recurse=False) if id(param) not in left_out)
@@ -55,14 +55,14 @@ def materialise(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> None:
-    """Give a unit's modules real memory and initial values, if any of it is on the meta device (R38).
+    """Allocate and initialize a unit's modules if any tensor is on the meta device (R38).
 
     Args:
-        param_init_fn: called with every module of the unit, to make that module's own parameters and buffers real. None: each
-            module that has any is moved to `device` empty and its `reset_parameters()` is called.
+        param_init_fn: called with each module of the unit to materialize its own parameters and buffers. None: each such module
+            is moved to `device` with `to_empty`, and its `reset_parameters()` is called.
 
     Raises:
-        InitialisationError: what is still on meta afterwards, by name; a module without `reset_parameters`.
+        InitialisationError: tensors that are still on the meta device, by name, or a module without `reset_parameters`.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise UsageError(f"param_init_fn: expected a function of a module, got {param_init_fn!r}")
@@ -112,7 +112,7 @@ def move_to(
     ignored: Ignored,
     device: torch.device,
 ) -> None:
-    """Move what is on the CPU of a unit's parameters and of its buffers to `device`, in place."""
+    """Move a unit's CPU parameters and buffers to `device`, in place."""
     left_out = {id(param) for param in ignored.params}
     for module in own_modules(root, is_unit, ignored.modules):
         for _, tensor in _own_tensors(module):
@@ -124,7 +124,7 @@ def move_to(
 
 
 def move_to_mesh(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Parameter], device: torch.device) -> None:
-    """Move a unit's parameters and buffers to the device of its mesh, in place, wherever they are but on meta."""
+    """Move a unit's parameters and buffers to the device of its mesh, in place, except those on the meta device."""
     left_out = {id(param) for param in ignored}
     for module in own_modules(root, is_unit, ()):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -136,16 +136,16 @@ def move_to_mesh(root: nn.Module, is_unit: IsUnit, ignored: Collection[nn.Parame
 
 
 def sync_states(root: nn.Module, is_unit: IsUnit, ignored: Ignored, mesh: UnitMesh, synced: Collection[int]) -> None:
-    """Give every rank the values that the first rank has, of the unit's parameters and of all buffers below `root`.
+    """Broadcast the unit's parameters and all buffers below `root` from the first rank.
 
-    Over replicas first and inside each shard group then, so that the first rank's reach all. The ranks agree first on what will
-    be sent, or they would wait for each other in a broadcast.
+    Broadcasts over replicas and then within each shard group. The ranks first check that their tensors agree, because a
+    mismatched broadcast would hang.
 
     Args:
-        synced: identities of buffers that inner units have synchronised.
+        synced: ids of buffers that inner units have synchronized.
 
     Raises:
-        AgreementError: ranks with other parameters or buffers.
+        AgreementError: ranks have different parameters or buffers.
     """
     left_out = {id(tensor) for tensor in ignored.params} | set(synced)
     left_out.update(id(buffer) for module in ignored.modules for buffer in module.buffers(recurse=False))
@@ -170,11 +170,11 @@ def sync_states(root: nn.Module, is_unit: IsUnit, ignored: Ignored, mesh: UnitMe
 def compute_device(
     device_id: int | torch.device | None, param: nn.Parameter | None, group: dist.ProcessGroup
 ) -> torch.device:
-    """Where a unit computes: where the user says, else where its parameters are; for those on the CPU there, if the process
-    group can communicate there, else on the current accelerator.
+    """The compute device of a unit: `device_id`, else the device of its parameters. For CPU parameters, the CPU if the process
+    group supports it, else the current accelerator.
 
     Raises:
-        UsageError: `device_id` names another device than the parameters are on.
+        UsageError: `device_id` is another device than that of the parameters.
     """
     if device_id is not None:
         device = torch.device(device_id)

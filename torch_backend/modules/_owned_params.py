@@ -16,8 +16,8 @@ from torch_backend.compat._dtypes import dtype_name
 
 @dataclass(frozen=True)
 class OwnedParam:
-    """A parameter of a unit, the object itself, and every (module, attribute) that it is registered under. Of a DTensor (tensor
-    parallelism) the spec is that of this rank's part."""
+    """A parameter of a unit with all of its registrations (module, attribute). The spec of a DTensor (tensor parallelism) is that
+    of its local tensor."""
 
     spec: ParamSpec
     param: nn.Parameter
@@ -32,27 +32,27 @@ def owned_params(
     *,
     ignoring: str,
 ) -> list[OwnedParam]:
-    """The parameters that the unit at `root` owns: all below it that no inner unit owns, in the face's order (R01).
+    """The parameters that the unit at `root` owns: all parameters below it, except those of inner units, in the order of the API
+    (R01).
 
     Names are relative to `root`. Parameters in `ignored` belong to no unit.
 
     Args:
-        ignoring: the argument by which a user of this interface passes `ignored`, for messages.
+        ignoring: the name of the API's argument for `ignored`, for messages.
 
     Raises:
-        UnitError: a parameter that an inner unit shares with this one.
-        LayoutError: a parameter of a dtype in which nothing can be trained.
+        UnitError: a parameter that is shared with an inner unit.
+        LayoutError: a parameter with a dtype that is not trainable.
     """
     modules: list[str] = []
     units: set[str] = set()
-    # Every registration, with the module's name; and the parameters that are registered outside of inner units.
+    # All registrations with module names, and the parameters that are registered outside of inner units.
     found: list[tuple[str, nn.Module, str, nn.Parameter]] = []
     own: set[int] = set()
     inner_units: dict[nn.Module, str] = {}
     left_out = {id(param) for param in ignored}
-    again: list[str] = []  # further names of inner units, below which everything has been seen
-    # The inner unit that the walk is in, and the one that each of their parameters was seen in first: units of several modules
-    # may share parameters between these.
+    again: list[str] = []  # further names of inner units, whose submodules have been visited
+    # The current inner unit, and the first inner unit of each parameter: modules of one unit may share parameters.
     inside, seen_in = "", {}
     for raw_name, module in root.named_modules(remove_duplicate=False):
         name = state_key(raw_name)
@@ -103,5 +103,5 @@ def owned_params(
 
 
 def local_of(param: Tensor) -> Tensor:
-    """What this rank has of a parameter under tensor parallelism; of others, the parameter itself."""
+    """The local tensor of a DTensor parameter; other parameters unchanged."""
     return param._local_tensor if isinstance(param, DTensor) else param

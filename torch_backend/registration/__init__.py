@@ -1,15 +1,15 @@
 """Registrars: what a unit's modules register as parameters, sharded and unsharded, for each API and layout.
 
-What is registered depends on the API here and nowhere else. There are four registrars:
+Only this folder depends on the API. There are four registrars:
 
-- `FlatRegistrar`: FSDP1 with `use_orig_params=False`. The module has one `FlatParameter`, which is the shard.
-- `OriginalRegistrar`: FSDP1 with `use_orig_params=True`. The original parameters; sharded, each is this rank's piece.
-- `DTensorRegistrar`: FSDP2. Sharded, a DTensor parameter; unsharded, the full leaf.
-- `PieceRegistrar`: FSDP2 over a flat or ragged layout. Sharded, a PieceTensor.
+- `FlatRegistrar`: FSDP1 with `use_orig_params=False`. Registers one `FlatParameter`, which is the shard.
+- `OriginalRegistrar`: FSDP1 with `use_orig_params=True`. Registers the original parameters, which are this rank's pieces while
+  sharded.
+- `DTensorRegistrar`: FSDP2. Registers DTensors while sharded and the leaves while unsharded.
+- `PieceRegistrar`: FSDP2 with a flat or ragged layout. Registers PieceTensors while sharded.
 
-While a unit computes, its modules' attributes yield aliases of the full leaves: see [Note: anchors] in engine/_anchor.py. They
-are put into the instances' `__dict__`, which attribute lookup reads before `_parameters`. What is registered meanwhile are the
-full leaves, or the flat parameter.
+While a unit computes, its modules' attributes are aliases of the leaves, see [Note: anchors] in engine/_anchor.py. They are set
+in the instances' `__dict__`, which attribute lookup reads before `_parameters`. The leaves or the flat parameter stay registered.
 """
 
 from torch_backend.registration._dtensor import DTensorRegistrar

@@ -24,7 +24,7 @@ from torch_backend.registration._modules import (
 
 
 class DTensorRegistrar(ShardedParams):
-    """DTensor parameters while sharded; while unsharded the leaves themselves, or under tensor parallelism DTensors of them."""
+    """Registers DTensors while sharded, and the leaves (DTensors of them under tensor parallelism) while unsharded."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class DTensorRegistrar(ShardedParams):
     ) -> None:
         """
         Args:
-            placed: where each parameter lies.
+            placed: the placement of each parameter.
         """
         layout = store.layout
         assert isinstance(layout, PerParamLayout)
@@ -54,14 +54,14 @@ class DTensorRegistrar(ShardedParams):
         register(self._places, self.params)
 
     def _locals(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """What this rank holds of each parameter, in its shape."""
+        """This rank's local tensor of each parameter."""
         return [
             piece if piece.shape == shape else piece.view(shape)
             for piece, shape in zip(pieces, self._local_shapes, strict=True)
         ]
 
     def _own_locals(self) -> list[Tensor]:
-        """What this rank holds of each parameter, where the shard lies."""
+        """This rank's local tensor of each parameter, on the device of the shard."""
         made = [_begun(local) for local in self._locals(self._store.pieces)]
         self._known = [_address(local) for local in made]
         return made
@@ -74,7 +74,7 @@ class DTensorRegistrar(ShardedParams):
         return used
 
     def show_part(self, part: GroupShard) -> None:
-        """Register DTensors of what the smaller group holds; under tensor parallelism the shards stay registered."""
+        """Register DTensors over the reshard group; under tensor parallelism the shards stay registered."""
         mesh, layout = part.mesh, part.layout
         if self.wholes or not isinstance(layout, PerParamLayout):
             return
@@ -88,7 +88,7 @@ class DTensorRegistrar(ShardedParams):
         register(self._places, parts)
 
     def adopt(self) -> None:
-        """Local tensors may have been moved or assigned, or parameters replaced by other objects."""
+        """Adopt local tensors that were moved or assigned, and parameters that were replaced."""
         self._take_new_objects(self._check_dtensor)
         for i, (param, known) in enumerate(zip(self.params, self._known, strict=True)):
             local = param._local_tensor  # type: ignore[attr-defined]
@@ -100,7 +100,8 @@ class DTensorRegistrar(ShardedParams):
                 param._local_tensor = self._own_locals()[i]  # type: ignore[attr-defined]
 
     def adopt_loaded(self) -> None:
-        """Take over what load_state_dict(assign=True) registered; ours stay, since an optimizer may hold them."""
+        """Copy the data of parameters that load_state_dict(assign=True) registered, and register ours again, since an optimizer
+        may have them."""
         self._take_back_places(self._check_dtensor)
         self.adopt()
 
@@ -124,7 +125,7 @@ class DTensorRegistrar(ShardedParams):
             )
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
-        """Each parameter's gradient is a DTensor over its part of the reduced shard."""
+        """Set each parameter's gradient to a DTensor of its part of the reduced shard."""
         params, shapes, strides, specs = self.params, self._local_shapes, self._local_strides, self._specs
         new, start = DTensor.__new__, shard.storage_offset()
         for i in reduced:
@@ -145,14 +146,14 @@ class DTensorRegistrar(ShardedParams):
         return [None if p.grad is None else p.grad._local_tensor.flatten() for p in self.params]  # type: ignore[attr-defined]
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
-        """Each parameter's local tensor becomes its piece of the new buffer."""
+        """Set each parameter's local tensor to its piece of the new buffer."""
         self.take_leaves(leaves)
         dtype = self._store.buffer.dtype
         for i, (param, local) in enumerate(zip(self.params, self._own_locals(), strict=True)):
             meta = self._specs[i].tensor_meta
             assert meta is not None
             self._specs[i] = replace(self._specs[i], tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
-            if param.is_meta != local.is_meta:  # one object cannot be both
+            if param.is_meta != local.is_meta:  # one object cannot change between meta and real
                 with torch.no_grad():
                     self.params[i] = _parameter(local, self._specs[i], param.requires_grad)
                 continue
@@ -169,23 +170,23 @@ class DTensorRegistrar(ShardedParams):
 
 @functools.lru_cache(maxsize=64)
 def _local_shapes(layout: PerParamLayout, rank: int) -> Sequence[torch.Size]:
-    """The shape of what a rank holds of each parameter."""
+    """The local shape of each parameter on a rank."""
     return [torch.Size(layout.shard_shape(i, rank)) for i in range(len(layout.params))]
 
 
 def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
-    """A DTensor of what this rank holds; it is aliased, not copied."""
-    # Without __init__, which does nothing but passes through a wrapper that costs as much as the rest.
+    """A DTensor that aliases a local tensor."""
+    # Skips __init__, which does nothing but has an expensive wrapper.
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
 def _address(local: Tensor) -> int:
-    """Where it lies; of a tensor of several, nowhere."""
+    """The data pointer of a tensor; None for a subclass that wraps several tensors."""
     return local.data_ptr() if type(local) is Tensor else -1
 
 
 def _begun(view: Tensor) -> Tensor:
-    """The same memory, as a tensor that begins where its storage does: torch cannot copy or save a DTensor of any other."""
+    """View the same memory with a storage offset of 0, as PyTorch can only copy or save DTensors of such tensors."""
     if type(view) is not Tensor or view.is_meta:
         return view
     start = view.storage_offset() * view.itemsize
@@ -194,7 +195,7 @@ def _begun(view: Tensor) -> Tensor:
 
 
 def _parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """The same as a parameter, under no_grad: what nn.Parameter makes of a DTensor is that DTensor, marked."""
+    """Convert to a parameter under no_grad; nn.Parameter of a DTensor returns the same object."""
     param = _dtensor(local.detach(), spec, requires_grad)
     param._is_param = True  # type: ignore[attr-defined]
     return param  # type: ignore[return-value]

@@ -26,15 +26,15 @@ from torch_backend.registration._modules import (
 
 
 class FlatParameter(nn.Parameter):
-    """The shard of a unit's flattened parameters, as the one parameter that user and optimizer see."""
+    """The shard of a unit's flattened parameters, which is the only parameter that the user and the optimizer see."""
 
-    # lightning looks for it in optimizers.
+    # lightning looks for this attribute.
     _fsdp_flattened = True
 
 
 class FlatRegistrar:
-    """One flat parameter. While the unit is not in use, attributes yield NaN in the parameters' shapes and dtypes: code may
-    ask a parameter for these at any time, and what reads values that are not here notices."""
+    """Registers one flat parameter. While the unit is sharded, attributes are NaN tensors with the parameters' shapes and dtypes,
+    so that code can read these at any time."""
 
     conceals_after_forward = True
 
@@ -48,13 +48,13 @@ class FlatRegistrar:
     ) -> None:
         """
         Args:
-            mesh: the ranks, if they are known as a mesh.
+            mesh: the mesh of the ranks, if known.
         """
         self._module, self._store = module, store
         self.wholes = wholes_of([entry.param for entry in owned], mesh)
         self._places = list(registrations(owned))
         self.flat_param = FlatParameter(store.buffer, requires_grad=owned[0].spec.requires_grad)
-        # As torch's knows them, for libraries: the names of what is in it.
+        # The names of its parameters, as in PyTorch, for libraries.
         self.flat_param._fqns = [entry.spec.name for entry in owned]  # type: ignore[attr-defined]
         self._shown: list[nn.Parameter] = []
         for _, owner, attribute in self._places:
@@ -63,7 +63,7 @@ class FlatRegistrar:
         self.take_leaves(leaves)
 
     def take_leaves(self, leaves: list[nn.Parameter]) -> None:
-        """Attributes yield NaN in their shapes."""
+        """Set attributes to NaN tensors."""
         self._leaves = leaves
         absent = [leaf.detach().new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
         self._absent = [
@@ -97,13 +97,13 @@ class FlatRegistrar:
         shadow(self._places, self._absent)
 
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
-        """Full parameters are registered, and the flat parameter is not."""
+        """Register full parameters instead of the flat parameter."""
         assert grads is None, "refused: the gradient is the flat parameter's"
         self._shown = full_params(full, self._leaves, self.wholes)
         self.show_state(self._shown)
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Back to the flat parameter."""
+        """Register the flat parameter again."""
         try:
             return self.left(), []
         finally:
@@ -111,27 +111,27 @@ class FlatRegistrar:
             self._shown = []
 
     def show_state(self, params: Sequence[nn.Parameter]) -> None:
-        """Register these, and not the flat parameter."""
+        """Register these instead of the flat parameter."""
         self._module._parameters.pop(FLAT_PARAM, None)
         unshadow(self._places)
         register(self._places, params)
 
     def hide_state(self) -> None:
-        """Register the flat parameter alone."""
+        """Register only the flat parameter."""
         for _, owner, attribute in self._places:
             owner._parameters.pop(attribute, None)
         self._module._parameters[FLAT_PARAM] = self.flat_param
         self.unuse()
 
     def left(self) -> list[Tensor]:
-        """What is registered now."""
+        """The registered full parameters."""
         return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
         """None were shown."""
 
     def adopt(self) -> None:
-        """The flat parameter may have been moved or assigned."""
+        """Adopt a flat parameter that was moved or assigned."""
         adopt_data(self.flat_param, self._store.buffer, FLAT_PARAM, self._store.rank)
 
     def deregister(self) -> None:
@@ -146,11 +146,11 @@ class FlatRegistrar:
         """Original parameters are not registered."""
 
     def adopt_loaded(self) -> None:
-        """As ever."""
+        """Do nothing."""
         self.adopt()
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
-        """The flat parameter becomes the new buffer."""
+        """Set the flat parameter to the new buffer."""
         point_at(self.flat_param, self._store.buffer, fn)
         self._module._parameters[FLAT_PARAM] = self.flat_param
         self.take_leaves(leaves)
@@ -172,7 +172,7 @@ class FlatRegistrar:
         """The flat parameter stays the shard."""
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
-        """The gradient of the flat parameter is the whole reduced shard."""
+        """Set the gradient of the flat parameter to the reduced shard."""
         add_grad_to(self.flat_param, shard)
 
     def grads(self) -> list[Tensor | None]:
@@ -181,5 +181,5 @@ class FlatRegistrar:
         return [None] * len(self._leaves) if grad is None else list(self._store.split(grad))
 
     def sync_requires_grad(self) -> None:
-        """The flat parameter speaks for all."""
+        """Set which leaves require a gradient from the flat parameter."""
         sync_requires_grad(self.flat_param, self._leaves)

@@ -17,26 +17,26 @@ Registration = tuple[int, nn.Module, str]
 
 
 def registrations(owned: Sequence[OwnedParam]) -> Iterator[Registration]:
-    """Every place of every parameter; a shared parameter has several."""
+    """All registrations of all parameters; a shared parameter has several."""
     for i, entry in enumerate(owned):
         for module, attribute in entry.registrations:
             yield i, module, attribute
 
 
 def shadow(where: Sequence[Registration], aliases: Sequence[Tensor]) -> None:
-    """Let attributes yield `aliases`, whatever is registered under them."""
+    """Set attributes to `aliases`, independent of the registered parameters."""
     for i, module, attribute in where:
         module.__dict__[attribute] = aliases[i]
 
 
 def unshadow(where: Sequence[Registration]) -> None:
-    """Let attributes yield what is registered."""
+    """Remove aliases, so that attributes are the registered parameters."""
     for _, module, attribute in where:
         module.__dict__.pop(attribute, None)
 
 
 def register(where: Sequence[Registration], params: Sequence[nn.Parameter]) -> None:
-    """Register `params`, one a parameter of the layout, under all its names."""
+    """Register `params`, one for each parameter of the layout, under all of its names."""
     for i, owner, attribute in where:
         owner._parameters[attribute] = params[i]
 
@@ -44,8 +44,8 @@ def register(where: Sequence[Registration], params: Sequence[nn.Parameter]) -> N
 def left_by_user(
     where: Sequence[Registration], shown: Sequence[nn.Parameter], wholes: Wholes, layout: Layout
 ) -> list[Tensor]:
-    """The data that a user who was shown `shown` has left there: what replaced a parameter under any of its names counts, what
-    deleted one does not. Of DTensors, this rank's parts."""
+    """The data of summoned parameters on exit, with replacements under any name, ignoring deletions; for DTensors, this rank's
+    parts."""
     current = list(shown)
     for i, owner, attribute in where:
         registered = owner._parameters.get(attribute)
@@ -60,14 +60,14 @@ def left_by_user(
 
 
 def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None:
-    """Copy in what the user put in place of `piece`, in the piece's shape, and let the parameter alias the piece again."""
-    if param.data_ptr() != piece.data_ptr():  # both are 0 where there are no elements
+    """Copy a replacement of `piece` into it, and let the parameter alias the piece again."""
+    if param.data_ptr() != piece.data_ptr():  # both are 0 without elements
         copy_into(piece, param.data, name, rank, tuple(piece.shape))
         param.data = piece
 
 
 def full_params(full: Sequence[Tensor], leaves: Sequence[nn.Parameter], wholes: Wholes) -> list[nn.Parameter]:
-    """Parameters for a user to see: full values, trained or frozen as the leaves are."""
+    """Full parameters for the user, which require gradients as the leaves do."""
     return as_params(full, [leaf.requires_grad for leaf in leaves], wholes)
 
 
@@ -81,7 +81,7 @@ def add_grad_to(param: nn.Parameter, grad: Tensor) -> None:
 
 
 def point_at(param: nn.Parameter, data: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give a parameter other data, of another dtype or elsewhere, and its gradient, to which `fn` is applied."""
+    """Set a parameter's data, possibly with another dtype or device, and apply `fn` to its gradient."""
     grad = param.grad
     param.grad = None
     param.data = data
@@ -89,7 +89,7 @@ def point_at(param: nn.Parameter, data: Tensor, fn: Callable[[Tensor], Tensor]) 
 
 
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
-    """Let a parameter have a gradient, which torch wants to be of its dtype when it is first assigned."""
+    """Assign a gradient, which PyTorch requires to have the parameter's dtype on first assignment."""
     if grad is None or grad.dtype == param.dtype:
         param.grad = grad
     else:
@@ -98,35 +98,34 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 
 
 def has_grad_hooks(param: nn.Parameter) -> bool:
-    """Whether anything is to be called once a gradient has been accumulated."""
+    """Whether a parameter has hooks for accumulated gradients."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None)) or hasattr(param, "_in_backward_optimizers")
 
 
 def call_grad_hooks(param: nn.Parameter) -> None:
-    """Call what the user wants called once a gradient has been accumulated (an optimizer in the backward): it waits for the
-    reduced gradient, not for autograd's."""
+    """Call hooks for accumulated gradients (an optimizer in backward) with the reduced gradient."""
     if param._post_accumulate_grad_hooks:
         for hook in param._post_accumulate_grad_hooks.values():
             hook(param)
-    if "_in_backward_optimizers" in param.__dict__:  # torch.distributed.optim left them there
+    if "_in_backward_optimizers" in param.__dict__:  # set by torch.distributed.optim
         for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
             optimizer.step()
             optimizer.zero_grad()
 
 
 def sync_requires_grad(param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> None:
-    """Let leaves require a gradient where the user's parameter does."""
+    """Let leaves require a gradient if the user's parameter does."""
     for leaf in leaves:
         if leaf.requires_grad != param.requires_grad:
             leaf.requires_grad_(param.requires_grad)
 
 
 class RegisteredParams:
-    """The part that both faces with a parameter of their own for each original one share: sharded, `params` are registered,
-    unsharded, the leaves.
+    """The base of registrars with one parameter for each original one: `params` are registered while sharded, the leaves while
+    unsharded.
 
     Attributes:
-        params: what the optimizer holds, in the layout's order.
+        params: the optimizer's parameters, in the layout's order.
         wholes: see Registrar.
     """
 
@@ -144,7 +143,7 @@ class RegisteredParams:
         self.take_leaves(leaves)
 
     def take_leaves(self, leaves: list[nn.Parameter]) -> None:
-        """Full parameters are these from now on; under tensor parallelism DTensors of them are registered."""
+        """Set the unsharded parameters; under tensor parallelism, DTensors of them are registered."""
         self._leaves = self._full = leaves
         if self.wholes:
             self._full = [
@@ -182,7 +181,7 @@ class RegisteredParams:
         unshadow(self._places)
 
     def sync_requires_grad(self) -> None:
-        """One by one."""
+        """Accumulate the gradient of each parameter."""
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.requires_grad is not param.requires_grad:
                 leaf.requires_grad_(param.requires_grad)
@@ -191,7 +190,7 @@ class RegisteredParams:
                 full.requires_grad_(param.requires_grad)
 
     def show_state(self, params: Sequence[nn.Parameter]) -> None:
-        """Register these in the place of the sharded parameters."""
+        """Register these instead of the sharded parameters."""
         register(self._places, params)
 
     def hide_state(self) -> None:
@@ -199,7 +198,7 @@ class RegisteredParams:
         register(self._places, self.params)
 
     def show_part(self, part: GroupShard) -> None:
-        """What is sharded over all ranks stays registered."""
+        """The shards over all ranks stay registered."""
 
     def deregister(self) -> None:
         """None of them is registered."""
@@ -211,7 +210,7 @@ class RegisteredParams:
         return self.params
 
     def registered_params(self) -> list[nn.Parameter]:
-        """What is registered for each parameter, by the last of its names."""
+        """The registered object of each parameter, under its last name."""
         found = dict(enumerate(self.params))
         for i, owner, attribute in self._places:
             registered = owner._parameters.get(attribute)
@@ -219,7 +218,7 @@ class RegisteredParams:
         return list(found.values())
 
     def put_back(self) -> dict[int, nn.Parameter]:
-        """Register ours again where a user registered other objects, and return these by index, as they are."""
+        """Register our parameters again, and return the user's replacements by index."""
         others: dict[int, nn.Parameter] = {}
         for i, owner, attribute in self._places:
             registered = owner._parameters.get(attribute)
@@ -229,17 +228,17 @@ class RegisteredParams:
         return others
 
     def put_in(self, others: Mapping[int, nn.Parameter]) -> None:
-        """Register these where ours are."""
+        """Register these instead of our parameters."""
         for i, owner, attribute in self._places:
             if i in others:
                 owner._parameters[attribute] = others[i]
 
     def _take_back_places(self, check: Callable[[int, nn.Parameter], None]) -> None:
-        """Where load_state_dict(assign=True) or a user registered another object, take its data over and register ours again,
-        whose identity is kept (R25).
+        """Copy the data of replacements registered by load_state_dict(assign=True) or a user, and register our objects again to
+        keep their identity (R25).
 
         Args:
-            check: given a parameter's index and the other object, raises if it will not do.
+            check: called with a parameter's index and the replacement; raises if it is invalid.
         """
         for i, owner, attribute in self._places:
             registered = owner._parameters.get(attribute)
@@ -249,7 +248,7 @@ class RegisteredParams:
                 owner._parameters[attribute] = self.params[i]
 
     def _take_new_objects(self, check: Callable[[int, nn.Parameter], None]) -> None:
-        """Where a user registered another object, that is the parameter from now on: the optimizer that is made next holds it.
+        """Adopt replacements that a user registered as the parameters, so that the next optimizer can have them.
 
         Args:
             check: as above.
@@ -273,7 +272,7 @@ class RegisteredParams:
 
 
 class ShardedParams(RegisteredParams):
-    """What FSDP2's registrars share, whatever the type of a sharded parameter."""
+    """The base of FSDP2's registrars."""
 
     conceals_after_forward = False
     _shown: Sequence[nn.Parameter] = ()

@@ -22,11 +22,11 @@ from torch_backend.registration._modules import (
 
 
 class OriginalRegistrar(RegisteredParams):
-    """The user's own parameter objects, kept for good. Sharded, each is a 1-D view of the piece held here; where nothing is
-    sharded, it keeps its shape.
+    """Registers the user's parameter objects permanently. While sharded, each is a 1-D view of its piece, or keeps its shape
+    under NO_SHARD.
 
-    A DTensor (tensor parallelism) cannot become a piece: a plain parameter replaces it, which holds the piece of this rank's part
-    of the DTensor. Only while they are full are such parameters DTensors again.
+    A DTensor (tensor parallelism) cannot become a piece, so it is replaced by a plain parameter with the piece of this rank's
+    local tensor. Such parameters are DTensors only while unsharded.
     """
 
     conceals_after_forward = True
@@ -36,7 +36,7 @@ class OriginalRegistrar(RegisteredParams):
     ) -> None:
         """
         Args:
-            mesh: the ranks, if they are known as a mesh.
+            mesh: the mesh of the ranks, if known.
         """
         wholes = wholes_of([entry.param for entry in owned], mesh)
         params = [
@@ -46,7 +46,7 @@ class OriginalRegistrar(RegisteredParams):
             for entry, piece in zip(owned, store.pieces, strict=True)
         ]
         super().__init__(owned, store, leaves, params, wholes)
-        # What a user is shown: our own objects, or DTensors that stand for them.
+        # The summoned parameters: our own objects, or DTensors of them.
         self._shown: list[nn.Parameter] = params
         self._hidden_grads: list[Tensor | None] = []
         self._point_at_pieces()
@@ -54,7 +54,7 @@ class OriginalRegistrar(RegisteredParams):
             register(self._places, self.params)
 
     def _shaped(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Parts of the shard, one a parameter, in the shapes that the user sees."""
+        """Each parameter's part of the shard, in the shape that the user sees."""
         if self._store.layout.world_size > 1:
             return list(parts)
         return [part.view(spec.shape) for part, spec in zip(parts, self._store.layout.params, strict=True)]
@@ -64,8 +64,8 @@ class OriginalRegistrar(RegisteredParams):
             param.data = piece
 
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
-        """The user's parameters hold the full values, gradients of pieces are put away meanwhile. Under tensor parallelism
-        DTensors of the full values are registered."""
+        """Set the user's parameters to the full values and store the gradients of pieces. Under tensor parallelism, register
+        DTensors of the full values."""
         self._hidden_grads = [param.grad for param in self.params]
         sharded = self._store.layout.world_size > 1
         for i, (param, value) in enumerate(zip(self.params, full, strict=True)):
@@ -85,7 +85,7 @@ class OriginalRegistrar(RegisteredParams):
             register(self._places, self._shown)
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The user's parameters are pieces again, with their gradients, and are registered, whatever was put there."""
+        """Set the user's parameters to their pieces with their gradients, and register them again."""
         try:
             return self.left(), self._left_grads()
         finally:
@@ -113,8 +113,8 @@ class OriginalRegistrar(RegisteredParams):
         return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
-        """Into the gradients of pieces that there are; one that the user took away becomes zeros."""
-        if self._store.layout.world_size == 1:  # what the user saw were the gradients themselves
+        """Copy full gradients into the existing gradients of pieces; a gradient that the user removed becomes zeros."""
+        if self._store.layout.world_size == 1:  # the user saw the gradients themselves
             return
         for param, own in zip(self.params, self._store.slices(full), strict=True):
             if param.grad is not None and own is not None:
@@ -123,7 +123,7 @@ class OriginalRegistrar(RegisteredParams):
                 param.grad.zero_()
 
     def adopt(self) -> None:
-        """Any of the parameters may have been moved or assigned, or replaced by another object."""
+        """Adopt parameters that were moved, assigned or replaced."""
         store = self._store
         self._take_back_places(self._check_plain)
         for param, piece, spec in zip(self.params, self._shaped(store.pieces), store.layout.params, strict=True):
@@ -139,11 +139,11 @@ class OriginalRegistrar(RegisteredParams):
             )
 
     def adopt_loaded(self) -> None:
-        """As ever."""
+        """Do nothing."""
         self.adopt()
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
-        """The user's parameters become pieces of the new buffer."""
+        """Set the user's parameters to pieces of the new buffer."""
         self.take_leaves(leaves)
         for param, piece in zip(self.params, self._shaped(self._store.pieces), strict=True):
             point_at(param, piece, fn)
@@ -154,7 +154,7 @@ class OriginalRegistrar(RegisteredParams):
         return [param.grad for param in self.params if param.grad is not None]
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
-        """Each piece gets its part of the reduced shard; a parameter without a piece here gets none."""
+        """Set the gradient of each piece to its part of the reduced shard; None without a piece on this rank."""
         for param, part in zip(self.params, self._shaped(self._store.split(shard)), strict=True):
             if part.numel() and param.requires_grad:
                 add_grad_to(param, part)

@@ -21,21 +21,21 @@ from torch_backend.registration._modules import (
 
 
 class _Sum(NamedTuple):
-    """See [Note: one addition]: the buffer, and by index the views of it that gradients were made of."""
+    """The buffer of [Note: one addition], and the gradients' views of it by index."""
 
     buffer: Tensor
     views: dict[int, Tensor]
 
 
 class PieceRegistrar(ShardedParams):
-    """PieceTensor parameters while sharded, the leaves themselves while unsharded, both truly registered.
+    """Registers PieceTensors while sharded and the leaves while unsharded.
 
-    [Note: one addition] All gradients of a bucket are views of the one buffer that its first reduction made, as long as nobody
-    has put another tensor in the place of one. Then a further gradient is added to all of them at once; the sum of padding,
-    which lies between them, is read by no one. The gradients themselves know the buffer, so that it goes when they go.
+    [Note: one addition] All gradients of a bucket are views of the buffer of its first reduction, unless someone replaced one. So
+    another gradient is accumulated with a single addition; the sum of padding between them is never read. The gradients reference
+    the buffer, so it is freed with them.
 
     Attributes:
-        places: where each parameter lies, in the layout's order.
+        places: the place of each parameter, in the layout's order.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class PieceRegistrar(ShardedParams):
     ) -> None:
         """
         Args:
-            mesh: the ranks: (shard,) or (replicate, shard).
-            rank: this rank's place among the shards.
+            mesh: the mesh of the ranks: (shard,) or (replicate, shard).
+            rank: this rank's index in the shard group.
         """
         assert rank == store.rank
         shards = Communicator(mesh.get_group(mesh.ndim - 1))
@@ -57,7 +57,7 @@ class PieceRegistrar(ShardedParams):
         self.show_sharded()
 
     def adopt(self) -> None:
-        """Data may have been assigned or moved, or parameters replaced by other objects."""
+        """Adopt data that was assigned or moved, and parameters that were replaced."""
         self._take_new_objects(self._check_piece)
         for i, (param, piece) in enumerate(zip(self.params, self._store.pieces, strict=True)):
             local = param.local  # type: ignore[attr-defined]
@@ -67,7 +67,8 @@ class PieceRegistrar(ShardedParams):
                 param.data = piece_tensor(piece, self.places[i])
 
     def adopt_loaded(self) -> None:
-        """Take over what load_state_dict(assign=True) registered; ours stay, since an optimizer may hold them."""
+        """Copy the data of parameters that load_state_dict(assign=True) registered, and register ours again, since an optimizer
+        may have them."""
         self._take_back_places(self._check_piece)
         self.adopt()
 
@@ -75,7 +76,7 @@ class PieceRegistrar(ShardedParams):
         check_like(self.params[i], other, "was replaced")  # type: ignore[arg-type]
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
-        """Each parameter's gradient is a PieceTensor over its part of the reduced shard."""
+        """Set each parameter's gradient to a PieceTensor of its part of the reduced shard."""
         params, trained = self.params, [i for i, p in enumerate(self.params) if p.requires_grad and i not in unused]
         whole = self._sum_of(trained)
         if whole is not None and whole.dtype == shard.dtype:
@@ -93,7 +94,7 @@ class PieceRegistrar(ShardedParams):
             call_grad_hooks(params[i])
 
     def _sum_of(self, trained: Sequence[int]) -> Tensor | None:
-        """The buffer that the gradients of `trained`, and no others, are views of, as they were made; None if there is none."""
+        """The buffer of which exactly the gradients of `trained` are unchanged views, or None."""
         grads: list[Any] = [self.params[i].grad for i in trained]
         whole = getattr(grads[0], "in_sum", None) if grads else None
         if whole is None or list(whole.views) != list(trained):
@@ -105,18 +106,18 @@ class PieceRegistrar(ShardedParams):
         return whole.buffer if same else None
 
     def grads(self) -> list[Tensor | None]:
-        """What is here of each gradient."""
+        """This rank's piece of each gradient."""
         return [None if param.grad is None else param.grad.local for param in self.params]  # type: ignore[union-attr]
 
     def whole_grads(self) -> list[Tensor]:
-        """What is here of the gradients that there are."""
+        """This rank's pieces of the existing gradients."""
         return [grad for grad in self.grads() if grad is not None]
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
-        """Each parameter becomes its piece of the new buffer."""
+        """Set each parameter to its piece of the new buffer."""
         self.take_leaves(leaves)
         for i, (param, piece, place) in enumerate(zip(self.params, self._store.pieces, self.places, strict=True)):
-            if param.is_meta != piece.is_meta:  # one object cannot be both
+            if param.is_meta != piece.is_meta:  # one object cannot change between meta and real
                 self.params[i] = piece_param(piece, place, requires_grad=param.requires_grad)
             else:
                 point_at(param, piece_tensor(piece, place), fn)

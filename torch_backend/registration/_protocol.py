@@ -10,7 +10,7 @@ from torch_backend.mesh._tensor_parallel import Wholes
 
 
 class Registrar(Protocol):
-    """What an engine asks of a face, for one bucket."""
+    """Registers the parameters of one bucket on the user's modules, for one API."""
 
     # Whether the module shows the shards again at the end of a forward after which full memory is kept.
     conceals_after_forward: bool
@@ -20,84 +20,84 @@ class Registrar(Protocol):
 
     @property
     def registered(self) -> Sequence[tuple[int, nn.Module, str]]:
-        """Every place where a parameter is registered under its original name: its index, the module and the attribute."""
+        """All registrations of parameters under their original names: (index, module, attribute)."""
         ...
 
     def show_full(self) -> None:
-        """Full parameters are registered."""
+        """Register the unsharded parameters."""
         ...
 
     def show_sharded(self) -> None:
-        """What is sharded is registered, and attributes yield it."""
+        """Register the sharded parameters, which attributes then return."""
         ...
 
     def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the module computes with, made of aliases of the leaves: in a forward, while grad mode is the user's."""
+        """The tensors that the module computes with, from aliases of the leaves. Called in forward, with the user's grad mode."""
         ...
 
     def use(self, used: Sequence[Tensor]) -> None:
-        """Attributes yield `used`, in the layout's order."""
+        """Set attributes to `used`, in the layout's order."""
         ...
 
     def unuse(self) -> None:
-        """Attributes yield what is registered."""
+        """Reset attributes to the registered parameters."""
         ...
 
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
-        """Register full parameters under the original names, for the user, and with `grads` these as their gradients."""
+        """Register full parameters under the original names for the user, optionally with `grads` as their gradients."""
         ...
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """End `summon`. Returns what the user left as full parameters and as their gradients, in the layout's order."""
+        """End `summon`. Returns the full parameters and their gradients, in the layout's order."""
         ...
 
     def left(self) -> list[Tensor]:
-        """What the user has made of the full parameters so far, in the layout's order."""
+        """The current full parameters of `summon`, in the layout's order."""
         ...
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
-        """Take over this rank's slices of full gradients that `dismiss` returned (R22)."""
+        """Copy this rank's slices of full gradients that `dismiss` returned (R22)."""
         ...
 
     def show_state(self, params: Sequence[nn.Parameter]) -> None:
-        """Register these under the original names, for a state dict to be made of or loaded into."""
+        """Register these under the original names, for saving or loading a state dict."""
         ...
 
     def hide_state(self) -> None:
-        """End `show_state`: what is sharded is registered."""
+        """End `show_state` and register the sharded parameters."""
         ...
 
     def deregister(self) -> None:
-        """Let the module have no parameters of this bucket for a while."""
+        """Temporarily remove the parameters of this bucket from the module."""
         ...
 
     def take_leaves(self, leaves: list[nn.Parameter]) -> None:
-        """Other unsharded parameters are in use, while the sharded ones are shown."""
+        """Replace the unsharded parameters while the sharded ones are registered."""
         ...
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
-        """End `deregister`. `fn` (of `module.to`) has made another buffer of the store's, and with it other unsharded parameters
-        are in use; gradients follow."""
+        """End `deregister` after `fn` (of `module.to`) replaced the store's buffer and the unsharded parameters. Applies `fn` to
+        gradients."""
         ...
 
     def managed(self) -> list[nn.Parameter]:
-        """What stands for this bucket's parameters among the module's."""
+        """The module's parameters for this bucket."""
         ...
 
     def whole_grads(self) -> list[Tensor]:
-        """The reduced gradients as the optimizer reads them; where padding is among them, it is made 0 (R05)."""
+        """The reduced gradients that the optimizer reads, with padding set to 0 (R05)."""
         ...
 
     def adopt(self) -> None:
-        """Take over data that the user put in the place of a sharded parameter's (R25)."""
+        """Adopt data with which the user replaced that of a sharded parameter (R25)."""
         ...
 
     def adopt_loaded(self) -> None:
-        """Take over what `load_state_dict(assign=True)` has just registered in the place of sharded parameters (R25)."""
+        """Adopt parameters that `load_state_dict(assign=True)` registered instead of sharded parameters (R25)."""
         ...
 
     def put_back(self) -> Mapping[int, nn.Parameter]:
-        """Register ours again where a user registered other objects, and return these by index, as they are."""
+        """Register our parameters again, and return the user's replacements by index."""
         ...
 
     def put_in(self, others: Mapping[int, nn.Parameter]) -> None:
@@ -105,23 +105,23 @@ class Registrar(Protocol):
         ...
 
     def show_part(self, part: GroupShard) -> None:
-        """A smaller group's shard is held between forward and backward, and may be registered."""
+        """Register the reshard group's shard between forward and backward, if the API does."""
         ...
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:
-        """Accumulate a reduced gradient into what the optimizer reads.
+        """Accumulate a reduced gradient into the gradients that the optimizer reads.
 
         Args:
-            shard: laid out as the core's `reduced_layout`.
-            reduced: the indices of the parameters in it; all of them where the layout is one line.
-            unused: those of them that have no gradient all the same.
+            shard: with the layout `reduced_layout` of the core.
+            reduced: the indices of its parameters; all for a flat layout.
+            unused: the indices among them without a gradient.
         """
         ...
 
     def grads(self) -> list[Tensor | None]:
-        """The reduced gradient of each parameter's piece, 1-D, in the layout's order; None where there is none."""
+        """The 1-D reduced gradient of each parameter's piece, in the layout's order; None without a gradient."""
         ...
 
     def sync_requires_grad(self) -> None:
-        """Let the leaves require a gradient where the user's parameters do."""
+        """Let leaves require a gradient if the user's parameters do."""
         ...
