@@ -58,9 +58,15 @@ def summary_line(unit: DrawnUnit) -> str:
 
 
 def mesh_line(mesh: MeshSpec) -> str:
-    """The number of ranks that hold a unit, if the drawing does not show it."""
+    """The number of ranks that hold a unit, if the drawing does not show it.
+
+    >>> mesh_line(MeshSpec(shard=1, replicate=8))
+    '8 ranks are replicas: each holds everything'
+    """
     if mesh.replicate == 1:
         return f"{mesh.shard:,} ranks" if mesh.shard > EACH_BY_ITSELF else ""
+    if mesh.shard == 1:
+        return f"{mesh.world_size:,} ranks are replicas: each holds everything"
     return (
         f"{mesh.world_size:,} ranks are {mesh.replicate:,} replicas of {mesh.shard:,} shards: "
         f"rank r holds shard r mod {mesh.shard:,}"

@@ -3,8 +3,8 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const BAR = 26, GAP = 7, FONT = 12, CHARACTER = 7.3, // of monospace text; of others at most
-   MOST_BARS = 24, LAST_BARS = 6, MOST_CELLS = 64, AREA = 150;
+const BAR = 26, GAP = 7, FONT = 12, CHARACTER = 7.3, SANS = 6.6, // the width of a character, of monospace and other text
+  MOST_BARS = 24, LAST_BARS = 6, MOST_CELLS = 64, AREA = 150;
 
 // What the reader selected, as strings. `event` is empty until the reader selects one: then the peak of memory is shown.
 const state = {world: "", layout: "", strategy: "", dtype: "", unit: "0", element: "", event: "", ...data.start};
@@ -46,7 +46,7 @@ function ranksText(first, number, step = 1) {
 }
 // Names differ at their ends.
 function cut(content, width) {
-  const most = Math.floor(width / CHARACTER);
+  const most = Math.floor(width / SANS);
   return content.length <= most ? content : `…${content.slice(content.length - Math.max(1, most - 1))}`;
 }
 
@@ -136,12 +136,14 @@ function elementAt(unit, group, offset) {
 // --- drawings ---
 function drawBars() {
   const unit = units[state.unit], width = byId("bars").clientWidth, mark = located?.at === Number(state.unit) ? located : null;
-  const left = Math.min(width / 3, 12 + CHARACTER * Math.max(...unit.groups.map((group) => groupText(group).length)));
+  const left = Math.min(width / 3, 12 + SANS * Math.max(...unit.groups.map((group) => groupText(group).length)));
   const scale = (width - left - 1) / Math.max(1, unit.shard_numel), drawn = [], tops = new Map();
-  let y = 2, leftOut = 0;
+  let y = 2;
   unit.groups.forEach((group, at) => {
     if (at >= MOST_BARS - LAST_BARS && at < unit.groups.length - LAST_BARS && mark?.group !== at) {
-      if (!leftOut++) drawn.push(text(left, y + FONT, "some ranks are not drawn", "soft")), (y += FONT + GAP + 4);
+      if (!tops.get(at - 1)) return;
+      drawn.push(text(left, y + FONT, "the next ranks are not drawn", "soft"));
+      y += FONT + GAP + 4;
       return;
     }
     tops.set(at, y);
@@ -176,7 +178,7 @@ const HINT = "Point at an element; click it, or type it above, to keep it.";
 
 function drawStep() {
   const events = plan.events, shown = eventShown(), width = byId("timeline").clientWidth;
-  const left = Math.min(width / 4, 12 + CHARACTER * Math.max(9, ...plan.units.map((unit) => unit.length)));
+  const left = Math.min(width / 4, 12 + SANS * Math.max(9, ...plan.units.map((unit) => unit.length)));
   const wide = (width - left - 1) / events.length, x = (event) => left + event * wide, drawn = [];
   const high = Math.max(4, Math.min(20, 440 / plan.units.length)), labelled = Math.ceil(FONT / high), thin = wide < 4 ? " thin" : "";
   plan.units.forEach((unit, row) => {
