@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from crossframe.errors import UsageError
 from crossframe.grad_norm import EPSILON, check_max_norm, check_norm_type, norm_dtype
-from jax_backend.shards._padding import zero_padding
 from jax_backend.shards._sharded_params import ShardedParams
 
 
@@ -34,7 +33,7 @@ def clip_grad_norm(grads: ShardedParams, max_norm: float, norm_type: float = 2.0
         )
     bound, order = check_max_norm(max_norm), check_norm_type(norm_type)
     tree = grads.tree
-    clean = {name: zero_padding(tree.by_name[name], arrays) for name, arrays in grads.shards.items()}
+    clean = {name: tree.by_name[name].zero_padding(arrays) for name, arrays in grads.shards.items()}
     leaves = jax.tree.leaves(clean)
     dtype = norm_dtype(str(leaf.dtype) for leaf in leaves)
     norm = jnp.zeros((), dtype)
@@ -53,6 +52,4 @@ def clip_grad_norm(grads: ShardedParams, max_norm: float, norm_type: float = 2.0
     scaled = {name: jax.tree.map(lambda leaf: (leaf.astype(dtype) * coefficient).astype(leaf.dtype), arrays)
               for name, arrays in clean.items()}  # fmt: skip
     # Again, since 0 times a coefficient that is not finite is no 0.
-    return ShardedParams(
-        {name: zero_padding(tree.by_name[name], arrays) for name, arrays in scaled.items()}, tree
-    ), norm
+    return ShardedParams({name: tree.by_name[name].zero_padding(arrays) for name, arrays in scaled.items()}, tree), norm

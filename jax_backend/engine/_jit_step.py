@@ -18,7 +18,7 @@ from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from jax_backend.engine._gather import Reduction, divide, joined
-from jax_backend.engine._step import Source, Step, kept, over_shards, params_of, probes_of, sources_of
+from jax_backend.engine._step import Given, Source, Step, kept, over_shards, params_of, probes_of, sources_of
 from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS, rank_partition
 from jax_backend.programs._late_gathers import merges_gathers, when_needed
 from jax_backend.ranks._collectives import scope_name
@@ -38,9 +38,7 @@ NOT_HONOURED = (
 """What mode="jit" asks of XLA and cannot make sure of, or does otherwise than "shard_map"."""
 
 
-def run_under_jit(
-    step: Step, sharded: ShardedParams, batch: Any, state: Any, rng: Any, accumulated: LocalGrads | None
-) -> tuple[Any, ...]:
+def run_under_jit(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any, ...]:
     """One step: (losses, weights or None, gradients, state, aux, local gradients or None), all ranks' side by side."""
     tree, mesh, num_ranks, reduction = sharded.tree, step.mesh, step.mesh.size, step.reduction
 
@@ -48,8 +46,9 @@ def run_under_jit(
         leaf = jnp.asarray(leaf)
         return _cut(leaf.reshape(num_ranks, leaf.shape[0] // num_ranks, *leaf.shape[1:]), mesh, mesh.axis_names)
 
-    batch = jax.tree.map(ranked, batch)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(num_ranks)) if step.contract.has_rng else None
+    batch = jax.tree.map(ranked, given.batch)
+    fold = jax.vmap(jax.random.fold_in, (None, 0))
+    keys = fold(given.rng, jnp.arange(num_ranks)) if step.loss_fn.has_rng else None
     lines = {name: tree.by_name[name].to_gathered(arrays) for name, arrays in sharded.buckets.items()}
     trained = {bucket.name: lines.pop(bucket.name) for bucket in tree.trainable}
     probes = {
@@ -66,13 +65,12 @@ def run_under_jit(
                 precision = tree.policy.resolve(bucket.layout.dtype)
                 return tree.cut(bucket, _layer(bucket, source, here, precision, reduction, mesh))
 
-            return step.rank_loss(
-                params_of(tree, full, stacked, layer, step.frees(tree)), state, batch, key, tree.policy
-            )
+            params = params_of(tree, full, stacked, layer, step.frees(tree))
+            return step.rank_loss(params, Given(batch, state, key, given.seed), tree.policy)
 
         axes = (0, 0, {name: Source(None, 0, 0) for name in stacked}, 0, 0, 0)
         by_rank = jax.vmap(on_rank, in_axes=axes, spmd_axis_name=mesh.axis_names)
-        losses, weights, *rest = by_rank(jnp.zeros((num_ranks, 0)), full, stacked, state, batch, keys)
+        losses, weights, *rest = by_rank(jnp.zeros((num_ranks, 0)), full, stacked, given.state, batch, keys)
         if weights is None:
             return losses.sum(), (losses, weights, *rest)
         weights = jax.lax.stop_gradient(weights)
@@ -80,7 +78,7 @@ def run_under_jit(
         return (losses * counts.astype(losses.dtype)).sum(), (losses, weights, *rest)
 
     def loss_of(trained: dict[str, jax.Array], probes: dict[str, jax.Array]) -> Any:
-        waiting = accumulated.lines if accumulated is not None else None
+        waiting = given.accumulated.lines if given.accumulated is not None else None
         return over_shards(tree, step, spread, apply)(sources_of({**lines, **trained}, probes, waiting))
 
     differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
@@ -93,15 +91,10 @@ def run_under_jit(
         made = {}
         for bucket in tree.trainable:
             line = grads[bucket.name]
-            if bucket.num_layers is not None:
+            if bucket in tree.stacked:
                 factors = factors_of(reduction.mesh, reduction.face, str(line.dtype), reduction.factor)
                 line = _cut(divide(divide(line, factors.between), factors.after), mesh, None, SHARD_AXIS)
-            arrays = bucket.from_gathered(kept(bucket, line, tree.policy))
-            made[bucket.name] = jax.tree.map(
-                lambda array, at: jax.lax.with_sharding_constraint(array, NamedSharding(mesh, at)),
-                arrays,
-                bucket.partitions(),
-            )
+            made[bucket.name] = bucket.constrained(bucket.from_gathered(kept(bucket, line, tree.policy)), mesh)
         reduced = ShardedParams(made, tree)
     losses, weights, new_state, aux = rest
     new_state, aux = jax.tree.map(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_backend.engine._gather import gather
-from jax_backend.engine._step import Source, Step, kept, over_shards, params_of, probes_of, sources_of
+from jax_backend.engine._step import Given, Source, Step, kept, over_shards, params_of, probes_of, sources_of
 from jax_backend.mesh._device_mesh import rank_partition
 from jax_backend.mesh._shard_map import mapped
 from jax_backend.programs._late_gathers import merges_gathers, when_needed
@@ -17,24 +17,23 @@ from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 
 
-def run_on_ranks(
-    step: Step, sharded: ShardedParams, batch: Any, state: Any, rng: Any, accumulated: LocalGrads | None
-) -> tuple[Any, ...]:
+def run_on_ranks(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any, ...]:
     """One step: (losses, weights or None, gradients, state, aux, local gradients or None), all ranks' side by side."""
     tree, axes = sharded.tree, step.mesh.axis_names
 
     def gathered(bucket: Bucket, source: Source) -> dict[str, jax.Array]:
         return gather(tree, bucket, source.line, tree.policy.resolve(bucket.layout.dtype), step.reduction, *source[1:])
 
-    def on_rank(shards: Any, frozen: Any, batch: Any, state: Any, rng: Any, waiting: Any) -> Any:
+    def on_rank(shards: Any, frozen: Any, batch: Any, state: Any, rng: Any, seed: Any, waiting: Any) -> Any:
         state, waiting = (jax.tree.map(lambda leaf: leaf[0], each) for each in (state, waiting))
-        rng = jax.random.fold_in(rng, rank_index(axes)) if step.contract.has_rng else None
+        rng = jax.random.fold_in(rng, rank_index(axes)) if step.loss_fn.has_rng else None
+        own = Given(batch, state, rng, seed)
         lines = {name: tree.by_name[name].to_line(each) for name, each in {**shards, **frozen}.items()}
         trained = {bucket.name: lines.pop(bucket.name) for bucket in tree.trainable}
 
         def apply(full: dict[str, Any], stacked: dict[str, Source]) -> Any:
             params = params_of(tree, full, stacked, gathered, step.frees(tree))
-            loss, weight, *rest = step.rank_loss(params, state, batch, rng, tree.policy)
+            loss, weight, *rest = step.rank_loss(params, own, tree.policy)
             if weight is None:
                 return loss, (loss, weight, *rest)
             # What a rank's mean counts for in the mean over ranks.
@@ -48,11 +47,11 @@ def run_on_ranks(
         differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
         if merges_gathers(step.mesh):
             differentiate = when_needed(differentiate)
-        (_, rest), (grads, own) = differentiate(trained, probes_of(tree, step))
+        (_, rest), (grads, local) = differentiate(trained, probes_of(tree, step))
         reduced = {}
         if step.reduction.now:
             reduced = {b.name: b.from_line(kept(b, grads[b.name], tree.policy)) for b in tree.trainable}
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (*rest, own)), reduced
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (*rest, local)), reduced
 
     by_rank, shards_at = rank_partition(step.mesh), tree.partitions
     # check_vma=False: otherwise JAX sums the cotangent of whatever is equal on all ranks over the ranks by itself,
@@ -60,11 +59,11 @@ def run_on_ranks(
     run = mapped(
         on_rank,
         step.mesh,
-        (shards_at(sharded.shards), shards_at(sharded.frozen), by_rank, by_rank, P(), by_rank),
+        (shards_at(sharded.shards), shards_at(sharded.frozen), by_rank, by_rank, P(), P(), by_rank),
         (by_rank, shards_at(sharded.shards) if step.reduction.now else {}),
     )
-    waiting = accumulated.lines if accumulated is not None else None
-    (losses, weights, new_state, aux, own), grads = run(sharded.shards, sharded.frozen, batch, state, rng, waiting)
+    waiting = given.accumulated.lines if given.accumulated is not None else None
+    (losses, weights, new_state, aux, own), grads = run(sharded.shards, sharded.frozen, *given[:4], waiting)
     local = LocalGrads(own, tree) if step.probes else None
     reduced = ShardedParams(grads, tree) if step.reduction.now else local
     return losses, weights, reduced, new_state, aux, local if step.local_grads else None

@@ -12,11 +12,31 @@ from crossframe.plan import plan_units
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
 from jax_backend.engine._gather import Reduction
-from jax_backend.engine._loss_contract import Contract
+from jax_backend.engine._loss_function import LossFunction, Outcome, cast_batch
 from jax_backend.engine._remat import reshard_after_forward
 from jax_backend.engine._scan import Stack, StackedLeaf
+from jax_backend.other_rounding import other_rounding
 from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._param_tree import ParamTree
+
+
+class Given(NamedTuple):
+    """What a step is given besides parameters.
+
+    Attributes:
+        batch: all ranks'.
+        state: all ranks', with a leading rank axis.
+        rng: a key, or None.
+        seed: None, or which other rounding the loss has (`jax_backend.other_rounding`).
+        accumulated: gradients of earlier microbatches, or None.
+    """
+
+    batch: Any
+    state: Any = None
+    rng: Any = None
+    seed: Any = None
+    accumulated: LocalGrads | None = None
 
 
 @dataclass(frozen=True)
@@ -24,16 +44,15 @@ class Step:
     """What `value_and_grad` was given.
 
     Attributes:
-        loss_fn, mesh: as there.
-        contract: which parts the loss function has.
+        loss_fn: of one rank.
+        mesh: the ranks.
         strategy: as the mesh has it.
         reduction: of gradients.
         local_grads: whether they are returned too.
     """
 
-    loss_fn: Callable
+    loss_fn: LossFunction
     mesh: Mesh
-    contract: Contract
     strategy: Strategy
     reduction: Reduction
     local_grads: bool
@@ -43,10 +62,10 @@ class Step:
         """Whether each rank's own gradients are asked for."""
         return self.local_grads or not self.reduction.now
 
-    def rank_loss(self, params: Any, state: Any, batch: Any, rng: Any, policy: PrecisionPolicy) -> tuple[Any, ...]:
-        """The user's function on one rank: (loss, weight or None, state, aux)."""
-        batch = self.contract.cast_batch(batch, policy, self.reduction.face)
-        return self.contract.call(self.loss_fn, params, state, batch, rng)
+    def rank_loss(self, params: Any, given: Given, policy: PrecisionPolicy) -> Outcome:
+        """The user's function on one rank, with this rank's batch, state and rng."""
+        loss_fn = self.loss_fn if given.seed is None else other_rounding(self.loss_fn, given.seed)
+        return loss_fn(params, given.state, cast_batch(given.batch, policy, self.reduction.face), given.rng)
 
     def frees(self, tree: ParamTree) -> dict[str, bool]:
         """By unit, whether backward gathers it again (R13, R14)."""
@@ -94,17 +113,17 @@ def over_shards(
         apply: given what was gathered, by bucket, and the sources of stacked buckets, whose layers are gathered one by one.
     """
     frees = step.frees(tree)
-    plain = [bucket for bucket in tree.buckets if bucket.num_layers is None]
-    stacked = [bucket.name for bucket in tree.buckets if bucket.num_layers is not None]
 
     def run(sources: dict[str, Source]) -> Any:
         # What is kept is gathered outside of the region that runs again.
-        kept = {bucket.name: gather(bucket, sources[bucket.name]) for bucket in plain if not frees[bucket.unit]}
+        kept = {bucket.name: gather(bucket, sources[bucket.name]) for bucket in tree.plain if not frees[bucket.unit]}
         inside = {name: source for name, source in sources.items() if name not in kept}
 
         def rest(kept: dict[str, Any], inside: dict[str, Source]) -> Any:
-            freed = {bucket.name: gather(bucket, inside[bucket.name]) for bucket in plain if bucket.name not in kept}
-            return apply(kept | freed, {name: inside[name] for name in stacked})
+            freed = {
+                bucket.name: gather(bucket, inside[bucket.name]) for bucket in tree.plain if bucket.name not in kept
+            }
+            return apply(kept | freed, {bucket.name: inside[bucket.name] for bucket in tree.stacked})
 
         return (reshard_after_forward(rest) if any(frees.values()) else rest)(kept, inside)
 
@@ -139,9 +158,8 @@ def probes_of(tree: ParamTree, step: Step) -> dict[str, jax.Array]:
     found = {}
     for bucket in tree.trainable if step.probes else ():
         precision = tree.policy.resolve(bucket.layout.dtype)
-        stack = () if bucket.num_layers is None else (bucket.num_layers,)
         dtype = precision.gathered if step.reduction.now else precision.accumulated(step.reduction.face)
-        found[bucket.name] = jnp.zeros((*stack, bucket.layout.gathered_numel), dtype)
+        found[bucket.name] = jnp.zeros((*bucket.lead, bucket.layout.gathered_numel), dtype)
     return found
 
 

@@ -11,9 +11,9 @@ from crossframe.faces import Face
 from crossframe.strategy import Strategy
 from jax_backend.engine._gather import Reduction
 from jax_backend.engine._jit_step import run_under_jit
-from jax_backend.engine._loss_contract import Contract
+from jax_backend.engine._loss_function import LossFunction
 from jax_backend.engine._shard_map_step import run_on_ranks
-from jax_backend.engine._step import Step
+from jax_backend.engine._step import Given, Step
 from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
 from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
@@ -94,29 +94,51 @@ def value_and_grad(
         UnsupportedError: a strategy that the mesh has no ranks for.
         PlanError: a divide factor that is not above 0.
     """
+    loss = LossFunction(loss_fn, has_state, has_rng, has_aux, has_weight)
+    return step_of(loss, mesh, mode, strategy, face, gradient_divide_factor, reduces, local_grads)
+
+
+def step_of(
+    loss_fn: LossFunction,
+    mesh: Mesh,
+    mode: str = "shard_map",
+    strategy: Strategy | None = None,
+    face: Face = Face.FSDP1,
+    gradient_divide_factor: float | None = None,
+    reduces: bool = True,
+    local_grads: bool = False,
+) -> Callable[..., Result]:
+    """`value_and_grad` of a loss function in its one form.
+
+    Its step also takes `seed`: None, or which other rounding the loss has. All seeds share one program.
+    """
     check_mesh(mesh)
     if mode not in MODES:
         raise UsageError(f"mode: expected one of {tuple(MODES)}, got {mode!r}")
     if not isinstance(face, Face):
         raise UsageError(f"face: expected a crossframe Face, got {face!r}")
-    spec = mesh_spec(mesh)
-    reduction = Reduction(spec, face, gradient_divide_factor, reduces)
+    reduction = Reduction(mesh_spec(mesh), face, gradient_divide_factor, reduces)
     reduction.check()
-    contract = Contract(has_state, has_rng, has_aux, has_weight)
-    step_of = Step(loss_fn, mesh, contract, _checked(strategy, mesh), reduction, local_grads)
+    settings = Step(loss_fn, mesh, _checked(strategy, mesh), reduction, local_grads)
 
     @jax.jit
-    def run(sharded: ShardedParams, batch: Any, state: Any, rng: Any, accumulated: LocalGrads | None) -> Result:
-        losses, weights, grads, new_state, aux, own = MODES[mode](step_of, sharded, batch, state, rng, accumulated)
+    def run(sharded: ShardedParams, given: Given) -> Result:
+        losses, weights, grads, new_state, aux, own = MODES[mode](settings, sharded, given)
         # The mean is taken out here, so that no unit's trace holds a collective of a mere number.
         loss = losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
         return Result(loss, losses, grads, new_state, aux, own)
 
     def step(
-        sharded: ShardedParams, batch: Any, state: Any = None, rng: Any = None, *, accumulated: LocalGrads | None = None
+        sharded: ShardedParams,
+        batch: Any,
+        state: Any = None,
+        rng: Any = None,
+        *,
+        accumulated: LocalGrads | None = None,
+        seed: Any = None,
     ) -> Result:
-        contract.check_step(sharded, batch, state, rng, mesh, accumulated)
-        return run(sharded, batch, state, rng, accumulated)
+        loss_fn.check_step(sharded, batch, state, rng, mesh, accumulated)
+        return run(sharded, Given(batch, state, rng, seed, accumulated))
 
     return step
 

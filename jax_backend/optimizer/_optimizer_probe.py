@@ -85,7 +85,7 @@ def _representative(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
     kinds: dict[Any, list[Bucket]] = {}
     for bucket in buckets:
         kind = tuple((spec.name.rpartition(".")[2], len(spec.shape)) for spec in bucket.layout.params)
-        kinds.setdefault((kind, bucket.num_layers is None, bucket.layout.dtype), []).append(bucket)
+        kinds.setdefault((kind, bool(bucket.lead), bucket.layout.dtype), []).append(bucket)
     return tuple(bucket for alike in kinds.values() for bucket in alike[:2])
 
 
@@ -93,9 +93,9 @@ def _representative(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
 
 
 def _small_shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
-    stack = () if bucket.num_layers is None else (2,)
+    lead = (2,) * len(bucket.lead)
     return {
-        spec.name: (*stack, *(min(size, 3 + i) for i, size in enumerate(spec.shape))) for spec in bucket.layout.params
+        spec.name: (*lead, *(min(size, 3 + i) for i, size in enumerate(spec.shape))) for spec in bucket.layout.params
     }
 
 
@@ -104,7 +104,7 @@ def _line(bucket: Bucket, whole: Mapping[str, Any]) -> jax.Array:
     parts = []
     for spec in bucket.layout.params:  # a dict that went through jit is sorted
         value = whole[spec.name]
-        flat = value.reshape((-1,) if bucket.num_layers is None else (value.shape[0], -1))
+        flat = value.reshape(*value.shape[: len(bucket.lead)], -1)
         parts += [flat, jnp.zeros((*flat.shape[:-1], PADDING), flat.dtype)]
     return jnp.concatenate(parts, axis=-1)
 
@@ -162,10 +162,10 @@ def _compare_shapes(tx: Any, tree: ParamTree) -> None:
     """The state of parameters in their true sizes, nothing computed."""
     lines, whole = {}, {}
     for bucket in tree.trainable:
-        dtype, stack = numpy_dtype(bucket.layout.dtype), () if bucket.num_layers is None else (bucket.num_layers,)
+        dtype = numpy_dtype(bucket.layout.dtype)
         lines[bucket.name] = jax.ShapeDtypeStruct(bucket.shapes(), dtype)
         whole[bucket.name] = {
-            s.name: jax.ShapeDtypeStruct((*stack, *s.shape), numpy_dtype(s.dtype)) for s in bucket.layout.params
+            s.name: jax.ShapeDtypeStruct((*bucket.lead, *s.shape), numpy_dtype(s.dtype)) for s in bucket.layout.params
         }
     of_lines, of_whole = (jax.eval_shape(tx.init, ShardedParams(each, tree)) for each in (lines, whole))
     true = {name: {key: leaf.shape for key, leaf in each.items()} for name, each in whole.items()}
@@ -207,7 +207,7 @@ def _compare(tree: ParamTree, lines: Any, whole: Any, what: tuple[str, str], clo
 def _compare_bucket(bucket: Bucket, line: Any, parts: Any, said: str, close: Any) -> None:
     small, at = _small_shapes(bucket), 0
     for key, shape in small.items():
-        numel = int(np.prod(shape if bucket.num_layers is None else shape[1:]))
+        numel = int(np.prod(shape[len(bucket.lead) :]))
         part = parts[key] if isinstance(parts, dict) else parts
         if not hasattr(line, "shape") or not hasattr(part, "shape"):  # optax's sign that a mask leaves this out
             if type(line) is not type(part):

@@ -8,6 +8,7 @@ optax is given them without the padding, in the user's own shapes and axis order
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 from crossframe.errors import UsageError
 from jax_backend.mesh._device_mesh import SHARD_AXIS, check_mesh
 from jax_backend.optimizer._optimizer_probe import check_init, check_update
-from jax_backend.shards._bucket import Bucket
-from jax_backend.shards._padding import zero_padding
+from jax_backend.shards._bucket import Bucket, grown, shrunk
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
 
@@ -53,9 +53,13 @@ def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None
         raise UsageError(f"expected a transformation of optax, got {type(tx).__name__}; for instance optax.adamw(1e-3)")
     if mesh is not None:
         check_mesh(mesh)
-    wrapped: Any = optax.with_extra_args_support(tx)
     meshes: dict[ParamTree, Mesh] = {}
-    tried: set[ParamTree] = set()
+    views: dict[ParamTree, _OnLines | _OnParams] = {}
+
+    def view_of(tree: ParamTree) -> _OnLines | _OnParams:
+        if tree not in views:
+            views[tree] = (_OnParams if tree.is_per_param else _OnLines)(tx, tree)
+        return views[tree]
 
     def mesh_for(params: ShardedParams) -> Mesh | None:
         if mesh is None and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
@@ -64,32 +68,56 @@ def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None
 
     def init(params: Any) -> Any:
         params = _trainable(params, "params")
-        own = mesh_for(params)
-        if params.tree.is_per_param:
-            return _placed(_padded(tx.init(_named(params)), params.tree), params.tree, own)
-        check_init(tx, params.tree)
-        return _placed(tx.init(params), params.tree, own)
+        return _placed(view_of(params.tree).init(params), params.tree, mesh_for(params))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         grads = _trainable(grads, "grads")
         params, tree = (None if params is None else _trainable(params, "params")), grads.tree
         own = mesh_for(grads)
-        if tree.is_per_param:
-            expected = jax.eval_shape(tx.init, _named(grads))
-            extra = {key: _named(value) if isinstance(value, ShardedParams) else value for key, value in extra.items()}
-            given = _stripped(state, expected, tree)
-            updates, state = wrapped.update(_named(grads), given, None if params is None else _named(params), **extra)
-            updates, state = _unnamed(updates, tree), _padded(state, tree)
-        else:
-            if tree not in tried:
-                check_update(wrapped, tree, extra, with_params=params is not None)
-                tried.add(tree)
-            updates, state = wrapped.update(grads, state, params, **extra)
-            zeroed = {name: zero_padding(tree.by_name[name], array) for name, array in updates.shards.items()}
-            updates = ShardedParams(zeroed, tree)
+        updates, state = view_of(tree).update(grads, state, params, extra)
         return _placed(updates, tree, own), _placed(state, tree, own)
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+class _OnLines:
+    """A transformation that is given buckets, some of them lines; see [Note: what an optimizer sees]."""
+
+    def __init__(self, tx: optax.GradientTransformation, tree: ParamTree) -> None:
+        self._tx, self._tree, self._checked = optax.with_extra_args_support(tx), tree, False
+
+    def init(self, params: ShardedParams) -> Any:
+        check_init(self._tx, self._tree)
+        return self._tx.init(params)  # type: ignore[arg-type]
+
+    def update(
+        self, grads: ShardedParams, state: Any, params: ShardedParams | None, extra: Mapping[str, Any]
+    ) -> tuple[ShardedParams, Any]:
+        if not self._checked:
+            check_update(self._tx, self._tree, extra, with_params=params is not None)
+            self._checked = True
+        updates, state = self._tx.update(grads, state, params, **extra)  # type: ignore[arg-type]
+        zeroed = {name: self._tree.by_name[name].zero_padding(each) for name, each in updates.shards.items()}  # type: ignore[attr-defined]
+        return ShardedParams(zeroed, self._tree), state
+
+
+class _OnParams:
+    """A transformation that is given a dict of parameters in their true shapes, by path; see [Note: what an optimizer sees]."""
+
+    def __init__(self, tx: optax.GradientTransformation, tree: ParamTree) -> None:
+        self._tx, self._tree = optax.with_extra_args_support(tx), tree
+
+    def init(self, params: ShardedParams) -> Any:
+        return _padded(self._tx.init(_named(params)), self._tree)  # type: ignore[arg-type]
+
+    def update(
+        self, grads: ShardedParams, state: Any, params: ShardedParams | None, extra: Mapping[str, Any]
+    ) -> tuple[ShardedParams, Any]:
+        named = _named(grads)
+        extra = {key: _named(value) if isinstance(value, ShardedParams) else value for key, value in extra.items()}
+        given = _stripped(state, jax.eval_shape(self._tx.init, named), self._tree)
+        updates, state = self._tx.update(named, given, None if params is None else _named(params), **extra)  # type: ignore[arg-type]
+        return _unnamed(updates, self._tree), _padded(state, self._tree)  # type: ignore[arg-type]
 
 
 def apply_updates(params: ShardedParams, updates: ShardedParams) -> ShardedParams:
@@ -113,35 +141,22 @@ def _named(params: ShardedParams) -> dict[str, jax.Array]:
     tree, found = params.tree, {}
     for path, (bucket, i) in tree.trained_leaves.items():
         spec = bucket.layout.params[i]
-        array = _cut(params.shards[bucket.name][spec.name], spec.shape, bucket.num_layers)
-        entry = tree.param_map.by_name[spec.name]
-        found[path] = _by_layer(lambda layer, entry=entry, path=path: entry.from_canonical(layer, path), bucket)(array)
+        array = shrunk(params.shards[bucket.name][spec.name], (*bucket.lead, *spec.shape))
+        found[path] = bucket.layers.each(partial(tree.param_map.by_name[spec.name].from_canonical, path=path))(array)
     return found
 
 
 def _unnamed(named: Mapping[str, Any], tree: ParamTree) -> ShardedParams:
     shards: dict[str, Any] = {}
     for bucket in tree.trainable:
-        shards[bucket.name] = {}
-        for i, spec in enumerate(bucket.layout.params):
-            entry = tree.param_map.by_name[spec.name]
-            array = _by_layer(entry.to_canonical, bucket)(*(named[path] for path in entry.paths))
-            stack = () if bucket.num_layers is None else (bucket.num_layers,)
-            shards[bucket.name][spec.name] = _grown(array, (*stack, *bucket.leaf_shape(i)))
+        entries = {name: tree.param_map.by_name[name] for name in bucket.indices}
+        shards[bucket.name] = bucket.from_params(
+            {
+                name: bucket.layers.each(entry.to_canonical)(*(named[path] for path in entry.paths))
+                for name, entry in entries.items()
+            }
+        )
     return ShardedParams(shards, tree)
-
-
-def _by_layer(function: Any, bucket: Bucket) -> Any:
-    return function if bucket.num_layers is None else jax.vmap(function)
-
-
-def _cut(array: jax.Array, shape: tuple[int, ...], num_layers: int | None) -> jax.Array:
-    stack = () if num_layers is None else (slice(None),)
-    return array[(*stack, *(slice(size) for size in shape))]
-
-
-def _grown(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.pad(array, [(0, wide - size) for size, wide in zip(array.shape, shape, strict=True)])
 
 
 # State
@@ -162,16 +177,15 @@ def mirrored_leaf(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tu
     bucket, i = found
     layout = bucket.layout
     entry = tree.param_map.by_name[layout.params[i].name]
-    stack = 0 if bucket.num_layers is None else 1
     shape = entry.leaf_shape(layout.params[i].shape, key)
-    if tuple(leaf.shape) != ((bucket.num_layers, *shape) if stack else shape):
+    if tuple(leaf.shape) != (*bucket.lead, *shape):
         return None
     if entry.split is None:
-        cut = layout.shard_dims[i]  # type: ignore[attr-defined]
+        cut = layout.shard_dims[i]
         dim = cut if entry.axes is None else entry.axes[cut]
     else:
         dim = max(range(len(shape)), key=lambda d: shape[d])
-    dim += stack
+    dim += len(bucket.lead)
     rows = -(-leaf.shape[dim] // layout.world_size) * layout.world_size
     return (*leaf.shape[:dim], rows, *leaf.shape[dim + 1 :]), dim
 
@@ -180,14 +194,14 @@ def _padded(state: Any, tree: ParamTree) -> Any:
     def padded(path: tuple[Any, ...], leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
         found = mirrored_leaf(path, leaf, tree)
-        return leaf if found is None else _grown(leaf, found[0])
+        return leaf if found is None else grown(leaf, found[0])
 
     return jax.tree_util.tree_map_with_path(padded, state)
 
 
 def _stripped(state: Any, expected: Any, tree: ParamTree) -> Any:
     _check_state(state, expected, tree)
-    return jax.tree.map(lambda leaf, true: leaf[tuple(slice(size) for size in true.shape)], state, expected)
+    return jax.tree.map(lambda leaf, true: shrunk(leaf, true.shape), state, expected)
 
 
 def _check_state(state: Any, expected: Any, tree: ParamTree) -> None:
@@ -207,15 +221,11 @@ def _placed(made: Any, tree: ParamTree, mesh: Mesh | None) -> Any:
     """The same, told to lie on the mesh as the parameters do; what is of no parameter is replicated."""
     if mesh is None:
         return made
-    per_param = tree.is_per_param
 
     def placed(path: tuple[Any, ...], leaf: Any) -> Any:
-        partition = P()
         if isinstance(leaf, ShardedParams):
             return _placed_shards(leaf, mesh)
-        if per_param:
-            partition = _stored_partition(path, leaf, tree)
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, partition))
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, _stored_partition(path, leaf, tree)))
 
     return jax.tree_util.tree_map_with_path(placed, made, is_leaf=lambda node: isinstance(node, ShardedParams))
 
@@ -234,30 +244,23 @@ def _stored_partition(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> P:
 def _stored(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:
     """(shape without padding, the dim that is cut) of a leaf that is stored as a parameter is."""
     key = _key(path)
-    found = tree.trained_leaves.get(key) if tree.is_per_param else None
+    found = tree.trained_leaves.get(key)
     if found is None:
         return None
     bucket, i = found
     spec = bucket.layout.params[i]
     entry = tree.param_map.by_name[spec.name]
-    stack = () if bucket.num_layers is None else (bucket.num_layers,)
-    true = jax.ShapeDtypeStruct((*stack, *entry.leaf_shape(spec.shape, key)), leaf.dtype)
+    true = jax.ShapeDtypeStruct((*bucket.lead, *entry.leaf_shape(spec.shape, key)), leaf.dtype)
     padded = mirrored_leaf(path, true, tree)
     return (true.shape, padded[1]) if padded is not None and padded[0] == leaf.shape else None
 
 
 def _placed_shards(shards: ShardedParams, mesh: Mesh) -> ShardedParams:
     def placed(bucket: Bucket, arrays: Any) -> Any:
-        fits = lambda array, shape: getattr(array, "shape", None) == shape  # noqa: E731
-        if not bucket.is_per_param:
-            partition = bucket.partitions() if fits(arrays, bucket.shapes()) else P()
-            # Masks of optax leave nothing where a bucket would be.
-            return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, partition)), arrays)
-        partitions = bucket.partitions()
-        return {
-            name: jax.lax.with_sharding_constraint(array, NamedSharding(mesh, partitions[name]))
-            for name, array in arrays.items()
-        }
+        if bucket.fits(arrays):
+            return bucket.constrained(arrays, mesh)
+        # A mask, or numbers that are no parameters.
+        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, P())), arrays)
 
     named = {name: placed(shards.tree.by_name[name], arrays) for name, arrays in shards.shards.items()}
     return ShardedParams(named, shards.tree)

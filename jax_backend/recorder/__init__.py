@@ -1,6 +1,7 @@
-"""Recording training loops in JAX, of anyone's: `Recorder`. A recording is what `crossframe compare` holds against another."""
+"""`Recorder`: records a training loop in JAX. crossframe.recording defines recordings, crossframe.verdict compares them."""
 
+from jax_backend.recorder._begin import program
 from jax_backend.recorder._modules import module_paths
 from jax_backend.recorder._recorder import Recorder
 
-__all__ = ["Recorder", "module_paths"]
+__all__ = ["Recorder", "module_paths", "program"]

@@ -15,17 +15,18 @@ from jax.sharding import Mesh
 from crossframe.errors import RecordingError, UsageError
 from crossframe.names import ParamMap
 from crossframe.operators import Request
-from crossframe.recording import Batch, Schedule
+from crossframe.recording import Batch, Manifest, Schedule
 from crossframe.recording.batches import digest_of, row_ids
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from crossframe.trace import Event
-from jax_backend.engine._value_and_grad import Result, value_and_grad
+from jax_backend.engine._loss_function import LossFunction
+from jax_backend.engine._value_and_grad import Result, step_of
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
 from jax_backend.recorder._arrays import OfArrays
 from jax_backend.recorder._begin import About, begun, check_directory, kept, manifest_of, place_of
-from jax_backend.recorder._interior import Inner, with_inner
+from jax_backend.recorder._interior import Interior, ObservedLoss
 from jax_backend.recorder._modules import check_channels_last
 from jax_backend.recorder._operators import OperatorTrace
 from jax_backend.recorder._shards import OfShards
@@ -34,6 +35,7 @@ from jax_backend.shards._sharded_params import ShardedParams
 
 # Steps whose losses wait on a device, so that the loop need not wait for them.
 _MOST_WAITING = 2
+DECLARED = ("has_state", "has_rng", "has_aux", "has_weight")
 MORE = ("grads", "grad_norm", "learning_rate")
 """What a wrapped step may return besides."""
 
@@ -100,6 +102,7 @@ class Recorder:
             starts with `recorder.params` one unit in the last place away, and wrapped functions round differently. Its recording
             is a folder inside the original run's recording. None: the environment variable CROSSFRAME_TWIN, else 0.
         overwrite: replace a recording that is there.
+        manifest: of a recording that has been created, into which this process writes; what the manifest states is taken from it.
         name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is that in which the run computes;
             None: that of most parameters. `settings` is JSON, such as {"optimizer": "AdamW", "weight_decay": 0.1}.
 
@@ -126,6 +129,7 @@ class Recorder:
         channels_last: Iterable[str | tuple[str, str]] | None = None,
         twin: int | None = None,
         overwrite: bool = False,
+        manifest: Manifest | None = None,
         name: str = "model",
         dtype: str | None = None,
         strategy: str | None = None,
@@ -148,13 +152,20 @@ class Recorder:
             self._source = OfArrays(params, mesh, param_map, units)
         self.twin, self._overwrite, self._samples = perturbed_run_number(twin), overwrite, samples
         self._channels_last = check_channels_last(channels_last)
-        self._path = place_of(directory, self.twin)
-        schedule = Schedule(dense, every, tuple(windows))
+        self._path = Path(directory) if manifest is not None else place_of(directory, self.twin)
+        schedule, self._manifest = Schedule(dense, every, tuple(windows)), manifest
+        if manifest is not None:
+            if manifest.units != tuple(self._source.units):
+                raise UsageError(
+                    "manifest: expected the units and layouts of the parameters, got others; make it from them"
+                )
+            schedule, detail = manifest.schedule, manifest.detail
         self._request, self._trace = Request.from_environment(), None
-        if self._request is not None:
+        if self._request is not None and manifest is None:
             # The run is made again for the operators of one step: what it records besides is of no interest.
             self._path, self._overwrite = Path(self._request.directory, "recording"), True
             schedule, detail = Schedule(0, 10**9), "sketch"
+        if self._request is not None:
             self._trace = OperatorTrace(self._request)
         self._about = About(
             schedule, detail, steps, name, dtype, strategy, learning_rate, seed, terms, settings or {}, self.twin
@@ -168,13 +179,14 @@ class Recorder:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._inner: list[Inner] = []
+        self._interiors: list[Interior] = []
         self._local_grads: Any = None
         self._events: list[Event] = []
         self._num_microbatches = 0
 
     def __enter__(self) -> Self:
-        check_directory(self._path, self._overwrite)
+        if self._manifest is None:
+            check_directory(self._path, self._overwrite)
         if self._trace is not None:
             self._trace.begin_step(self._step)
         return self
@@ -246,7 +258,7 @@ class Recorder:
             self._trace.finish(loss)
         if self._writers is None:
             said = {"batch": batch, "gradients": grads, "gradient norm": grad_norm, "optimizer state": opt_state,
-                    "inside of steps": self._inner or None}  # fmt: skip
+                    "inside of steps": self._interiors or None}  # fmt: skip
             self._start([what for what, value in said.items() if value is not None], by_rank=np.shape(loss) != ())
         assert self._writers is not None
         rates = _rates_in(opt_state) if learning_rate is None else (learning_rate,)
@@ -257,7 +269,7 @@ class Recorder:
             seen.initial, self._initial = self._initial, None
             seen.grads, seen.state, seen.updated = grads, opt_state, params
             if self._writers.is_dense(self._step):
-                seen.inner, seen.local_grads = self._inner, self._local_grads
+                seen.interiors, seen.local_grads = self._interiors, self._local_grads
             self._writers.write(self._step, seen)
         else:
             self._waiting.append(waiting)
@@ -314,58 +326,55 @@ class Recorder:
 
         return recorded
 
-    def value_and_grad(self, loss_fn: Callable, **options: Any) -> Callable[..., Result]:
-        """`jax_backend.value_and_grad` of the Recorder's ShardedParams, which at dense steps also records what is inside: full
+    def value_and_grad(self, loss_fn: Callable, *, one_program: bool = False, **options: Any) -> Callable[..., Result]:
+        """`jax_backend.value_and_grad` of the Recorder's ShardedParams, which at dense steps also records the interior: full
         parameters as each rank's forward sees them, what modules tell (`jax_backend.activations`), and each rank's own gradients.
         Several calls before `step` are its microbatches.
 
-        [Note: a recorded step has the bits of one that is not] What a program also returns may change how the rest of it rounds:
-        XLA may make one fused multiply-add of a product and a sum, unless the product is a result too. So what the step returns
-        is always of the program that records nothing. At dense steps another one runs besides, which takes as long again; what
-        it shows of the inside is the step's but for rounding.
+        [Note: a recorded step has the bits of one that is not] What a program also returns may change the rounding of the rest:
+        XLA may make one fused multiply-add of a product and a sum, unless the product is a result too. So the step always returns
+        the results of the program that records nothing. At dense steps another one runs as well, which takes as long again; the
+        interior that it returns is the step's up to rounding.
 
         Args:
-            options: of `value_and_grad`. In a perturbed run the loss rounds otherwise.
+            one_program: run the program that returns the interior at all steps, for a run that is too short to compile two. Its
+                bits may differ from those of a run that is not recorded.
+            options: of `value_and_grad`. In a perturbed run the loss has other rounding.
 
         Returns:
-            Its step, to be called outside of jit, as it looks whether the step is dense.
+            Its step, to be called outside of jit, since it depends on whether the step is dense.
         """
         if not isinstance(self._source, OfShards):
             raise UsageError(
                 "value_and_grad: expected a Recorder of ShardedParams, got one of a pytree of arrays; make them with "
                 "jax_backend.shard, or record what the loop has by recorder.step"
             )
-        mesh, has_aux, has_state = (
-            self._source.grid.mesh,
-            options.pop("has_aux", False),
-            options.get("has_state", False),
-        )
-        twin: Callable = functools.partial(other_rounding, seed=self.twin) if self.twin else lambda fun: fun
-        plain = value_and_grad(twin(loss_fn), mesh, has_aux=has_aux, **options)
-        reduces = options.get("reduces", True)
-        told = with_inner(loss_fn, has_state=has_state, has_aux=has_aux)
-        dense = value_and_grad(twin(told), mesh, has_aux=True, **(options | {"local_grads": reduces}))
-        events: list[list[Event]] = []
+        declared = {name: options.pop(name) for name in DECLARED if name in options}
+        plain, dense = _programs(loss_fn, self._source.grid.mesh, declared, options)
+        program = dense if one_program else plain
+        seed = {"seed": np.uint32(self.twin)} if self.twin else {}
+        events: list[Event] = []
 
         def step(*args: Any, **kwargs: Any) -> Result:
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
                 raise UsageError(
                     "recorder.value_and_grad: expected arrays, got tracers; call its step outside of jit and grad"
                 )
+            kwargs |= seed
             if self._trace is not None and self._trace.active:
                 inside = dense(*args, **kwargs)
                 self._trace.microbatch(inside.losses, inside.aux[1].activations.values)
                 return inside._replace(aux=inside.aux[0])
             if not events:
-                events.append(trace_of(plain, *args, mesh=mesh, **kwargs))
-            self._events += [_at(event, self._num_microbatches) for event in events[0]]
+                events.extend(trace_of(program, *args, mesh=self._source.grid.mesh, **kwargs))
+            self._events += [replace(event, microbatch=self._num_microbatches) for event in events]
             self._num_microbatches += 1
-            result = plain(*args, **kwargs)
+            result = program(*args, **kwargs)
             if self.is_dense():
-                inside = dense(*args, **kwargs)
-                self._inner.append(inside.aux[1])
-                self._local_grads = inside.local_grads if reduces else None
-            return result
+                inside = result if one_program else dense(*args, **kwargs)
+                self._interiors.append(inside.aux[1])
+                self._local_grads = inside.local_grads if options.get("reduces", True) else None
+            return result._replace(aux=result.aux[0]) if one_program else result
 
         return step
 
@@ -383,8 +392,10 @@ class Recorder:
             )
 
     def _start(self, recorded: list[str], *, by_rank: bool) -> None:
-        says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
-        manifest = begun(self._path, manifest_of(self._source, self._about, says), overwrite=self._overwrite)
+        manifest = self._manifest
+        if manifest is None:
+            says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
+            manifest = begun(self._path, manifest_of(self._source, self._about, says), overwrite=self._overwrite)
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
         self._open_window()
 
@@ -414,8 +425,25 @@ class Recorder:
             self._writers.write(oldest.step, self._seen(oldest))
 
 
-def _at(event: Event, microbatch: int) -> Event:
-    return replace(event, microbatch=microbatch)
+def _programs(
+    loss_fn: Callable, mesh: Mesh, declared: Mapping[str, bool], options: Mapping[str, Any]
+) -> tuple[Callable[..., Result], Callable[..., Result]]:
+    """The steps of a loss function that record nothing and its interior."""
+    key = loss_fn, mesh, tuple(declared.items()), tuple(options.items())
+    try:
+        hash(key)
+    except TypeError:  # a module of equinox, for example
+        return _compiled.__wrapped__(*key)
+    return _compiled(*key)
+
+
+# Recorders that follow each other, as those of perturbed runs, share the programs of a loss function.
+@functools.lru_cache(maxsize=8)
+def _compiled(loss_fn: Callable, mesh: Mesh, declared: tuple, options: tuple) -> tuple[Callable, Callable]:
+    given = dict(options)
+    plain = step_of(LossFunction(loss_fn, **dict(declared)), mesh, **given)
+    given["local_grads"] = given.get("reduces", True)
+    return plain, step_of(ObservedLoss(loss_fn, **dict(declared)), mesh, **given)
 
 
 def _rates_in(opt_state: Any) -> tuple[Any, ...]:

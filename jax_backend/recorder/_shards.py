@@ -1,13 +1,12 @@
 """Parameters as `jax_backend.shard` lays them out."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from crossframe.checkpoint import state_layout
 from crossframe.layout import Layout, PerParamLayout, Piece
 from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec
@@ -45,7 +44,7 @@ class OfShards:
         """What each rank of this process holds of parameters, of their gradients or of what an optimizer keeps."""
         found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
         for name, arrays in values.buckets.items():
-            if _is_by_rows(bucket := self.tree.by_name[name]):
+            if (bucket := self.tree.by_name[name]).by_rows:
                 continue
             # Padding is behind the last row, where a parameter is padded at all.
             for spec in bucket.layout.params:
@@ -53,9 +52,8 @@ class OfShards:
         for rank in self.grid.here:
             place = self.grid.spec.coordinate(rank)[1]
             for name, buffer in shards_of(values, rank).items():
-                if _is_by_rows(bucket := self.tree.by_name[name]):
-                    lines = [buffer] if bucket.num_layers is None else buffer
-                    for (unit, layout), line in zip(self._units[name], lines, strict=True):
+                if (bucket := self.tree.by_name[name]).by_rows:
+                    for (unit, layout), line in zip(self._units[name], bucket.layers.split(buffer), strict=True):
                         for p in layout.pieces(place):
                             piece = (p.param_start, p.param_stop, line[p.shard_start : p.shard_stop])
                             found[rank].setdefault(unit, {})[p.name] = piece
@@ -74,7 +72,7 @@ class OfShards:
                 slots[slot if slot not in slots else slot_name(field)] = self.pieces(kept)
                 if field in counts:
                     stepped |= {spec.name: counts[field] for name in kept.shards for spec in self._specs(name)}
-        leaves = self.tree.trained_leaves if self.tree.is_per_param else {}
+        leaves = self.tree.trained_leaves
         by_path = state_by_path(state, self._cut, leaves)
         for slot, kept in by_path.slots.items():
             found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
@@ -82,9 +80,10 @@ class OfShards:
                 name = bucket.layout.params[i].name
                 entry = self.tree.param_map.by_name[name]
                 if all(path in kept for path in entry.paths):
-                    copies = [kept[path] for path in entry.paths]
-                    whole = entry.to_canonical if bucket.num_layers is None else _each_layer(entry)
-                    of_rank = {rank: whole(*(copy[rank] for copy in copies)) for rank in self.grid.here}
+                    of_rank = {
+                        rank: _canonical(bucket, entry, [kept[path][rank] for path in entry.paths])
+                        for rank in self.grid.here
+                    }
                     self._add_whole(found, bucket, name, of_rank)
             slots[slot] = found
         for path, count in by_path.counts.items():
@@ -106,14 +105,13 @@ class OfShards:
         for name, bucket in self.tree.bucket_of.items():
             entry, called = self.tree.param_map.by_name[name], _names(bucket, name)
             arrays = [np.asarray(leaves[path]) for path in entry.paths]
-            layers = [arrays] if bucket.num_layers is None else list(zip(*arrays, strict=True))
+            layers = zip(*map(bucket.layers.split, arrays), strict=True)
             made = [
                 perturbed_values(own, entry.to_canonical(*parts), twin)
                 for own, parts in zip(called, layers, strict=True)
             ]
             for path in entry.paths:
-                parts = [entry.from_canonical(each, path) for each in made]
-                changed[path] = parts[0] if bucket.num_layers is None else np.stack(parts)
+                changed[path] = bucket.layers.join([entry.from_canonical(each, path) for each in made])
         owners = dict(self.tree.shared)
         values = [changed[owners.get(path, path)] for path in leaves]
         return writeback(params, jax.tree.unflatten(jax.tree.structure(full), values))
@@ -131,7 +129,7 @@ class OfShards:
 
     def whole(self, bucket: str, line: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
         """By unit the same out of a bucket's gathered buffer."""
-        lines = [line] if self.tree.by_name[bucket].num_layers is None else list(line)
+        lines = self.tree.by_name[bucket].layers.split(line)
         found: dict[str, dict[str, np.ndarray]] = {}
         for (unit, layout), each in zip(self._units[bucket], lines, strict=True):
             views = self.tree.views(bucket, each).values()
@@ -147,7 +145,7 @@ class OfShards:
         i = bucket.indices[name]
         for rank, whole in copies.items():
             by_layer = self._pieces_at(bucket.name, self.grid.spec.coordinate(rank)[1])
-            layers = [whole] if bucket.num_layers is None else whole
+            layers = bucket.layers.split(whole)
             for (unit, layout), pieces, each in zip(self._units[bucket.name], by_layer, layers, strict=True):
                 called = layout.params[i].name
                 if piece := pieces.get(called):
@@ -165,57 +163,44 @@ class OfShards:
         return self._found_pieces[bucket, place]
 
 
-def _is_by_rows(bucket: Bucket) -> bool:
-    return not isinstance(bucket.layout, PerParamLayout) or bucket.layout.on_dim_0
-
-
 def _units(bucket: Bucket) -> tuple[tuple[str, Layout], ...]:
-    """A bucket's units as they are recorded: a layer each, if it is stacked."""
-    layout = bucket.layout if _is_by_rows(bucket) else PerParamLayout(bucket.layout.params, bucket.layout.world_size)
-    if bucket.num_layers is None:
-        return ((bucket.unit, layout),)
-    return tuple(
-        (_inside(bucket.unit, layer)(bucket.unit), state_layout(layout, "", layout.dtype, _inside(bucket.unit, layer)))
-        for layer in range(bucket.num_layers)
-    )
-
-
-def _inside(unit: str, layer: int) -> Callable[[str], str]:
-    """A stacked unit's name, or that of what is in it, to that in one of its layers."""
-    return lambda name: f"{unit}.{layer}{name.removeprefix(unit)}"
+    """A bucket's units as they are recorded: one for each layer, if it is stacked."""
+    layout = bucket.layout if bucket.by_rows else PerParamLayout(bucket.layout.params, bucket.layout.world_size)
+    return bucket.layers.units(bucket.unit, layout)
 
 
 def _names(bucket: Bucket, name: str) -> list[str]:
-    """What a parameter is called in a recording, layer by layer."""
-    if bucket.num_layers is None:
-        return [name]
-    return [_inside(bucket.unit, layer)(name) for layer in range(bucket.num_layers)]
+    """The names of a parameter in a recording, one for each layer."""
+    return [rename(name) for rename in bucket.layers.renames(bucket.unit)]
 
 
 def _map_by_layer(tree: ParamTree) -> ParamMap:
-    entries = []
-    for entry in tree.param_map.entries:
-        bucket = tree.bucket_of[entry.name]
-        if bucket.num_layers is None:
-            entries.append(entry)
-            continue
-        for layer, name in enumerate(_names(bucket, entry.name)):
-            paths = tuple(f"{path}[{layer}]" for path in entry.paths)
-            entries.append(replace(entry, name=name, path=paths if isinstance(entry.path, tuple) else paths[0]))
-    return ParamMap(tuple(entries))
+    return ParamMap(
+        tuple(each for entry in tree.param_map.entries for each in _entries(tree.bucket_of[entry.name], entry))
+    )
 
 
-def _each_layer(entry: MapEntry) -> Callable[..., np.ndarray]:
-    return lambda *stacks: np.stack([entry.to_canonical(*parts) for parts in zip(*stacks, strict=True)])
+def _entries(bucket: Bucket, entry: MapEntry) -> Sequence[MapEntry]:
+    if not bucket.lead:
+        return [entry]
+
+    def of_layer(layer: int, name: str) -> MapEntry:
+        paths = tuple(f"{path}[{layer}]" for path in entry.paths)
+        return replace(entry, name=name, path=paths if isinstance(entry.path, tuple) else paths[0])
+
+    return [of_layer(*each) for each in enumerate(_names(bucket, entry.name))]
+
+
+def _canonical(bucket: Bucket, entry: MapEntry, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """A parameter in numpy, with its layers."""
+    return bucket.layers.join(
+        [entry.to_canonical(*parts) for parts in zip(*map(bucket.layers.split, arrays), strict=True)]
+    )
 
 
 def _of_parameters(node: ShardedParams) -> ShardedParams:
     """What of a node of the state has the arrays of buckets: masks and empty nodes have not."""
     return ShardedParams(
-        {
-            name: arrays
-            for name, arrays in node.shards.items()
-            if jax.tree.leaves(arrays) and jax.tree.map(np.shape, arrays) == node.tree.by_name[name].shapes()
-        },
+        {name: arrays for name, arrays in node.shards.items() if node.tree.by_name[name].fits(arrays)},
         node.tree,
     )

@@ -14,7 +14,7 @@ from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.lines import activation_key
 from crossframe.trace import Event
 from jax_backend.recorder._arrays import OfArrays, Pieces
-from jax_backend.recorder._interior import Inner
+from jax_backend.recorder._interior import Interior
 from jax_backend.recorder._modules import Dims
 from jax_backend.recorder._shards import OfShards
 from jax_backend.recorder._sketch import sketch_of
@@ -34,7 +34,7 @@ class Seen:
         rates: the learning rates of the step, if they are known.
         state: the optimizer's, after the step.
         updated: the parameters after the step.
-        inner: of each microbatch what is inside of it; none at steps that are not dense.
+        interiors: one for each microbatch; none at steps that are not dense.
         local_grads: each rank's own.
         events: the collectives of rank 0.
     """
@@ -47,7 +47,7 @@ class Seen:
     rates: Sequence[float] = ()
     state: Any = None
     updated: Any = None
-    inner: Sequence[Inner] = ()
+    interiors: Sequence[Interior] = ()
     local_grads: LocalGrads | None = None
     events: Sequence[Event] = field(default_factory=list)
 
@@ -96,8 +96,8 @@ class Writers:
             if seen.grad_norm is not None:
                 writer.grad_norm(step, seen.grad_norm)
             writer.collectives(step, of_rank(seen.events, spec, rank))
-            if seen.inner and writer.is_dense(step):
-                self._put_inner(writer, step, rank, seen)
+            if seen.interiors and writer.is_dense(step):
+                self._put_interior(writer, step, rank, seen)
             writer.end_step(step, seen.rates)
 
     def _put(self, method: str, step: int, by_rank: Mapping[int, Pieces], *slot: str) -> None:
@@ -122,13 +122,13 @@ class Writers:
     def _whole(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         return {name: self._kept(name, values, values.size) for name, values in arrays.items()}
 
-    def _put_inner(self, writer: RecordingWriter, step: int, rank: int, seen: Seen) -> None:
+    def _put_interior(self, writer: RecordingWriter, step: int, rank: int, seen: Seen) -> None:
         assert isinstance(self.source, OfShards)
-        params = {path: _row(leaf, rank, self.source) for path, leaf in seen.inner[0].params.items()}
+        params = {path: _row(leaf, rank, self.source) for path, leaf in seen.interiors[0].params.items()}
         for unit, full in self.source.full(params).items():
             writer.unsharded(step, unit, self._whole(full))
-        for microbatch, inner in enumerate(seen.inner):
-            told = inner.activations
+        for microbatch, interior in enumerate(seen.interiors):
+            told = interior.activations
             for (module, use), value in zip(told.names, told.values, strict=True):
                 array = self._dims.canonical(module, use, _row(value, rank, self.source))
                 order, key = self._dims.order(module, use, array), activation_key(use, microbatch, module)

@@ -1,29 +1,41 @@
-"""A bucket: the parameters of a unit that one all-gather moves, and the layout of their arrays. Static: no array."""
+"""A bucket: the parameters of a unit that one all-gather moves. Static: it describes arrays and holds none.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+A bucket's arrays have one of two forms. `LineBucket` (flat and ragged) is one array of all its parameters; `PerParamBucket` is a
+dict of one array for each parameter. A *line* is what a rank sends of a bucket in either form, of shape (padded_shard_numel,),
+with a leading dim of layers in a stacked unit.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.layout import Layout, PerParamLayout
-from jax_backend.mesh._device_mesh import SHARD_AXIS
+from crossframe.layout import views as numpy_views
+from jax_backend.mesh._device_mesh import SHARD_AXIS, device_of
+from jax_backend.shards._layers import ONE_LAYER, Layers, OneLayer
+from jax_backend.shards._padding import padding_of, zeroed
+from jax_backend.shards._views import column_views, line_views
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """The uniform part of a unit (R11): what travels in one all-gather.
+class Bucket(ABC):
+    """The uniform part of a unit (R11): what one all-gather moves.
 
     Attributes:
-        name: its key in `ShardedParams.shards`: the unit's name; of further buckets of a unit that followed by what they hold.
-        unit: the unit.
-        layout: where its parameters lie; of a stacked unit those of one layer.
-        index: its place among the buckets of its unit.
+        name: its key in `ShardedParams.shards`: the unit's name; for further buckets of a unit, followed by what they hold.
+        unit: name of the unit.
+        layout: the position of each parameter; in a stacked unit, within one layer.
+        index: its index among the buckets of its unit.
         trainable: whether its parameters take gradients; if not, it is in `ShardedParams.frozen`.
-        num_layers: None, or of a stacked unit the size of the leading dim of all its parameters.
+        layers: the layers of the unit.
     """
 
     name: str
@@ -31,103 +43,247 @@ class Bucket:
     layout: Layout
     index: int = 0
     trainable: bool = True
-    num_layers: int | None = None
+    layers: OneLayer | Layers = ONE_LAYER
 
     @property
     def label(self) -> str:
-        """What its collectives are found by in a program."""
+        """The name of its collectives in a program."""
         return self.unit if self.index == 0 else f"{self.unit}#{self.index}"
 
     @property
-    def is_per_param(self) -> bool:
-        """Whether every parameter is an array of its own."""
-        return isinstance(self.layout, PerParamLayout)
+    def lead(self) -> tuple[int, ...]:
+        """The leading dims of its arrays: (num_layers,) in a stacked unit, else ()."""
+        return self.layers.lead
 
     @cached_property
     def indices(self) -> Mapping[str, int]:
         """The index of each parameter in the layout, by canonical name."""
         return {spec.name: i for i, spec in enumerate(self.layout.params)}
 
-    def leaf_shape(self, i: int) -> tuple[int, ...]:
-        """Of a per-parameter bucket: the shape of parameter i's array, padded to equal chunks (R07)."""
-        layout = self.layout
-        assert isinstance(layout, PerParamLayout)
-        shape, dim = layout.params[i].shape, layout.shard_dims[i]
-        return (*shape[:dim], layout.chunk_rows(i) * layout.world_size, *shape[dim + 1 :])
+    @property
+    def line_shape(self) -> tuple[int, ...]:
+        """The shape of a line."""
+        return (*self.lead, self.layout.padded_shard_numel)
 
-    def leaf_partition(self, i: int) -> P:
-        """Of a per-parameter bucket: which dim of parameter i's array is cut over the shard axis."""
-        assert isinstance(self.layout, PerParamLayout)
-        stack = () if self.num_layers is None else (None,)
-        return P(*stack, *(None,) * self.layout.shard_dims[i], SHARD_AXIS)
+    @property
+    @abstractmethod
+    def by_rows(self) -> bool:
+        """Whether each rank's elements of a parameter are consecutive in row-major order."""
 
+    @abstractmethod
     def shapes(self) -> Any:
-        """The shape of the bucket's array, or by parameter those of its arrays."""
-        stack = () if self.num_layers is None else (self.num_layers,)
-        if self.is_per_param:
-            return {spec.name: (*stack, *self.leaf_shape(i)) for i, spec in enumerate(self.layout.params)}
-        return (*stack, self.layout.gathered_numel)
+        """The shape of the bucket's array, or the shapes of its arrays by parameter."""
 
+    @abstractmethod
     def partitions(self) -> Any:
-        """How the bucket's array, or by parameter its arrays, lie on a mesh."""
-        if self.is_per_param:
-            return {spec.name: self.leaf_partition(i) for i, spec in enumerate(self.layout.params)}
-        return P(*(() if self.num_layers is None else (None,)), SHARD_AXIS)
+        """The PartitionSpec of the bucket's array, or those of its arrays by parameter."""
 
-    def to_line(self, shard: Any) -> jax.Array:
-        """One rank's part of the bucket as what it sends: shape (padded_shard_numel,), or (num_layers, padded_shard_numel).
+    @abstractmethod
+    def to_line(self, shard: Any) -> Any:
+        """One rank's part of the arrays as a line."""
 
-        Args:
-            shard: the rank's part of the array, or by parameter of the arrays.
-        """
-        if not self.is_per_param:
-            return shard
-        stack = () if self.num_layers is None else (self.num_layers,)
-        return jnp.concatenate([shard[spec.name].reshape(*stack, -1) for spec in self.layout.params], axis=-1)
-
+    @abstractmethod
     def from_line(self, line: Any) -> Any:
         """The inverse of `to_line`."""
-        if not self.is_per_param:
-            return line
-        layout, stack = self.layout, line.shape[:-1]
-        assert isinstance(layout, PerParamLayout)
-        found = {}
-        for i, (spec, column) in enumerate(zip(layout.params, layout.columns, strict=True)):
-            shape, dim = list(spec.shape), layout.shard_dims[i]
-            shape[dim] = layout.chunk_rows(i)
-            found[spec.name] = line[..., column.start : column.start + column.width].reshape(*stack, *shape)
-        return found
 
+    @abstractmethod
     def to_gathered(self, arrays: Any) -> jax.Array:
-        """What an all-gather fills, out of whole arrays: shape (gathered_numel,), or (num_layers, gathered_numel).
+        """The result of an all-gather of global arrays: shape (gathered_numel,), with a leading dim of layers if stacked."""
+
+    @abstractmethod
+    def from_gathered(self, gathered: jax.Array) -> Any:
+        """The inverse of `to_gathered`."""
+
+    @abstractmethod
+    def from_params(self, params: Mapping[str, jax.Array]) -> Any:
+        """The arrays that hold these canonical parameters, with 0 in the padding."""
+
+    @abstractmethod
+    def zero_padding(self, arrays: Any) -> Any:
+        """The arrays with 0 in the padding, whatever was there (R05). No mask is stored."""
+
+    @abstractmethod
+    def _cut(self, gathered: jax.Array) -> dict[str, jax.Array]: ...
+
+    def views(self, gathered: Any) -> dict[str, Any]:
+        """The parameters in one layer's gathered buffer, or in a buffer of gradients with the same layout.
 
         Args:
-            arrays: the array, or by parameter the arrays, of `shapes`.
+            gathered: numpy or JAX array of shape (gathered_numel,).
+
+        Returns:
+            Arrays by canonical name, in canonical shapes, without padding.
         """
-        if not self.is_per_param:
-            return arrays
-        layout, ranks, tables = self.layout, self.layout.world_size, []
-        assert isinstance(layout, PerParamLayout)
-        for i, (spec, column) in enumerate(zip(layout.params, layout.columns, strict=True)):
-            dim = layout.shard_dims[i]
-            array, lead = arrays[spec.name], arrays[spec.name].shape[: self.num_layers is not None]
-            at, cut = len(lead) + dim, self.leaf_shape(i)
-            chunks = array.reshape(*lead, *cut[:dim], ranks, cut[dim] // ranks, *cut[dim + 1 :])
-            tables.append(jnp.moveaxis(chunks, at, len(lead)).reshape(*lead, ranks, column.width))
+        return numpy_views(self.layout, gathered) if isinstance(gathered, np.ndarray) else self._cut(gathered)
+
+    def shardings(self, mesh: Mesh) -> Any:
+        """`partitions` on a mesh."""
+        is_partition = lambda node: isinstance(node, P)  # noqa: E731
+        return jax.tree.map(lambda each: NamedSharding(mesh, each), self.partitions(), is_leaf=is_partition)
+
+    def fits(self, arrays: Any) -> bool:
+        """Whether arrays have this bucket's form and shapes. Masks and empty nodes in an optimizer's state do not."""
+        return bool(jax.tree.leaves(arrays)) and jax.tree.map(jnp.shape, arrays) == self.shapes()
+
+    def constrained(self, arrays: Any, mesh: Mesh) -> Any:
+        """The arrays with this bucket's shardings, inside jit."""
+        return jax.tree.map(lambda at, array: jax.lax.with_sharding_constraint(array, at), self.shardings(mesh), arrays)
+
+    def assembled(self, mesh: Mesh, own: Callable[[int], Any]) -> Any:
+        """Global arrays out of each rank's part.
+
+        Args:
+            own: maps a rank of this process to its part, as `from_line` returns it; on any device, or in numpy.
+        """
+        here = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
+        parts = [jax.device_put(own(rank), device_of(mesh, rank)) for rank in here]
+
+        def joined(sharding: NamedSharding, shape: tuple[int, ...], *arrays: jax.Array) -> jax.Array:
+            return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+        return jax.tree.map(joined, self.shardings(mesh), self.shapes(), *parts)
+
+
+@dataclass(frozen=True)
+class LineBucket(Bucket):
+    """A bucket of a flat or a ragged layout: one array, of shape (gathered_numel,)."""
+
+    @property
+    def by_rows(self) -> bool:
+        return True
+
+    def shapes(self) -> tuple[int, ...]:
+        return (*self.lead, self.layout.gathered_numel)
+
+    def partitions(self) -> P:
+        return P(*(None,) * len(self.lead), SHARD_AXIS)
+
+    def to_line(self, shard: Any) -> Any:
+        return shard
+
+    def from_line(self, line: Any) -> Any:
+        return line
+
+    def to_gathered(self, arrays: jax.Array) -> jax.Array:
+        return arrays
+
+    def from_gathered(self, gathered: jax.Array) -> jax.Array:
+        return gathered
+
+    def from_params(self, params: Mapping[str, jax.Array]) -> jax.Array:
+        layout = self.layout
+        assert layout.contiguous, "each parameter of a line is one run of the gathered buffer"
+        parts, at = [], 0
+        for offset, spec in sorted(zip(layout.offsets, layout.params, strict=True), key=lambda each: each[0]):
+            flat = params[spec.name].reshape(*self.lead, -1)
+            parts += [jnp.zeros((*self.lead, offset - at), flat.dtype), flat]
+            at = offset + flat.shape[-1]
+        parts.append(jnp.zeros((*self.lead, layout.gathered_numel - at), parts[-1].dtype))
+        return jnp.concatenate([part for part in parts if part.shape[-1]], axis=-1)
+
+    def zero_padding(self, arrays: jax.Array) -> jax.Array:
+        return zeroed(arrays, arrays.ndim - 1, self.layout.world_size, padding_of(self.layout))
+
+    def _cut(self, gathered: jax.Array) -> dict[str, jax.Array]:
+        return line_views(self.layout, gathered)
+
+
+@dataclass(frozen=True)
+class PerParamBucket(Bucket):
+    """A bucket of a per-parameter layout: by canonical name, an array of the parameter's shape, whose sharded dim is padded to
+    equal chunks (R07)."""
+
+    layout: PerParamLayout
+
+    def leaf_shape(self, i: int) -> tuple[int, ...]:
+        """The shape of one layer of parameter i's array."""
+        chunk = self._chunk(i)
+        dim = self.layout.shard_dims[i]
+        return (*chunk[:dim], chunk[dim] * self.layout.world_size, *chunk[dim + 1 :])
+
+    def leaf_dim(self, i: int) -> int:
+        """The dim on which parameter i's array is sharded."""
+        return len(self.lead) + self.layout.shard_dims[i]
+
+    def leaf_partition(self, i: int) -> P:
+        """The PartitionSpec of parameter i's array."""
+        return P(*(None,) * self.leaf_dim(i), SHARD_AXIS)
+
+    def alone(self, i: int) -> "PerParamBucket":
+        """The same bucket with parameter i alone."""
+        layout = self.layout
+        return replace(self, layout=PerParamLayout((layout.params[i],), layout.world_size, (layout.shard_dims[i],)))
+
+    def _chunk(self, i: int) -> tuple[int, ...]:
+        """The shape of a rank's part of one layer of parameter i's array."""
+        shape, dim = self.layout.params[i].shape, self.layout.shard_dims[i]
+        return (*shape[:dim], self.layout.chunk_rows(i), *shape[dim + 1 :])
+
+    @property
+    def by_rows(self) -> bool:
+        return self.layout.on_dim_0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {spec.name: (*self.lead, *self.leaf_shape(i)) for i, spec in enumerate(self.layout.params)}
+
+    def partitions(self) -> dict[str, P]:
+        return {spec.name: self.leaf_partition(i) for i, spec in enumerate(self.layout.params)}
+
+    def to_line(self, shard: Any) -> jax.Array:
+        return jnp.concatenate([shard[spec.name].reshape(*self.lead, -1) for spec in self.layout.params], axis=-1)
+
+    def from_line(self, line: Any) -> dict[str, Any]:
+        return {
+            spec.name: line[..., column.start : column.start + column.width].reshape(*line.shape[:-1], *self._chunk(i))
+            for i, (spec, column) in enumerate(zip(self.layout.params, self.layout.columns, strict=True))
+        }
+
+    def to_gathered(self, arrays: Any) -> jax.Array:
+        ranks, tables = self.layout.world_size, []
+        for i, (spec, column) in enumerate(zip(self.layout.params, self.layout.columns, strict=True)):
+            array, dim, chunk = arrays[spec.name], self.layout.shard_dims[i], self._chunk(i)
+            lead = array.shape[: len(self.lead)]
+            chunks = array.reshape(*lead, *chunk[:dim], ranks, *chunk[dim:])
+            tables.append(jnp.moveaxis(chunks, len(lead) + dim, len(lead)).reshape(*lead, ranks, column.width))
         table = jnp.concatenate(tables, axis=-1)
         return table.reshape(*table.shape[:-2], -1)
 
-    def from_gathered(self, line: jax.Array) -> Any:
-        """The inverse of `to_gathered`."""
-        if not self.is_per_param:
-            return line
-        layout, ranks, lead = self.layout, self.layout.world_size, line.shape[:-1]
-        assert isinstance(layout, PerParamLayout)
-        table, found = line.reshape(*lead, ranks, -1), {}
-        for i, (spec, column) in enumerate(zip(layout.params, layout.columns, strict=True)):
-            dim, shape = layout.shard_dims[i], list(spec.shape)
-            shape[dim] = layout.chunk_rows(i)
-            chunks = table[..., column.start : column.start + column.width].reshape(*lead, ranks, *shape)
-            chunks = jnp.moveaxis(chunks, len(lead), len(lead) + dim)
+    def from_gathered(self, gathered: jax.Array) -> dict[str, jax.Array]:
+        ranks, lead = self.layout.world_size, gathered.shape[:-1]
+        table, found = gathered.reshape(*lead, ranks, -1), {}
+        for i, (spec, column) in enumerate(zip(self.layout.params, self.layout.columns, strict=True)):
+            chunks = table[..., column.start : column.start + column.width].reshape(*lead, ranks, *self._chunk(i))
+            chunks = jnp.moveaxis(chunks, len(lead), len(lead) + self.layout.shard_dims[i])
             found[spec.name] = chunks.reshape(*lead, *self.leaf_shape(i))
         return found
+
+    def from_params(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: grown(params[name], shape) for name, shape in self.shapes().items()}
+
+    def zero_padding(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        found = dict(arrays)
+        for i, spec in enumerate(self.layout.params):
+            array, dim, size = arrays[spec.name], self.leaf_dim(i), spec.shape[self.layout.shard_dims[i]]
+            if array.shape[dim] > size:
+                found[spec.name] = zeroed(array, dim, self.layout.world_size, ((size, array.shape[dim]),))
+        return found
+
+    def _cut(self, gathered: jax.Array) -> dict[str, jax.Array]:
+        return column_views(self.layout, gathered)
+
+
+def make_bucket(layout: Layout, **described: Any) -> Bucket:
+    """The bucket of a layout, of the class that the layout needs; `described` are the other attributes of `Bucket`."""
+    if isinstance(layout, PerParamLayout):
+        return PerParamBucket(layout=layout, **described)
+    return LineBucket(layout=layout, **described)
+
+
+def grown(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array with 0 at the end of each dim that is larger in `shape`."""
+    return jnp.pad(array, [(0, wide - size) for size, wide in zip(array.shape, shape, strict=True)])
+
+
+def shrunk(array: Any, shape: tuple[int, ...]) -> Any:
+    """The inverse of `grown`."""
+    return array[tuple(slice(size) for size in shape)]

@@ -14,7 +14,8 @@ from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.shown import shown
 from crossframe.units import Slot, assign_units
-from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._bucket import Bucket, make_bucket
+from jax_backend.shards._layers import ONE_LAYER, Layers, OneLayer
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.tree import dtype_name, leaves_by_path
 
@@ -121,7 +122,7 @@ def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
     param_map = identity_map(own) if options.param_map is None else options.param_map
     param_map.check(param_map.by_name, own)
     stacked = tuple(options.stacked)
-    num_layers = {unit: _num_layers(unit, param_map, leaves) for unit in stacked}
+    layers = {unit: Layers(_num_layers(unit, param_map, leaves)) for unit in stacked}
     aliases: dict[str, tuple[str, ...]] = {}
     for path, owner in shared.items():
         aliases[owner] = (*aliases.get(owner, ()), path)
@@ -136,7 +137,7 @@ def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
             )
             for spec in sorted(unit.params, key=lambda spec: place[spec.name])
         ]
-        buckets += _buckets(unit.name, specs, world_size, options, num_layers.get(unit.name))
+        buckets += _buckets(unit.name, specs, world_size, options, layers.get(unit.name, ONE_LAYER))
     names = [bucket.name for bucket in buckets]
     if unknown := sorted(set(options.unit_layouts or ()) - set(names)):
         raise LayoutError(f"unit_layouts: {unknown} are not units that own parameters: expected among {names}")
@@ -152,7 +153,7 @@ def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
 
 
 def _buckets(
-    unit: str, specs: list[ParamSpec], world_size: int, options: Options, num_layers: int | None
+    unit: str, specs: list[ParamSpec], world_size: int, options: Options, layers: OneLayer | Layers
 ) -> list[Bucket]:
     members: dict[tuple[str, ...], list[ParamSpec]] = {}
     for spec in specs:
@@ -166,7 +167,8 @@ def _buckets(
         layout = (
             options.layout_of(tuple(owned), world_size) if given is None else _checked(given, name, owned, world_size)
         )
-        buckets.append(Bucket(name, unit, layout, index, owned[0].requires_grad, num_layers))
+        trainable = owned[0].requires_grad
+        buckets.append(make_bucket(layout, name=name, unit=unit, index=index, trainable=trainable, layers=layers))
     return buckets
 
 

@@ -53,12 +53,7 @@ def init(fn: Callable[[], Any], mesh: Mesh, **options: Any) -> ShardedParams:
         # Before the next bucket is made, so that two are never there in full.
         made[bucket.name] = jax.block_until_ready(_lay_out(leaves, tree, bucket, mesh))
         del leaves
-    trained = {bucket.name for bucket in tree.trainable}
-    return ShardedParams(
-        {name: arrays for name, arrays in made.items() if name in trained},
-        tree,
-        {name: arrays for name, arrays in made.items() if name not in trained},
-    )
+    return ShardedParams.of(tree, made)
 
 
 def program_of(fn: Callable[[], Any], tree: ParamTree, bucket: Bucket, mesh: Mesh) -> Any:
@@ -77,32 +72,8 @@ def program_of(fn: Callable[[], Any], tree: ParamTree, bucket: Bucket, mesh: Mes
 
 def _lay_out(leaves: dict[str, jax.Array], tree: ParamTree, bucket: Bucket, mesh: Mesh) -> Any:
     def lay_out(leaves: dict[str, jax.Array]) -> Any:
-        canonical = []
-        for spec in bucket.layout.params:
-            entry = tree.param_map.by_name[spec.name]
-            joined = entry.to_canonical if bucket.num_layers is None else jax.vmap(entry.to_canonical)
-            canonical.append(joined(*(leaves[path] for path in entry.paths)))
-        return _laid_out(bucket, canonical)
+        entries = [tree.param_map.by_name[spec.name] for spec in bucket.layout.params]
+        canonical = (bucket.layers.each(each.to_canonical)(*(leaves[path] for path in each.paths)) for each in entries)
+        return bucket.from_params(dict(zip(bucket.indices, canonical, strict=True)))
 
-    is_partition = lambda node: isinstance(node, P)  # noqa: E731
-    shardings = jax.tree.map(lambda each: NamedSharding(mesh, each), bucket.partitions(), is_leaf=is_partition)
-    return jax.jit(lay_out, out_shardings=shardings)(leaves)
-
-
-def _laid_out(bucket: Bucket, canonical: list[jax.Array]) -> Any:
-    """The arrays of a bucket out of its parameters, with 0 in the padding."""
-    layout, stack = bucket.layout, () if bucket.num_layers is None else (bucket.num_layers,)
-    if bucket.is_per_param:
-        shapes = bucket.shapes()
-        return {
-            spec.name: jnp.pad(value, [(0, w - s) for s, w in zip(value.shape, shapes[spec.name], strict=True)])
-            for spec, value in zip(layout.params, canonical, strict=True)
-        }
-    assert layout.contiguous, "in lines each parameter is one run of the gathered buffer"
-    parts, at = [], 0
-    for offset, value in sorted(zip(layout.offsets, canonical, strict=True), key=lambda each: each[0]):
-        flat = value.reshape(*stack, -1)
-        parts += [jnp.zeros((*stack, offset - at), flat.dtype), flat]
-        at = offset + flat.shape[-1]
-    parts.append(jnp.zeros((*stack, layout.gathered_numel - at), parts[-1].dtype))
-    return jnp.concatenate([part for part in parts if part.shape[-1]], axis=-1)
+    return jax.jit(lay_out, out_shardings=bucket.shardings(mesh))(leaves)

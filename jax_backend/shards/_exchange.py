@@ -5,12 +5,12 @@ here imports torch: whatever has `__dlpack__` will do. No full parameter is ever
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from crossframe.errors import LayoutError, UsageError
 from crossframe.layout import Layout
@@ -52,31 +52,18 @@ def from_torch(
     if not isinstance(lines, Mapping) or sorted(lines) != ranks:
         got = sorted(lines) if isinstance(lines, Mapping) else type(lines).__name__
         raise UsageError(f"lines: expected those of ranks {ranks}, by rank, got {got}")
-    parts: dict[str, list[Any]] = {name: [] for name in buckets}
     for rank in ranks:
         if set(lines[rank]) != set(buckets):
             raise UsageError(
                 f"rank {rank}: expected a line for each of the buckets {list(buckets)}, got {list(lines[rank])}"
             )
-        place = mesh_spec(mesh).coordinate(rank)[1]
-        for name, bucket in buckets.items():
-            line = _received(lines[rank][name], bucket, rank, device_of(mesh, rank), copy)
-            parts[name].append(bucket.from_line(_cleared(line, bucket, place)))
 
-    def joined(bucket: Bucket) -> Any:
-        own, shapes, partitions = parts[bucket.name], bucket.shapes(), bucket.partitions()
+    def own(bucket: Bucket, rank: int) -> Any:
+        line = _received(lines[rank][bucket.name], bucket, rank, device_of(mesh, rank), copy)
+        return bucket.from_line(_cleared(line, bucket, mesh_spec(mesh).coordinate(rank)[1]))
 
-        def joined_array(shape: Any, partition: Any, arrays: list[jax.Array]) -> jax.Array:
-            return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, partition), arrays)
-
-        if not bucket.is_per_param:
-            return joined_array(shapes, partitions, own)
-        return {key: joined_array(shapes[key], partitions[key], [each[key] for each in own]) for key in shapes}
-
-    return ShardedParams(
-        {name: joined(buckets[name]) for name in like.shards},
-        like.tree,
-        {name: joined(buckets[name]) for name in like.frozen},
+    return ShardedParams.of(
+        like.tree, {name: bucket.assembled(mesh, partial(own, bucket)) for name, bucket in buckets.items()}
     )
 
 
@@ -105,9 +92,7 @@ def to_torch(sharded: ShardedParams, rank: int) -> dict[str, jax.Array]:
 
 
 def _received(line: Any, bucket: Bucket, rank: int, device: Any, copy: bool | None) -> jax.Array:
-    numel = bucket.layout.padded_shard_numel
-    expected = (numel,) if bucket.num_layers is None else (bucket.num_layers, numel)
-    got = tuple(getattr(line, "shape", ()))
+    expected, got = bucket.line_shape, tuple(getattr(line, "shape", ()))
     # torch writes torch.float32, numpy float32.
     dtype = str(getattr(line, "dtype", type(line).__name__)).removeprefix("torch.")
     if got != expected or dtype != bucket.layout.dtype:

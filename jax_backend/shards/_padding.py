@@ -1,4 +1,4 @@
-"""Which elements of a bucket's array belong to no parameter, as JAX computes it on each rank for itself."""
+"""The padding of a bucket's arrays: the elements that belong to no parameter, which each rank finds for its own part."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -8,16 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_backend.mesh._device_mesh import SHARD_AXIS
-from jax_backend.shards._bucket import Bucket
+from crossframe.layout import Layout
 
 MOST_OFFSETS = 1 << 30
 """Elements of a rank's chunk whose offsets one array of int32 counts; a longer chunk is masked in several parts."""
 
 
-def padding_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
-    """The runs (start, stop) of padding in the gathered buffer of a bucket, in order; runs that touch are one."""
-    layout, found = bucket.layout, []
+def padding_of(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """The runs (start, stop) of padding in the gathered buffer of a layout, in order; runs that touch are one."""
+    found: list[tuple[int, int]] = []
     for rank in range(layout.world_size):
         first = rank * layout.padded_shard_numel
         for run in layout.padding(rank):
@@ -29,25 +28,9 @@ def padding_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def zero_padding(bucket: Bucket, arrays: Any) -> Any:
-    """The arrays of a bucket, or by parameter of it, with 0 in the padding whatever was there (R05).
-
-    No mask is stored: each rank compares the positions of its own elements with the runs of padding.
-    """
-    ranks = bucket.layout.world_size
-    if not bucket.is_per_param:
-        return _zeroed(arrays, arrays.ndim - 1, ranks, padding_of(bucket))
-    found = dict(arrays)
-    for i, spec in enumerate(bucket.layout.params):
-        array, dim = arrays[spec.name], bucket.leaf_partition(i).index(SHARD_AXIS)
-        size = spec.shape[dim - (bucket.num_layers is not None)]
-        if array.shape[dim] > size:
-            found[spec.name] = _zeroed(array, dim, ranks, ((size, array.shape[dim]),))
-    return found
-
-
-def _zeroed(array: jax.Array, dim: int, ranks: int, runs: Iterable[tuple[int, int]]) -> jax.Array:
-    """The array with 0 in runs of positions along a dim.
+def zeroed(array: jax.Array, dim: int, ranks: int, runs: Iterable[tuple[int, int]]) -> jax.Array:
+    """The array with 0 in runs of positions along a dim that is split over ranks. No mask is stored: each rank compares the
+    positions of its own elements with the runs.
 
     [Note: positions are a rank and an offset] Without jax_enable_x64, which is JAX's default, there is no int64, and a position
     in a bucket of 2^31 elements or more fits no integer of JAX. So the dim is split as the ranks split it, which moves nothing,

@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from crossframe.errors import UsageError
@@ -14,8 +13,7 @@ from crossframe.layout import Layout
 from crossframe.names import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
-from jax_backend.shards._bucket import Bucket
-from jax_backend.shards._views import views
+from jax_backend.shards._bucket import Bucket, PerParamBucket
 from jax_backend.tree import dtype_name, leaves_by_path
 
 
@@ -70,9 +68,14 @@ class ParamTree:
         return tuple(bucket for bucket in self.buckets if bucket.trainable)
 
     @cached_property
-    def is_per_param(self) -> bool:
-        """Whether every parameter that is trained is an array of its own."""
-        return all(bucket.is_per_param for bucket in self.trainable)
+    def plain(self) -> tuple[Bucket, ...]:
+        """The buckets of units that are gathered as a whole."""
+        return tuple(bucket for bucket in self.buckets if not bucket.lead)
+
+    @cached_property
+    def stacked(self) -> tuple[Bucket, ...]:
+        """The buckets of stacked units, which are gathered layer by layer."""
+        return tuple(bucket for bucket in self.buckets if bucket.lead)
 
     @cached_property
     def bucket_of(self) -> Mapping[str, Bucket]:
@@ -86,16 +89,26 @@ class ParamTree:
         return {path: by_name[self.entry(path).name] for path in self.paths}
 
     @cached_property
-    def trained_leaves(self) -> Mapping[str, tuple[Bucket, int]]:
-        """Of a per-parameter tree, by path of each leaf that is trained: its bucket, and its parameter's index there. Paths of
-        shared leaves are left out."""
+    def trained_leaves(self) -> Mapping[str, tuple[PerParamBucket, int]]:
+        """By path of each trained leaf, its bucket and the index of its parameter there; without the paths of shared leaves.
+        Empty unless each trained parameter has an array of its own."""
         entries = self.param_map.by_name
         return {
             path: (bucket, i)
-            for bucket in self.trainable
+            for bucket in self._per_param or ()
             for i, spec in enumerate(bucket.layout.params)
             for path in entries[spec.name].paths
         }
+
+    @property
+    def is_per_param(self) -> bool:
+        """Whether each trained parameter has an array of its own."""
+        return self._per_param is not None
+
+    @cached_property
+    def _per_param(self) -> list[PerParamBucket] | None:
+        found = [bucket for bucket in self.trainable if isinstance(bucket, PerParamBucket)]
+        return found if len(found) == len(self.trainable) else None
 
     @property
     def world_size(self) -> int:
@@ -124,7 +137,7 @@ class ParamTree:
         Returns:
             Arrays by canonical name, of canonical shape; padding is in none of them.
         """
-        return views(self.layouts[bucket], gathered)
+        return self.by_name[bucket].views(gathered)
 
     def params(self, gathered: Mapping[str, Any]) -> Any:
         """The user's pytree, in its own structure and axis order, out of the gathered buffers of all buckets.
@@ -138,12 +151,9 @@ class ParamTree:
             given = gathered[bucket.name]
             if isinstance(given, Mapping):
                 found |= given
-            elif bucket.num_layers is None:
-                found |= self.cut(bucket, given)
             else:
-                layers = [self.cut(bucket, line) for line in given]
-                stack = jnp.stack if isinstance(given, jax.Array) else np.stack
-                found |= {path: stack([layer[path] for layer in layers]) for path in layers[0]}
+                layers = [self.cut(bucket, line) for line in bucket.layers.split(given)]
+                found |= {path: bucket.layers.join([layer[path] for layer in layers]) for path in layers[0]}
         return jax.tree.unflatten(self.treedef, [found[self._owner.get(path, path)] for path in self.paths])
 
     def paths_of(self, bucket: Bucket) -> tuple[str, ...]:
@@ -152,7 +162,7 @@ class ParamTree:
 
     def cut(self, bucket: Bucket, gathered: Any) -> dict[str, Any]:
         """The leaves of the user's pytree in one bucket's gathered buffer, by path."""
-        return self.leaves_of(bucket, views(bucket.layout, gathered))
+        return self.leaves_of(bucket, bucket.views(gathered))
 
     def leaves_of(self, bucket: Bucket, named: Mapping[str, Any]) -> dict[str, Any]:
         """The same out of the bucket's parameters, by canonical name and in canonical shape."""
@@ -175,8 +185,7 @@ class ParamTree:
         for path, leaf in found.items():
             spec, entry = self.specs[path], self.entry(path)
             shape = entry.leaf_shape(spec.shape, self._owner.get(path, path))
-            num_layers = self.bucket_of[spec.name].num_layers
-            expected = shape if num_layers is None else (num_layers, *shape)
+            expected = (*self.bucket_of[spec.name].lead, *shape)
             if np.shape(leaf) != expected or dtype_name(leaf) != spec.dtype:
                 raise UsageError(
                     f"parameter {path!r} ({spec.name!r}): expected shape {expected} and dtype {spec.dtype}, got "

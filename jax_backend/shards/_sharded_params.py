@@ -17,7 +17,7 @@ from crossframe.names import ParamMap
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.writeback import writeback_copies
-from jax_backend.mesh._device_mesh import SHARD_AXIS, check_mesh, mesh_spec
+from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._build import Options, build_tree
 from jax_backend.shards._param_tree import ParamTree
@@ -45,6 +45,19 @@ class ShardedParams:
     shards: dict[str, Any]
     tree: ParamTree = field(metadata={"static": True})
     frozen: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tree: ParamTree, arrays: Mapping[str, Any]) -> "ShardedParams":
+        """Sharded parameters with these arrays of each bucket, trained or frozen."""
+        shards, frozen = (
+            {
+                bucket.name: arrays[bucket.name]
+                for bucket in tree.buckets
+                if bucket.trainable is trained and bucket.name in arrays
+            }
+            for trained in (True, False)
+        )
+        return cls(shards, tree, frozen)
 
     @property
     def trainable(self) -> "ShardedParams":
@@ -125,55 +138,26 @@ def from_lines(tree: ParamTree, mesh: Mesh, read: Callable[[str, int], np.ndarra
     Args:
         read: (path of a leaf, place in the shard group) to that rank's value of the leaf.
     """
-    made = {bucket.name: _arrays(tree, bucket, mesh, read) for bucket in tree.buckets}
-    trained = {bucket.name for bucket in tree.trainable}
-    return ShardedParams(
-        {name: array for name, array in made.items() if name in trained},
-        tree,
-        {name: array for name, array in made.items() if name not in trained},
-    )
+    spec = mesh_spec(mesh)
+
+    def arrays(bucket: Bucket) -> Any:
+        part = functools.cache(lambda place: bucket.from_line(line_of(tree, bucket, place, read)))
+        return bucket.assembled(mesh, lambda rank: part(spec.coordinate(rank)[1]))
+
+    return ShardedParams.of(tree, {bucket.name: arrays(bucket) for bucket in tree.buckets})
 
 
-def _arrays(tree: ParamTree, bucket: Bucket, mesh: Mesh, read: Callable[[str, int], np.ndarray]) -> Any:
-    @functools.cache
-    def line(rank: int) -> np.ndarray:
-        return line_of(tree, bucket, rank, read)
-
-    @functools.cache
-    def parts(rank: int) -> Any:
-        return bucket.from_line(line(rank))
-
-    if not bucket.is_per_param:
-        numel = max(1, bucket.layout.padded_shard_numel)
-
-        def whole(index: Any) -> np.ndarray:
-            return line((index[-1].start or 0) // numel)
-
-        return jax.make_array_from_callback(bucket.shapes(), NamedSharding(mesh, bucket.partitions()), whole)
-    found = {}
-    for i, (name, shape) in enumerate(bucket.shapes().items()):
-        dim = tuple(bucket.leaf_partition(i)).index(SHARD_AXIS)
-        chunk = shape[dim] // bucket.layout.world_size
-
-        def part(index: Any, name: str = name, dim: int = dim, chunk: int = chunk) -> np.ndarray:
-            return parts((index[dim].start or 0) // max(1, chunk))[name]
-
-        found[name] = jax.make_array_from_callback(shape, NamedSharding(mesh, bucket.leaf_partition(i)), part)
-    return found
-
-
-def line_of(tree: ParamTree, bucket: Bucket, rank: int, read: Callable[[str, int], np.ndarray]) -> np.ndarray:
-    """What a rank sends of a bucket."""
-    layout, layers = bucket.layout, bucket.num_layers
-    line = np.zeros((layers or 1, layout.padded_shard_numel), numpy_dtype(layout.dtype))
-    for copy in writeback_copies(layout, rank):
-        name = layout.params[copy.index].name
-        entry = tree.param_map.by_name[name]
-        values = [read(path, rank) for path in entry.paths]
-        for *parts, row in zip(*(values if layers is not None else [(value,) for value in values]), line, strict=True):
+def line_of(tree: ParamTree, bucket: Bucket, place: int, read: Callable[[str, int], np.ndarray]) -> np.ndarray:
+    """The line of a bucket at a place of the shard group, from full leaves; arguments as of `from_lines`."""
+    layout = bucket.layout
+    line = np.zeros(bucket.line_shape, numpy_dtype(layout.dtype))
+    for copy in writeback_copies(layout, place):
+        entry = tree.param_map.by_name[layout.params[copy.index].name]
+        layers = zip(*(bucket.layers.split(read(path, place)) for path in entry.paths), strict=True)
+        for parts, row in zip(layers, bucket.layers.split(line), strict=True):
             flat = entry.to_canonical(*parts).reshape(-1)
             row[copy.shard_start : copy.shard_stop] = flat[copy.param_start : copy.param_stop]
-    return line if layers is not None else line[0]
+    return line
 
 
 def mesh_of(sharded: ShardedParams) -> Mesh:
@@ -212,8 +196,7 @@ def shards_of(sharded: ShardedParams, rank: int) -> dict[str, np.ndarray]:
     found = {}
     for name, arrays in sharded.buckets.items():
         bucket = sharded.tree.by_name[name]
-        own = jax.tree.map(here, arrays)
-        found[name] = own if not bucket.is_per_param else np.asarray(bucket.to_line(own))
+        found[name] = np.asarray(bucket.to_line(jax.tree.map(here, arrays)))
     return found
 
 

@@ -1,7 +1,7 @@
 """Full parameters for the user (`unshard`), and the way back (`writeback`, R20)."""
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from jax_backend.mesh._device_mesh import device_of, mesh_spec
 from jax_backend.mesh._shard_map import mapped
 from jax_backend.ranks._collectives import all_gather
 from jax_backend.shards._bucket import Bucket
-from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams, line_of, mesh_of
 
 
@@ -40,7 +39,7 @@ def check_there(sharded: ShardedParams, buckets: Iterable[Bucket]) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1, 2))
 def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> Any:
     """The user's pytree with the parameters of these buckets, and None in the place of all others."""
     tree = sharded.tree
@@ -83,38 +82,21 @@ def written(
         leaves: by path, once they fit.
         ranks: those that write, replicas included. If replicas write different values their shards differ from then on.
     """
-    shards, frozen = (
-        {
-            name: _written(sharded.tree, sharded.tree.by_name[name], mesh, arrays, leaves, ranks)
-            if name in names
-            else arrays
-            for name, arrays in some.items()
-        }
-        for some in (sharded.shards, sharded.frozen)
-    )
-    return ShardedParams(shards, sharded.tree, frozen)
+    tree, spec = sharded.tree, mesh_spec(mesh)
 
-
-def _written(
-    tree: ParamTree, bucket: Bucket, mesh: Mesh, arrays: Any, leaves: Mapping[str, Any], ranks: Collection[int]
-) -> Any:
-    spec, owns = mesh_spec(mesh), {}
-    first = next(iter(jax.tree.leaves(arrays)))
-    for rank in range(mesh.size):
+    def own(bucket: Bucket, arrays: Any, rank: int) -> Any:
         device = device_of(mesh, rank)
-        if device not in first.sharding.addressable_devices:
-            continue
-        if rank in ranks:
-            line = line_of(tree, bucket, spec.coordinate(rank)[1], _reader(leaves, device))
-            own = jax.tree.map(lambda part, old: part.astype(old.dtype), bucket.from_line(line), arrays)
-        else:
-            own = jax.tree.map(functools.partial(part_on, device), arrays)
-        owns[device] = jax.device_put(own, device)
+        if rank not in ranks:
+            return jax.tree.map(partial(part_on, device), arrays)
+        line = line_of(tree, bucket, spec.coordinate(rank)[1], _reader(leaves, device))
+        return jax.tree.map(lambda part, old: part.astype(old.dtype), bucket.from_line(line), arrays)
 
-    def joined(old: jax.Array, *parts: jax.Array) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts)
-
-    return jax.tree.map(joined, arrays, *owns.values())
+    changed = {
+        name: tree.by_name[name].assembled(mesh, partial(own, tree.by_name[name], arrays))
+        for name, arrays in sharded.buckets.items()
+        if name in names
+    }
+    return ShardedParams.of(tree, sharded.buckets | changed)
 
 
 def part_on(device: Any, array: jax.Array) -> jax.Array:

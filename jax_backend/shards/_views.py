@@ -6,28 +6,14 @@ sums: n buffers where one will do, and a program that grows with n squared. The 
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import jax
-import numpy as np
 
 from crossframe.layout import Layout, PerParamLayout
-from crossframe.layout import views as slices
 
 
-def views(layout: Layout, gathered: Any) -> dict[str, Any]:
-    """The parameters in a bucket's gathered buffer, or in a buffer of gradients laid out like one.
-
-    Args:
-        gathered: numpy or JAX array of shape (gathered_numel,).
-
-    Returns:
-        Arrays by canonical name, of canonical shape; padding is in none of them.
-    """
-    if isinstance(gathered, np.ndarray):
-        return slices(layout, gathered)
-    if isinstance(layout, PerParamLayout):
-        return _of_columns(layout, gathered)
+def line_views(layout: Layout, gathered: jax.Array) -> dict[str, jax.Array]:
+    """The parameters, by canonical name, in a gathered buffer in which each is one run."""
     bounds = [0]
     for start, spec in zip(layout.offsets, layout.params, strict=True):
         bounds += [start, start + spec.numel]
@@ -35,8 +21,8 @@ def views(layout: Layout, gathered: Any) -> dict[str, Any]:
     return {spec.name: run.reshape(spec.shape) for spec, run in zip(layout.params, runs, strict=True)}
 
 
-def _of_columns(layout: PerParamLayout, gathered: jax.Array) -> dict[str, jax.Array]:
-    """Each parameter is a column of the table whose rows are ranks."""
+def column_views(layout: PerParamLayout, gathered: jax.Array) -> dict[str, jax.Array]:
+    """The parameters, by canonical name, in a gathered buffer in which each is a column of the table whose rows are ranks."""
     ranks, found = layout.world_size, {}
     bounds = [0, *(column.start + column.width for column in layout.columns)]
     parts = _split(bounds, gathered.reshape(ranks, layout.padded_shard_numel), 1)

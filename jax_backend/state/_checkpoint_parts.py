@@ -44,18 +44,14 @@ class Part:
             entry: what it is of the bucket's parameters, by its name in a checkpoint; "": they themselves.
         """
         dtype = str(jax.tree.leaves(arrays)[0].dtype)
-
-        def layout_of(layer: int | None) -> Layout:
-            # A stacked unit's layers are called as torch's list of blocks has them.
-            def inside(name: str) -> str:
-                return name if layer is None else f"{bucket.unit}.{layer}{name.removeprefix(bucket.unit)}"
-
-            return state_layout(bucket.layout, entry, dtype, inside)
-
-        layers = [None] if bucket.num_layers is None else range(bucket.num_layers)
-        units = tuple((bucket.unit, layout_of(layer)) for layer in layers)
-        if axes is not None and bucket.num_layers is not None:
-            axes = (0, *(axis + 1 for axis in axes))
+        # The layers of a stacked unit have the names of torch's list of blocks.
+        units = tuple(
+            (bucket.unit, state_layout(bucket.layout, entry, dtype, rename))
+            for rename in bucket.layers.renames(bucket.unit)
+        )
+        if axes is not None:
+            lead = len(bucket.lead)
+            axes = (*range(lead), *(lead + axis for axis in axes))
 
         def placed(array: jax.Array, partition: P) -> jax.Array:
             """Where the ranks' parts are, whatever XLA chose for the result of a program."""
@@ -75,8 +71,7 @@ class Part:
             part = next(part.data for part in array.addressable_shards if part.device == device)
             return part if self.axes is None else np.asarray(part).transpose(self.axes)
 
-        line = np.asarray(self.bucket.to_line(jax.tree.map(here, self.arrays)))
-        return [line] if self.bucket.num_layers is None else list(line)
+        return list(self.bucket.layers.split(np.asarray(self.bucket.to_line(jax.tree.map(here, self.arrays)))))
 
     def joined(self, by_place: Lines) -> Any:
         """Arrays like these with the values of lines, given for the places that this process holds."""
@@ -84,7 +79,7 @@ class Part:
         for rank, device in enumerate(self.mesh.devices.flat):
             if device.process_index == jax.process_index():
                 lines = by_place[spec.coordinate(rank)[1]]
-                own[device] = self.bucket.from_line(lines[0] if self.bucket.num_layers is None else np.stack(lines))
+                own[device] = self.bucket.from_line(self.bucket.layers.join(lines))
 
         def array(like: jax.Array, *parts: np.ndarray) -> jax.Array:
             if self.axes is not None:

@@ -7,22 +7,21 @@ transformations' state goes by its path in optax's own, and only JAX reads it.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.checkpoint import STEP, CheckpointError, Saved
-from crossframe.layout import PerParamLayout
 from crossframe.names import MapEntry
 from jax_backend.optimizer._sharded_optimizer import true_shape
-from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._bucket import PerParamBucket, grown, shrunk
+from jax_backend.shards._layers import Layers, OneLayer
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.state._checkpoint_parts import Part
 
@@ -51,7 +50,7 @@ class _Joined:
     padded: tuple[int, ...]
     cut: tuple[tuple[int, ...], ...]
     stored: tuple[tuple[int, ...], ...]
-    num_layers: int | None
+    layers: OneLayer | Layers
 
 
 class StateLeaves:
@@ -98,27 +97,27 @@ class StateLeaves:
                 bucket = node.tree.by_name[name]
                 flat = jax.tree_util.tree_flatten_with_path(arrays)[0]
                 keys = [f"{key}.{field}[{name!r}]{jax.tree_util.keystr(path)}" for path, _ in flat]
-                if flat and jax.tree.map(jnp.shape, arrays) == bucket.shapes():
+                if bucket.fits(arrays):
                     self._add(Part.of(bucket, arrays, self._mesh, self._names.get(key, key)), keys)
                 else:
                     self._values |= {own: (leaf, leaf.shape) for own, (_, leaf) in zip(keys, flat, strict=True)}
 
-    def _add_param(self, key: str, entry: MapEntry, bucket: Bucket, leaves: list[tuple[str, jax.Array]]) -> None:
+    def _add_param(
+        self, key: str, entry: MapEntry, bucket: PerParamBucket, leaves: list[tuple[str, jax.Array]]
+    ) -> None:
         """What is kept of one parameter, by path of the user's leaves."""
-        layout = bucket.layout
-        assert isinstance(layout, PerParamLayout)
         i = bucket.indices[entry.name]
-        alone = replace(bucket, layout=PerParamLayout((layout.params[i],), layout.world_size, (layout.shard_dims[i],)))
+        alone = bucket.alone(i)
         keys, arrays = [own for own, _ in leaves], [array for _, array in leaves]
         called, joined, axes = self._names.get(key, key), None, entry.axes
         if len(arrays) > 1 or entry.split is not None:
             joined = _Joined(
                 entry,
-                layout.params[i].shape,
+                bucket.layout.params[i].shape,
                 alone.shapes()[entry.name],
                 tuple(self._values[own][1] for own in keys),
                 tuple(array.shape for array in arrays),
-                bucket.num_layers,
+                bucket.layers,
             )
             sharding = NamedSharding(self._mesh, alone.leaf_partition(0))
             arrays, axes = [_to_canonical(joined, sharding, *arrays)], None
@@ -141,7 +140,7 @@ class StateLeaves:
     def _whole(self, array: jax.Array, shape: tuple[int, ...]) -> np.ndarray:
         if not array.is_fully_addressable and not array.is_fully_replicated:
             array = jax.jit(lambda each: each, out_shardings=NamedSharding(self._mesh, P()))(array)
-        return np.asarray(array)[tuple(slice(size) for size in shape)]
+        return shrunk(np.asarray(array), shape)
 
     def read_values(self, saved: Saved) -> dict[str, np.ndarray]:
         """The values of a checkpoint, by key of the leaf.
@@ -191,27 +190,17 @@ class StateLeaves:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _to_canonical(joined: _Joined, sharding: NamedSharding, *arrays: jax.Array) -> jax.Array:
-    parts = [array[tuple(slice(size) for size in cut)] for array, cut in zip(arrays, joined.cut, strict=True)]
-    whole = joined.entry.to_canonical if joined.num_layers is None else jax.vmap(joined.entry.to_canonical)
-    return jax.lax.with_sharding_constraint(_grown(whole(*parts), joined.padded), sharding)
+    whole = joined.layers.each(joined.entry.to_canonical)(*map(shrunk, arrays, joined.cut))
+    return jax.lax.with_sharding_constraint(grown(whole, joined.padded), sharding)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _from_canonical(joined: _Joined, shardings: tuple[Any, ...], array: jax.Array) -> list[jax.Array]:
-    stack = () if joined.num_layers is None else (slice(None),)
-    array, found = array[(*stack, *(slice(size) for size in joined.shape))], []
+    array, found = shrunk(array, (*joined.layers.lead, *joined.shape)), []
     for path, stored, sharding in zip(joined.entry.paths, joined.stored, shardings, strict=True):
-
-        def part(whole: jax.Array, path: str = path) -> jax.Array:
-            return joined.entry.from_canonical(whole, path)
-
-        leaf = part(array) if joined.num_layers is None else jax.vmap(part)(array)
-        found.append(jax.lax.with_sharding_constraint(_grown(leaf, stored), sharding))
+        leaf = joined.layers.each(partial(joined.entry.from_canonical, path=path))(array)
+        found.append(jax.lax.with_sharding_constraint(grown(leaf, stored), sharding))
     return found
-
-
-def _grown(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.pad(array, [(0, wide - size) for size, wide in zip(array.shape, shape, strict=True)])
 
 
 def _nodes(state: Any, kinds: tuple[type, ...]) -> list[tuple[str, Any]]:

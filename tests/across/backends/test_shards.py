@@ -9,7 +9,8 @@ import pytest
 
 from crossframe.mesh import MeshSpec
 from crossframe.reference import ReferenceUnit
-from experiments.parity.record_jax import shard_initial
+from experiments.models import load_flax
+from experiments.parity.record_jax import shard_model
 from experiments.parity.settings import RunSettings
 from jax_backend import make_mesh, shards_of, unshard
 from tests.conftest import EXHAUSTIVE
@@ -39,7 +40,8 @@ def _torch_shards(rank, world_size, settings):
 def test_R04_R05_shards_are_the_same_in_numpy_torch_and_jax(ranks, world_size, dtype):
     settings = RunSettings("gpt-tiny", dtype, world_size, seed=5)
     on_torch = ranks.run(world_size, _torch_shards, settings)
-    on_jax, _, _ = shard_initial(settings, make_mesh(MeshSpec(shard=world_size), jax.devices("cpu")))
+    _, shapes, _ = load_flax.split_model(settings.definition, dtype)
+    on_jax = shard_model(settings, shapes, make_mesh(MeshSpec(shard=world_size), jax.devices("cpu")))
     params = settings.definition.initial_params(5, dtype)
     layouts = settings.definition.unit_layouts(world_size, dtype)
     assert len(layouts) == 3

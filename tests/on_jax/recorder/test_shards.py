@@ -17,7 +17,7 @@ from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
-from jax_backend.recorder._interior import with_inner
+from jax_backend.recorder._interior import ObservedLoss
 from jax_backend.recorder._shards import OfShards
 from tests.on_jax.helpers.recorded_loops import STEPS, TOLD, record, sharded_small, train
 from tests.on_jax.helpers.small import (
@@ -123,7 +123,7 @@ def test_what_is_inside_of_a_dense_step_is_each_ranks_own(tmp_path):
 
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("has_aux", [False, True])
-def test_a_loss_function_that_tells_returns_what_it_returned_before(has_state, has_aux):
+def test_an_observed_loss_returns_its_interior_as_aux(has_state, has_aux):
     params, state, aux = {"a": [jnp.arange(2.0)]}, {"count": jnp.int32(3)}, jnp.ones(2)
 
     def loss(params, *rest):
@@ -133,16 +133,40 @@ def test_a_loss_function_that_tells_returns_what_it_returned_before(has_state, h
         also = (after, aux) if has_state and has_aux else after if has_state else aux
         return (found, also) if has_state or has_aux else found
 
-    args = (params, state, 0) if has_state else (params, 0)
-    found, own = with_inner(loss, has_state=has_state, has_aux=has_aux)(*args)
-    if has_state:
-        after, own = own
-        assert after["count"] == 4
-    assert found == 1.0 and (own[0] is aux if has_aux else own[0] is None)
-    assert list(own[1].params) == ["a.0"] and own[1].activations.names == (("m", "output"),)
-    np.testing.assert_array_equal(own[1].activations.values[0], [0.0, 2.0])
-    # Another form than was declared is left to the step, which says what it expected.
-    assert with_inner(lambda params, batch: 1.0, has_aux=True)(params, 0) == 1.0
+    observed = ObservedLoss(loss, has_state=has_state, has_aux=has_aux)
+    found, weight, after, (own, interior) = observed(params, state if has_state else None, 0, None)
+    assert found == 1.0 and weight is None
+    assert after["count"] == 4 if has_state else after is None
+    assert own is (aux if has_aux else None)
+    assert list(interior.params) == ["a.0"] and interior.activations.names == (("m", "output"),)
+    np.testing.assert_array_equal(interior.activations.values[0], [0.0, 2.0])
+
+
+def test_perturbed_runs_share_one_program(tmp_path):
+    sharded, traces = sharded_small(), []
+
+    def loss(params, batch):
+        traces.append(None)
+        return small_loss(params, batch)
+
+    losses = []
+    for twin in (1, 2):
+        with Recorder(tmp_path / "r", sharded, **dict(TOLD, dense=0, steps=1, twin=twin)) as recorder:
+            step = recorder.value_and_grad(loss)
+            result = step(sharded, small_batch(8))
+            recorder.step(params=sharded, loss=result.losses)
+            losses.append((float(result.loss), len(traces)))
+    (first, traced), (second, again) = losses
+    assert first != second and traced == again
+
+
+def test_a_manifest_of_other_units_raises(tmp_path):
+    sharded = sharded_small()
+    with Recorder(tmp_path / "r", sharded, steps=1) as recorder:
+        recorder.step(params=sharded, loss=0.0)
+    manifest = Recording.open(tmp_path / "r").manifest
+    with pytest.raises(UsageError, match="expected the units and layouts of the parameters"):
+        Recorder(tmp_path / "r", sharded_small(3), manifest=manifest)
 
 
 @pytest.mark.exhaustive

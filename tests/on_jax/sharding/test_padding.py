@@ -7,8 +7,8 @@ import pytest
 
 from crossframe.layout import FlatLayout
 from crossframe.params import ParamSpec
-from jax_backend.shards._bucket import Bucket
-from jax_backend.shards._padding import MOST_OFFSETS, in_runs, padding_of, zero_padding
+from jax_backend.shards._bucket import make_bucket
+from jax_backend.shards._padding import MOST_OFFSETS, in_runs, padding_of
 
 HUGE = {
     "many ranks": ((3_000_000_001, 5), 4),
@@ -20,14 +20,14 @@ HUGE = {
 
 def bucket_of(sizes, ranks):
     params = tuple(ParamSpec(f"p{i}", (size,), "float32") for i, size in enumerate(sizes))
-    return Bucket("", "", FlatLayout(params, ranks, True))
+    return make_bucket(FlatLayout(params, ranks, True), name="", unit="")
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), HUGE.values(), ids=HUGE)
 def test_positions_beyond_int32_are_told_apart(sizes, ranks):
     """Around every end of a run of padding, of a rank's chunk and of a part of it, in int32."""
     bucket = bucket_of(sizes, ranks)
-    runs, chunk = padding_of(bucket), bucket.layout.padded_shard_numel
+    runs, chunk = padding_of(bucket.layout), bucket.layout.padded_shard_numel
     total = ranks * chunk
     edges = {0, total, *(end for run in runs for end in run), *(rank * chunk for rank in range(ranks))}
     edges |= {rank * chunk + first for rank in range(ranks) for first in range(0, chunk, MOST_OFFSETS)}
@@ -50,7 +50,7 @@ def test_masks_of_huge_buckets_need_no_int64(sizes, ranks):
     bucket = bucket_of(sizes, ranks)
     array = jax.ShapeDtypeStruct((ranks * bucket.layout.padded_shard_numel,), "float32")
     with jax.enable_x64(False):
-        program = jax.make_jaxpr(lambda array: zero_padding(bucket, array))(array)
+        program = jax.make_jaxpr(lambda array: bucket.zero_padding(array))(array)
     assert program.out_avals[0].shape == array.shape
     assert "i64" not in str(program)
 
@@ -63,8 +63,8 @@ def test_zeroed_parts_are_put_together(monkeypatch):
         numel = bucket.layout.gathered_numel
         array = np.arange(1.0, numel + 1, dtype="float32")
         wanted = array.copy()
-        for start, stop in padding_of(bucket):
+        for start, stop in padding_of(bucket.layout):
             wanted[start:stop] = 0
         if layout == "stacked":
             array, wanted = np.stack([array, 2 * array]), np.stack([wanted, 2 * wanted])
-        np.testing.assert_array_equal(jax.jit(lambda a, bucket=bucket: zero_padding(bucket, a))(array), wanted)
+        np.testing.assert_array_equal(jax.jit(lambda a, bucket=bucket: bucket.zero_padding(a))(array), wanted)

@@ -10,10 +10,15 @@ from hypothesis import given, settings
 
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.layout import views as expected_views
-from jax_backend.shards._views import views
+from jax_backend.shards._bucket import make_bucket
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers.random_layouts import ALL_LAYOUTS, QUICK, specs
 from tests.on_jax.helpers.small import wide
+
+
+def views(layout, gathered):
+    return make_bucket(layout, name="", unit="").views(gathered)
+
 
 LAYOUTS = (
     FlatLayout(specs([(3, 5), (0,), (), (2, 2)]), 3, keep_original=True),

@@ -72,7 +72,7 @@ def test_R30_a_nan_on_any_rank_is_passed_on_and_the_padding_stays_0(order):
         clipped, norm = clip(sharded_as(spoiled, MeshSpec(3), "flat"))
         assert np.isnan(norm)
         for bucket in clipped.tree.buckets:
-            runs = padding_of(bucket)
+            runs = padding_of(bucket.layout)
             assert runs and all(not np.any(clipped.shards[bucket.name][start:stop]) for start, stop in runs)
 
 

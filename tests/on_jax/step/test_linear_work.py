@@ -11,7 +11,6 @@ from jax_backend import shard, sharded_optimizer
 from jax_backend.programs._late_gathers import _Run
 from jax_backend.recorder._modules import module_paths
 from jax_backend.recorder._shards import OfShards
-from jax_backend.shards._padding import zero_padding
 from jax_backend.shards._sharded_params import mesh_of
 from jax_backend.state._optimizer_state import StateLeaves
 from tests.on_jax.helpers.small import mesh_of_size
@@ -76,7 +75,7 @@ def test_zeroing_padding_is_linear_in_parameters():
         bucket = sharded.tree.buckets[0]
         return bucket, sharded.shards[bucket.name]
 
-    assert_linear(lambda bucket, array: jax.eval_shape(lambda a: zero_padding(bucket, a), array), make, SIZES)
+    assert_linear(lambda bucket, array: jax.eval_shape(lambda a: bucket.zero_padding(a), array), make, SIZES)
 
 
 def test_modules_are_named_in_linear_work():

@@ -12,7 +12,6 @@ import pytest
 from crossframe import MeshSpec
 from crossframe.errors import UnsupportedError, UsageError
 from jax_backend import apply_updates, make_mesh, shard, sharded_optimizer, unshard, value_and_grad
-from jax_backend.shards._padding import zero_padding
 from tests.on_jax.helpers.small import (
     ATOL,
     UNITS,
@@ -61,7 +60,7 @@ def step(tx, grads, state, params):
 
 def padding_is_zero(sharded):
     for name, arrays in sharded.shards.items():
-        jax.tree.map(np.testing.assert_array_equal, arrays, zero_padding(sharded.tree.by_name[name], arrays))
+        jax.tree.map(np.testing.assert_array_equal, arrays, sharded.tree.by_name[name].zero_padding(arrays))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""What a loss function and a step may be given: checked before anything runs."""
+"""The user's loss function in one form, and checks of what it returns and of what a step is given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,69 +19,54 @@ from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import dtype_name, leaves_by_path
 
 
-@dataclass(frozen=True)
-class Contract:
-    """Which of `loss_fn(params, state, batch, rng) -> (loss, (state, aux))` the user's function takes and returns."""
+class Outcome(NamedTuple):
+    """What a loss function returns on one rank; None for what is not declared."""
 
-    has_state: bool
-    has_rng: bool
-    has_aux: bool
+    loss: jax.Array
+    weight: jax.Array | None
+    state: Any
+    aux: Any
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """A user's `fn(params, state, batch, rng) -> (loss, (state, aux))`, which takes and returns only what is declared.
+
+    Attributes:
+        fn: the function; with `has_weight` it returns (loss, weight) instead of the loss.
+    """
+
+    fn: Callable
+    has_state: bool = False
+    has_rng: bool = False
+    has_aux: bool = False
     has_weight: bool = False
 
-    def call(self, loss_fn: Callable, params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Any]:
-        """Call it on one rank; always (loss, weight, state, aux), with None for what is not declared.
+    def __call__(self, params: Any, state: Any, batch: Any, rng: Any) -> Outcome:
+        """Call it on one rank.
 
         Raises:
-            UsageError: a result of another form, a loss that is no floating scalar, or another state than came in.
+            UsageError: a result of another form, a loss that is not a floating scalar, or a state that differs in structure,
+                shapes or dtypes from the one passed in.
         """
         args = [params, *([state] if self.has_state else []), batch, *([rng] if self.has_rng else [])]
-        result = loss_fn(*args)
-        if not (self.has_state or self.has_aux):
-            loss, new_state, aux = result, None, None
-        else:
-            loss, rest = _pair(result, f"({self._returns})")
-            if self.has_state and self.has_aux:
-                new_state, aux = _pair(rest, f"({self._returns})")
-            else:
-                new_state, aux = (rest, None) if self.has_state else (None, rest)
-        weight = None
+        loss, weight, new_state, aux = self.fn(*args), None, None, None
+        if self.has_state and self.has_aux:
+            loss, rest = _pair(loss, "(loss, (state, aux))")
+            new_state, aux = _pair(rest, "(loss, (state, aux))")
+        elif self.has_state:
+            loss, new_state = _pair(loss, "(loss, state)")
+        elif self.has_aux:
+            loss, aux = _pair(loss, "(loss, aux)")
         if self.has_weight:
-            loss, weight = _pair(loss, "(loss, weight) in the place of the loss")
+            loss, weight = _pair(loss, "(loss, weight) instead of the loss")
             if np.shape(weight) != ():
                 raise UsageError(f"loss_fn: expected a scalar weight, got shape {np.shape(weight)}; return its sum")
             weight = jnp.asarray(weight)
-        self._check_loss(loss)
+        _check_loss(loss)
         if self.has_state:
             _check_state_kept(state, new_state)
-        return loss, weight, new_state, aux
-
-    def cast_batch(self, batch: Any, policy: PrecisionPolicy, face: Face) -> Any:
-        """One rank's batch in the dtype of compute, where the policy says so (R35); integers never."""
-
-        def cast(leaf: Any) -> Any:
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                return leaf
-            return leaf.astype(policy.input_dtype(str(leaf.dtype), face, is_root=True))
-
-        return jax.tree.map(cast, batch)
-
-    @property
-    def _returns(self) -> str:
-        if self.has_state and self.has_aux:
-            return "loss, (state, aux)"
-        return "loss, state" if self.has_state else "loss, aux"
-
-    def _check_loss(self, loss: Any) -> None:
-        if isinstance(loss, tuple | list | dict) or not hasattr(loss, "dtype"):
-            raise UsageError(
-                f"loss_fn: expected a scalar loss, got {type(loss).__name__}; if it also returns state or aux, "
-                "declare them by has_state=True, has_aux=True"
-            )
-        if np.shape(loss) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise UsageError(
-                f"loss_fn: expected a floating scalar as loss, got shape {np.shape(loss)} and dtype {loss.dtype}; "
-                "return the mean over this rank's batch"
-            )
+        return Outcome(loss, weight, new_state, aux)
 
     def check_step(
         self, sharded: Any, batch: Any, state: Any, rng: Any, mesh: Mesh, accumulated: LocalGrads | None
@@ -115,6 +100,30 @@ class Contract:
                     f"state leaf {path!r}: expected a leading rank axis of size {ranks}, got shape {shape}; "
                     "make it with jax_backend.per_rank"
                 )
+
+
+def cast_batch(batch: Any, policy: PrecisionPolicy, face: Face) -> Any:
+    """One rank's batch in the compute dtype, if the policy says so (R35). Integers are not cast."""
+
+    def cast(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return leaf.astype(policy.input_dtype(str(leaf.dtype), face, is_root=True))
+
+    return jax.tree.map(cast, batch)
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, tuple | list | dict) or not hasattr(loss, "dtype"):
+        raise UsageError(
+            f"loss_fn: expected a scalar loss, got {type(loss).__name__}; if it also returns state or aux, "
+            "declare them by has_state=True, has_aux=True"
+        )
+    if np.shape(loss) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise UsageError(
+            f"loss_fn: expected a floating scalar as loss, got shape {np.shape(loss)} and dtype {loss.dtype}; "
+            "return the mean over this rank's batch"
+        )
 
 
 def _pair(result: Any, expected: str) -> tuple[Any, Any]:
