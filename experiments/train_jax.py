@@ -42,7 +42,7 @@ from jax_backend import (
 )
 from jax_backend.mesh._device_mesh import rank_partition
 from jax_backend.nnx import split, with_params
-from jax_backend.ranks._processes import everyones
+from jax_backend.ranks._processes import gather_values
 
 DEFAULTS = TrainSettings(Path("runs/gpt-jax"), layout="flat")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -77,7 +77,7 @@ class JaxProcesses:
 
     def gather(self, value: Any) -> list[Any]:
         """What each process passes."""
-        return everyones(value)
+        return gather_values(value)
 
 
 class JaxTrainer:

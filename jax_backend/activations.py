@@ -1,9 +1,7 @@
-"""What modules are given and give, as the functions that do so tell it while they are traced.
+"""The inputs and outputs of modules, recorded while a model is traced.
 
-A model tells by `tell`, or by `jax_backend.nnx.watch`, which makes modules of flax do so. Unless someone listens it costs
-nothing.
-The order is that of Python's calls. jit sorts the keys of dicts, so what was told travels as a tuple, with its names beside it
-as static data.
+A model calls `tell`, or `jax_backend.nnx.watch`, which makes modules of flax call it. It costs nothing unless a recorder listens.
+The order is that of Python's calls. jit sorts the keys of dicts, so values are a tuple, with their names as static data.
 """
 
 import re
@@ -22,11 +20,11 @@ INPUT, OUTPUT = "input", "output"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Activations:
-    """What was told in one forward.
+    """The activations of one forward.
 
     Attributes:
-        values: in the order of forward.
-        names: (module, "input" or "output") of each. Static.
+        values: the arrays in the order of forward.
+        names: for each array, (module, "input" or "output"). Static.
     """
 
     values: tuple[Any, ...]
@@ -37,14 +35,14 @@ _told: ContextVar[dict[tuple[str, str], Any] | None] = ContextVar("told", defaul
 
 
 def tell(module: str, use: str, value: Any) -> None:
-    """Say what a module is given or gives. Not from inside a scan, checkpoint or vmap of the model's own, whose arrays cannot
+    """Record a module's input or output. Not to be called inside a scan, checkpoint or vmap of the model, whose arrays cannot
     leave it.
 
     Args:
         module: its canonical name; "" is the model.
         use: "input" as the module begins, "output" as it ends.
-        value: the array; of a pytree its first floating one. Without one nothing is said: tokens are the batch's. Where a module
-            runs several times in a forward, the first one counts.
+        value: an array, or a pytree whose first floating array is recorded; tokens, which have none, are not. Of a module that
+            runs several times in a forward, the first run is recorded.
     """
     told = _told.get()
     if told is None or (module, use) in told:
@@ -58,7 +56,7 @@ _SCOPE = re.compile(r"crossframe_module\[([^\]]*)\]")
 
 
 def module_scope(module: str) -> AbstractContextManager:
-    """A context whose operators belong to a module, as the name stack of their equations says, in backward too.
+    """A context whose operators belong to a module, by the name stack of their equations, in backward too.
 
     Args:
         module: its canonical name.
@@ -78,7 +76,7 @@ def module_in(scopes: str) -> str:
 
 @contextmanager
 def listening() -> Iterator[dict[tuple[str, str], Any]]:
-    """What is told while the context lasts, by (module, use)."""
+    """The values that are told inside the context, by (module, use)."""
     told: dict[tuple[str, str], Any] = {}
     token = _told.set(told)
     try:
@@ -88,7 +86,7 @@ def listening() -> Iterator[dict[tuple[str, str], Any]]:
 
 
 def is_anyone_listening() -> bool:
-    """Whether what is told is kept."""
+    """Whether told values are kept."""
     return _told.get() is not None
 
 

@@ -25,20 +25,20 @@ def save_checkpoint(
     *,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write parameters, and what an optimizer keeps of them, to a new folder, which all processes see. All of them call it.
+    """Save parameters, and an optimizer's state, to a new folder that all processes share. All processes call it.
 
-    `torch_backend.load_checkpoint` reads it, and `load_checkpoint` here, at any world size and layout. Padding is not in it. No
-    full parameter is made. A process that is killed meanwhile leaves nothing under the name `path`, and neither does a save that
-    fails.
+    `torch_backend.load_checkpoint` reads it, and `load_checkpoint` here, at any world size and layout. It has no padding. No full
+    parameter is made. If a process is killed, or the save fails, nothing remains under the name `path`.
 
     Args:
-        optimizer_state: of `sharded_optimizer`, or of optax on ShardedParams. What Adam and momentum keep has torch's names.
-        about: JSON that belongs to it, such as the step; `crossframe.checkpoint.read(path).about` gives it back.
+        optimizer_state: the state of `sharded_optimizer`, or of optax on ShardedParams. That of Adam and momentum has torch's
+            names.
+        about: JSON to save with it, such as the step; `crossframe.checkpoint.read(path).about` returns it.
 
     Raises:
-        CheckpointError: something exists at `path`, another job has saved there meanwhile, or a process wrote to another disk;
+        CheckpointError: `path` exists, another job has saved there in the meantime, or a process wrote to another disk;
             AgreementError in other processes.
-        UsageError: no ShardedParams, or what lies on no mesh.
+        UsageError: not ShardedParams, or arrays on no mesh.
     """
     mesh = mesh_of(sharded)
     parts = _model_parts(sharded, mesh)
@@ -59,19 +59,19 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: Any = None) -> Any:
-    """Read parameters into the mesh and the layouts of others. All processes call it.
+    """Load parameters into the mesh and the layouts of other parameters. All processes call it.
 
     Args:
-        like: parameters of the model; its values do not matter, and stay as they are.
-        optimizer_state: None, or as `init` of the optimizer gives it for `like`, to be read too.
+        like: parameters of the model; their values do not matter and do not change.
+        optimizer_state: None, or the state that `init` of the optimizer returns for `like`, to be loaded too.
 
     Returns:
-        The parameters; with a state (parameters, state).
+        The parameters; with a state, (parameters, state).
 
     Raises:
-        CheckpointError: it is missing or damaged, or holds other names, shapes or dtypes, which are listed; no state was saved,
-            or one of another optimizer; AgreementError in processes that met nothing of that.
-        UsageError: no ShardedParams, or what lies on no mesh.
+        CheckpointError: the checkpoint is missing or damaged, has other names, shapes or dtypes, which are listed, or has no
+            state, or that of another optimizer; AgreementError in processes that found no error.
+        UsageError: not ShardedParams, or arrays on no mesh.
     """
     mesh = mesh_of(like)
     leaves = StateLeaves(optimizer_state, like, mesh)
@@ -104,7 +104,7 @@ def _sharding(parts: list[Part], mesh: Mesh) -> Sharding:
 
 
 def _read(saved: Saved, section: str, parts: list[Part], mesh: Mesh) -> list[Any]:
-    """What lies in this process, of each part the arrays."""
+    """The arrays of each part."""
     target, spec = _sharding(parts, mesh), mesh_spec(mesh)
     here = {
         spec.coordinate(rank)[1]

@@ -1,4 +1,4 @@
-"""equinox at the edge: a module as parameters to shard and state to keep a rank.
+"""Modules of equinox: their parameters to shard, and their other arrays as state for each rank.
 
 static, params, state = split(model)
 sharded, state = shard(params, mesh, units=...), per_rank(state, mesh)
@@ -17,10 +17,10 @@ import equinox as eqx
 
 
 def split(module: Any) -> tuple[Any, Any, Any]:
-    """A module as (static, params, state), each of its structure, with None where the others are.
+    """A module as (static, params, state), each with the module's structure and None elsewhere.
 
     Returns:
-        What is no array; the arrays of inexact dtype; all other arrays: counters, rng keys.
+        All that is not an array; the arrays of inexact dtype; all other arrays, such as counters and rng keys.
     """
     params, rest = eqx.partition(module, eqx.is_inexact_array)
     state, static = eqx.partition(rest, eqx.is_array)
@@ -28,10 +28,10 @@ def split(module: Any) -> tuple[Any, Any, Any]:
 
 
 def state_of(module: Any) -> Any:
-    """The arrays of a module that are no parameters."""
+    """The arrays of a module that are not parameters."""
     return split(module)[2]
 
 
 def with_params(static: Any, params: Any, state: Any = None) -> Any:
-    """The module of these parts, as `split` returns them."""
+    """The module of parts as `split` returns them."""
     return eqx.combine(params, static) if state is None else eqx.combine(params, state, static)

@@ -1,4 +1,4 @@
-"""flax's linen at the edge: variables as parameters to shard and state to keep a rank.
+"""Variables of flax's linen: parameters to shard, and the rest as state for each rank.
 
 params, state = split(model.init(rng, x))
 sharded, state = shard(params, mesh, units=..., param_map=...), per_rank(state, mesh)
@@ -22,11 +22,11 @@ def split(variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def with_params(params: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of these parameters and this state, both as `split` returns them."""
+    """The variables of parameters and state as `split` returns them."""
     return {"params": params, **state}
 
 
 def apply(module: linen.Module, params: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
-    """`module.apply`, in which all of the state may change: (what the module returns, the new state)."""
+    """`module.apply` in which all state may change: (the module's result, the new state)."""
     out, changed = module.apply(with_params(params, state), *args, mutable=list(state), **kwargs)
     return out, {**state, **changed}

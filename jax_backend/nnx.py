@@ -1,4 +1,4 @@
-"""flax's nnx at the edge: a module as parameters to shard and state to keep a rank.
+"""Modules of flax's nnx: their parameters to shard, and the rest of their state for each rank.
 
 graphdef, params, state = split(model)
 sharded, state = shard(params, mesh, units=..., param_map=...), per_rank(state, mesh)
@@ -8,7 +8,7 @@ def loss_fn(params, state, batch):
     ...
     return loss, state_of(model)
 
-`ShardedModule` holds all of it together.
+`ShardedModule` does all of this.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,20 +46,20 @@ def state_of(module: nnx.Module) -> dict:
 
 
 def with_params(graphdef: Any, params: dict, state: dict | None = None) -> nnx.Module:
-    """The module of a graphdef with these parameters and this state, both as `split` returns them."""
+    """The module of a graphdef with parameters and state as `split` returns them."""
     return nnx.merge(graphdef, nnx.State(params), nnx.State(state or {}))
 
 
 def watch(module: nnx.Module, paths: Mapping[str, str]) -> None:
-    """Make modules inside a module tell what they are given and give (`jax_backend.activations`), where someone listens, as
-    `jax_backend.Recorder` does.
+    """Make modules inside a module tell their inputs and outputs (`jax_backend.activations`) while `jax_backend.Recorder`
+    listens.
 
     Args:
-        paths: by the canonical name under which a module tells its path in flax, the parts joined by "."; "" is the module
-            itself. `jax_backend.recorder.module_paths` reads them from a ParamMap.
+        paths: for the canonical name of each module, its path in flax, the parts joined by "."; "" is the module itself.
+            `jax_backend.recorder.module_paths` reads them from a ParamMap.
 
     Raises:
-        UsageError: a path that leads to no module.
+        UsageError: a path of no module.
     """
     for name, path in paths.items():
         part: Any = module
@@ -77,7 +77,7 @@ def watch(module: nnx.Module, paths: Mapping[str, str]) -> None:
 
 
 def _make_tell(module: nnx.Module, name: str) -> None:
-    """By a class of its own, since Python looks for `__call__` at the class."""
+    """Replace the module's class, since Python looks up `__call__` on the class."""
     given = type(module)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,28 +91,28 @@ def _make_tell(module: nnx.Module, name: str) -> None:
 
 
 class ShardedModule(Holder):
-    """A module whose parameters lie as shards; `summon_full_params` shows it in full.
+    """A module with sharded parameters; `summon_full_params` shows it with full ones.
 
     Attributes:
         graphdef: its static part.
-        sharded: its parameters, as shards. After a step set it to the new ones.
-        state: everything else, with a leading rank axis; likewise.
+        sharded: the shards of its parameters. After a step set it to the new ones.
+        state: all other variables, with a leading rank axis; likewise.
     """
 
     def __init__(self, module: nnx.Module, mesh: Mesh, **sharding: Any) -> None:
-        """Shard a module; it is left as it is.
+        """Shard the parameters of a module, which does not change.
 
         Args:
             mesh: from `jax_backend.make_mesh`.
-            sharding: units, param_map, layout ...: as of `jax_backend.shard`, which says what is refused.
+            sharding: units, param_map, layout and other options of `jax_backend.shard`.
         """
         self.graphdef, params, state = split(module)
         self.sharded = shard(params, mesh, **sharding)
         self.state = per_rank(state, mesh)
 
     def loss(self, fn: Callable[[Any, Any], Any], *, has_aux: bool = False) -> Callable[[Any, Any, Any], Any]:
-        """`fn(module, batch) -> loss`, or with `has_aux` `(loss, aux)`, as the loss function of
-        `value_and_grad(..., has_state=True, has_aux=has_aux)`."""
+        """The loss function of `value_and_grad(..., has_state=True, has_aux=has_aux)` for `fn(module, batch) -> loss`, or
+        `(loss, aux)` with `has_aux`."""
 
         def loss_fn(params: Any, state: Any, batch: Any) -> Any:
             module = with_params(self.graphdef, params, state)
@@ -125,9 +125,9 @@ class ShardedModule(Holder):
         return loss_fn
 
     def show(self, params: Any) -> nnx.Module:
-        """The module with these parameters and rank 0's state; what is done to its state is not kept."""
+        """The module with these parameters and rank 0's state; changes of its state are lost."""
         return with_params(self.graphdef, params, jax.tree.map(lambda leaf: leaf[0], self.state))
 
     def read(self, module: Any) -> Any:
-        """The parameters of what `show` made."""
+        """The parameters of a module that `show` returned."""
         return params_of(module)

@@ -31,5 +31,5 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def dtype_name(leaf: Any) -> str:
-    """The dtype of an array, or of what is not one, by name."""
+    """The name of the dtype of an array, or of the array that JAX would make of a value."""
     return jnp.result_type(leaf).name if not hasattr(leaf, "dtype") else str(leaf.dtype)

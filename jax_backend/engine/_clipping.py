@@ -13,23 +13,23 @@ from jax_backend.shards._sharded_params import ShardedParams
 def clip_grad_norm(grads: ShardedParams, max_norm: float, norm_type: float = 2.0) -> tuple[ShardedParams, jax.Array]:
     """Scale gradients by max_norm / (norm + 1e-6), at most 1, as torch's clip_grad_norm_ does. Works in jit.
 
-    `optax.clip_by_global_norm` divides by the norm alone, in the gradients' own dtype, and knows p = 2 only.
+    `optax.clip_by_global_norm` divides by the norm without the epsilon, in the gradients' own dtype, for p = 2 only.
 
     Args:
-        grads: as `value_and_grad` returns them; of any mesh and layout.
+        grads: gradients of `value_and_grad`, on any mesh and layout.
         max_norm: at least 0; inf clips nothing.
         norm_type: the p of the norm, above 0, or inf.
 
     Returns:
-        The clipped gradients, in their dtypes, with 0 in the padding whatever was there; and the norm before, a scalar in the
-        largest dtype among float32 and the gradients'. A NaN or an inf is passed on, not hidden.
+        The clipped gradients, in their dtypes, with 0 in the padding; and their norm before, a scalar in the widest dtype of
+        float32 and the gradients. NaN and inf propagate.
 
     Raises:
-        UsageError: no ShardedParams, or a max_norm or norm_type that is none.
+        UsageError: `grads` are not ShardedParams, or an invalid max_norm or norm_type.
     """
     if not isinstance(grads, ShardedParams):
         raise UsageError(
-            f"grads: expected ShardedParams, got {type(grads).__name__}; clip what a step of value_and_grad has reduced"
+            f"grads: expected ShardedParams, got {type(grads).__name__}; clip the gradients of a step of value_and_grad"
         )
     bound, order = check_max_norm(max_norm), check_norm_type(norm_type)
     tree = grads.tree
@@ -41,7 +41,7 @@ def clip_grad_norm(grads: ShardedParams, max_norm: float, norm_type: float = 2.0
         # The mesh's replicas hold one array: a sum over it counts each element once.
         sizes = jnp.abs(leaf.astype(dtype))
         if order == math.inf:
-            # Where ranks take the largest among them, XLA may lose one's NaN.
+            # XLA may lose the NaN of one rank in a maximum over ranks.
             largest = jnp.where(jnp.isnan(sizes).any(), jnp.nan, jnp.max(sizes, initial=0))
             norm = jnp.maximum(norm, largest)
         else:
@@ -51,5 +51,5 @@ def clip_grad_norm(grads: ShardedParams, max_norm: float, norm_type: float = 2.0
     coefficient = jnp.minimum(bound / (norm + EPSILON), 1)
     scaled = {name: jax.tree.map(lambda leaf: (leaf.astype(dtype) * coefficient).astype(leaf.dtype), arrays)
               for name, arrays in clean.items()}  # fmt: skip
-    # Again, since 0 times a coefficient that is not finite is no 0.
+    # Again, since 0 times a non-finite coefficient is NaN.
     return ShardedParams({name: tree.by_name[name].zero_padding(arrays) for name, arrays in scaled.items()}, tree), norm

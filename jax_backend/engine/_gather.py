@@ -1,14 +1,16 @@
 """The gather of a bucket: forward gathers its shards, backward reduces its gradient as the core's plan says (R26, R28, R33).
 
-[Note: why the gather has a backward of its own] Differentiating all_gather gives a plain sum over ranks, in the dtype
-and at the place that JAX chooses. The reduction is part of what sharded training means: cast, divide, reduce-scatter, all-reduce,
-divide, cast, with steps and factors that the core lists and that torch follows too, so that both agree bit for bit where a sum
-has one order (R32: two ranks).
+[Note: why the gather has a backward of its own] The derivative of all_gather is a sum over ranks, in the dtype and at the place
+that JAX chooses. The reduction is part of the definition of sharded training: cast, divide, reduce-scatter, all-reduce, divide,
+cast, with the steps and factors that the core lists. torch follows them too, so that both agree bit for bit where a sum has one
+order (R32: two ranks).
 """
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +27,13 @@ from jax_backend.shards._param_tree import ParamTree
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of all ranks' gradients.
+    """The reduction of gradients over ranks.
 
     Attributes:
         mesh: the grid of ranks.
-        face: whose division and order.
-        factor: the user's own divide factor (R27); None: the number of ranks.
-        now: False leaves every rank's gradient as it is, for a later microbatch (R15).
+        face: the API whose division and order are used.
+        factor: the user's divide factor (R27); None: the number of ranks.
+        now: False leaves each rank's gradient as it is, for a later microbatch (R15).
     """
 
     mesh: MeshSpec
@@ -40,17 +42,29 @@ class Reduction:
     now: bool = True
 
     def check(self) -> None:
-        """Raise PlanError unless the factor is one to divide by."""
+        """Raise PlanError if the factor is invalid."""
         factors_of(self.mesh, self.face, "float32", self.factor)
 
     def __call__(self, label: str, grad: jax.Array, precision: Precision) -> jax.Array:
-        """The mean over ranks of full gradients, this rank's part of it: (gathered_numel,) to (padded_shard_numel,).
+        """This rank's part of the mean over ranks of full gradients: (gathered_numel,) to (padded_shard_numel,).
 
         Args:
-            label: the bucket's.
-            grad: of any floating dtype.
-            precision: the bucket's dtypes; the result is of `precision.kept`.
+            label: the bucket's label.
+            grad: this rank's gradient, of any floating dtype.
+            precision: the bucket's dtypes; the result has dtype `precision.kept`.
         """
+        return self.steps(
+            grad, precision, lambda grad: reduce_scatter(grad, label), lambda grad: all_reduce(grad, label)
+        )
+
+    def steps(
+        self,
+        grad: jax.Array,
+        precision: Precision,
+        reduce_scatter: Callable[[jax.Array], jax.Array],
+        all_reduce: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """The mean, by these collectives."""
         factors = factors_of(self.mesh, self.face, precision.reduced, self.factor)
         for each in reduction_steps(self.mesh, self.face):
             match each:
@@ -59,11 +73,11 @@ class Reduction:
                 case ReductionStep.DIVIDE_BEFORE:
                     grad = divide(grad, factors.before)
                 case ReductionStep.REDUCE_SCATTER:
-                    grad = reduce_scatter(grad, label)
+                    grad = reduce_scatter(grad)
                 case ReductionStep.DIVIDE_BETWEEN:
                     grad = divide(grad, factors.between)
                 case ReductionStep.ALL_REDUCE:
-                    grad = all_reduce(grad, label)
+                    grad = all_reduce(grad)
                 case ReductionStep.DIVIDE_AFTER:
                     grad = divide(grad, factors.after)
                 case ReductionStep.CAST_TO_KEPT:
@@ -77,68 +91,96 @@ class Reduction:
         return grad
 
 
-def gather(
-    tree: ParamTree,
-    bucket: Bucket,
-    shard: jax.Array,
-    precision: Precision,
-    reduction: Reduction,
-    probe: jax.Array | None = None,
-    waiting: jax.Array | None = None,
-) -> dict[str, jax.Array]:
-    """The leaves in all shards of a bucket, differentiable.
+class Source(NamedTuple):
+    """What a bucket is gathered from.
 
-    Args:
-        tree: where they lie.
-        shard: this rank's, of shape (padded_shard_numel,).
-        precision: the bucket's dtypes.
-        reduction: of its gradient.
-        probe: None, or zeros of shape (gathered_numel,) whose gradient is then this rank's own, before any reduction.
-        waiting: None, or this rank's own gradient of earlier microbatches, of that shape, which is added first.
+    Attributes:
+        line: the shard of shape (padded_shard_numel,); under jit all ranks' shards.
+        probe: None, or zeros of shape (gathered_numel,), whose gradient is this rank's own, before any reduction.
+        waiting: None, or this rank's own gradient of earlier microbatches, of the same shape, added before the reduction.
+    """
+
+    line: Any
+    probe: Any = None
+    waiting: Any = None
+
+
+def gather(
+    tree: ParamTree, bucket: Bucket, source: Source, precision: Precision, reduction: Reduction
+) -> dict[str, jax.Array]:
+    """All-gather a bucket, differentiable.
 
     Returns:
-        By path, of `precision.gathered`. Their cotangents reach the shard as the mean over ranks, of shape
-        (padded_shard_numel,); as zeros, if nothing is reduced now. Frozen buckets get none.
+        Its leaves by path, of `precision.gathered`. Their cotangents reach the shard as the mean over ranks, or as zeros if
+        nothing is reduced now. Frozen buckets get none.
     """
 
     def whole(shard: jax.Array) -> dict[str, jax.Array]:
         line = shard.astype(precision.gathered)
-        # In one scope, so that `when_needed` cuts where it gathers.
+        # One scope, so that `_late_gathers` cuts where it gathers.
         with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
-            found = tree.views(bucket.name, all_gather(line, bucket.label))
+            found = bucket.views(all_gather(line, bucket.label))
         return tree.leaves_of(bucket, found)
 
     if not bucket.trainable:
-        return whole(jax.lax.stop_gradient(shard))
+        return whole(jax.lax.stop_gradient(source.line))
+    return with_backward(
+        source,
+        whole,
+        lambda grads: joined(tree, bucket, grads),
+        lambda own: reduction(bucket.label, own, precision),
+        precision,
+        reduction,
+    )
+
+
+def with_backward(
+    source: Source,
+    whole: Callable[..., Any],
+    joined: Callable[[Any], jax.Array],
+    reduced: Callable[[jax.Array], jax.Array],
+    precision: Precision,
+    reduction: Reduction,
+    *here: jax.Array,
+    scope: Callable[[], AbstractContextManager] = nullcontext,
+) -> Any:
+    """`whole(source.line, *here)`, with a backward of its own; see [Note: why the gather has a backward of its own].
+
+    Args:
+        joined: from the cotangents to one line.
+        reduced: from a rank's own gradient to the cotangent of the line.
+        here: further arguments, which take no gradient.
+        scope: the named scope of backward.
+    """
+    shape, dtype = source.line.shape, source.line.dtype
 
     @jax.custom_vjp
-    def gathered(shard, probe, waiting):
-        return forward(shard, probe, waiting)[0]
+    def gathered(source: Source, *here: jax.Array) -> Any:
+        return forward(source, *here)[0]
 
     # Not by calling `gathered`: the policy that saves no gathered parameter must find the primitive itself here.
-    def forward(shard, probe, waiting):
-        del probe
-        return whole(shard), waiting
+    def forward(source: Source, *here: jax.Array) -> Any:
+        return whole(source.line, *here), source.waiting
 
-    def backward(waiting, grads):
-        grad = joined(tree, bucket, grads)
-        own = grad.astype(precision.accumulated(reduction.face)) if waiting is not None or not reduction.now else grad
-        if waiting is not None:
-            own = own + waiting
-        reduced = reduction(bucket.label, own, precision) if reduction.now else jnp.zeros(shard.shape, shard.dtype)
-        # A cotangent has its primal's dtype: what is kept in low precision is widened again, without another rounding.
-        return (
-            reduced.astype(shard.dtype),
-            None if probe is None else own.astype(probe.dtype),
-            None if waiting is None else jnp.zeros_like(waiting),
-        )
+    def backward(waiting: Any, grads: Any) -> Any:
+        with scope():
+            own = joined(grads)
+            if waiting is not None or not reduction.now:
+                own = own.astype(precision.accumulated(reduction.face))
+            if waiting is not None:
+                own = own + waiting
+            # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.
+            part = reduced(own).astype(dtype) if reduction.now else jnp.zeros(shape, dtype)
+        probe = None if source.probe is None else own.astype(source.probe.dtype)
+        waiting = None if waiting is None else jnp.zeros_like(waiting)
+        return (Source(part, probe, waiting), *map(jnp.zeros_like, here))
 
     gathered.defvjp(forward, backward)
-    return gathered(shard, probe, waiting)
+    return gathered(source, *here)
 
 
 def joined(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> jax.Array:
-    """Gradients of a bucket's leaves in one line, shape (gathered_numel,), with 0 in the padding."""
+    """The gradients of a bucket's leaves as one line, of shape (gathered_numel,), with 0 in the padding."""
     dtype = next(iter(grads.values())).dtype
     line = jax.ShapeDtypeStruct((bucket.layout.gathered_numel,), dtype)
     (found,) = jax.linear_transpose(lambda line: tree.cut(bucket, line), line)(grads)
@@ -148,9 +190,9 @@ def joined(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> jax.
 def divide(array: jax.Array, factor: float) -> jax.Array:
     """`array / factor`, correctly rounded, in the array's dtype; below float32 divided in float32, as torch does.
 
-    XLA turns a division by any scalar, constant or not, into a product with its rounded reciprocal: another number,
-    unless the factor is a power of two. It leaves a division by an array alone, so other factors are given as an array
-    that XLA cannot see through: what a NaN is divided by does not matter.
+    XLA turns a division by a scalar, constant or not, into a product with its rounded reciprocal, which differs unless the factor
+    is a power of two. It does not change a division by an array, so other factors are made an array that XLA cannot simplify; the
+    divisor of a NaN does not matter.
     """
     if factor == 1.0:
         return array

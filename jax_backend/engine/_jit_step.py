@@ -1,13 +1,13 @@
-"""A step in which XLA places the collectives: by jit, over arrays that the mesh cuts, with the ranks as one more axis.
+"""A step whose collectives XLA places: under jit, over sharded arrays, with the ranks as an additional axis.
 
-[Note: a rank under jit] A program under jit is written for the whole mesh, so that a mean over the batch would be one over the
-samples of all ranks, and batch norm another function. Here the batch gets a leading axis of ranks, cut over the mesh, and the
-loss function is mapped over it: it sees what one rank sees, as under shard_map. Full parameters get that axis too, each rank's
-copy on its own device, so that their gradients come by rank and are reduced as the core lists it: cast, divide, sum over the
-shard group, divide, sum over replicas, divide, cast. What XLA makes of these sums is its own affair: see `NOT_HONOURED`.
+[Note: a rank under jit] A program under jit is written for the whole mesh: a mean over the batch would be over the samples of all
+ranks, and batch norm another function. So the batch gets a leading axis of ranks, sharded over the mesh, and the loss function is
+mapped over it: it sees one rank's values, as under shard_map. Full parameters get that axis too, with each rank's copy on its own
+device, so that there is a gradient for each rank, reduced as the core lists it: cast, divide, sum over the shard group, divide,
+sum over replicas, divide, cast. How XLA computes these sums is not under our control: see `NOT_HONOURED`.
 """
 
-from typing import Any, assert_never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.precision import Precision
-from crossframe.reduction import ReductionStep, factors_of, reduction_steps
+from crossframe.reduction import factors_of
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from jax_backend.engine._gather import Reduction, divide, joined
-from jax_backend.engine._step import Given, Source, Step, kept, over_shards, params_of, probes_of, sources_of
+from jax_backend.engine._gather import Reduction, Source, divide, joined, with_backward
+from jax_backend.engine._step import Step, StepInputs, kept, over_shards, params_of, probes_of, sources_of
 from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS, rank_partition
-from jax_backend.programs._late_gathers import merges_gathers, when_needed
+from jax_backend.programs._late_gathers import gather_late, merges_gathers
 from jax_backend.ranks._collectives import scope_name
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._local_grads import LocalGrads
@@ -28,18 +28,18 @@ from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams
 
 NOT_HONOURED = (
-    "the order of a sum over ranks: it is XLA's, which may sum over the shard group and over replicas at once",
-    "reduce_dtype: XLA may sum in a wider dtype than it was asked to, as its CPU backend does with 16 bits",
-    "reduce-scatter: XLA may all-reduce a full gradient and keep a part of it, as its CPU backend does",
-    "reshard_after_forward: XLA may keep what it was asked to gather again, but inside jax_backend.scan",
-    "the reduction of stacked units: summed in the dtype that is stored, over all ranks at once",
-    "collectives of the loss function's own: there is no axis of ranks for them",
+    "the order of a sum over ranks: XLA may sum over the shard group and over replicas at once",
+    "reduce_dtype: XLA may sum in a wider dtype, as its CPU backend does with 16 bits",
+    "reduce-scatter: XLA may all-reduce a full gradient and keep a part, as its CPU backend does",
+    "reshard_after_forward: XLA may keep gathered parameters, except inside jax_backend.scan",
+    "the reduction of stacked units: the sum is in the stored dtype, over all ranks at once",
+    "collectives in the loss function: it has no axis of ranks",
 )
-"""What mode="jit" asks of XLA and cannot make sure of, or does otherwise than "shard_map"."""
+"""What mode="jit" cannot guarantee, or does differently from "shard_map"."""
 
 
-def run_under_jit(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any, ...]:
-    """One step: (losses, weights or None, gradients, state, aux, local gradients or None), all ranks' side by side."""
+def run_under_jit(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple[Any, ...]:
+    """One step of all ranks: (losses, weights or None, gradients, state, aux, local gradients or None)."""
     tree, mesh, num_ranks, reduction = sharded.tree, step.mesh, step.mesh.size, step.reduction
 
     def ranked(leaf: Any) -> jax.Array:
@@ -66,7 +66,7 @@ def run_under_jit(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any
                 return tree.cut(bucket, _layer(bucket, source, here, precision, reduction, mesh))
 
             params = params_of(tree, full, stacked, layer, step.frees(tree))
-            return step.rank_loss(params, Given(batch, state, key, given.seed), tree.policy)
+            return step.rank_loss(params, StepInputs(batch, state, key, given.seed), tree.policy)
 
         axes = (0, 0, {name: Source(None, 0, 0) for name in stacked}, 0, 0, 0)
         by_rank = jax.vmap(on_rank, in_axes=axes, spmd_axis_name=mesh.axis_names)
@@ -83,7 +83,7 @@ def run_under_jit(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any
 
     differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
     if merges_gathers(mesh):
-        differentiate = when_needed(differentiate, (ALL_GATHER, REDUCE_SCATTER), lambda numbers: _cut(numbers, mesh))
+        differentiate = gather_late(differentiate, (ALL_GATHER, REDUCE_SCATTER), lambda numbers: _cut(numbers, mesh))
     (_, rest), (grads, own) = differentiate(trained, probes)
     local = LocalGrads(own, tree) if step.probes else None
     reduced: Any = local
@@ -108,7 +108,7 @@ def _cut(array: jax.Array, mesh: Mesh, *partition: Any) -> jax.Array:
 
 
 def _gathered(line: jax.Array, bucket: Bucket, mesh: Mesh) -> jax.Array:
-    """The whole line on every device."""
+    """The full line on every device."""
     with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
         return _cut(_cut(line, mesh, SHARD_AXIS), mesh)
 
@@ -116,13 +116,13 @@ def _gathered(line: jax.Array, bucket: Bucket, mesh: Mesh) -> jax.Array:
 def _spread(
     tree: ParamTree, bucket: Bucket, source: Source, precision: Precision, reduction: Reduction, mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """A bucket's leaves by path, in full for each rank: (gathered_numel,) to (num_ranks, ...). See `gather`."""
+    """A bucket's full leaves for each rank, by path: (gathered_numel,) to (num_ranks, ...). See `gather`."""
 
     def copies(line: jax.Array) -> dict[str, jax.Array]:
         line = line.astype(precision.gathered)
         with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
             found = tree.views(bucket.name, _gathered(line, bucket, mesh))
-        # Laid out as the user's before they get the axis of ranks, behind which XLA would copy them to transpose them.
+        # In the user's layout before they get the axis of ranks, after which XLA would copy them to transpose them.
         return {
             path: _cut(jnp.broadcast_to(leaf, (mesh.size, *leaf.shape)), mesh, mesh.axis_names)
             for path, leaf in tree.leaves_of(bucket, found).items()
@@ -131,39 +131,26 @@ def _spread(
     if not bucket.trainable:
         return copies(jax.lax.stop_gradient(source.line))
 
-    @jax.custom_vjp
-    def spread(line, probe, waiting):
-        return forward(line, probe, waiting)[0]
-
-    def forward(line, probe, waiting):
-        del probe
-        return copies(line), waiting
-
-    def backward(waiting, grads):
-        line = source.line
-        with jax.named_scope(scope_name(REDUCE_SCATTER, bucket.label)):
-            by_rank = jax.vmap(lambda own: joined(tree, bucket, own), spmd_axis_name=mesh.axis_names)
-            own = _own(_cut(by_rank(grads), mesh, mesh.axis_names), waiting, precision, reduction)
-            reduced = _reduced(own, bucket, precision, reduction, mesh) if reduction.now else jnp.zeros_like(line)
-            reduced = reduced.astype(line.dtype)
-        return (
-            reduced,
-            None if source.probe is None else own.astype(source.probe.dtype),
-            None if waiting is None else jnp.zeros_like(waiting),
-        )
-
-    spread.defvjp(forward, backward)
-    return spread(*source)
+    by_rank = jax.vmap(lambda own: joined(tree, bucket, own), spmd_axis_name=mesh.axis_names)
+    return with_backward(
+        source,
+        copies,
+        lambda grads: _cut(by_rank(grads), mesh, mesh.axis_names),
+        lambda own: _reduced(own, bucket, precision, reduction, mesh),
+        precision,
+        reduction,
+        scope=lambda: jax.named_scope(scope_name(REDUCE_SCATTER, bucket.label)),
+    )
 
 
 def _layer(
     bucket: Bucket, source: Source, here: jax.Array, precision: Precision, reduction: Reduction, mesh: Mesh
 ) -> jax.Array:
-    """One layer of a stacked bucket for one rank. The map over ranks sums what its backward returns.
+    """One layer of a stacked bucket for one rank. The map over ranks sums the results of its backward.
 
     Args:
-        here: an empty array of each rank's own, laid behind what is gathered: what depends on nothing of a rank's own the map
-            would take for common to all ranks, and sum its gradient too early.
+        here: an empty array of each rank's own, appended to the gathered line. Without it the map would take the line for a value
+            common to all ranks, and sum its gradient too early.
     """
 
     def whole(line: jax.Array, here: jax.Array) -> jax.Array:
@@ -172,73 +159,33 @@ def _layer(
 
     if not bucket.trainable:
         return whole(jax.lax.stop_gradient(source.line), here)
-    shape, dtype = source.line.shape, source.line.dtype
-
-    @jax.custom_vjp
-    def layer(line, probe, waiting, here):
-        return forward(line, probe, waiting, here)[0]
-
-    def forward(line, probe, waiting, here):
-        del probe
-        return whole(line, here), waiting
-
-    def backward(waiting, grad):
-        own = _own(grad, waiting, precision, reduction)
-        factors = factors_of(reduction.mesh, reduction.face, str(dtype), reduction.factor)
-        part = jnp.zeros(shape, dtype)
-        if reduction.now:
-            part = divide(own.astype(precision.reduced), factors.before).astype(dtype)
-        return (
-            part,
-            None if source.probe is None else own.astype(source.probe.dtype),
-            None if waiting is None else jnp.zeros_like(waiting),
-            jnp.zeros_like(here),
-        )
-
-    layer.defvjp(forward, backward)
-    return layer(*source, here)
-
-
-def _own(grad: jax.Array, waiting: jax.Array | None, precision: Precision, reduction: Reduction) -> jax.Array:
-    if waiting is None and reduction.now:
-        return grad
-    own = grad.astype(precision.accumulated(reduction.face))
-    return own if waiting is None else own + waiting
+    factors = factors_of(reduction.mesh, reduction.face, str(source.line.dtype), reduction.factor)
+    return with_backward(
+        source,
+        whole,
+        lambda grad: grad,
+        lambda own: divide(own.astype(precision.reduced), factors.before),
+        precision,
+        reduction,
+        here,
+    )
 
 
 def _reduced(grads: jax.Array, bucket: Bucket, precision: Precision, reduction: Reduction, mesh: Mesh) -> jax.Array:
-    """The mean over ranks of their gradients: (num_ranks, gathered_numel) to (gathered_numel,), cut over the shard axis."""
+    """The mean over ranks of their gradients: (num_ranks, gathered_numel) to (gathered_numel,), sharded over the shard axis."""
     spec = reduction.mesh
-    factors = factors_of(spec, reduction.face, precision.reduced, reduction.factor)
     by_group = (REPLICATE_AXIS if spec.replicate > 1 else None,)
-    for each in reduction_steps(spec, reduction.face):
-        match each:
-            case ReductionStep.CAST_TO_REDUCED:
-                grads = grads.astype(precision.reduced)
-            case ReductionStep.DIVIDE_BEFORE:
-                grads = divide(grads, factors.before)
-                if spec.shard == 1:
-                    grads = grads.reshape(spec.replicate, -1)
-            case ReductionStep.REDUCE_SCATTER:
-                with jax.named_scope(scope_name(REDUCE_SCATTER, bucket.label)):
-                    grads = _sum(grads.reshape(spec.replicate, spec.shard, -1), 1)
-                    grads = _cut(grads, mesh, *by_group, SHARD_AXIS)
-            case ReductionStep.DIVIDE_BETWEEN:
-                grads = divide(grads, factors.between)
-            case ReductionStep.ALL_REDUCE:
-                with jax.named_scope(scope_name(ALL_REDUCE, bucket.label)):
-                    grads = _cut(_sum(grads, 0), mesh, SHARD_AXIS)
-            case ReductionStep.DIVIDE_AFTER:
-                grads = divide(grads, factors.after)
-            case ReductionStep.CAST_TO_KEPT:
-                grads = grads.astype(precision.kept)
-            case ReductionStep.ADD_PARTIAL | ReductionStep.ACCUMULATE:
-                pass  # there are no partial sums here (R15), and the gradient is returned
-            case ReductionStep.KEEP_PARTIAL:
-                raise AssertionError("every reduction here goes on over the replicas")
-            case _:
-                assert_never(each)
-    return grads.reshape(-1)
+
+    def reduce_scatter(grads: jax.Array) -> jax.Array:
+        with jax.named_scope(scope_name(REDUCE_SCATTER, bucket.label)):
+            return _cut(_sum(grads.reshape(spec.replicate, spec.shard, -1), 1), mesh, *by_group, SHARD_AXIS)
+
+    def all_reduce(grads: jax.Array) -> jax.Array:
+        with jax.named_scope(scope_name(ALL_REDUCE, bucket.label)):
+            return _cut(_sum(grads, 0), mesh, SHARD_AXIS)
+
+    grads = grads.reshape(spec.replicate, -1) if spec.shard == 1 else grads
+    return reduction.steps(grads, precision, reduce_scatter, all_reduce).reshape(-1)
 
 
 def _sum(array: jax.Array, dim: int) -> jax.Array:

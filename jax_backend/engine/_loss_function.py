@@ -20,7 +20,7 @@ from jax_backend.tree import dtype_name, leaves_by_path
 
 
 class Outcome(NamedTuple):
-    """What a loss function returns on one rank; None for what is not declared."""
+    """The results of a loss function on one rank; None if not declared."""
 
     loss: jax.Array
     weight: jax.Array | None
@@ -79,14 +79,14 @@ class LossFunction:
         ):
             raise UsageError(
                 f"accumulated: expected None or LocalGrads of the same parameters, got {type(accumulated).__name__}; a step "
-                "made with reduces=False returns them as grads"
+                "with reduces=False returns them as grads"
             )
         for path, leaf in leaves_by_path(batch).items():
             shape = np.shape(leaf)
             if not shape or shape[0] % ranks:
                 raise UsageError(
                     f"batch leaf {path!r}: expected a leading dim divisible by {ranks} ranks, got shape {shape}; "
-                    "drop or pad the last samples, and count those that are there by has_weight=True"
+                    "drop the last samples, or pad them and weight the loss by has_weight=True"
                 )
         for name, declared, value in (("state", self.has_state, state), ("rng", self.has_rng, rng)):
             if declared and value is None:
@@ -160,18 +160,16 @@ def _check_sharded(sharded: Any, mesh: Mesh) -> None:
         )
     for leaf in jax.tree.leaves(sharded):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise UsageError(
-                "the shards were given away (donated) to a step that ran before: use what that step returned in their place"
-            )
+            raise UsageError("the shards were donated to an earlier step: use those that it returned instead")
     expected = {bucket.name: bucket.shapes() for bucket in sharded.tree.buckets}
     got = {name: jax.tree.map(np.shape, arrays) for name, arrays in sharded.buckets.items()}
     if missing := sorted(bucket.name for bucket in sharded.tree.buckets if bucket.name not in got):
         raise UsageError(
-            f"the shards lack what is frozen, {missing}: pass all parameters, params.with_trainable(trained), and not the "
-            "trainable ones alone"
+            f"the frozen buckets {missing} are missing: pass all parameters, params.with_trainable(trained), not only trainable "
+            "ones"
         )
     if expected != got:
         wrong = {name: (shape, got[name]) for name, shape in expected.items() if got[name] != shape}
         raise UsageError(
-            f"expected arrays of these shapes by unit, got those: {wrong}; do not reshape the leaves of shards"
+            f"expected and actual shapes of arrays differ, by bucket: {wrong}; do not reshape the leaves of shards"
         )

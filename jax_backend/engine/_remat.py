@@ -1,17 +1,16 @@
-"""Resharding after forward: what backward must gather again instead of finding it saved (R14).
+"""Resharding after forward: backward gathers parameters again instead of saving them (R14).
 
-[Note: resharding is a rule about what is saved] JAX has no moment at which a buffer is freed. A unit is resharded
-after forward exactly if nothing of full size is kept for backward. jax.checkpoint with a policy says what is kept:
-activations are, gathered parameters and whatever merely lays them out anew are not, so backward gathers again from the
-shards, which live anyway.
+[Note: resharding is a rule about what is saved] JAX does not free a buffer at a given moment. A unit is resharded after forward
+if and only if nothing of full size is saved for backward. A policy of jax.checkpoint decides that: activations are saved,
+gathered parameters and views of them are not, so backward gathers again from the shards, which are in memory anyway.
 
-The policy goes by primitive. A policy by name (`checkpoint_name`) does not do it: the name is an operation behind the
-all-gather, and the output of the all-gather itself is then saved in its stead. A policy sees no origins: an activation
-that is only laid out anew is computed again too, from a saved one, which costs a copy; and a parameter that the model
-itself computes with (`1 + scale`) is saved like an activation.
+The policy depends on the primitive. A policy by name (`checkpoint_name`) does not work: the name is an operation after the
+all-gather, and the output of the all-gather itself would be saved instead. A policy does not see where values come from: a view
+of an activation is computed again too, which costs a copy, and a result of parameters alone (`1 + scale`) is saved as an
+activation.
 
-XLA has the last word. Its CPU compiler drops the barrier that jax.checkpoint puts before backward and would merge each second
-gather with the first: see `when_needed`.
+XLA decides in the end. Its CPU compiler drops the barrier that jax.checkpoint puts before backward and would merge each second
+gather with the first: see `programs/_late_gathers.py`.
 """
 
 from collections.abc import Callable
@@ -45,15 +44,15 @@ LAYOUT_PRIMITIVES = frozenset(
         "unstack",
     }
 )
-"""Primitives that move or cast elements without computing: their output is the parameter in another guise."""
+"""Primitives that move or cast elements without computing: their output is a view of a parameter."""
 
 
 def keeps_activations(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The checkpoint policy: save what was computed, never what was gathered or merely laid out anew."""
+    """The checkpoint policy: save computed values, not gathered parameters or views."""
     return primitive.name != "all_gather" and primitive.name not in LAYOUT_PRIMITIVES
 
 
 def reshard_after_forward(fun: Callable) -> Callable:
-    """`fun`, whose gathers run again in backward."""
-    # prevent_cse stays on, as is its default: XLA should not merge the second gather with the first.
+    """`fun` with gathers that run again in backward."""
+    # prevent_cse is on by default: XLA should not merge the second gather with the first.
     return jax.checkpoint(fun, policy=keeps_activations)

@@ -1,4 +1,4 @@
-"""A loop over stacked blocks, in which each is gathered by itself: one all-gather a layer, inside the loop."""
+"""A loop over stacked blocks, with one all-gather for each layer inside the loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from jax_backend.shards._param_tree import ParamTree
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """A stacked unit inside a step, before any of its layers is gathered.
+    """A stacked unit inside a step, before its layers are gathered.
 
     Attributes:
-        tree: where its parameters lie.
+        tree: the position of its parameters.
         buckets: its buckets.
-        sliced: by bucket what each layer is gathered from; leaves have a leading dim of layers.
-        gathered: (bucket, one layer of `sliced`) to its leaves, by path.
+        sliced: the Source of each bucket, by name; its leaves have a leading dim of layers.
+        gathered: from (bucket, one layer of `sliced`) to the leaves of that layer, by path.
         frees: whether a layer's backward gathers it again.
     """
 
@@ -39,15 +39,15 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class StackedLeaf:
-    """What a loss function sees in the place of a leaf of a stacked unit: only `scan` can read it."""
+    """Stands for a leaf of a stacked unit in a loss function. Only `scan` can read it."""
 
     stack: Stack
     path: str
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
-            f"parameter {self.path!r} is of a stacked unit, whose layers are gathered one by one, and has no {name!r} here; go "
-            "through its blocks by jax_backend.scan(body, init, blocks)"
+            f"parameter {self.path!r} belongs to a stacked unit, whose layers are gathered one by one, and has no {name!r} here; "
+            "loop over its blocks by jax_backend.scan(body, init, blocks)"
         )
 
 
@@ -63,17 +63,17 @@ def scan(
     """`jax.lax.scan` over stacked blocks.
 
     Args:
-        body: (carry, the parameters of one block, x) to (carry, y).
+        body: from (carry, the parameters of one block, x) to (carry, y).
         init: the first carry.
-        blocks: the subtree of a stacked unit, as the loss function was given it; or of arrays with a leading dim of layers.
+        blocks: the subtree of a stacked unit in the loss function's parameters; or arrays with a leading dim of layers.
         xs: None, or a pytree whose leaves have that leading dim too.
-        reverse, unroll: as of jax.lax.scan.
+        reverse, unroll: those of jax.lax.scan.
 
     Returns:
         The last carry, and the stacked ys.
 
     Raises:
-        UsageError: blocks that are a part of a stacked unit, or parts of several.
+        UsageError: a part of a stacked unit, or parts of several.
     """
     leaves, treedef = jax.tree.flatten(blocks, is_leaf=lambda leaf: isinstance(leaf, StackedLeaf))
     stacks = {id(leaf.stack): leaf.stack for leaf in leaves if isinstance(leaf, StackedLeaf)}
@@ -85,7 +85,7 @@ def scan(
     if len(stacks) > 1 or len(given) != len(leaves) or given != own:
         raise UsageError(
             f"scan: expected all leaves of one stacked unit, {sorted(own)}, got {sorted(given)} of {len(stacks)} units and "
-            f"{len(leaves) - len(given)} other leaves; pass the unit's subtree as the loss function was given it"
+            f"{len(leaves) - len(given)} other leaves; pass the unit's subtree unchanged"
         )
 
     def layer(carry: Any, each: Any) -> tuple[Any, Any]:
@@ -93,6 +93,6 @@ def scan(
         found = stack.layer(sliced)
         return body(carry, jax.tree.unflatten(treedef, [found[leaf.path] for leaf in leaves]), x)
 
-    # Of its own, beside that around the whole loss, under which a loop ahead of the backward's would gather all layers.
+    # In addition to the checkpoint around the whole loss, which would gather all layers in a loop before backward.
     loop = reshard_after_forward(layer) if stack.frees else layer
     return jax.lax.scan(loop, init, (stack.sliced, xs), reverse=reverse, unroll=unroll)

@@ -1,4 +1,4 @@
-"""A step in which collectives are explicit: by shard_map, each rank computes on its own batch, gathers and reduces."""
+"""A step with explicit collectives: under shard_map each rank computes on its own batch, gathers and reduces."""
 
 from typing import Any
 
@@ -6,28 +6,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_backend.engine._gather import gather
-from jax_backend.engine._step import Given, Source, Step, kept, over_shards, params_of, probes_of, sources_of
+from jax_backend.engine._gather import Source, gather
+from jax_backend.engine._step import Step, StepInputs, kept, over_shards, params_of, probes_of, sources_of
 from jax_backend.mesh._device_mesh import rank_partition
 from jax_backend.mesh._shard_map import mapped
-from jax_backend.programs._late_gathers import merges_gathers, when_needed
+from jax_backend.programs._late_gathers import gather_late, merges_gathers
 from jax_backend.ranks._collectives import rank_index, sum_over_ranks
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 
 
-def run_on_ranks(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any, ...]:
-    """One step: (losses, weights or None, gradients, state, aux, local gradients or None), all ranks' side by side."""
+def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple[Any, ...]:
+    """One step of all ranks: (losses, weights or None, gradients, state, aux, local gradients or None)."""
     tree, axes = sharded.tree, step.mesh.axis_names
 
     def gathered(bucket: Bucket, source: Source) -> dict[str, jax.Array]:
-        return gather(tree, bucket, source.line, tree.policy.resolve(bucket.layout.dtype), step.reduction, *source[1:])
+        return gather(tree, bucket, source, tree.policy.resolve(bucket.layout.dtype), step.reduction)
 
     def on_rank(shards: Any, frozen: Any, batch: Any, state: Any, rng: Any, seed: Any, waiting: Any) -> Any:
         state, waiting = (jax.tree.map(lambda leaf: leaf[0], each) for each in (state, waiting))
         rng = jax.random.fold_in(rng, rank_index(axes)) if step.loss_fn.has_rng else None
-        own = Given(batch, state, rng, seed)
+        own = StepInputs(batch, state, rng, seed)
         lines = {name: tree.by_name[name].to_line(each) for name, each in {**shards, **frozen}.items()}
         trained = {bucket.name: lines.pop(bucket.name) for bucket in tree.trainable}
 
@@ -36,7 +36,7 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any,
             loss, weight, *rest = step.rank_loss(params, own, tree.policy)
             if weight is None:
                 return loss, (loss, weight, *rest)
-            # What a rank's mean counts for in the mean over ranks.
+            # The weight of a rank's mean in the mean over ranks.
             weight = jax.lax.stop_gradient(weight)
             counts = weight * step.mesh.size / sum_over_ranks(weight, axes)
             return loss * counts.astype(loss.dtype), (loss, weight, *rest)
@@ -46,7 +46,7 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any,
 
         differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
         if merges_gathers(step.mesh):
-            differentiate = when_needed(differentiate)
+            differentiate = gather_late(differentiate)
         (_, rest), (grads, local) = differentiate(trained, probes_of(tree, step))
         reduced = {}
         if step.reduction.now:
@@ -54,8 +54,8 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: Given) -> tuple[Any,
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (*rest, local)), reduced
 
     by_rank, shards_at = rank_partition(step.mesh), tree.partitions
-    # check_vma=False: otherwise JAX sums the cotangent of whatever is equal on all ranks over the ranks by itself,
-    # in a dtype and at a place of its own. Here the gather's backward does all reducing, and the plan says how.
+    # With check_vma=True JAX would sum cotangents of values that are equal on all ranks by itself, in its own dtype and place.
+    # Here the gather's backward does all reductions.
     run = mapped(
         on_rank,
         step.mesh,

@@ -1,4 +1,4 @@
-"""What both modes of a step share: what it was given, and which buckets are gathered outside and inside of what runs again."""
+"""What both modes of a step share: settings, and which buckets are gathered inside and outside the region that runs again."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from crossframe.plan import plan_units
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
-from jax_backend.engine._gather import Reduction
+from jax_backend.engine._gather import Reduction, Source
 from jax_backend.engine._loss_function import LossFunction, Outcome, cast_batch
 from jax_backend.engine._remat import reshard_after_forward
 from jax_backend.engine._scan import Stack, StackedLeaf
@@ -21,14 +21,14 @@ from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._param_tree import ParamTree
 
 
-class Given(NamedTuple):
-    """What a step is given besides parameters.
+class StepInputs(NamedTuple):
+    """The arguments of a step besides parameters, of all ranks or of one.
 
     Attributes:
-        batch: all ranks'.
-        state: all ranks', with a leading rank axis.
+        batch: the batch.
+        state: the state, or None; of all ranks, with a leading rank axis.
         rng: a key, or None.
-        seed: None, or which other rounding the loss has (`jax_backend.other_rounding`).
+        seed: selects another rounding of the loss (`jax_backend.other_rounding`); None: the loss as it is.
         accumulated: gradients of earlier microbatches, or None.
     """
 
@@ -41,14 +41,14 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What `value_and_grad` was given.
+    """The settings of a step.
 
     Attributes:
-        loss_fn: of one rank.
+        loss_fn: the loss of one rank.
         mesh: the ranks.
-        strategy: as the mesh has it.
-        reduction: of gradients.
-        local_grads: whether they are returned too.
+        strategy: a strategy that fits the mesh.
+        reduction: the reduction of gradients.
+        local_grads: whether each rank's own gradients are returned too.
     """
 
     loss_fn: LossFunction
@@ -59,16 +59,16 @@ class Step:
 
     @property
     def probes(self) -> bool:
-        """Whether each rank's own gradients are asked for."""
+        """Whether each rank's own gradients are needed."""
         return self.local_grads or not self.reduction.now
 
-    def rank_loss(self, params: Any, given: Given, policy: PrecisionPolicy) -> Outcome:
+    def rank_loss(self, params: Any, given: StepInputs, policy: PrecisionPolicy) -> Outcome:
         """The user's function on one rank, with this rank's batch, state and rng."""
         loss_fn = self.loss_fn if given.seed is None else other_rounding(self.loss_fn, given.seed)
         return loss_fn(params, given.state, cast_batch(given.batch, policy, self.reduction.face), given.rng)
 
     def frees(self, tree: ParamTree) -> dict[str, bool]:
-        """By unit, whether backward gathers it again (R13, R14)."""
+        """For each unit, whether backward gathers it again (R13, R14)."""
         planned = plan_units(
             tree.units,
             self.strategy,
@@ -79,24 +79,10 @@ class Step:
         return {unit.name: bool(unit.reshard_after_forward) and self.reduction.mesh.shard > 1 for unit in planned}
 
 
-class Source(NamedTuple):
-    """What a bucket is gathered from.
-
-    Attributes:
-        line: the shard, or under jit all of them.
-        probe: None, or what takes a rank's own gradient.
-        waiting: None, or a rank's own gradient of earlier microbatches.
-    """
-
-    line: Any
-    probe: Any = None
-    waiting: Any = None
-
-
 def sources_of(
     lines: Mapping[str, Any], probes: Mapping[str, Any], waiting: Mapping[str, Any] | None
 ) -> dict[str, Source]:
-    """The same by bucket."""
+    """The Source of each bucket, from lines, probes and waiting gradients by bucket."""
     return {name: Source(line, probes.get(name), (waiting or {}).get(name)) for name, line in lines.items()}
 
 
@@ -106,16 +92,16 @@ def over_shards(
     gather: Callable[[Bucket, Source], Any],
     apply: Callable[[dict[str, Any], dict[str, Source]], Any],
 ) -> Callable[[dict[str, Source]], Any]:
-    """`apply(full, stacked)` as a function of what buckets are gathered from, which gathers when the plan says.
+    """`apply(full, stacked)` as a function of the sources of all buckets, which gathers when the plan says.
 
     Args:
-        gather: a bucket that is not stacked.
-        apply: given what was gathered, by bucket, and the sources of stacked buckets, whose layers are gathered one by one.
+        gather: gathers a bucket that is not stacked.
+        apply: takes the gathered buckets by name, and the sources of stacked buckets, whose layers are gathered one by one.
     """
     frees = step.frees(tree)
 
     def run(sources: dict[str, Source]) -> Any:
-        # What is kept is gathered outside of the region that runs again.
+        # Buckets that stay full are gathered outside the region that runs again.
         kept = {bucket.name: gather(bucket, sources[bucket.name]) for bucket in tree.plain if not frees[bucket.unit]}
         inside = {name: source for name, source in sources.items() if name not in kept}
 
@@ -137,10 +123,10 @@ def params_of(
     gather_layer: Callable[[Bucket, Source], dict[str, jax.Array]],
     frees: Mapping[str, bool],
 ) -> Any:
-    """The user's pytree on one rank: full parameters, and in the place of stacked units what `scan` goes through.
+    """The user's pytree on one rank: full parameters, with a StackedLeaf for each leaf of a stacked unit.
 
     Args:
-        frees: by unit, whether backward gathers it again.
+        frees: for each unit, whether backward gathers it again.
     """
     shown = dict(full)
     for unit in {tree.by_name[name].unit: None for name in stacked}:
@@ -154,7 +140,7 @@ def params_of(
 
 
 def probes_of(tree: ParamTree, step: Step) -> dict[str, jax.Array]:
-    """By bucket, zeros of the shape of a rank's own gradient; none unless they are asked for."""
+    """Zeros of the shape of a rank's own gradient, by bucket; empty unless these gradients are needed."""
     found = {}
     for bucket in tree.trainable if step.probes else ():
         precision = tree.policy.resolve(bucket.layout.dtype)

@@ -13,7 +13,7 @@ from jax_backend.engine._gather import Reduction
 from jax_backend.engine._jit_step import run_under_jit
 from jax_backend.engine._loss_function import LossFunction
 from jax_backend.engine._shard_map_step import run_on_ranks
-from jax_backend.engine._step import Given, Step
+from jax_backend.engine._step import Step, StepInputs
 from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
 from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
@@ -25,12 +25,12 @@ class Result(NamedTuple):
     """What a step returns. N is the number of ranks.
 
     Attributes:
-        loss: the mean of the ranks' losses, a scalar; with `has_weight` weighted.
+        loss: the mean of the ranks' losses, a scalar; weighted with `has_weight`.
         losses: each rank's loss, of shape (N,).
         grads: the mean gradient, sharded as the parameters are, 0 in the padding; with `reduces=False` LocalGrads.
         state: the new state, each leaf of shape (N, ...); None unless declared.
         aux: each leaf of shape (N, ...); None unless declared.
-        local_grads: None, or each rank's own gradient before any reduction.
+        local_grads: each rank's own gradient before any reduction; None unless requested.
     """
 
     loss: jax.Array
@@ -56,41 +56,39 @@ def value_and_grad(
     reduces: bool = True,
     local_grads: bool = False,
 ) -> Callable[..., Result]:
-    """The step of `loss_fn(params, state, batch, rng) -> (loss, (state, aux))`, of which undeclared parts are left out.
+    """The step of `loss_fn(params, state, batch, rng) -> (loss, (state, aux))`, without the parts that are not declared.
 
-    `loss_fn` sees full parameters, in the user's structure and axis order, and one rank's batch: batch statistics,
-    dropout and means are one rank's. It returns the mean loss over that batch.
+    `loss_fn` takes full parameters, in the user's structure and axis order, and one rank's batch: batch statistics, dropout and
+    means are one rank's. It returns the mean loss over that batch.
 
     Args:
         mesh: from `make_mesh`.
-        mode: "shard_map": explicit collectives, and gradients reduced step by step as the core lists them. "jit": XLA places
-            the collectives, and the same reduction is asked of it; what it does not honour is in `NOT_HONOURED`.
+        mode: "shard_map": explicit collectives, and gradients reduced in the steps that the core lists. "jit": XLA places the
+            collectives of the same reduction; `NOT_HONOURED` lists what it does not honour.
         strategy: FULL_SHARD and HYBRID_SHARD gather every unit but the root again in backward, SHARD_GRAD_OP and
-            HYBRID_SHARD_ZERO2 keep what forward gathered (R13, R14); what `shard` was told as reshard_after_forward goes first.
-            None: FULL_SHARD, HYBRID_SHARD or NO_SHARD, as the mesh has it. A unit whose values backward does not need (biases
-            alone, say) is not gathered again; one that the loss does not use gets zeros, without any reduction: JAX removes
-            both, on all ranks alike (R29).
-        face: whose division of gradients: FSDP1's around the sum, or FSDP2's mean (R26).
-        gradient_divide_factor: divide by this in the place of the number of ranks (R27).
-        has_state: it takes state, one rank's, without the rank axis, and returns state of the same shapes and dtypes:
+            HYBRID_SHARD_ZERO2 keep them (R13, R14). `shard(reshard_after_forward=...)` has precedence. None: FULL_SHARD,
+            HYBRID_SHARD or NO_SHARD, as the mesh allows. JAX removes, on all ranks, the second gather of a unit whose values
+            backward does not need (biases, for example), and the reduction of a unit that the loss does not use, which gets zeros
+            (R29).
+        face: the API whose division of gradients is used: FSDP1's around the sum, or FSDP2's mean (R26).
+        gradient_divide_factor: divisor of gradients instead of the number of ranks (R27).
+        has_state: `loss_fn` takes one rank's state, without the rank axis, and returns state of the same shapes and dtypes:
             integers, rng keys, running statistics.
-        has_rng: it takes a PRNG key, which is the step's folded with the rank: `jax.random.fold_in(rng, rank)`.
-        has_aux: it returns aux, any pytree of arrays.
-        has_weight: it returns (loss, weight) in the place of the loss: ranks count by their weights, say the number of their
-            samples, so that the mean is one over all samples although ranks have more and fewer. Of weights that are all 0
-            the mean is not a number.
-        reduces: False returns LocalGrads, and nothing is reduced (torch's no_sync, R15).
-        local_grads: also return what each rank would reduce. Costs a full gradient on every rank.
+        has_rng: `loss_fn` takes a PRNG key: the step's, folded with the rank by `jax.random.fold_in(rng, rank)`.
+        has_aux: `loss_fn` returns aux, any pytree of arrays.
+        has_weight: `loss_fn` returns (loss, weight) instead of the loss. With the number of samples as weight, the mean is over
+            all samples even if ranks have different numbers. If all weights are 0 the mean is NaN.
+        reduces: False returns LocalGrads without any reduction (torch's no_sync, R15).
+        local_grads: also return each rank's gradient before the reduction. Costs a full gradient on every rank.
 
     Returns:
-        `step(sharded, batch, state=None, rng=None, *, accumulated=None) -> Result`, to be called as it is or inside jit. The
-        leaves of `batch` have a leading dim divisible by N, of which rank i takes the i-th part; those of `state` a leading
-        rank axis (see `per_rank`). `accumulated` are LocalGrads of earlier microbatches, which are added before the reduction;
-        to divide by their number is the loss function's. The step raises UsageError, before anything runs, for arguments or
-        results of another form.
+        `step(sharded, batch, state=None, rng=None, *, accumulated=None) -> Result`, to be called inside jit or outside. Leaves of
+        `batch` have a leading dim divisible by N, whose i-th part goes to rank i; leaves of `state` have a leading rank axis (see
+        `per_rank`). `accumulated` are LocalGrads of earlier microbatches, which are added before the reduction; the loss function
+        divides by their number. The step raises UsageError, before anything runs, for invalid arguments or results.
 
     Raises:
-        UsageError: a mesh that `make_mesh` did not make, or a choice that is none.
+        UsageError: a mesh that `make_mesh` did not make, or an invalid option.
         UnsupportedError: a strategy that the mesh has no ranks for.
         PlanError: a divide factor that is not above 0.
     """
@@ -108,10 +106,7 @@ def step_of(
     reduces: bool = True,
     local_grads: bool = False,
 ) -> Callable[..., Result]:
-    """`value_and_grad` of a loss function in its one form.
-
-    Its step also takes `seed`: None, or which other rounding the loss has. All seeds share one program.
-    """
+    """`value_and_grad` of a LossFunction. Its step also takes `seed`; see `StepInputs`."""
     check_mesh(mesh)
     if mode not in MODES:
         raise UsageError(f"mode: expected one of {tuple(MODES)}, got {mode!r}")
@@ -122,9 +117,9 @@ def step_of(
     settings = Step(loss_fn, mesh, _checked(strategy, mesh), reduction, local_grads)
 
     @jax.jit
-    def run(sharded: ShardedParams, given: Given) -> Result:
+    def run(sharded: ShardedParams, given: StepInputs) -> Result:
         losses, weights, grads, new_state, aux, own = MODES[mode](settings, sharded, given)
-        # The mean is taken out here, so that no unit's trace holds a collective of a mere number.
+        # Outside shard_map, so that no trace has a collective of a scalar.
         loss = losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
         return Result(loss, losses, grads, new_state, aux, own)
 
@@ -138,7 +133,7 @@ def step_of(
         seed: Any = None,
     ) -> Result:
         loss_fn.check_step(sharded, batch, state, rng, mesh, accumulated)
-        return run(sharded, Given(batch, state, rng, seed, accumulated))
+        return run(sharded, StepInputs(batch, state, rng, seed, accumulated))
 
     return step
 

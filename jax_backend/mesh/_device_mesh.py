@@ -1,4 +1,4 @@
-"""The mesh of devices: the core's grid of ranks (R10) as a jax Mesh, and trees that hold one value a rank."""
+"""The mesh of devices: the core's grid of ranks (R10) as a jax Mesh, and trees with one value for each rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +25,8 @@ def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> Mesh:
         devices: the devices in rank order; the first `spec.world_size` are used. Default: `jax.devices()`.
 
     Returns:
-        A mesh with the axes ("replicate", "shard"), or ("shard",) alone where there is one replica, of Auto type.
-        jax.make_mesh would make them Explicit, and arrays of that type refuse the reshapes between flat shards and
-        parameters.
+        A mesh with the axes ("replicate", "shard"), or ("shard",) if there is one replica, of Auto type. Axes of jax.make_mesh
+        are Explicit, and arrays on them cannot be reshaped between flat shards and parameters.
 
     Raises:
         UsageError: fewer devices than ranks.
@@ -49,7 +48,7 @@ def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise UsageError unless this is a mesh as `make_mesh` makes it: "shard", or "replicate" and "shard", of Auto type."""
+    """Raise UsageError unless this is a mesh of `make_mesh`, with the axes "shard", or "replicate" and "shard", of Auto type."""
     if not isinstance(mesh, Mesh):
         raise UsageError(f"expected a jax Mesh, got {type(mesh).__name__}; make one with jax_backend.make_mesh")
     if mesh.axis_names not in _AXES or set(mesh.axis_types) != {AxisType.Auto}:
@@ -61,7 +60,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def mesh_spec(mesh: Mesh) -> MeshSpec:
-    """The grid of ranks that a mesh is."""
+    """The grid of ranks of a mesh."""
     return MeshSpec(shard=mesh.shape[SHARD_AXIS], replicate=mesh.shape.get(REPLICATE_AXIS, 1))
 
 
@@ -71,20 +70,20 @@ def num_ranks(mesh: Mesh) -> int:
 
 
 def rank_partition(mesh: Mesh) -> P:
-    """The partition of a leading dim of which rank i has the i-th part."""
+    """The partition of a leading dim whose i-th part is on rank i."""
     return P(mesh.axis_names)
 
 
 def device_of(mesh: Mesh, rank: int) -> Any:
-    """The device that is this rank."""
+    """The device of a rank."""
     return mesh.devices.flat[rank]
 
 
 def per_rank(tree: Any, mesh: Mesh) -> Any:
-    """Give every rank its own copy of each leaf: what `value_and_grad` expects as state.
+    """Give every rank its own copy of each leaf, as `value_and_grad` expects state.
 
-    Typed PRNG keys are folded with the rank, so that ranks draw different numbers. Raw uint32 keys cannot be told from
-    counters and are copied as they are.
+    Typed PRNG keys are folded with the rank, so that ranks draw different numbers. Raw uint32 keys, which look like counters, are
+    copied.
 
     Args:
         tree: a pytree of arrays of any shape and dtype.

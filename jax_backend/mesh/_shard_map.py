@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 
 def mapped(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map`, without checks of what varies over ranks, and with empty arrays made inside.
+    """`jax.shard_map` without `check_vma`, in which empty arrays are made inside.
 
-    XLA's CPU compiler in jaxlib 0.11.2 ends the process where a program over several devices takes an empty array beside others.
+    XLA's CPU compiler in jaxlib 0.11.2 crashes if a program over several devices takes an empty array beside others.
     """
 
     def call(*args: Any) -> Any:

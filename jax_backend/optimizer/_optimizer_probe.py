@@ -1,11 +1,11 @@
-"""Whether a transformation of optax does on buckets what it does on parameters: found out by trying it.
+"""Rejects transformations of optax that give other results on buckets than on parameters, by trying them on small arrays.
 
-Under the flat and the ragged layout a leaf is a bucket in one line, padding among the parameters. So before the first update the
-transformation takes some steps on small parameters twice: as *lines*, cut as the layout cuts them, and *whole*, each parameter an
-array of its own with its own number of dims. Updates and state must agree, but for the rounding of sums, and padding must stay 0;
-and a NaN in a few elements of the gradient must reach the same elements both ways. What treats elements one by one passes, and so
-does what goes by a sum over all leaves, such as clipping by the global norm, since a sum of squares does not care how it is cut.
-What goes by a leaf's norm, rows, ndim or name fails. Shapes of the state are compared for the parameters' true sizes too.
+Under the flat and ragged layouts a leaf is a bucket in one line, with padding between parameters. So before the first update the
+transformation takes some steps on small parameters twice: as *lines* like those of the layout, and *whole*, with one array for
+each parameter. Updates and state must agree up to the rounding of sums, padding must stay 0, and a NaN in some elements of the
+gradient must reach the same elements both ways. A transformation of single elements passes, and so does one that depends on a sum
+over all leaves, such as clipping by the global norm. One that depends on a leaf's norm, rows, ndim or name fails. The shapes of
+the state are compared for the parameters' true sizes too.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,30 +25,29 @@ STEPS = 2
 SEED = 20
 # Zeros between parameters and at the end of a line.
 PADDING = 2
-# Of more buckets than these, two of each kind are tried: blocks of a deep model are alike.
+# With more buckets than this, two of each kind are tried: the blocks of a deep model are alike.
 MOST_BUCKETS = 8
 
 
 class _Differs(Exception):
-    """What differs, in words."""
+    """The results differ; the message says where."""
 
 
 def check_init(tx: Any, tree: ParamTree) -> None:
-    """Raise UnsupportedError unless the state that `tx` makes of buckets is shaped as that of parameters."""
+    """Raise UnsupportedError unless the state of `tx` has the same shapes for buckets as for parameters."""
     _refuse(tx, tree, lambda: _compare_shapes(tx, tree))
 
 
 def check_update(tx: Any, tree: ParamTree, extra: Mapping[str, Any], with_params: bool) -> None:
-    """Raise UnsupportedError unless `tx` gives the same on buckets as on parameters, as far as small examples show.
+    """Raise UnsupportedError unless `tx` gives the same results on buckets as on parameters, as far as small examples show.
 
-    A transformation that goes by leaves only above some size, after several steps, or by names that few buckets have, is
-    not found.
+    A transformation that depends on leaves only above some size, after several steps, or by names that few buckets have, passes.
 
     Args:
-        tx: with support of extra arguments.
-        tree: whose buckets in lines it is to run on.
+        tx: a transformation that accepts extra arguments.
+        tree: the tree of the buckets.
         extra: extra arguments of update; numbers are tried as 1.
-        with_params: whether update is given parameters.
+        with_params: whether update is called with parameters.
     """
     extra = {key: 1.0 if jnp.ndim(value) == 0 else value for key, value in extra.items() if not callable(value)}
 
@@ -69,11 +68,11 @@ def _refuse(tx: Any, tree: ParamTree, compare: Callable[[], None]) -> None:
         return
     except _Differs as differs:
         found = str(differs)
-    except Exception as error:  # of the transformation, whatever it may be
+    except Exception as error:  # any error of the transformation
         found = f"it cannot be tried on both ({type(error).__name__}: {str(error)[:200]})"
     raise UnsupportedError(
-        f"{_name(tx)}: under layout {tree.trainable[0].layout.kind!r}, where a leaf is a whole unit in one line, it does not do "
-        f'what it does on parameters: {found}. Shard the parameters with layout="per_param", where it is given each in its true '
+        f"{_name(tx)}: under layout {tree.trainable[0].layout.kind!r}, where a leaf is a whole unit in one line, it gives other "
+        f'results than on parameters: {found}. Shard the parameters with layout="per_param", where it takes each in its true '
         "shape, or use a transformation that treats elements one by one; for clipping, optax.clip_by_global_norm or "
         "jax_backend.clip_grad_norm"
     )
@@ -100,9 +99,9 @@ def _small_shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
 
 
 def _line(bucket: Bucket, whole: Mapping[str, Any]) -> jax.Array:
-    """Parameters side by side, of shape (numel,) or (layers, numel), with padding of 0 behind each."""
+    """Concatenated parameters, of shape (numel,) or (layers, numel), each followed by padding of 0."""
     parts = []
-    for spec in bucket.layout.params:  # a dict that went through jit is sorted
+    for spec in bucket.layout.params:  # jit sorts dicts
         value = whole[spec.name]
         flat = value.reshape(*value.shape[: len(bucket.lead)], -1)
         parts += [flat, jnp.zeros((*flat.shape[:-1], PADDING), flat.dtype)]
@@ -110,7 +109,7 @@ def _line(bucket: Bucket, whole: Mapping[str, Any]) -> jax.Array:
 
 
 def _drawn(buckets: Iterable[Bucket], seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Values whose sizes differ much between parameters, so that their norms do."""
+    """Random values whose sizes, and so whose norms, differ much between parameters."""
     rng, found, count = np.random.default_rng(seed), {}, 0
     for bucket in buckets:
         found[bucket.name] = {}
@@ -122,7 +121,7 @@ def _drawn(buckets: Iterable[Bucket], seed: int) -> dict[str, dict[str, np.ndarr
 
 
 def _with_nan(grads: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, np.ndarray]]:
-    """The same with a NaN in the first parameter of each bucket, at its last element."""
+    """The gradients with a NaN in the last element of the first parameter of each bucket."""
     found = {name: {key: value.copy() for key, value in each.items()} for name, each in grads.items()}
     for each in found.values():
         next(iter(each.values())).reshape(-1)[-1] = np.nan
@@ -133,7 +132,7 @@ def _compare_values(
     tx: Any, tree: ParamTree, buckets: tuple[Bucket, ...], extra: Mapping[str, Any], with_params: bool
 ) -> None:
     def steps(params: Any, all_grads: Any) -> Any:
-        """All updates and the last state, of parameters as lines and as they are."""
+        """All updates and the last state, of parameters as lines and whole."""
 
         def run(form: Any) -> Any:
             own = form(params)
@@ -150,16 +149,16 @@ def _compare_values(
 
     params = _drawn(buckets, SEED)
     all_grads = [_drawn(buckets, SEED + 1 + step) for step in range(STEPS)]
-    # The caller may be inside jit, which would only note a call of a jitted function down. What is compiled runs now.
+    # Compiled, since inside the caller's jit a call of a jitted function would only be traced.
     compiled = jax.jit(steps).lower(params, all_grads).compile()
     clean, spoiled = (jax.device_get(compiled(params, each)) for each in (all_grads, [*map(_with_nan, all_grads)]))
-    _compare(tree, *clean, what=("its updates", "its state"), close=_close)
+    _compare(tree, *clean, names=("its updates", "its state"), close=_close)
     spread = "a NaN in one element of the gradient spreads over other elements: the NaNs in the"
-    _compare(tree, *spoiled, what=(f"{spread} updates", f"{spread} state"), close=_same_nans)
+    _compare(tree, *spoiled, names=(f"{spread} updates", f"{spread} state"), close=_same_nans)
 
 
 def _compare_shapes(tx: Any, tree: ParamTree) -> None:
-    """The state of parameters in their true sizes, nothing computed."""
+    """Compare the shapes of the state for the parameters' true sizes."""
     lines, whole = {}, {}
     for bucket in tree.trainable:
         dtype = numpy_dtype(bucket.layout.dtype)
@@ -179,7 +178,7 @@ def _compare_shapes(tx: Any, tree: ParamTree) -> None:
                         raise _Differs(f"its state of {key!r} has another shape than the parameter")
 
 
-# What was found
+# Comparison
 
 
 def _pairs(lines: Any, whole: Any) -> list[tuple[Any, Any]]:
@@ -193,40 +192,40 @@ def _pairs(lines: Any, whole: Any) -> list[tuple[Any, Any]]:
     return list(zip(a, b, strict=True))
 
 
-def _compare(tree: ParamTree, lines: Any, whole: Any, what: tuple[str, str], close: Any) -> None:
-    for said, a_tree, b_tree in zip(what, lines, whole, strict=True):
+def _compare(tree: ParamTree, lines: Any, whole: Any, names: tuple[str, str], close: Any) -> None:
+    for what, a_tree, b_tree in zip(names, lines, whole, strict=True):
         for a, b in _pairs(a_tree, b_tree):
             if not isinstance(a, ShardedParams):
                 if jnp.shape(a) != jnp.shape(b) or not np.all(close(np.asarray(a), np.asarray(b))):
-                    raise _Differs(f"{said} differ")
+                    raise _Differs(f"{what} differ")
                 continue
             for name, line in a.shards.items():
-                _compare_bucket(tree.by_name[name], line, b.shards[name], said, close)
+                _compare_bucket(tree.by_name[name], line, b.shards[name], what, close)
 
 
-def _compare_bucket(bucket: Bucket, line: Any, parts: Any, said: str, close: Any) -> None:
+def _compare_bucket(bucket: Bucket, line: Any, parts: Any, what: str, close: Any) -> None:
     small, at = _small_shapes(bucket), 0
     for key, shape in small.items():
         numel = int(np.prod(shape[len(bucket.lead) :]))
         part = parts[key] if isinstance(parts, dict) else parts
-        if not hasattr(line, "shape") or not hasattr(part, "shape"):  # optax's sign that a mask leaves this out
+        if not hasattr(line, "shape") or not hasattr(part, "shape"):  # masked by optax
             if type(line) is not type(part):
-                raise _Differs(f"{said} of {key!r} differ")
+                raise _Differs(f"{what} of {key!r} differ")
             continue
         if part.shape == shape and line.shape != shape:
             piece, padding = line[..., at : at + numel], line[..., at + numel : at + numel + PADDING]
             at += numel + PADDING
             if close is _close and np.any(np.asarray(padding, np.float64)):
-                raise _Differs(f"{said} in the padding behind {key!r} are not 0")
+                raise _Differs(f"{what} in the padding after {key!r} are not 0")
             piece = piece.reshape(shape)
         else:
             piece = line
         if piece.shape != part.shape or not np.all(close(np.asarray(piece), np.asarray(part))):
-            raise _Differs(f"{said} of {key!r} differ")
+            raise _Differs(f"{what} of {key!r} differ")
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Equal but for the rounding of sums in another order, some tens of it."""
+    """Equal up to some tens of roundings, as of sums in another order."""
     a, b, eps = a.astype(np.float64), b.astype(np.float64), float(jnp.finfo(b.dtype).eps if _floats(b) else 0)
     return np.isclose(a, b, rtol=64 * eps, atol=64 * eps * float(np.max(np.abs(b), initial=0)), equal_nan=True)
 
@@ -240,7 +239,7 @@ def _floats(array: np.ndarray) -> bool:
 
 
 def _name(tx: Any) -> str:
-    """What the transformation is made of, by the names of optax's functions, as far as they can be seen."""
+    """The names of optax's functions that made the transformation, as far as its closures show them."""
     found: dict[str, None] = {}
 
     def walk(value: Any, depth: int) -> None:

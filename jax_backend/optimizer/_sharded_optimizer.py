@@ -1,4 +1,4 @@
-"""optax over sharded parameters: on the shards where that is right, and on parameters in their true shapes where it is not.
+"""optax on sharded parameters: on buckets in lines, or on parameters in their true shapes.
 
 [Note: what an optimizer sees] Under the flat and the ragged layout a leaf of ShardedParams is a whole bucket in one line. A
 transformation that treats each element by itself (Adam), or all elements of the model alike (clipping by the global norm), gives
@@ -27,27 +27,26 @@ from jax_backend.shards._sharded_params import ShardedParams, mesh_of
 
 
 def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None) -> Any:
-    """`tx` for ShardedParams: what it gives on full parameters, of which each rank has its shard.
+    """`tx` for ShardedParams: each rank has its shard of the results of `tx` on full parameters.
 
-    `init(params)` and `update(grads, state, params)` take the parameters with what is frozen, or without; updates are of what is
-    trained: `jax_backend.apply_updates(params, updates)`. Under "flat" and "ragged" the state is what `tx` makes of
-    ShardedParams. Under "per_param" it is what `tx` makes of a dict of parameters by path of the user's leaf, its parts joined by
-    ".", in the user's shapes and axis order, a shared one once; masks and labels are of that dict. There a leaf of the state that
-    has the path and the shape of a parameter is stored sharded, the dim that is cut padded with 0; all others are replicated.
-    Padding of updates is 0 always (R05). Call `update` inside jit.
+    `init(params)` and `update(grads, state, params)` take parameters with or without frozen ones; updates are of trained ones:
+    `jax_backend.apply_updates(params, updates)`. Under "flat" and "ragged" the state is that of `tx` for ShardedParams. Under
+    "per_param" it is that of `tx` for a dict of parameters by path of the user's leaf, its parts joined by ".", in the user's
+    shapes and axis order, with shared ones once; masks and labels refer to that dict. A leaf of the state with the path and the
+    shape of a parameter is sharded, its sharded dim padded with 0; other leaves are replicated. Padding of updates is always 0
+    (R05). Call `update` inside jit.
 
     Args:
-        tx: any of optax's.
-        mesh: where the state lies; None: where the parameters lie that `init` is given outside of jit. Inside, without one, XLA
-            chooses where.
+        tx: any transformation of optax.
+        mesh: the mesh of the state; None: that of the parameters, if `init` is called outside jit, else XLA chooses the devices.
 
     Returns:
         An optax.GradientTransformationExtraArgs.
 
     Raises:
-        UnsupportedError: by init or the first update, under "flat" and "ragged": a transformation that gives other updates or
-            state on buckets than on parameters, as far as small examples show (see `jax_backend.optimizer._optimizer_probe`).
-        UsageError: no transformation; or a state of other parameters.
+        UnsupportedError: by init or the first update, under "flat" and "ragged": a transformation that gives other results on
+            buckets than on parameters, as far as small examples show (see `jax_backend.optimizer._optimizer_probe`).
+        UsageError: not a transformation; or a state of other parameters.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise UsageError(f"expected a transformation of optax, got {type(tx).__name__}; for instance optax.adamw(1e-3)")
@@ -121,7 +120,7 @@ class _OnParams:
 
 
 def apply_updates(params: ShardedParams, updates: ShardedParams) -> ShardedParams:
-    """The parameters after updates of what is trained, each in its own dtype; what is frozen stays as it is."""
+    """The parameters after updates of the trained ones, each in its own dtype; frozen ones do not change."""
     return params.with_trainable(optax.apply_updates(params.trainable, updates))  # type: ignore[arg-type,return-value]
 
 
@@ -163,13 +162,13 @@ def _unnamed(named: Mapping[str, Any], tree: ParamTree) -> ShardedParams:
 
 
 def _key(path: tuple[Any, ...]) -> str:
-    """The last key of a path, if it is one of a dict."""
+    """The last key of a path, if it is a dict's; else ""."""
     key = getattr(path[-1], "key", None) if path else None
     return key if isinstance(key, str) else ""
 
 
 def mirrored_leaf(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:
-    """Whether a leaf of the state, in its true shape, is of a parameter: then (its padded shape, the dim that is cut)."""
+    """(padded shape, sharded dim) of a leaf of the state that has the path and the true shape of a parameter; else None."""
     key = _key(path)
     found = tree.trained_leaves.get(key)
     if found is None:
@@ -218,7 +217,7 @@ def _check_state(state: Any, expected: Any, tree: ParamTree) -> None:
 
 
 def _placed(made: Any, tree: ParamTree, mesh: Mesh | None) -> Any:
-    """The same, told to lie on the mesh as the parameters do; what is of no parameter is replicated."""
+    """Updates or state with the shardings of the parameters; other leaves are replicated."""
     if mesh is None:
         return made
 
@@ -231,7 +230,7 @@ def _placed(made: Any, tree: ParamTree, mesh: Mesh | None) -> Any:
 
 
 def true_shape(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[int, ...] | None:
-    """Of a leaf of the state as it is stored: its shape without padding, if it is stored as a parameter is; else None."""
+    """The shape without padding of a leaf of the stored state, if it has the form of a parameter; else None."""
     found = _stored(path, leaf, tree)
     return None if found is None else found[0]
 
@@ -242,7 +241,7 @@ def _stored_partition(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> P:
 
 
 def _stored(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:
-    """(shape without padding, the dim that is cut) of a leaf that is stored as a parameter is."""
+    """(shape without padding, sharded dim) of a leaf that is stored in the form of a parameter; else None."""
     key = _key(path)
     found = tree.trained_leaves.get(key)
     if found is None:

@@ -1,8 +1,8 @@
-"""What XLA made of a step, as the core's events, read from the compiled program.
+"""The collectives of a compiled step as the core's events, read from XLA's program.
 
-Under jit no collective is written down before XLA places it, and under shard_map XLA may still merge or split what is. An event
-says what the program does: a reduce-scatter that became an all-reduce is an all-reduce. The bucket is read from the scope
-that was put around what XLA had to work with.
+Under jit there are no collectives before XLA places them, and under shard_map XLA may merge or split them. An event says what the
+program does: a reduce-scatter that became an all-reduce is an all-reduce. The bucket is read from the scope of the operations
+that XLA compiled.
 """
 
 import re
@@ -53,15 +53,15 @@ def compiled_trace(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwar
     """The collectives of one call of a step on one rank, as XLA compiled it, in the order of its schedule. Nothing is run.
 
     Args:
-        step: what `value_and_grad` returned, or any function that calls it.
+        step: a step of `value_and_grad`, or any function that calls one.
         args, kwargs: its arguments.
         mesh: the mesh that it runs on.
-        rank: whose groups the events name.
+        rank: the rank whose groups the events name.
 
     Returns:
-        Events; of a loop those of an iteration, as often as it runs, or once where XLA does not know that; of a condition
-        those of all branches. What belongs to no unit, such as the mean of the losses, is of "<loss_fn>". Several arrays in
-        one collective are an event each.
+        Events. Those in a loop count once for each iteration, or once if XLA does not know their number; those in all branches of
+        a condition count. Collectives of no unit, such as the mean of the losses, have the unit "<loss_fn>". A collective of
+        several arrays is one event for each.
     """
     compiled = jax.jit(step).lower(*args, **kwargs).compile()
     program = compiled.as_text()
@@ -70,7 +70,7 @@ def compiled_trace(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwar
 
 
 def events_of(program: str, rank: int = 0) -> Iterator[Event]:
-    """The same of a compiled program's text."""
+    """The events in the text of a compiled program."""
     computations, entry = _computations(program)
     return _events(computations, entry, rank)
 
@@ -113,7 +113,7 @@ def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[Event]
     group = group_of(line, rank)
     phase = "backward" if "transpose(" in scope else "forward"
     shapes = _SHAPE.findall(result)
-    if f"{kind}-start(" in line and kind == "all-gather":  # what goes in stands there too
+    if f"{kind}-start(" in line and kind == "all-gather":  # the operands are listed first
         shapes = shapes[len(shapes) // 2 :]
     for dtype, dims in shapes:
         numel = int(np.prod([int(size) for size in dims.split(",") if size], dtype=int))
@@ -122,7 +122,7 @@ def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[Event]
 
 
 def group_of(line: str, rank: int) -> tuple[int, ...]:
-    """The ranks that take part in a collective, this one among them, from any of the ways in which XLA writes groups.
+    """The ranks of this rank's group in a collective, from any of XLA's notations.
 
     >>> group_of("replica_groups={{0,1},{2,3}}, dimensions={0}", 2)
     (2, 3)
@@ -155,7 +155,7 @@ def group_of(line: str, rank: int) -> tuple[int, ...]:
 
 
 def _iota(text: str, numel: int) -> np.ndarray:
-    """`[2,2]T(1,0)`: the numbers from 0 on in that shape, transposed, in a line."""
+    """The numbers of `[2,2]T(1,0)`: those from 0 in that shape, transposed, flattened."""
     dims = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if dims is None:
         return np.arange(numel)

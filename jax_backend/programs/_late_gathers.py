@@ -1,13 +1,13 @@
-"""A step's program in which a unit is gathered when something first needs it, for XLA's CPU compiler.
+"""A step's program in which a unit is gathered when it is first needed, for XLA's CPU compiler.
 
-[Note: a gather waits for what needs it] A gather depends on nothing but shards, so XLA runs those of all units at the start of
-the step, and there all full parameters lie side by side. Its CPU compiler moreover drops the barrier that jax.checkpoint puts
-before backward and merges the second gather of a unit with its first; and for the sake of a bias that is read late it keeps
-the whole line beside the matrices that were cut out of it. So a unit is gathered and cut in one branch of a condition, whose
-other branch is never taken. XLA can neither see that nor merge nor look inside, and the condition is on what the unit's first
-user reads beside it: an activation in forward, a gradient in backward. Under jit reductions stand in such branches too, since
-XLA would join those of all units into one at the end, until which all full gradients lie side by side. Other compilers honour
-the barrier, and on other devices a condition would stop the queue: there the program stays as it is.
+[Note: a gather waits for what needs it] A gather depends on shards alone, so XLA runs the gathers of all units at the start of
+the step, and all full parameters are in memory at once. Its CPU compiler also drops the barrier that jax.checkpoint puts before
+backward and merges the second gather of a unit with its first; and for a bias that is read late it keeps the whole line in
+addition to the matrices that were cut out of it. So a unit is gathered and cut in one branch of a condition, whose other branch
+is never taken. XLA does not know that, and neither merges nor looks inside. The condition depends on the other operand of the
+unit's first user: an activation in forward, a gradient in backward. Under jit, reductions are in such branches too, since XLA
+would otherwise join those of all units at the end of the step, and keep all full gradients until then. Other compilers respect
+the barrier, and on accelerators a condition would stop the queue: there the program stays as it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,45 +21,41 @@ from jax.sharding import Mesh
 
 from crossframe.trace import ALL_GATHER, ALL_REDUCE
 from jax_backend.mesh._device_mesh import mesh_spec
+from jax_backend.programs._jaxpr import Evaluation, transformed
 from jax_backend.ranks._collectives import WEIGHTS, scope_label, scope_name
 
 
 def merges_gathers(mesh: Mesh) -> bool:
-    """Whether a mesh's compiler would gather all units at once, and keep them."""
+    """Whether the compiler of a mesh's devices gathers all units at once and keeps them."""
     return mesh.devices.flat[0].platform == "cpu" and mesh_spec(mesh).shard > 1
 
 
-def when_needed(
+def gather_late(
     fun: Callable,
     kinds: Sequence[str] = (ALL_GATHER,),
     common: Callable[[jax.Array], jax.Array] = lambda number: number,
 ) -> Callable:
-    """The same function of pytrees of arrays, in which gathers wait for what needs them.
+    """A function of pytrees of arrays with the same results, whose gathers wait until they are needed.
 
     Args:
-        kinds: of the collectives that stand in branches of their own.
-        common: makes a scalar one that all devices have, on which they branch.
+        kinds: the kinds of the collectives that are put into branches.
+        common: makes a scalar equal on all devices, so that they take the same branch.
     """
 
-    def run(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        found = _Run(closed.jaxpr, kinds, common)(closed.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), found)
-
-    return run
+    return transformed(fun, lambda jaxpr: _LateGathers(jaxpr, kinds, common))
 
 
-class _Run:
-    """A program that is run, equation by equation.
+class _LateGathers(Evaluation):
+    """A program in which regions wait.
 
     Attributes:
-        values: of variables.
-        waiting: variables without a value yet, and the equations that make it.
+        waiting: variables without a value yet, and the equations that compute it.
         newest: the floating array that was read last.
     """
 
     def __init__(self, jaxpr: Jaxpr, kinds: Sequence[str], common: Callable[[jax.Array], jax.Array]) -> None:
-        self._jaxpr, self._kinds, self._common = jaxpr, kinds, common
+        super().__init__(jaxpr)
+        self._kinds, self._common = kinds, common
         self._regions: dict[tuple[str, str], list[JaxprEqn]] = {}
         self._region: dict[int, tuple[str, str]] = {}
         self._readers: dict[Var, list[JaxprEqn]] = {}
@@ -70,54 +66,54 @@ class _Run:
             if (region := _region_of(equation, kinds)) is not None:
                 self._regions.setdefault(region, []).append(equation)
                 self._region[id(equation)] = region
-        self.values: dict[Var, Any] = {}
         self.waiting: dict[Var, Sequence[JaxprEqn]] = {}
         self.newest: Any = None
 
-    def __call__(self, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        self.values.update(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*consts, *args], strict=True))
-        for equation in self._jaxpr.eqns:
-            region = self._region.get(id(equation))
-            equations = [equation] if region is None else self._regions[region]
-            gathers = region is not None and region[0] == ALL_GATHER
-            if equation is not equations[-1]:
-                continue
-            inputs = _variables(equations)
-            if gathers or (inputs and not equation.effects and all(var in self.waiting for var in inputs)):
-                self.waiting.update((var, equations) for each in equations for var in each.outvars)
-                continue
-            known = (self.values[var] for var in inputs if var in self.values)
-            self.newest = next((value for value in known if _is_float(value)), self.newest)
-            self._evaluate(equations)
-        return [self._value(atom) for atom in self._jaxpr.outvars]
+    def visit(self, equation: JaxprEqn) -> None:
+        region = self._region.get(id(equation))
+        equations = [equation] if region is None else self._regions[region]
+        if equation is not equations[-1]:
+            return
+        inputs = _variables(equations)
+        gathers = region is not None and region[0] == ALL_GATHER
+        if gathers or (inputs and not equation.effects and all(var in self.waiting for var in inputs)):
+            self.waiting.update((var, equations) for each in equations for var in each.outvars)
+            return
+        known = (self.values[var] for var in inputs if var in self.values)
+        self.newest = next((value for value in known if _is_float(value)), self.newest)
+        self._evaluate(equations)
 
-    def _value(self, atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return atom.val
-        if atom not in self.values:
+    def read(self, atom: Any) -> Any:
+        if not isinstance(atom, Literal) and atom not in self.values:
             self._evaluate(self.waiting[atom])
-        return self.values[atom]
+        return super().read(atom)
+
+    def evaluate(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        variables = _variables([equation])
+        equation = self._rewritten(equation, operands)
+        part = self._part([equation], variables, list(equation.outvars))
+        return eval_jaxpr(part, [self.read(var) for var in variables])
 
     def _evaluate(self, equations: Sequence[JaxprEqn]) -> None:
+        first = equations[0]
+        if id(first) not in self._region:
+            if _rounds_nothing(first):
+                self.values[first.outvars[0]] = self.read(first.invars[0])
+            else:
+                super().visit(first)
+            return
+        inside = {id(each) for each in equations}
         inputs = _variables(equations)
-        given = [self._value(var) for var in inputs]
-        outputs = [var for each in equations for var in each.outvars]
-        if _rounds_nothing(equations[0]):
-            found = given
-        elif id(equations[0]) in self._region:
-            inside = {id(each) for each in equations}
-            outputs = [var for var in outputs if self._is_used(var, inside)]
-            found = self._in_a_branch(self._part(equations, inputs, outputs), given)
-        else:
-            found = eval_jaxpr(self._part([self._rewritten(equations[0])], inputs, outputs), given)
+        outputs = [var for each in equations for var in each.outvars if self._is_used(var, inside)]
+        found = self._in_a_branch(self._part(equations, inputs, outputs), [self.read(var) for var in inputs])
         self.values.update(zip(outputs, found, strict=True))
 
     def _is_used(self, var: Var, inside: set[int]) -> bool:
-        """Whether a variable is returned, or read by any but these equations."""
+        """Whether a variable is returned, or read by other equations than these."""
         return var in self._returned or any(id(each) not in inside for each in self._readers.get(var, ()))
 
     def _part(self, equations: Sequence[JaxprEqn], inputs: list[Var], outputs: list[Var]) -> Jaxpr:
-        return self._jaxpr.replace(constvars=inputs, invars=[], outvars=outputs, eqns=list(equations))
+        return self.jaxpr.replace(constvars=inputs, invars=[], outvars=outputs, eqns=list(equations))
 
     def _in_a_branch(self, part: Jaxpr, inputs: list[Any]) -> Sequence[Any]:
         newest = inputs[0] if self.newest is None else self.newest
@@ -131,36 +127,36 @@ class _Run:
             *inputs,
         )
 
-    def _rewritten(self, equation: JaxprEqn) -> JaxprEqn:
-        """What runs again in backward, and backward itself, is a program inside an equation."""
+    def _rewritten(self, equation: JaxprEqn, operands: Sequence[Any]) -> JaxprEqn:
+        """An equation that runs in backward has a program inside, which is rewritten too."""
         if not equation.params.get("differentiated"):
             return equation
-        inner = _Run(equation.params["jaxpr"], self._kinds, self._common)
-        made = jax.make_jaxpr(lambda *args: inner((), args))(*(self._value(atom) for atom in equation.invars))
+        inner = _LateGathers(equation.params["jaxpr"], self._kinds, self._common)
+        made = jax.make_jaxpr(lambda *args: inner.run((), args))(*operands)
         assert not made.consts
         return equation.replace(params={**equation.params, "jaxpr": made.jaxpr})
 
 
 def _region_of(equation: JaxprEqn, kinds: Sequence[str]) -> tuple[str, str] | None:
-    """The kind of the collective that an equation is a part of, and its bucket."""
+    """The kind and the bucket of the collective that an equation belongs to."""
     stack = str(equation.source_info.name_stack)
     found = ((kind, scope_label(kind, stack)) for kind in kinds)
     return next(((kind, label) for kind, label in found if label is not None), None)
 
 
 def _rounds_nothing(equation: JaxprEqn) -> bool:
-    """Whether this rounds to the precision that is there, as jax.checkpoint does with what it saves; XLA runs it as a copy."""
+    """Whether this rounds to the precision of its operand, as jax.checkpoint does with saved values; XLA copies them."""
     if equation.primitive.name != "reduce_precision":
         return False
     dtype: Any = _aval(equation.outvars[0]).dtype
-    if dtype.itemsize < 4:  # XLA may compute these in a wider one, and must round what is saved
+    if dtype.itemsize < 4:  # XLA may compute these in a wider dtype, and must round saved values
         return False
     kept = jnp.finfo(dtype)
     return (equation.params["exponent_bits"], equation.params["mantissa_bits"]) == (kept.nexp, kept.nmant)
 
 
 def _variables(equations: Sequence[JaxprEqn]) -> list[Var]:
-    """What equations read that they do not make."""
+    """The variables that equations read and do not define."""
     made = {var for each in equations for var in each.outvars}
     read = (atom for each in equations for atom in each.invars if isinstance(atom, Var))
     return list(dict.fromkeys(var for var in read if var not in made))

@@ -1,8 +1,7 @@
-"""What a step really does, as the core's events, read from its jaxpr.
+"""The collectives of a step as the core's events, read from its jaxpr.
 
-The kind of an event is that of the jaxpr's primitive, its bytes are those of the primitive's operands, its group that of the
-primitive's mesh axis; only the bucket is read from the scope that `jax_backend.collectives` put there. So the trace does not
-repeat what that file believes.
+The kind, bytes and group of an event come from the primitive, its operands and its mesh axis. Only the bucket is read from the
+scope that `ranks/_collectives.py` put there, so that the trace is a check of that file.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +13,11 @@ from jax.sharding import Mesh
 
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
 from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS, mesh_spec
+from jax_backend.programs._jaxpr import inner_jaxprs
 from jax_backend.ranks._collectives import WEIGHTS, scope_label
 
 FOREIGN = "<loss_fn>"
-"""The unit of a collective that is no unit's: the loss function issued it."""
+"""The unit of a collective that the loss function issued itself."""
 
 _KINDS = {
     "all_gather": ALL_GATHER,
@@ -32,18 +32,18 @@ _KINDS = {
 def trace_of(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: Any) -> list[Event]:
     """The collectives of one call of a step on one rank, in the order of the jaxpr. Nothing is run.
 
-    XLA may reorder or merge them, and a program does not say when memory is given back: compare by
+    XLA may reorder or merge them, and a jaxpr does not say when memory is freed: compare by
     `crossframe.trace.difference(..., ordered=False, kinds=COLLECTIVES)`.
 
     Args:
-        step: what `value_and_grad` returned, or any function that calls it.
+        step: a step of `value_and_grad`, or any function that calls one.
         args, kwargs: its arguments.
         mesh: the mesh that it runs on.
-        rank: whose groups the events name.
+        rank: the rank whose groups the events name.
 
     Returns:
-        Events; a collective inside a scan counts once an iteration, inside a while loop once, in a cond once a branch.
-        A collective of the loss function's own has the unit "<loss_fn>".
+        Events; a collective counts once for each iteration of a scan, once in a while loop, once for each branch of a cond. A
+        collective that the loss function issues has the unit "<loss_fn>".
     """
     spec = mesh_spec(mesh)
     groups = {
@@ -58,9 +58,9 @@ def _events(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> It
         name = equation.primitive.name
         if name in _KINDS:
             yield from _event(equation, _KINDS[name], groups, phase)
-        # Of what backward does, the outermost equation says so: a remat, under which forward's part runs again, or a loop.
+        # The outermost equation says that all inside is backward: a remat, which runs forward's part again, or a loop.
         backward = "transpose(" in str(equation.source_info.name_stack)
-        for inner in _inner_jaxprs(equation.params):
+        for inner in inner_jaxprs(equation):
             found = list(_events(inner, groups, "backward" if backward else phase))
             yield from found * (equation.params["length"] if name == "scan" else 1)
 
@@ -71,7 +71,7 @@ def _event(equation: Any, kind: str, groups: Mapping[str, tuple[int, ...]], phas
     if label == WEIGHTS:
         return
     unit, _, index = (FOREIGN if label is None else label).partition("#")
-    # The unsharded side: what an all-gather fills, what the others take in.
+    # The unsharded side: the result of an all-gather, the operand of the others.
     for var in equation.outvars if kind == ALL_GATHER else equation.invars:
         backward = phase == "backward" or "transpose(" in scopes
         dtype = np.dtype(var.aval.dtype)
@@ -83,18 +83,9 @@ def _event(equation: Any, kind: str, groups: Mapping[str, tuple[int, ...]], phas
 
 
 def _group(params: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The ranks over which a collective goes: those of its mesh axis, or of all of them."""
+    """The ranks of a collective: those along its mesh axis, or all ranks."""
     named = params.get("axis_name", params.get("axes"))
     axes = [axis for axis in (named if isinstance(named, tuple | list) else (named,)) if axis in groups]
     if len(axes) == 1:
         return groups[axes[0]]
     return tuple(sorted({s + r - groups[SHARD_AXIS][0] for s in groups[SHARD_AXIS] for r in groups[REPLICATE_AXIS]}))
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(item, "eqns"):
-                yield item
-            elif hasattr(item, "jaxpr") and hasattr(item.jaxpr, "eqns"):
-                yield item.jaxpr

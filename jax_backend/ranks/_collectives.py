@@ -1,7 +1,7 @@
 """The collectives under the core's names. The only file that calls jax.lax's.
 
-Each stands in a named scope that says which bucket it is done for, by its label. The scope survives differentiation,
-rematerialisation and compilation, so that `jax_backend.trace_of` can read it from a jaxpr, and a profile shows it.
+Each is in a named scope with the label of its bucket. The scope survives differentiation, rematerialisation and compilation, so
+that `jax_backend.trace_of` can read it from a jaxpr, and profiles show it.
 """
 
 import re
@@ -12,18 +12,18 @@ from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS
 
 WEIGHTS = "<weights>"
-"""In the place of a bucket's label: what ranks count for in a mean."""
+"""The label of ranks' weights in a mean, which belong to no bucket."""
 
 _SCOPE = re.compile(r"crossframe:(\w+)\[([^\]]*)\]")
 
 
 def scope_name(kind: str, label: str) -> str:
-    """The scope in which a collective of this kind is issued for a bucket."""
+    """The name of the scope of a collective for a bucket."""
     return f"crossframe:{kind}[{label}]"
 
 
 def scope_label(kind: str, name_stack: str) -> str | None:
-    """The label that a name stack's innermost scope names for a collective of this kind; None if there is no such scope.
+    """The label of the innermost scope of a collective of this kind in a name stack; None if there is none.
 
     >>> scope_label("all_gather", "jvp(crossframe:all_gather[blocks.0])/x")
     'blocks.0'
@@ -33,13 +33,13 @@ def scope_label(kind: str, name_stack: str) -> str | None:
 
 
 def any_label(name_stack: str) -> str | None:
-    """The label that a name stack's innermost scope names, of whatever kind; None if there is none."""
+    """The label of the innermost scope of any collective in a name stack; None if there is none."""
     found = _SCOPE.findall(name_stack)
     return found[-1][1] if found else None
 
 
 def all_gather(shard: jax.Array, label: str) -> jax.Array:
-    """The shards of a shard group, one behind the other: (..., padded_shard_numel) to (..., gathered_numel)."""
+    """The concatenated shards of a shard group: (..., padded_shard_numel) to (..., gathered_numel)."""
     if _moves_nothing(shard, SHARD_AXIS):
         return shard
     with jax.named_scope(scope_name(ALL_GATHER, label)):
@@ -55,7 +55,7 @@ def reduce_scatter(buffer: jax.Array, label: str) -> jax.Array:
 
 
 def all_reduce(array: jax.Array, label: str) -> jax.Array:
-    """The sum over replicas, in XLA's order, of the array's own shape."""
+    """The sum over replicas, in XLA's order."""
     if _moves_nothing(array, REPLICATE_AXIS):
         return array
     with jax.named_scope(scope_name(ALL_REDUCE, label)):
@@ -63,13 +63,13 @@ def all_reduce(array: jax.Array, label: str) -> jax.Array:
 
 
 def sum_over_ranks(number: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The sum of a scalar over all ranks: no gradient of any unit, and in no plan."""
+    """The sum of a scalar over all ranks. It belongs to no unit and is in no plan."""
     with jax.named_scope(scope_name(ALL_REDUCE, WEIGHTS)):
         return jax.lax.psum(number, axes)
 
 
 def _moves_nothing(array: jax.Array, axis: str) -> bool:
-    """Whether there is no one to exchange anything with (R14), or nothing to exchange, which XLA has no collective for."""
+    """Whether the group has one rank (R14), or the array is empty, for which XLA has no collective."""
     return not array.size or jax.lax.axis_size(axis) == 1
 
 
@@ -77,6 +77,6 @@ def rank_index(axes: tuple[str, ...]) -> jax.Array:
     """This rank, as an int32 scalar.
 
     Args:
-        axes: those of the mesh.
+        axes: the axes of the mesh.
     """
     return jax.lax.axis_index(axes)

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other outside of steps: small values, and that one of them failed."""
+"""Communication between processes outside steps: small values, and failures."""
 
 import json
 from collections.abc import Callable
@@ -12,34 +12,34 @@ from crossframe.errors import AgreementError
 
 T = TypeVar("T")
 
-# What a process says goes round in frames of this size, so that one program serves for all.
+# Values are exchanged in frames of this size, so that one program serves for all.
 FRAME_BYTES = 4096
 
 
-def everyones(value: Any) -> list[Any]:
-    """What every process says, in their order. All processes call it.
+def gather_values(value: Any) -> list[Any]:
+    """The values of all processes, in their order. All processes call it.
 
     Args:
-        value: what JSON has.
+        value: a JSON value.
     """
     if jax.process_count() == 1:
         return [value]
-    said = json.dumps(value).encode()
-    longest = int(_gathered(np.array([len(said)], np.int32)).max())
+    payload = json.dumps(value).encode()
+    longest = int(_gathered(np.array([len(payload)], np.int32)).max())
     frames = max(1, -(-longest // FRAME_BYTES))
-    sent = np.frombuffer(said.ljust(frames * FRAME_BYTES), np.uint8).reshape(frames, FRAME_BYTES)
+    sent = np.frombuffer(payload.ljust(frames * FRAME_BYTES), np.uint8).reshape(frames, FRAME_BYTES)
     parts = [_gathered(frame) for frame in sent]
     return [json.loads(b"".join(part[i].tobytes() for part in parts)) for i in range(jax.process_count())]
 
 
 def together(title: str, act: Callable[[], T]) -> T:
-    """Do something in every process, and go on once all have done it.
+    """Call a function in every process, and return when all have.
 
     Args:
-        title: what it is, as a noun.
+        title: a noun for it, for messages.
 
     Raises:
-        AgreementError: it failed in other processes, which they are told to be; where it failed, its own error.
+        AgreementError: it failed in other processes, which are named; where it failed, its own error is raised.
     """
     failure: Exception | None = None
     done: Any = None
@@ -48,10 +48,10 @@ def together(title: str, act: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     words = "" if failure is None else f"{type(failure).__name__}: {' '.join(str(failure).split())}"
-    said = everyones(words)
+    failures = gather_values(words)
     if failure is not None:
         raise failure
-    if failed := [f"process {i} failed in the {title}: {words}" for i, words in enumerate(said) if words]:
+    if failed := [f"process {i} failed in the {title}: {words}" for i, words in enumerate(failures) if words]:
         raise AgreementError("; ".join(failed))
     return done
 
@@ -70,7 +70,7 @@ class AllProcesses:
 
     def from_first(self, value: str) -> str:
         """Process 0's value."""
-        return everyones(value)[0]
+        return gather_values(value)[0]
 
 
 def _gathered(array: np.ndarray) -> np.ndarray:

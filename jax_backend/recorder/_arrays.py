@@ -1,4 +1,4 @@
-"""Parameters as anyone's loop has them: a pytree of arrays, cut over devices by their own shardings or not at all."""
+"""Parameters as a pytree of arrays, with their own shardings or none."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,12 @@ from jax_backend.state._optimizer_state import counts_of, fields_in_torch
 from jax_backend.tree import dtype_name, leaves_by_path, path_name
 
 Pieces = dict[str, dict[str, tuple[int, int, Any]]]
-"""By unit, of each parameter (start, stop, values)."""
+"""By unit and parameter, (start, stop, values)."""
 
 
-class OfArrays:
-    """Where the parameters of a pytree lie, in canonical names. A rank's piece is the rows that the core's layout per parameter
-    gives it, as its own device has them where it holds them.
+class ArrayPieces:
+    """The ranks' pieces of the parameters of a pytree, by canonical name. A rank's piece is the rows that the core's
+    per-parameter layout assigns to it, read from its own device if it has them.
 
     Args:
         params: floating arrays.
@@ -56,11 +56,12 @@ class OfArrays:
         self._shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
 
     def pieces(self, values: Any) -> dict[int, Pieces]:
-        """What each rank of this process holds of a pytree like the parameters, such as their gradients; None has no pieces."""
+        """The pieces of each rank of this process of a pytree like the parameters, such as their gradients; None has no
+        pieces."""
         return self._pieces({path: leaf for path, leaf in leaves_by_path(values).items() if leaf is not None})
 
     def state(self, state: Any) -> tuple[dict[str, dict[int, Pieces]], dict[str, float]]:
-        """(by slot what each rank holds of the optimizer's state, by parameter the count of its steps)."""
+        """(each rank's pieces of each optimizer state entry, the number of steps of each parameter)."""
         found = state_by_path(
             state, lambda path, leaf: leaf if np.shape(leaf) == self._shapes[path] else None, self._shapes
         )
@@ -68,7 +69,8 @@ class OfArrays:
         return slots, {self.param_map.by_path[path].name: count for path, count in found.counts.items()}
 
     def moved(self, params: Any, twin: int) -> Any:
-        """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`), with the same shardings."""
+        """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`), on the same devices."""
+
         leaves, found = leaves_by_path(params), {}
         for entry in self.param_map.entries:
             values = entry.to_canonical(*(_whole(leaves[path]) for path in entry.paths))
@@ -89,13 +91,13 @@ class OfArrays:
 
 
 def canonical_copies(grid: Grid, param_map: ParamMap, name: str, leaves: Mapping[str, Any]) -> dict[int, np.ndarray]:
-    """A parameter, in a line, as each rank of this process has it."""
+    """A parameter, flattened, of each rank of this process."""
     entry = param_map.by_name[name]
     by_path, found, made = [grid.copies(leaves[path]) for path in entry.paths], {}, {}
     for rank in grid.here:
         parts = [copies[rank] for copies in by_path]
         key = tuple(map(id, parts))
-        if key not in made:  # ranks mostly share one
+        if key not in made:  # ranks mostly share an array
             made[key] = np.ascontiguousarray(entry.to_canonical(*parts)).reshape(-1)
         found[rank] = made[key]
     return found
@@ -104,7 +106,7 @@ def canonical_copies(grid: Grid, param_map: ParamMap, name: str, leaves: Mapping
 def add_pieces(
     found: dict[int, Pieces], grid: Grid, unit: str, layout: Layout, copies: Mapping[str, Mapping[int, np.ndarray]]
 ) -> None:
-    """Cut parameters that each rank has in full as a layout of rows says, and put them to the pieces."""
+    """Add the pieces of full parameters, by a layout of rows."""
     for rank in grid.here:
         for piece in layout.pieces(grid.spec.coordinate(rank)[1]):
             if piece.name in copies:
@@ -113,7 +115,7 @@ def add_pieces(
 
 
 class StateByPath:
-    """What an optimizer keeps of leaves, by slot and path, and how often it has stepped them."""
+    """Optimizer state entries of leaves, by name and path, and the number of steps by path."""
 
     def __init__(self) -> None:
         self.slots: dict[str, dict[str, Any]] = {}
@@ -145,12 +147,12 @@ def state_by_path(state: Any, take: Any, paths: Iterable[str]) -> StateByPath:
 
 
 def slot_name(name: str) -> str:
-    """A name under which a recording takes a slot."""
+    """A valid name of an optimizer state entry in a recording."""
     return re.sub(r"[^\w.]", "_", name).lstrip("._")[-64:] or "state"
 
 
 def list_modules(param_map: ParamMap) -> tuple[str, ...]:
-    """The modules of the longest list of modules, by names such as "blocks.0": those that mostly are units.
+    """The members of the longest list of modules, with names such as "blocks.0", which are usually units.
 
     >>> list_modules(identity_map(["inp.w", "blocks.0.w", "blocks.1.a.w", "blocks.1.b.w", "heads.0.w"]))
     ('blocks.0', 'blocks.1')
@@ -166,7 +168,7 @@ def list_modules(param_map: ParamMap) -> tuple[str, ...]:
 
 
 def placed_like(leaf: Any, values: np.ndarray) -> Any:
-    """Values where a leaf lies."""
+    """Values with the sharding of a leaf."""
     if not isinstance(leaf, jax.Array):
         return values
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])

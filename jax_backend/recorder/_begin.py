@@ -1,4 +1,4 @@
-"""How a recording begins: what is known of the run before its first step, and the directory."""
+"""The beginning of a recording: the directory, and a manifest of what is known before the first step."""
 
 import importlib.metadata
 import os
@@ -19,9 +19,9 @@ from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.program import PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy
-from jax_backend.ranks._processes import everyones, together
-from jax_backend.recorder._arrays import OfArrays, Pieces
-from jax_backend.recorder._shards import OfShards
+from jax_backend.ranks._processes import gather_values, together
+from jax_backend.recorder._arrays import ArrayPieces, Pieces
+from jax_backend.recorder._shards import ShardPieces
 from jax_backend.recorder._sketch import sketch_of
 
 _TITLE = "beginning of a recording"
@@ -30,7 +30,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "equinox", "numpy")
 
 @dataclass(frozen=True)
 class About:
-    """What a Recorder was told of its run; the arguments of `Recorder`, which says what they mean."""
+    """The arguments of `Recorder` about the run; `Recorder` documents them."""
 
     schedule: Schedule
     detail: str
@@ -46,13 +46,13 @@ class About:
 
 
 def place_of(directory: str | Path, twin: int) -> Path:
-    """Where a run, or one of its perturbed runs, is recorded."""
+    """The directory of a run or of one of its perturbed runs."""
     return Path(directory, perturbed_run_folder(twin)) if twin else Path(directory)
 
 
 def check_directory(path: Path, overwrite: bool) -> None:
-    """Raise RecordingError if something is there that must not be replaced, before the first step runs: in the first process, and
-    AgreementError in the others. All processes call it."""
+    """Raise RecordingError if the directory must not be replaced, in the first process, and AgreementError in the others. All
+    processes call it before the first step."""
 
     def check() -> None:
         if jax.process_index() == 0 and not overwrite and path.is_dir() and any(path.iterdir()):
@@ -63,15 +63,15 @@ def check_directory(path: Path, overwrite: bool) -> None:
     together(_TITLE, check)
 
 
-def is_sketched(source: OfArrays | OfShards, detail: str) -> bool:
-    """Whether large tensors are kept as sketches."""
+def is_sketched(source: ArrayPieces | ShardPieces, detail: str) -> bool:
+    """Whether large tensors are recorded as sketches."""
     numel = sum(spec.numel for _, layout in source.units for spec in layout.params)
     return numel > FULL_NUMEL if detail == "auto" else detail == "sketch"
 
 
-def kept(source: OfArrays | OfShards, params: Any, detail: str) -> dict[int, Pieces]:
-    """What each rank of this process holds of the first parameters, kept until the recording begins, which is when the first step
-    has told what is recorded. The step may destroy them (donation)."""
+def kept(source: ArrayPieces | ShardPieces, params: Any, detail: str) -> dict[int, Pieces]:
+    """The initial parameters of each rank of this process, copied, since the first step may donate them. The recording begins
+    after that step, when it is known what is recorded."""
     pieces = source.pieces(params)
     if is_sketched(source, detail):
         sizes = {spec.name: spec.numel for _, layout in source.units for spec in layout.params}
@@ -83,16 +83,16 @@ def kept(source: OfArrays | OfShards, params: Any, detail: str) -> dict[int, Pie
     return pieces
 
 
-def manifest_of(source: OfArrays | OfShards, about: About, says: Mapping[str, Any]) -> Manifest:
+def manifest_of(source: ArrayPieces | ShardPieces, about: About, says: Mapping[str, Any]) -> Manifest:
     """The manifest of a run.
 
     Args:
-        says: settings that the first step has told.
+        says: settings that are known after the first step.
     """
     spec, stored = source.grid.spec, Counter[str]()
     for _, layout in source.units:
         stored.update({param.dtype: param.numel for param in layout.params})
-    computed = source.tree.policy.param_dtype if isinstance(source, OfShards) else None
+    computed = source.tree.policy.param_dtype if isinstance(source, ShardPieces) else None
     strategy = Strategy.FULL_SHARD if spec.replicate == 1 else Strategy.HYBRID_SHARD
     if spec.shard == 1 < spec.replicate:
         strategy = Strategy.NO_SHARD
@@ -118,10 +118,10 @@ def manifest_of(source: OfArrays | OfShards, about: About, says: Mapping[str, An
 
 
 def program(device: Any = None) -> dict[str, Any]:
-    """What JAX's bits depend on (`crossframe.recording.program`). Of a step that is not compiled nothing is known to say so.
+    """What JAX's bits depend on (`crossframe.recording.program`). Whether a step is compiled is not known; it says so.
 
     Args:
-        device: one of those that compute; None: the first of the default platform.
+        device: a device of the run; None: the first of the default platform.
     """
     device = device or jax.devices()[0]
     flags = os.environ.get("XLA_FLAGS", "")
@@ -138,7 +138,7 @@ def program(device: Any = None) -> dict[str, Any]:
 
 
 def begun(path: Path, manifest: Manifest, *, overwrite: bool) -> Manifest:
-    """Let the first process create the recording; all go on once it has.
+    """Create the recording in the first process; all processes wait for it.
 
     Raises:
         RecordingError: a directory that cannot be recorded to; AgreementError in the other processes.
@@ -150,8 +150,8 @@ def begun(path: Path, manifest: Manifest, *, overwrite: bool) -> Manifest:
 
     together(_TITLE, create)
     if not jax.process_index():
-        everyones(manifest.token)
+        gather_values(manifest.token)
         return manifest
-    token = everyones("")[0]
-    # The command line may differ between processes: what the first one wrote is the run's.
+    token = gather_values("")[0]
+    # The command line may differ between processes; that of the first counts.
     return replace(manifest, settings=Manifest.read(path).settings, token=token)

@@ -1,4 +1,4 @@
-"""Which device is which rank, and what each rank holds of arrays that lie on them."""
+"""The ranks of devices, and each rank's part of arrays on them."""
 
 import math
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ class Grid:
     """The ranks of a run.
 
     Attributes:
-        spec: copies of the model x ranks that hold one.
-        devices: in the order of ranks.
-        mesh: on which arrays lie.
+        spec: copies of the model x ranks of each copy.
+        devices: the devices in rank order.
+        mesh: the mesh of the arrays.
     """
 
     spec: MeshSpec
@@ -31,11 +31,11 @@ class Grid:
 
     @classmethod
     def of(cls, arrays: Iterable[Any], mesh: Mesh | None = None) -> "Grid":
-        """The ranks that parameters lie on: a copy of the model goes over the axes of the mesh that cut any of them.
+        """The ranks of parameters: a copy of the model is sharded over the axes of the mesh that shard any of them.
 
         Args:
             arrays: the parameters.
-            mesh: None: that of the first which lies on one; without one a single device.
+            mesh: None: that of the first array that has one; else a single device.
         """
         shardings = [array.sharding for array in arrays if isinstance(array, jax.Array)]
         named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
@@ -58,8 +58,8 @@ class Grid:
         return tuple(rank for rank, device in enumerate(self.devices) if device.process_index == process)
 
     def copies(self, array: Any) -> dict[int, np.ndarray]:
-        """The whole array as each rank of this process has it: its own device's part as it is there, the rest as others of its
-        copy of the model have it. All processes call it."""
+        """The full array of each rank of this process: its own device's part, and the rest from other ranks of its copy of the
+        model. All processes call it."""
         if not isinstance(array, jax.Array):
             return dict.fromkeys(self.here, np.asarray(array))
         if not array.is_fully_addressable:
@@ -88,7 +88,7 @@ class Grid:
         return whole
 
     def rows(self, array: Any, rank: int) -> np.ndarray:
-        """A rank's part of a leading dim: what lies on its device, or, where all of it does, its part in the order of ranks."""
+        """A rank's part of a leading dim: the part on its device, or, if all of it is there, its part in rank order."""
         if isinstance(array, jax.Array):
             if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                 array = jax.random.key_data(array)
@@ -102,7 +102,7 @@ class Grid:
         return whole.reshape(size, whole.shape[0] // size, *whole.shape[1:])[rank]
 
     def numbers(self, value: Any) -> dict[int, float]:
-        """A number for each rank of this process: its own of an array of all ranks', or the one that all have."""
+        """A number for each rank of this process, from a scalar or from an array with one for each rank."""
         if np.shape(value) == ():
             return dict.fromkeys(self.here, float(value))
         return {rank: float(self.rows(value, rank)[0]) for rank in self.here}

@@ -1,8 +1,8 @@
-"""Evaluates a jaxpr one equation at a time, on all ranks side by side, and shows the values of each equation.
+"""Evaluates a jaxpr one equation at a time, on all ranks in turn, and shows the values of each equation.
 
-Calls (jit, remat, custom_jvp and custom_vjp), scan, while, cond and shard_map are followed inside. Inside of shard_map a value is
-one array for each rank; collectives run as JAX runs them, over the devices of the mesh. Everything else runs on one device. Where
-ranks take different branches, or as many loops as they like, the whole cond or while counts as one operator.
+It enters calls (jit, remat, custom_jvp and custom_vjp), scan, while, cond and shard_map. Inside shard_map a value has one array
+for each rank; JAX runs collectives over the devices of the mesh, and everything else runs on one device. If ranks take different
+branches or numbers of iterations, the whole cond or while is one operator.
 """
 
 import math
@@ -22,21 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from crossframe.operators import SourceLine
 from crossframe.operators.source import Frame, UserCode
 from crossframe.shown import shown
+from jax_backend.programs._jaxpr import CALLS, CUSTOM_CALLS, Evaluation, bind, called, manual_axes, opened
 
-_CALLS = frozenset(
-    [
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "remat",
-        "remat2",
-        "checkpoint",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-    ]
-)
 _SAME_VALUES = frozenset(
     [
         "sharding_constraint",
@@ -57,19 +44,19 @@ _SAME_VALUES = frozenset(
 )
 """Primitives that only pass values on."""
 _OF_CONSTANTS = frozenset(["broadcast_in_dim", "convert_element_type", "reshape", "squeeze"])
-"""Primitives of which one constant makes an array that has this constant everywhere."""
+"""Primitives that make an array of one constant, which has that constant everywhere."""
 _BACKWARD = re.compile(r"\btranspose\(")
 USER_CODE = UserCode("jax", "jaxlib", "flax", "optax", "equinox")
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a variable of a jaxpr holds.
+    """The value of a variable of a jaxpr.
 
     Attributes:
-        by_rank: one array for each rank inside of shard_map, else one.
-        constant: the number that all elements are, where the program says so; None: computed or given.
-        late: whether it depends on what backward computed.
+        by_rank: one array for each rank inside shard_map, else one.
+        constant: the constant that all elements have by the program; None: computed or an argument.
+        late: whether it depends on results of backward.
     """
 
     by_rank: tuple[Any, ...]
@@ -77,30 +64,30 @@ class Value:
     late: bool = False
 
     def like(self, by_rank: tuple[Any, ...]) -> "Value":
-        """Other arrays, of which the same is known."""
+        """Other arrays with the same attributes."""
         return replace(self, by_rank=by_rank)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a shard_map: all places along its axes."""
+    """The ranks of a shard_map: all positions along its axes."""
 
     mesh: Mesh
     axes: tuple[str, ...]
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def index(self, rank: int) -> int:
-        """The place of a device of the whole mesh."""
+        """The index of a device of the whole mesh."""
         at = np.unravel_index(rank % self.mesh.size, self.mesh.devices.shape)
         own = [int(at[self.mesh.axis_names.index(axis)]) for axis in self.axes]
         return int(np.ravel_multi_index(own, [self.mesh.shape[axis] for axis in self.axes]))
 
     def piece(self, index: int, axes: Sequence[str]) -> tuple[int, int]:
-        """Which part of a dim cut over some axes is at a place, and into how many parts it is cut."""
+        """(part, number of parts) of a dim that is sharded over some axes, at an index."""
         sizes = [self.mesh.shape[axis] for axis in self.axes]
         at = dict(zip(self.axes, np.unravel_index(index, sizes) if sizes else (), strict=True))
         cut = [self.mesh.shape[axis] for axis in axes]
@@ -109,14 +96,14 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the program an equation stands.
+    """The place of an equation in the program.
 
     Attributes:
         scopes: names of scopes and transformations, outermost first, as JAX writes them.
-        line: of the user's code.
-        library: file and name of the library's function that runs, None where it is the user's. JAX may have made its jaxpr for
-            another line, so lines outside of the function say nothing.
-        ranks: of the shard_map around, None outside.
+        line: the line of the user's code.
+        library: (file, name) of the library's function that runs; None for the user's. JAX may have traced it for another line,
+            so that only lines inside the function are used.
+        ranks: the ranks of the enclosing shard_map; None outside.
     """
 
     scopes: str = ""
@@ -135,20 +122,20 @@ class Place:
 
     def within(self, jaxpr: Any) -> "Place":
         """The place of a jaxpr that is called here."""
-        said = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
-        name, _, at = said.rpartition(" at ")
+        source = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
+        name, _, at = source.rpartition(" at ")
         file = at.rpartition(":")[0]
         is_library = bool(file) and not USER_CODE.has(file)
         return replace(self, library=(file, name.rpartition(".")[2]) if is_library else None)
 
     @property
     def is_backward(self) -> bool:
-        """Whether the equation is one of backward."""
+        """Whether the equation belongs to backward."""
         return _BACKWARD.search(self.scopes) is not None
 
     @property
     def num_ranks(self) -> int:
-        """How many arrays a value is here."""
+        """The number of arrays of a value here."""
         return self.ranks.size if self.ranks is not None else 1
 
 
@@ -157,9 +144,9 @@ class Equation:
     """An equation as it was evaluated.
 
     Attributes:
-        arguments: its parameters and constants in words.
-        primitive, params: of which one array for each input gives one for each output; None where that is no single primitive,
-            or a collective.
+        arguments: its parameters and constants as text.
+        primitive, params: the primitive that maps one array for each input to one for each output; None if there is no single
+            primitive, or for a collective.
     """
 
     name: str
@@ -172,7 +159,7 @@ class Equation:
 
 
 def frames_of(traceback: Any) -> Iterator[Frame]:
-    """The frames of a traceback of JAX, from the innermost on."""
+    """The frames of a traceback of JAX, innermost first."""
     for frame in traceback.frames if traceback is not None else ():
         yield frame.file_name, frame.line_num, frame.function_name
 
@@ -181,7 +168,7 @@ class Interpreter:
     """Evaluates equations.
 
     Args:
-        show: called with each of them, but with those that only pass values on.
+        show: called with each equation that does not only pass values on.
     """
 
     def __init__(self, show: Callable[[Equation], None]) -> None:
@@ -190,13 +177,13 @@ class Interpreter:
         self._late: dict[int, Any] = {}
 
     def call(self, primitive: Any, params: dict[str, Any], args: Sequence[Any], place: Place) -> list[Any]:
-        """A primitive's results for arrays, as one outside of all functions."""
-        found = self._apply(primitive, params, [self._given(arg) for arg in args], place)
+        """A primitive's results for arrays, outside all functions."""
+        found = self.apply(primitive, params, [self._given(arg) for arg in args], place)
         self._late |= {id(value.by_rank[0]): value.by_rank[0] for value in found if value.late}
         return [value.by_rank[0] for value in found]
 
     def _given(self, array: Any) -> Value:
-        """The value that an array is."""
+        """The value of an array."""
         scalar = not isinstance(array, jax.Array) and np.ndim(array) == 0
         return Value((self._here(array),), array if scalar else None, late=id(array) in self._late)
 
@@ -211,41 +198,24 @@ class Interpreter:
             return array
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return jax.device_put(array, self._device)
-        return jax.device_put(np.asarray(array), self._device)  # JAX would remember the mesh, and refuse to mix
-
-    def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], place: Place) -> list[Value]:
-        values: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            scalar = const if not isinstance(const, jax.Array) and np.ndim(const) == 0 else None
-            values[var] = Value((self._here(const),) * place.num_ranks, scalar)
-
-        def read(atom: Any) -> Value:
-            if isinstance(atom, core.Literal):
-                literal = np.asarray(atom.val)  # without the mesh that JAX keeps with it
-                return Value((literal,) * place.num_ranks, literal if literal.ndim == 0 else None)
-            return values[atom]
-
-        for equation in jaxpr.eqns:
-            operands = [read(atom) for atom in equation.invars]
-            # Inside of shard_map the context is that of one device; here ranks run one by one.
-            with nullcontext() if place.ranks is not None else equation.ctx.manager:
-                found = self._apply(equation.primitive, equation.params, operands, place.at(equation.source_info))
-            values.update(zip(equation.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return jax.device_put(np.asarray(array), self._device)  # without its mesh, which JAX does not mix with others
 
     def _closed(self, closed: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """The results of a jaxpr with or without its constants."""
-        jaxpr, consts = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
-        return self._run(jaxpr, consts, args, place.within(jaxpr))
+        jaxpr, consts = opened(closed)
+        scalars = (each if not isinstance(each, jax.Array) and np.ndim(each) == 0 else None for each in consts)
+        known = [
+            Value((self._here(each),) * place.num_ranks, scalar) for each, scalar in zip(consts, scalars, strict=True)
+        ]
+        return _Frame(jaxpr, self, place.within(jaxpr)).run(known, args)
 
-    def _apply(self, primitive: Any, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
+    def apply(self, primitive: Any, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
+        """A primitive's results for values."""
         name = primitive.name
         if name in _SAME_VALUES:
             return list(operands)
-        if name in _CALLS:
-            inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
-            if inner is not None:
-                return self._closed(inner, operands, place)
+        if name in CALLS | CUSTOM_CALLS and (inner := called(params)) is not None:
+            return self._closed(inner, operands, place)
         if name == "shard_map" and place.ranks is None and "jaxpr" in params:
             return self._shard_map(params, operands, place)
         if name == "scan":
@@ -267,8 +237,7 @@ class Interpreter:
             bound = {**bound, "sharding": None}
 
         def run(*arrays: Any) -> list[Any]:
-            result = primitive.bind(*arrays, **bound)
-            return list(result) if primitive.multiple_results else [result]
+            return bind(primitive, bound, arrays)
 
         is_collective = place.ranks is not None and bool(_named_axes(params) & set(place.ranks.axes))
         if place.ranks is not None and is_collective:
@@ -287,19 +256,19 @@ class Interpreter:
         return found
 
     def _piece_of(self, name: str, arguments: str, whole: Value, piece: Value, place: Place) -> Value:
-        """A value cut from another or joined from others, as an operator."""
+        """Show the splitting or joining of a value as an operator."""
         if whole.constant is None:
             self._show(Equation(name, arguments, place, (whole,), (piece,)))
         return piece
 
-    # What holds jaxprs
+    # Primitives that hold jaxprs
 
     def _shard_map(self, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
         mesh = params["mesh"]
         if not isinstance(mesh, Mesh):
             devices = np.array(jax.devices()[: mesh.size]).reshape(tuple(mesh.shape.values()))
             mesh = Mesh(devices, mesh.axis_names)
-        named = next((params[key] for key in ("newly_manual_axes", "manual_axes") if key in params), ())
+        named = manual_axes(params)
         ranks = Ranks(mesh, tuple(axis for axis in mesh.axis_names if axis in named or not named))
         inside = replace(place, ranks=ranks)
         args = []
@@ -319,10 +288,10 @@ class Interpreter:
         consts, carry = list(operands[:num_consts]), list(operands[num_consts : num_consts + num_carry])
         stacked, collected = operands[num_consts + num_carry :], []
         for i in reversed(range(length)) if params["reverse"] else range(length):
-            said, sliced = f"iteration={i}", []
+            arguments, sliced = f"iteration={i}", []
             for each in stacked:
                 piece = each.like(tuple(array[i] for array in each.by_rank))
-                sliced.append(self._piece_of("scan", said, each, piece, place))
+                sliced.append(self._piece_of("scan", arguments, each, piece, place))
             found = self._closed(params["jaxpr"], [*consts, *carry, *sliced], place)
             carry = found[:num_carry]
             collected.append(found[num_carry:])
@@ -339,7 +308,7 @@ class Interpreter:
         return [*carry, *stacks]
 
     def _while(self, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value] | None:
-        """The results of a loop; None if ranks leave it at different times."""
+        """The results of a loop; None if ranks leave it after different numbers of iterations."""
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body = operands[:num_cond], operands[num_cond : num_cond + num_body]
         carry = list(operands[num_cond + num_body :])
@@ -353,8 +322,26 @@ class Interpreter:
             carry = self._closed(params["body_jaxpr"], [*of_body, *carry], place)
 
 
+class _Frame(Evaluation):
+    """The evaluation of one jaxpr, at its place in the program."""
+
+    def __init__(self, jaxpr: Any, interpreter: Interpreter, place: Place) -> None:
+        super().__init__(jaxpr)
+        self._interpreter, self._place = interpreter, place
+
+    def literal(self, value: Any) -> Value:
+        array = np.asarray(value)  # without the mesh that JAX keeps with it
+        return Value((array,) * self._place.num_ranks, array if array.ndim == 0 else None)
+
+    def evaluate(self, equation: core.JaxprEqn, operands: list[Any]) -> list[Value]:
+        # Inside shard_map the context is that of one device; here ranks run one by one.
+        with nullcontext() if self._place.ranks is not None else equation.ctx.manager:
+            place = self._place.at(equation.source_info)
+            return self._interpreter.apply(equation.primitive, equation.params, operands, place)
+
+
 def _on_each(run: Callable[..., list[Any]], operands: Sequence[Value], num_ranks: int) -> list[list[Any]]:
-    """By rank the results of what ranks compute each for itself; once, where all are given the same arrays."""
+    """Each rank's results of an operator, which runs once if all ranks have the same arrays."""
     first = [each.by_rank[0] for each in operands]
     if all(array is own for each, own in zip(operands, first, strict=True) for array in each.by_rank):
         return [run(*first)] * num_ranks
@@ -364,7 +351,7 @@ def _on_each(run: Callable[..., list[Any]], operands: Sequence[Value], num_ranks
 def _collective(
     run: Callable[..., list[Any]], operands: Sequence[Value], ranks: Ranks, here: Callable[[Any], Any]
 ) -> list[list[Any]]:
-    """By rank the results of a collective, which runs over the devices."""
+    """Each rank's results of a collective, which runs over the devices."""
     at = PartitionSpec(ranks.axes)
     given = [
         jax.device_put(jnp.stack([jnp.asarray(array) for array in each.by_rank]), NamedSharding(ranks.mesh, at))
@@ -392,7 +379,7 @@ def _named_axes(params: dict[str, Any]) -> set[Any]:
 
 
 def _axes_of(spec: Any, ranks: Ranks) -> list[tuple[str, ...]]:
-    """By dim, over which axes of the ranks it is cut."""
+    """The axes of the ranks over which each dim is sharded."""
     by_dim = [(each,) if isinstance(each, str) else tuple(each or ()) for each in spec]
     return [tuple(axis for axis in axes if axis in ranks.axes) for axes in by_dim]
 
@@ -411,7 +398,7 @@ def _cut(array: Any, spec: Any, ranks: Ranks, index: int) -> Any:
 
 
 def _joined(by_rank: Sequence[Any], spec: Any, ranks: Ranks) -> Any:
-    """The array of all ranks' parts; of a dim that is not cut what the first of them has."""
+    """The array of all ranks' parts; along dims that are not sharded, the first rank's."""
 
     def join(axes_by_dim: list[tuple[int, tuple[str, ...]]], chosen: dict[str, int]) -> Any:
         if not axes_by_dim:
@@ -427,17 +414,17 @@ def _joined(by_rank: Sequence[Any], spec: Any, ranks: Ranks) -> Any:
 
 
 def _arguments(params: dict[str, Any], operands: Sequence[Value]) -> str:
-    """What an equation was given besides values that were computed: constants by their place, then parameters."""
+    """The arguments of an equation besides computed values: constants by position, then parameters."""
     names = ("x", "y") if len(operands) <= 2 else tuple(f"operand{i}" for i in range(len(operands)))
-    said = [
+    words = [
         f"{name}={_number(each.constant)}"
         for name, each in zip(names, operands, strict=False)
         if each.constant is not None
     ]
     for name, value in params.items():
         if _is_told(value):
-            said.append(f"{name}={value.__name__ if isinstance(value, type) else shown(value)}")
-    return ", ".join(said)
+            words.append(f"{name}={value.__name__ if isinstance(value, type) else shown(value)}")
+    return ", ".join(words)
 
 
 def _number(value: Any) -> str:

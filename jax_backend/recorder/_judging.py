@@ -1,4 +1,4 @@
-"""An equation of a jaxpr repeated in float64 on the inputs that it had, and how far rounding may drive its results from that.
+"""Repeats an equation of a jaxpr in float64 on the same inputs, and bounds the difference that rounding can make.
 
 `crossframe.operators.roundings` derives the bound.
 """
@@ -34,14 +34,14 @@ _MOVES = frozenset(
         "split",
     ]
 )
-"""What computes nothing: it has one right result, and no rounding."""
+"""Primitives without rounding, which have one correct result."""
 
 
 def judge(primitive: Any, params: dict[str, Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Judged | None:
-    """Hold the outputs of an equation against float64; None if it computes nothing or cannot be repeated.
+    """Compare the outputs of an equation with float64; None if it computes nothing or cannot be repeated.
 
     Args:
-        params: with which the primitive was bound.
+        params: the parameters that the primitive was bound with.
         inputs, outputs: arrays of one rank.
     """
     if primitive.name in _MOVES or not any(_is_floating(each) for each in inputs):
@@ -54,7 +54,7 @@ def judge(primitive: Any, params: dict[str, Any], inputs: Sequence[Any], outputs
         with jax.enable_x64(True):
             exact = _results(primitive, wide_params, arrays)
             reaches = _reaches(primitive, wide_params, arrays, params, exact)
-    except Exception:  # an operator may refuse float64 in any way of its own
+    except Exception:  # a primitive may reject float64 with any error
         return None
     judged = [
         _judged(np.asarray(own), wide, reach)
@@ -91,7 +91,7 @@ def _results(
     """The results in float64.
 
     Args:
-        signs: moves an array; None: none is moved.
+        signs: perturbs an array; None: none is perturbed.
     """
     wide = [each.astype(np.float64) if each.dtype.name in FLOATING else each for each in arrays]
     moved = [signs(each) if signs is not None and each.dtype == np.float64 else each for each in wide]
@@ -106,7 +106,7 @@ def _reaches(
     params: dict[str, Any],
     exact: Sequence[np.ndarray],
 ) -> list[float]:
-    """By result how far rounding may drive it, as a norm."""
+    """For each result a bound on the norm of the difference that rounding can make."""
     stored = max(unit_roundoff(each.dtype.name) for each in arrays if each.dtype.name in FLOATING)
     inner = min(stored, unit_roundoff("float32"))
     terms = _terms(primitive.name, params, arrays, exact[0])
@@ -115,7 +115,7 @@ def _reaches(
     size = (ARITHMETIC if primitive.name in _IS_ARITHMETIC else OTHERS) * inner
     of_results = 0.0
     if primitive.name in _SUMS:
-        # Sums that are no products may be added up in the dtype of the result.
+        # Sums other than products may be added up in the dtype of the result.
         size = (ARITHMETIC + terms) * inner
         of_results = 0.0 if primitive.name in _PRODUCTS else math.sqrt(terms) * stored
     squares = [0.0] * len(exact)
@@ -158,7 +158,7 @@ def _norm(array: np.ndarray) -> float:
 
 
 def _terms(name: str, params: dict[str, Any], arrays: Sequence[np.ndarray], result: np.ndarray) -> int:
-    """At least how many terms an element of the result adds up."""
+    """A lower bound of the number of terms in an element of the result."""
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return math.prod(arrays[0].shape[dim] for dim in contracted)
@@ -170,8 +170,8 @@ def _terms(name: str, params: dict[str, Any], arrays: Sequence[np.ndarray], resu
 
 
 def _roundoff_of_products(precision: Any) -> float:
-    """The unit roundoff to which an accelerator cuts inputs of products of float32."""
-    said = precision[0] if isinstance(precision, tuple) else precision
-    if said not in (None, jax.lax.Precision.DEFAULT):
+    """The unit roundoff to which an accelerator rounds inputs of float32 products."""
+    first = precision[0] if isinstance(precision, tuple) else precision
+    if first not in (None, jax.lax.Precision.DEFAULT):
         return 0.0
     return {"gpu": TF32, "cuda": TF32, "tpu": unit_roundoff("bfloat16")}.get(jax.default_backend(), 0.0)

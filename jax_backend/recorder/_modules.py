@@ -1,4 +1,4 @@
-"""Modules by their canonical names: which of JAX's they are, and how what goes through them lies in torch's order of dims."""
+"""Modules by canonical name: their paths in JAX, and the order of dims of their activations in torch."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -10,13 +10,13 @@ from crossframe.names import MapEntry, ParamMap
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
 from jax_backend.activations import INPUT, OUTPUT
 
-# An image with its batch, also where no convolution of the map has as many dims: a model may cut it into patches itself.
+# An image with its batch, even if no convolution of the map has as many dims: a model may cut it into patches itself.
 _IMAGE_DIMS = 4
 
 
 def module_paths(param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, str]:
-    """Of the model, of units and of modules that own parameters the path in JAX, by canonical name, as far as each is one module
-    there too: torch's attention that keeps query, key and value in one parameter is none.
+    """The paths in JAX of the model, of units and of modules that own parameters, by canonical name, for those that are one
+    module in JAX too. torch's attention with query, key and value in one parameter is not.
 
     >>> from crossframe.names import linear
     >>> module_paths(ParamMap.of(linear("layers.0.fc", "blocks.0.fc")), ["layers.0"])
@@ -38,19 +38,19 @@ def module_paths(param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, st
 
 
 def _path_of(module: str, entry: MapEntry) -> str:
-    """The path of a module around a parameter: as many parts shorter than the parameter's as its name is. "": there is none."""
+    """The path of a module that encloses a parameter: the parameter's, shorter by as many parts as the name; "" if none."""
     depth = entry.name.count(".") - module.count(".")
     return ".".join(entry.paths[0].split(".")[:-depth])
 
 
 class Dims:
-    """How activations lie in torch.
+    """The order of dims of activations in torch.
 
     Args:
-        param_map: tells which modules keep heads apart in JAX, (..., num_heads, head_width), where torch has (..., width); and
-            which are convolutions, whose channels are the last dim in JAX and dim 1 in torch.
-        channels_last: modules, or (module, "input" or "output"), of whose activations the same holds; all others lie as in torch.
-            None: those of convolutions; of others with as many dims as an image, or as a convolution of the map, it is not known.
+        param_map: says which modules split heads in JAX, (..., num_heads, head_width), where torch has (..., width); and which
+            are convolutions, whose channels are the last dim in JAX and dim 1 in torch.
+        channels_last: modules, or (module, "input" or "output"), whose activations have channels last; all others have torch's
+            order. None: those of convolutions have; for others with as many dims as an image or a convolution it is not known.
     """
 
     def __init__(self, param_map: ParamMap, channels_last: Collection[str | tuple[str, str]] | None = None) -> None:
@@ -59,7 +59,7 @@ class Dims:
         for entry in param_map.entries:
             module = entry.name.rpartition(".")[0]
             if entry.split is not None and len(entry.paths) == 1:
-                # The rows of a weight are what comes out, its columns what goes in.
+                # The rows of a weight are outputs, its columns inputs.
                 self._heads.add((module, OUTPUT if entry.split[0] == 0 else INPUT))
             elif entry.axes is not None and entry.axes == _kernel_axes(len(entry.axes)):
                 self._convolutions[module] = len(entry.axes)
@@ -67,15 +67,14 @@ class Dims:
         self._stated = None if channels_last is None else frozenset(channels_last)
 
     def canonical(self, module: str, use: str, array: np.ndarray) -> np.ndarray:
-        """One rank's activation as torch has it, as far as that is known: heads as one dim, channels that are stated to be last
-        as dim 1."""
+        """One rank's activation in torch's order, as far as it is known: heads as one dim, stated last channels as dim 1."""
         if (module, use) in self._heads:
             return array.reshape(*array.shape[:-2], -1)
         is_last = self._stated is not None and (module in self._stated or (module, use) in self._stated)
         return channels_first(array) if is_last and array.ndim >= LEAST_DIMS else array
 
     def order(self, module: str, use: str, array: np.ndarray) -> Order:
-        """What is known of the order of dims of what `canonical` returned."""
+        """The order of dims of a result of `canonical`, as far as it is known."""
         if self._stated is not None or (module, use) in self._heads or array.ndim < LEAST_DIMS:
             return Order.TORCH
         if self._convolutions.get(module) == array.ndim:
@@ -84,7 +83,7 @@ class Dims:
 
 
 def check_channels_last(stated: Any) -> frozenset[str | tuple[str, str]] | None:
-    """What a user states of modules with channels last, checked.
+    """The user's `channels_last`, checked.
 
     Raises:
         UsageError: neither None nor names of modules, or (name, "input" or "output") of them.

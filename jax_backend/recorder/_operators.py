@@ -1,9 +1,9 @@
-"""The operators of a part of a step, traced in a re-run. `crossframe.operators` says what a trace holds.
+"""The operators of a part of a step, traced in a re-run. `crossframe.operators` defines traces.
 
-[Note: what runs while a step is traced] JAX hands every primitive that runs outside of jit to the current trace, and a jitted
-function as one primitive that has its jaxpr. `OperatorTrace` puts itself there for one step, whatever the loop calls: a function
-under jit, `jax.grad` outside of it, or single operators. Jaxprs are then evaluated one equation at a time. So rounding is that of
-single operators, not of what XLA fuses; both sides are traced so.
+[Note: what runs while a step is traced] JAX passes every primitive that runs outside jit to the current trace, and a jitted
+function as one primitive with a jaxpr. `OperatorTrace` replaces that trace for one step, whatever the loop calls: a function
+under jit, `jax.grad` outside it, or single operators. Jaxprs are evaluated one equation at a time. So rounding is that of single
+operators, not that of XLA's fusions, on both sides.
 """
 
 from collections.abc import Iterable
@@ -27,10 +27,10 @@ _OPTIMIZER = "optimizer"
 
 
 class OperatorTrace:
-    """Notes the operators of the step that a request asks for.
+    """Records the operators of the requested step.
 
     Args:
-        request: which part is traced.
+        request: the part to trace.
     """
 
     def __init__(self, request: Request) -> None:
@@ -44,7 +44,7 @@ class OperatorTrace:
 
     @property
     def active(self) -> bool:
-        """Whether the step is on."""
+        """Whether the requested step is running."""
         return self._entered is not None
 
     def begin_step(self, step: int) -> None:
@@ -54,28 +54,28 @@ class OperatorTrace:
             self._entered.__enter__()
 
     def end(self) -> None:
-        """Nothing is noted any more."""
+        """Stop recording."""
         if self._entered is not None:
             entered, self._entered = self._entered, None
             entered.__exit__(None, None, None)
 
     def microbatch(self, losses: Any, inside: Iterable[Any]) -> None:
-        """Values that the part is for.
+        """Add the results of a microbatch.
 
         Args:
-            losses, inside: of all ranks, in the leading dim.
+            losses, inside: the losses and the activations, with a leading dim of ranks.
         """
         for array in (*inside, losses):
             self.add_result(np.asarray(array)[self._request.rank])
 
     def finish(self, loss: Any) -> None:
-        """The step is over: write the trace, and end the run.
+        """Write the trace and end the run after the step.
 
         Args:
-            loss: of the step, a scalar or each rank's; it counts if no microbatch told its own.
+            loss: the loss of the step, a scalar or one for each rank; used if no microbatch added results.
 
         Raises:
-            SystemExit: in any case.
+            SystemExit: always.
         """
         if not self._results:
             self.add_result(loss if np.ndim(loss) == 0 else np.asarray(loss)[self._request.rank])
@@ -84,12 +84,12 @@ class OperatorTrace:
         raise SystemExit(0)
 
     def add_result(self, array: Any) -> None:
-        """A value that the part is for, such as the loss."""
+        """Add a result of the part, such as the loss."""
         if self._request.phase in (PARAMETERS, UNSHARDED, FORWARD):
             self._results.append(self._signature(array))
 
     def trace(self) -> Trace:
-        """What was noted."""
+        """The recorded trace."""
         return Trace(self._operators, self._results)
 
     def _note(self, equation: Equation) -> None:
@@ -132,8 +132,8 @@ class OperatorTrace:
         return not unit or module == unit or module.startswith(f"{unit}.")
 
     def _phase(self, equation: Equation) -> str:
-        """The phase of an equation: what depends on backward comes after it. What follows backward in the program and depends on
-        none of it, as the decay of a moment, counts as forward by name."""
+        """The phase of an equation. Those that depend on backward belong to the optimizer. Those after backward in the program
+        that do not depend on it, such as the decay of a moment, count as forward."""
         if equation.place.is_backward:
             self._began_backward = True
             return BACKWARD
@@ -143,7 +143,7 @@ class OperatorTrace:
         return self._signature(_array(value, at))
 
     def _signature(self, array: Any) -> Signature:
-        """The signature of an array, computed once for each."""
+        """The signature of an array, computed once."""
         known = self._signatures.get(id(array))
         if known is not None:
             return known[1]
@@ -156,12 +156,12 @@ class OperatorTrace:
 
 
 def _array(value: Value, at: int) -> Any:
-    """What a rank has."""
+    """A rank's array."""
     return value.by_rank[at if len(value.by_rank) > 1 else 0]
 
 
 class _Listening(traces.EvalTrace):
-    """JAX's own evaluation, but that primitives go through an interpreter. JAX has left this trace when it calls a method."""
+    """JAX's own evaluation, with primitives passed to an interpreter. JAX has left this trace when it calls a method."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`Recorder`: a training loop of anyone's in JAX, recorded."""
+"""`Recorder`: records any training loop in JAX."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,25 +24,25 @@ from jax_backend.engine._loss_function import LossFunction
 from jax_backend.engine._value_and_grad import Result, step_of
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
-from jax_backend.recorder._arrays import OfArrays
+from jax_backend.recorder._arrays import ArrayPieces
 from jax_backend.recorder._begin import About, begun, check_directory, kept, manifest_of, place_of
 from jax_backend.recorder._interior import Interior, ObservedLoss
 from jax_backend.recorder._modules import check_channels_last
 from jax_backend.recorder._operators import OperatorTrace
-from jax_backend.recorder._shards import OfShards
-from jax_backend.recorder._writers import Seen, Writers
+from jax_backend.recorder._shards import ShardPieces
+from jax_backend.recorder._writers import StepData, Writers
 from jax_backend.shards._sharded_params import ShardedParams
 
-# Steps whose losses wait on a device, so that the loop need not wait for them.
+# Steps whose losses stay on the device, so that the loop does not wait for them.
 _MOST_WAITING = 2
 DECLARED = ("has_state", "has_rng", "has_aux", "has_weight")
 MORE = ("grads", "grad_norm", "learning_rate")
-"""What a wrapped step may return besides."""
+"""The keys of the dict that a wrapped step may return."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A step that is not written yet: no tensors of it are."""
+    """A step without recorded tensors, before it is written."""
 
     step: int
     batches: Mapping[int, Batch]
@@ -53,14 +53,14 @@ class _Waiting:
 
 
 class Recorder:
-    """Records a loop, whichever way it trains.
+    """Records a training loop.
 
         with Recorder("runs/mine", params) as recorder:
             step = recorder.wrap(step)      # step(params, opt_state, batch) -> (params, opt_state, loss)
             for batch in data:
                 params, opt_state, loss = step(params, opt_state, batch)
 
-    or, where the loop has more to tell,
+    or, if the loop has more to record,
 
         with Recorder("runs/mine", params) as recorder:
             params = recorder.params
@@ -70,44 +70,44 @@ class Recorder:
                 params = optax.apply_updates(params, updates)
                 recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)
 
-    The parameters are ShardedParams, or any pytree of floating arrays, on one device or cut over a mesh by NamedSharding, as in
-    FSDP by hand. Each device is a rank. Its piece of a parameter is what lies on it, where that is a run of rows in canonical
-    order; else the rows that the core's layout gives it, as the devices of its copy of the model have them. All processes
-    record, into one directory that they can write to.
+    The parameters are ShardedParams, or any pytree of floating arrays, on one device or sharded over a mesh by NamedSharding, as
+    in FSDP by hand. Each device is a rank. Its piece of a parameter is the part on it, if that is a run of rows in canonical
+    order; else the rows that the core's layout assigns to it. All processes record, into one directory that they share.
 
-    Of every step the loss is kept, and what the batch was; of recorded steps gradients, parameters and optimizer state, as far
-    as they are given. What is inside of a step (full parameters as each rank's forward sees them, inputs and outputs of
-    modules, each rank's own gradients, collectives) a function under jit does not tell: it is recorded through
-    `recorder.value_and_grad` alone, at dense steps. The manifest's settings say what was recorded.
+    At every step the loss and the identity of the batch are recorded; at recorded steps also gradients, parameters and optimizer
+    state, if they are passed. The interior of a step (full parameters as each rank's forward sees them, inputs and outputs of
+    modules, each rank's own gradients, collectives) is not visible under jit: it is recorded by `recorder.value_and_grad` alone,
+    at dense steps. The manifest's settings say what was recorded.
 
     Args:
-        directory: where to record to.
-        params: the parameters that the run begins with.
-        mesh: whose devices are the ranks; None: the one that the parameters lie on, or one device. A copy of the model goes over
-            the axes that cut any parameter; along the others there are replicas.
+        directory: the directory of the recording.
+        params: the initial parameters.
+        mesh: the mesh whose devices are the ranks; None: that of the parameters, or one device. A copy of the model is sharded
+            over the axes that shard any parameter; the other axes are replicas.
         param_map: canonical (torch) names and axis orders; None: the paths of the pytree. ShardedParams have their own.
-        units: modules that count as units; None: the members of the longest list of modules. ShardedParams have their own.
-        every, dense: tensors are recorded at every so many steps, and all of the first steps.
-        windows: (start, stop) of further steps of which all is recorded; `open_window` opens one while the loop runs.
-        detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes a tensor), or "auto": sketches of a model of more
-            than a million parameters.
-        steps: how many the loop will take, if that is known; the last one is then recorded too.
-        samples: batch to what of it is told apart; None: all of it. A loop in torch tells the inputs of its model: to be compared
-            with one, give those alone.
-        channels_last: canonical names of modules, or (name, "input" or "output"), whose activations have their channels in the
-            last dim where torch has them in dim 1; all others then lie as in torch. None: convolutions of the map have them last,
-            and of other images the shapes of both recordings tell when they are compared. To be given only where those fit both
-            ways, as of 8 channels of 8 x 8, and values do not tell either.
-        twin: number of the perturbed run (`crossframe.recording.perturbed_runs`), or 0 for the original run. A perturbed run
-            starts with `recorder.params` one unit in the last place away, and wrapped functions round differently. Its recording
-            is a folder inside the original run's recording. None: the environment variable CROSSFRAME_TWIN, else 0.
-        overwrite: replace a recording that is there.
-        manifest: of a recording that has been created, into which this process writes; what the manifest states is taken from it.
-        name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is that in which the run computes;
-            None: that of most parameters. `settings` is JSON, such as {"optimizer": "AdamW", "weight_decay": 0.1}.
+        units: names of the modules that are units; None: the members of the longest list of modules. ShardedParams have their
+            own.
+        every, dense: record tensors at every `every`-th step, and everything at the first `dense` steps.
+        windows: (start, stop) of further dense steps; `open_window` opens one while the loop runs.
+        detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes for each tensor), or "auto": sketches for a model
+            of more than a million parameters.
+        steps: the number of steps, if known; the last one is then recorded too.
+        samples: maps a batch to the arrays that identify its samples; None: all of it. A recording in torch has the inputs of the
+            model: return those to compare with one.
+        channels_last: canonical names of modules, or (name, "input" or "output"), whose activations have channels in the last dim
+            where torch has them in dim 1; all others are in torch's order. None: convolutions of the map have them last, and for
+            other images `compare` infers the order from the shapes of both recordings. Required only if shapes and values fit
+            both orders, such as 8 channels of 8 x 8.
+        twin: 0, or the number of this perturbed run (`crossframe.recording.perturbed_runs`): `recorder.params` differ by one unit
+            in the last place, wrapped functions have other rounding, and the recording is inside that of the run. None: as the
+            environment variable CROSSFRAME_TWIN says.
+        overwrite: replace an existing recording.
+        manifest: manifest of an existing recording, into which this process writes. It replaces all arguments about the run.
+        name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is the compute dtype; None: that of
+            most parameters. `settings` is JSON, such as {"optimizer": "AdamW", "weight_decay": 0.1}.
 
     Raises:
-        UsageError: arguments of other kinds; parameters that cannot be recorded.
+        UsageError: invalid arguments; parameters that cannot be recorded.
         RecordingError: a directory that cannot be recorded to.
         AgreementError: another process failed.
     """
@@ -146,10 +146,10 @@ class Recorder:
                 for what, value in (("mesh", mesh), ("param_map", param_map), ("units", units))
                 if value is not None
             ]:
-                raise UsageError(f"{' and '.join(given)}: expected none beside ShardedParams, which have their own")
-            self._source: OfArrays | OfShards = OfShards(params)
+                raise UsageError(f"{' and '.join(given)}: expected None with ShardedParams, which have their own")
+            self._source: ArrayPieces | ShardPieces = ShardPieces(params)
         else:
-            self._source = OfArrays(params, mesh, param_map, units)
+            self._source = ArrayPieces(params, mesh, param_map, units)
         self.twin, self._overwrite, self._samples = perturbed_run_number(twin), overwrite, samples
         self._channels_last = check_channels_last(channels_last)
         self._path = Path(directory) if manifest is not None else place_of(directory, self.twin)
@@ -162,7 +162,7 @@ class Recorder:
             schedule, detail = manifest.schedule, manifest.detail
         self._request, self._trace = Request.from_environment(), None
         if self._request is not None and manifest is None:
-            # The run is made again for the operators of one step: what it records besides is of no interest.
+            # The run is repeated for the operators of one step; its recording does not matter.
             self._path, self._overwrite = Path(self._request.directory, "recording"), True
             schedule, detail = Schedule(0, 10**9), "sketch"
         if self._request is not None:
@@ -210,11 +210,11 @@ class Recorder:
             self._writers.__exit__(kind, error, trace)
 
     def is_dense(self) -> bool:
-        """Whether what is inside of the step that goes on is recorded."""
+        """Whether the interior of the current step is recorded."""
         return self._step < self._dense_until or self._schedule.is_dense(self._step)
 
     def open_window(self, num_steps: int) -> None:
-        """Record everything of the next steps, on demand."""
+        """Record everything at the next steps."""
         if type(num_steps) is not int or num_steps < 1:
             raise UsageError(f"open_window: expected a number of steps of at least 1, got {num_steps!r}")
         self._dense_until = max(self._dense_until, self._step + num_steps)
@@ -239,63 +239,64 @@ class Recorder:
         grad_norm: Any = None,
         learning_rate: Any = None,
     ) -> None:
-        """The end of a step of the optimizer.
+        """Record the end of an optimizer step.
 
         Args:
-            loss: the mean over all ranks, a scalar; or, of shape (ranks,), each rank's own, as Result.losses.
-            params: after the step.
-            grads: what the optimizer is given, before it is clipped, reduced over ranks: a pytree like the parameters.
-            opt_state: of optax, after the step. What Adam and momentum keep is recorded under torch's names.
-            batch: what the step was fed: a pytree of arrays, of which each rank has what lies on its device, or else its part of
+            loss: the mean over all ranks, a scalar; or each rank's loss, of shape (ranks,), as Result.losses.
+            params: the parameters after the step.
+            grads: the reduced gradients before clipping, a pytree like the parameters.
+            opt_state: the state of optax after the step. That of Adam and momentum is recorded under torch's names.
+            batch: the batch of the step: a pytree of arrays, of which each rank has the part on its device, or else its part of
                 the leading dim; or a `crossframe.recording.Batch` for each rank of this process, in order.
-            grad_norm: the norm of the gradients as the loop computed it, before they are clipped.
-            learning_rate: of this step, a scalar. None: what `optax.inject_hyperparams` keeps of it in `opt_state`, if anything.
+            grad_norm: the norm of the gradients before clipping, if the loop computed it.
+            learning_rate: the learning rate of this step, a scalar. None: that of `optax.inject_hyperparams` in `opt_state`, if
+                any.
         """
         if self._closed:
-            raise RecordingError(f"{self._path}: the recording is closed; call step inside of the with block")
+            raise RecordingError(f"{self._path}: the recording is closed; call step inside the with block")
         self._check(loss=loss, params=params, grads=grads, opt_state=opt_state)
         if self._trace is not None and self._trace.active:
             self._trace.finish(loss)
         if self._writers is None:
-            said = {"batch": batch, "gradients": grads, "gradient norm": grad_norm, "optimizer state": opt_state,
+            given = {"batch": batch, "gradients": grads, "gradient norm": grad_norm, "optimizer state": opt_state,
                     "inside of steps": self._interiors or None}  # fmt: skip
-            self._start([what for what, value in said.items() if value is not None], by_rank=np.shape(loss) != ())
+            self._start([what for what, value in given.items() if value is not None], by_rank=np.shape(loss) != ())
         assert self._writers is not None
         rates = _rates_in(opt_state) if learning_rate is None else (learning_rate,)
         waiting = _Waiting(self._step, self._batches(batch), loss, grad_norm, self._events, rates)
         if self._writers.records(self._step):
             self._write_waiting(0)
-            seen = self._seen(waiting)
-            seen.initial, self._initial = self._initial, None
-            seen.grads, seen.state, seen.updated = grads, opt_state, params
+            data = self._data_of(waiting)
+            data.initial, self._initial = self._initial, None
+            data.grads, data.state, data.updated = grads, opt_state, params
             if self._writers.is_dense(self._step):
-                seen.interiors, seen.local_grads = self._interiors, self._local_grads
-            self._writers.write(self._step, seen)
+                data.interiors, data.local_grads = self._interiors, self._local_grads
+            self._writers.write(self._step, data)
         else:
             self._waiting.append(waiting)
             self._write_waiting(_MOST_WAITING)
         self._step += 1
         if self._step == 1:
-            self.params = None  # nobody needs the first ones any more
+            self.params = None  # free them
         self._begin_step()
         if self._trace is not None:
             self._trace.begin_step(self._step)
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The same step, which records itself each time it is called.
+        """The same step, recorded at each call.
 
         Args:
-            step: a function `(params, opt_state, batch) -> (params, opt_state, loss)`, jitted or not, where `params` are a pytree
-                like those that the Recorder was given, `opt_state` is optax's, and `loss` is the mean over ranks or each rank's
-                own. It may return a fourth thing, a dict with "grads" (reduced, before they are clipped) and "grad_norm": else
-                gradients are not seen. What is inside of it is not seen either (see `value_and_grad`).
+            step: a function `(params, opt_state, batch) -> (params, opt_state, loss)`, jitted or not. `params` are a pytree like
+                the Recorder's, `opt_state` is optax's, and `loss` is the mean over ranks or each rank's own. To record gradients,
+                it returns a fourth value, a dict with "grads" (reduced, before clipping) and "grad_norm". The interior is not
+                recorded (see `value_and_grad`).
 
         Returns:
-            A function that takes and returns what `step` does. In a perturbed run it begins with `recorder.params`, whatever it
-            is first given, rounds otherwise, is jitted, and leaves parameters where they lay.
+            A function with the arguments and results of `step`. In a perturbed run it begins with `recorder.params` instead of
+            its first argument, has other rounding, is jitted, and keeps the devices of parameters.
         """
         run = step
-        if self.twin:  # one program for all perturbed runs, which JAX may keep from one process to the next
+        if self.twin:  # one program for all perturbed runs, which JAX's persistent cache can keep
             run = functools.partial(
                 jax.jit(lambda twin, *args: other_rounding(step, twin)(*args)), np.uint32(self.twin)
             )
@@ -327,9 +328,9 @@ class Recorder:
         return recorded
 
     def value_and_grad(self, loss_fn: Callable, *, one_program: bool = False, **options: Any) -> Callable[..., Result]:
-        """`jax_backend.value_and_grad` of the Recorder's ShardedParams, which at dense steps also records the interior: full
-        parameters as each rank's forward sees them, what modules tell (`jax_backend.activations`), and each rank's own gradients.
-        Several calls before `step` are its microbatches.
+        """`jax_backend.value_and_grad`, which at dense steps also records the interior: full parameters as each rank's forward
+        sees them, activations of modules (`jax_backend.activations`), and each rank's own gradients. Several calls before `step`
+        are microbatches of one step. Requires ShardedParams.
 
         [Note: a recorded step has the bits of one that is not] What a program also returns may change the rounding of the rest:
         XLA may make one fused multiply-add of a product and a sum, unless the product is a result too. So the step always returns
@@ -344,7 +345,7 @@ class Recorder:
         Returns:
             Its step, to be called outside of jit, since it depends on whether the step is dense.
         """
-        if not isinstance(self._source, OfShards):
+        if not isinstance(self._source, ShardPieces):
             raise UsageError(
                 "value_and_grad: expected a Recorder of ShardedParams, got one of a pytree of arrays; make them with "
                 "jax_backend.shard, or record what the loop has by recorder.step"
@@ -358,7 +359,7 @@ class Recorder:
         def step(*args: Any, **kwargs: Any) -> Result:
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
                 raise UsageError(
-                    "recorder.value_and_grad: expected arrays, got tracers; call its step outside of jit and grad"
+                    "recorder.value_and_grad: expected arrays, got tracers; call its step outside jit and grad"
                 )
             kwargs |= seed
             if self._trace is not None and self._trace.active:
@@ -382,9 +383,7 @@ class Recorder:
         if traced := [
             what for what, value in given.items() if any(isinstance(x, Tracer) for x in jax.tree.leaves(value))
         ]:
-            raise UsageError(
-                f"step: expected arrays, got tracers in {traced}; call recorder.step outside of jit and grad"
-            )
+            raise UsageError(f"step: expected arrays, got tracers in {traced}; call recorder.step outside jit and grad")
         size = self._source.grid.spec.world_size
         if np.shape(given["loss"]) not in ((), (size,)):
             raise UsageError(
@@ -403,7 +402,9 @@ class Recorder:
         grid = self._source.grid
         if isinstance(batch, Sequence) and batch and all(isinstance(each, Batch) for each in batch):
             if len(batch) != len(grid.here):
-                raise UsageError(f"batch: expected one for each of {len(grid.here)} ranks here, got {len(batch)}")
+                raise UsageError(
+                    f"batch: expected one for each of {len(grid.here)} ranks of this process, got {len(batch)}"
+                )
             return dict(zip(grid.here, batch, strict=True))
         leaves, found = jax.tree.leaves(batch if self._samples is None else self._samples(batch)), {}
         for rank in grid.here:
@@ -411,18 +412,18 @@ class Recorder:
             found[rank] = Batch(digest_of(own), row_ids(own))
         return found
 
-    def _seen(self, waiting: _Waiting) -> Seen:
+    def _data_of(self, waiting: _Waiting) -> StepData:
         losses = self._source.grid.numbers(waiting.loss)
         norm = None if waiting.grad_norm is None else float(waiting.grad_norm)
         rates = [float(rate) for rate in waiting.rates]
-        return Seen(waiting.batches, losses, grad_norm=norm, rates=rates, events=waiting.events)
+        return StepData(waiting.batches, losses, grad_norm=norm, rates=rates, events=waiting.events)
 
     def _write_waiting(self, most: int) -> None:
-        """Write the oldest steps that wait, until so many are left."""
+        """Write the oldest waiting steps, until at most `most` are left."""
         assert self._writers is not None
         while len(self._waiting) > most:
             oldest = self._waiting.pop(0)
-            self._writers.write(oldest.step, self._seen(oldest))
+            self._writers.write(oldest.step, self._data_of(oldest))
 
 
 def _programs(
@@ -447,7 +448,7 @@ def _compiled(loss_fn: Callable, mesh: Mesh, declared: tuple, options: tuple) ->
 
 
 def _rates_in(opt_state: Any) -> tuple[Any, ...]:
-    """The learning rates that `optax.inject_hyperparams` keeps in a state."""
+    """The learning rates of `optax.inject_hyperparams` in a state."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(getattr(node, "hyperparams", None), Mapping))
     kept = (node.hyperparams.get("learning_rate") for node in nodes if hasattr(node, "hyperparams"))
     return tuple(rate for rate in kept if rate is not None and np.shape(rate) == ())

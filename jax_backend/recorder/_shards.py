@@ -1,4 +1,4 @@
-"""Parameters as `jax_backend.shard` lays them out."""
+"""Parameters as ShardedParams."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,9 +23,9 @@ from jax_backend.state._optimizer_state import counts_of, fields_in_torch
 from jax_backend.tree import leaves_by_path
 
 
-class OfShards:
-    """Where the parameters of ShardedParams lie, in canonical names. Each layer of a stacked unit is a unit, called as torch's
-    list of blocks has it. What is cut on another dim than its first is recorded by rows.
+class ShardPieces:
+    """The ranks' pieces of ShardedParams, by canonical name. Each layer of a stacked unit is a unit with the name of torch's list
+    of blocks. Parameters that are sharded on another dim than the first are recorded by rows.
 
     Attributes:
         grid: the ranks.
@@ -41,12 +41,12 @@ class OfShards:
         self._found_pieces: dict[tuple[str, int], list[dict[str, Piece]]] = {}
 
     def pieces(self, values: ShardedParams) -> dict[int, Pieces]:
-        """What each rank of this process holds of parameters, of their gradients or of what an optimizer keeps."""
+        """The pieces of each rank of this process of parameters, gradients or optimizer state."""
         found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
         for name, arrays in values.buckets.items():
             if (bucket := self.tree.by_name[name]).by_rows:
                 continue
-            # Padding is behind the last row, where a parameter is padded at all.
+            # Padding, if any, is after the last row.
             for spec in bucket.layout.params:
                 self._add_whole(found, bucket, spec.name, self.grid.copies(arrays[spec.name]))
         for rank in self.grid.here:
@@ -60,7 +60,7 @@ class OfShards:
         return found
 
     def state(self, state: Any) -> tuple[dict[str, dict[int, Pieces]], dict[str, float]]:
-        """(by slot what each rank holds of the optimizer's state, by parameter the count of its steps)."""
+        """(each rank's pieces of each optimizer state entry, the number of steps of each parameter)."""
         names, counts = fields_in_torch(state), counts_of(state)
         nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, ShardedParams))[0]
         slots: dict[str, dict[int, Pieces]] = {}
@@ -92,7 +92,7 @@ class OfShards:
         return slots, stepped
 
     def _cut(self, path: str, leaf: Any) -> dict[int, np.ndarray] | None:
-        """A leaf of the state as each rank has it, without padding; None if it is of no parameter."""
+        """A leaf of the state of each rank, without padding; None if it belongs to no parameter."""
         shape = true_shape((jax.tree_util.DictKey(path),), leaf, self.tree)
         if shape is None:
             return None
@@ -100,7 +100,7 @@ class OfShards:
         return {rank: whole[cut] for rank, whole in self.grid.copies(leaf).items()}
 
     def moved(self, params: ShardedParams, twin: int) -> ShardedParams:
-        """The parameters as a perturbed run of the run begins with them (`crossframe.recording.perturbed_runs`)."""
+        """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`)."""
         leaves, changed = leaves_by_path(full := unshard(params)), {}
         for name, bucket in self.tree.bucket_of.items():
             entry, called = self.tree.param_map.by_name[name], _names(bucket, name)
@@ -117,7 +117,7 @@ class OfShards:
         return writeback(params, jax.tree.unflatten(jax.tree.structure(full), values))
 
     def full(self, leaves: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-        """By unit the parameters in full, in canonical shapes, out of one rank's leaves; of those that are not there none."""
+        """Full parameters in canonical shapes, by unit and name, from those leaves of one rank that are there."""
         found: dict[str, dict[str, np.ndarray]] = {}
         for bucket in self.tree.buckets:
             for spec in bucket.layout.params:
@@ -128,7 +128,7 @@ class OfShards:
         return found
 
     def whole(self, bucket: str, line: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-        """By unit the same out of a bucket's gathered buffer."""
+        """Full parameters in canonical shapes, by unit and name, from a bucket's gathered buffer."""
         lines = self.tree.by_name[bucket].layers.split(line)
         found: dict[str, dict[str, np.ndarray]] = {}
         for (unit, layout), each in zip(self._units[bucket], lines, strict=True):
@@ -141,7 +141,7 @@ class OfShards:
             yield from layout.params
 
     def _add_whole(self, found: dict[int, Pieces], bucket: Bucket, name: str, copies: Mapping[int, np.ndarray]) -> None:
-        """Cut a parameter that each rank has in full by rows, and put the pieces to the others."""
+        """Add the pieces, by rows, of a parameter that each rank has in full."""
         i = bucket.indices[name]
         for rank, whole in copies.items():
             by_layer = self._pieces_at(bucket.name, self.grid.spec.coordinate(rank)[1])
@@ -153,8 +153,8 @@ class OfShards:
                     found[rank].setdefault(unit, {})[called] = (start, stop, each.reshape(-1)[start:stop])
 
     def _pieces_at(self, bucket: str, place: int) -> list[dict[str, Piece]]:
-        """What a place of the shard group holds of a bucket, by parameter, a layer each. Such a layout is cut by rows, so that
-        a parameter has one piece at most."""
+        """The pieces of a bucket at an index of the shard group, by parameter, for each layer. The layout is by rows, so that a
+        parameter has at most one piece."""
         if (bucket, place) not in self._found_pieces:
             layouts = [layout for _, layout in self._units[bucket]]
             self._found_pieces[bucket, place] = [
@@ -199,7 +199,7 @@ def _canonical(bucket: Bucket, entry: MapEntry, arrays: Sequence[np.ndarray]) ->
 
 
 def _of_parameters(node: ShardedParams) -> ShardedParams:
-    """What of a node of the state has the arrays of buckets: masks and empty nodes have not."""
+    """The buckets of a node of the state that have arrays, which masks and empty nodes have not."""
     return ShardedParams(
         {name: arrays for name, arrays in node.shards.items() if node.tree.by_name[name].fits(arrays)},
         node.tree,

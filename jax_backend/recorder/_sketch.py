@@ -1,7 +1,7 @@
-"""Sketches by XLA: what `crossframe.recording.sketch` makes of arrays, in a tenth of numpy's time.
+"""The sketches of `crossframe.recording.sketch`, computed by XLA in a tenth of numpy's time.
 
-Hashes are of 64 bits, so it is compiled with 64-bit numbers whatever the loop has chosen, and runs on the CPU, where arrays are
-to be written from. A parameter goes through it in runs of few sizes, each of which is compiled once.
+Hashes have 64 bits, so it is compiled with 64-bit numbers whatever the loop has chosen, and runs on the CPU, from where arrays
+are written. A parameter is processed in runs of few sizes, so that few programs are compiled.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ import numpy as np
 from crossframe.recording.hashing import name_key
 from crossframe.recording.sketch import NUM_SUMS, SUM_SHIFT, Sketch, sketches_of
 
-# As in the core, where they are numpy's.
+# The constants of the core.
 _GOLDEN, _ODD, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _RUNS = (1 << 12, 1 << 15, 1 << 18)
 
 
 def sketch_of(name: str, values: np.ndarray, start: int = 0) -> Sketch:
-    """The sketch of elements `start:start + size` of a parameter: the core's in every bit of the fingerprint, and in the sums up
+    """The sketch of elements `start:start + size` of a parameter. Its fingerprint equals the core's bit for bit, and its sums up
     to `Sketch.resolution`.
 
     >>> values = np.linspace(-1, 1, 5)
@@ -28,7 +28,7 @@ def sketch_of(name: str, values: np.ndarray, start: int = 0) -> Sketch:
     """
     try:
         device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to do without
+    except RuntimeError:  # JAX has no CPU backend
         return sketches_of(name, [values], start)[0]
     flat, key = np.ascontiguousarray(values).reshape(-1), np.uint64(name_key(name))
     sums, squares = np.zeros(NUM_SUMS), 0.0
@@ -49,7 +49,7 @@ def sketch_of(name: str, values: np.ndarray, start: int = 0) -> Sketch:
 
 @jax.jit
 def _summed(values: Any, key: Any, start: Any, size: Any) -> tuple[jax.Array, ...]:
-    """Of the first `size` of a run: (fingerprint, each one's sum, what it adds to it, squares, how many are not finite)."""
+    """(fingerprint, index of each element's sum, its addend, sum of squares, number of non-finite) of a run's first `size`."""
     places = jnp.arange(values.shape[0], dtype=jnp.uint64)
     there = places < size
     keys = _mixed((places + start + np.uint64(1)) * np.uint64(_GOLDEN) + key)

@@ -1,4 +1,4 @@
-"""One recorded step of a run in one process: what its ranks saw, written by one writer each."""
+"""Writes the recorded steps of one process, with a writer for each rank."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,26 +13,26 @@ from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
 from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.lines import activation_key
 from crossframe.trace import Event
-from jax_backend.recorder._arrays import OfArrays, Pieces
+from jax_backend.recorder._arrays import ArrayPieces, Pieces
 from jax_backend.recorder._interior import Interior
 from jax_backend.recorder._modules import Dims
-from jax_backend.recorder._shards import OfShards
+from jax_backend.recorder._shards import ShardPieces
 from jax_backend.recorder._sketch import sketch_of
 from jax_backend.shards._local_grads import LocalGrads
 
 
 @dataclass
-class Seen:
-    """What a step showed. Of arrays a pytree as the parameters are, or None.
+class StepData:
+    """The data of a step. Gradients, state and parameters are pytrees like the parameters, or None.
 
     Attributes:
-        batches: by rank.
-        losses: by rank.
-        initial: what each rank holds of the parameters before the first step.
-        grads: reduced gradients, before they are clipped.
+        batches: the batch of each rank.
+        losses: the loss of each rank.
+        initial: each rank's pieces of the initial parameters, at the first step.
+        grads: reduced gradients, before clipping.
         grad_norm: their norm, if the loop computed it.
-        rates: the learning rates of the step, if they are known.
-        state: the optimizer's, after the step.
+        rates: the learning rates of the step, if known.
+        state: the optimizer state after the step.
         updated: the parameters after the step.
         interiors: one for each microbatch; none at steps that are not dense.
         local_grads: each rank's own.
@@ -59,7 +59,7 @@ class Writers:
         self,
         directory: str | Path,
         manifest: Manifest,
-        source: OfArrays | OfShards,
+        source: ArrayPieces | ShardPieces,
         channels_last: Collection[str | tuple[str, str]] | None = None,
     ) -> None:
         self.source, self._manifest = source, manifest
@@ -73,32 +73,32 @@ class Writers:
         return any(writer.records(step) for writer in self.by_rank.values())
 
     def is_dense(self, step: int) -> bool:
-        """Whether what is inside of a step is recorded."""
+        """Whether the interior of a step is recorded."""
         return any(writer.is_dense(step) for writer in self.by_rank.values())
 
-    def write(self, step: int, seen: Seen) -> None:
-        """Write a step and end it; of one that is not recorded what is no tensor."""
+    def write(self, step: int, data: StepData) -> None:
+        """Write a step and end it; tensors only if the step is recorded."""
         records, spec = self.records(step), self._manifest.mesh
-        if seen.initial is not None:
-            self._put("parameters", step, seen.initial)
-        if records and seen.grads is not None:
-            self._put("reduced_grads", step, self.source.pieces(seen.grads))
-        if records and seen.updated is not None:
-            self._put("updated", step, self.source.pieces(seen.updated))
-        slots, counts = self.source.state(seen.state) if records and seen.state is not None else ({}, {})
+        if data.initial is not None:
+            self._put("parameters", step, data.initial)
+        if records and data.grads is not None:
+            self._put("reduced_grads", step, self.source.pieces(data.grads))
+        if records and data.updated is not None:
+            self._put("updated", step, self.source.pieces(data.updated))
+        slots, counts = self.source.state(data.state) if records and data.state is not None else ({}, {})
         for slot, by_rank in slots.items():
             self._put("state", step, by_rank, slot)
         for rank, writer in self.by_rank.items():
-            batch = seen.batches[rank]
+            batch = data.batches[rank]
             writer.batch(step, batch.digest, batch.sample_ids)
-            writer.loss(step, seen.losses[rank])
+            writer.loss(step, data.losses[rank])
             writer.counts(step, counts)
-            if seen.grad_norm is not None:
-                writer.grad_norm(step, seen.grad_norm)
-            writer.collectives(step, of_rank(seen.events, spec, rank))
-            if seen.interiors and writer.is_dense(step):
-                self._put_interior(writer, step, rank, seen)
-            writer.end_step(step, seen.rates)
+            if data.grad_norm is not None:
+                writer.grad_norm(step, data.grad_norm)
+            writer.collectives(step, of_rank(data.events, spec, rank))
+            if data.interiors and writer.is_dense(step):
+                self._put_interior(writer, step, rank, data)
+            writer.end_step(step, data.rates)
 
     def _put(self, method: str, step: int, by_rank: Mapping[int, Pieces], *slot: str) -> None:
         for rank, by_unit in by_rank.items():
@@ -110,10 +110,10 @@ class Writers:
                 getattr(self.by_rank[rank], method)(step, unit, *slot, kept)
 
     def _kept(self, name: str, values: Any, numel: int, start: int = 0) -> Any:
-        """An array as it is written: large ones as sketches, if the recording has those.
+        """An array as it is written: as a sketch, if it is large and the recording has sketches.
 
         Args:
-            numel: of all that it is a piece of.
+            numel: number of elements of the full array.
         """
         if not self._sketches or numel <= WHOLE or isinstance(values, Sketch):
             return values
@@ -122,26 +122,26 @@ class Writers:
     def _whole(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         return {name: self._kept(name, values, values.size) for name, values in arrays.items()}
 
-    def _put_interior(self, writer: RecordingWriter, step: int, rank: int, seen: Seen) -> None:
-        assert isinstance(self.source, OfShards)
-        params = {path: _row(leaf, rank, self.source) for path, leaf in seen.interiors[0].params.items()}
+    def _put_interior(self, writer: RecordingWriter, step: int, rank: int, data: StepData) -> None:
+        assert isinstance(self.source, ShardPieces)
+        params = {path: _row(leaf, rank, self.source) for path, leaf in data.interiors[0].params.items()}
         for unit, full in self.source.full(params).items():
             writer.unsharded(step, unit, self._whole(full))
-        for microbatch, interior in enumerate(seen.interiors):
-            told = interior.activations
-            for (module, use), value in zip(told.names, told.values, strict=True):
+        for microbatch, interior in enumerate(data.interiors):
+            activations = interior.activations
+            for (module, use), value in zip(activations.names, activations.values, strict=True):
                 array = self._dims.canonical(module, use, _row(value, rank, self.source))
                 order, key = self._dims.order(module, use, array), activation_key(use, microbatch, module)
                 kept, moved = self._kept(key, array, array.size), None
                 if isinstance(kept, Sketch) and order is not Order.TORCH:
                     moved = self._kept(key, channels_first(array), array.size)
                 writer.activation(step, microbatch, module, use, kept, array.shape, order=order, moved=moved)
-        for bucket, lines in seen.local_grads.lines.items() if seen.local_grads is not None else ():
+        for bucket, lines in data.local_grads.lines.items() if data.local_grads is not None else ():
             for unit, grads in self.source.whole(bucket, _row(lines, rank, self.source)).items():
                 writer.local_grads(step, unit, self._whole(grads))
 
     def finish(self) -> None:
-        """Write the ends."""
+        """End all recordings."""
         for writer in self.by_rank.values():
             writer.finish()
 
@@ -149,17 +149,17 @@ class Writers:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with ExitStack() as stack:  # each closes its file, whatever becomes of another's
+        with ExitStack() as stack:  # each closes its file, even if another fails
             for writer in self.by_rank.values():
                 stack.callback(writer.__exit__, kind, error, trace)
 
 
-def _row(array: Any, rank: int, source: OfShards) -> np.ndarray:
-    """A rank's part of what has a leading dim of ranks."""
+def _row(array: Any, rank: int, source: ShardPieces) -> np.ndarray:
+    """A rank's row of an array with a leading dim of ranks."""
     return source.grid.rows(array, rank)[0]
 
 
 def of_rank(events: Sequence[Event], spec: MeshSpec, rank: int) -> list[Event]:
-    """The events of rank 0 as another rank has them: it does the same in groups of its own."""
+    """The events of another rank, from those of rank 0: the same, in its own groups."""
     groups = {tuple(of(0)): tuple(of(rank)) for of in (spec.replicate_group, spec.shard_group)}
     return [replace(event, group=groups.get(tuple(event.group), tuple(event.group))) for event in events]

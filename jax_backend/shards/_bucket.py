@@ -1,11 +1,9 @@
 """A bucket: the parameters of a unit that one all-gather moves. Static: it describes arrays and holds none.
 
-A bucket's arrays have one of two forms. `LineBucket` (flat and ragged) is one array of all its parameters; `PerParamBucket` is a
-dict of one array for each parameter. A *line* is what a rank sends of a bucket in either form, of shape (padded_shard_numel,),
-with a leading dim of layers in a stacked unit.
+A `Bucket` (flat and ragged) has one array of all its parameters, a `PerParamBucket` a dict of one array for each. A *line* is
+what a rank sends of either, of shape (padded_shard_numel,), with a leading dim of layers in a stacked unit.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,8 +24,8 @@ from jax_backend.shards._views import column_views, line_views
 
 
 @dataclass(frozen=True)
-class Bucket(ABC):
-    """The uniform part of a unit (R11): what one all-gather moves.
+class Bucket:
+    """The uniform part of a unit (R11): what one all-gather moves. In this class, of a flat or a ragged layout.
 
     Attributes:
         name: its key in `ShardedParams.shards`: the unit's name; for further buckets of a unit, followed by what they hold.
@@ -66,44 +64,52 @@ class Bucket(ABC):
         return (*self.lead, self.layout.padded_shard_numel)
 
     @property
-    @abstractmethod
     def by_rows(self) -> bool:
         """Whether each rank's elements of a parameter are consecutive in row-major order."""
+        return True
 
-    @abstractmethod
     def shapes(self) -> Any:
         """The shape of the bucket's array, or the shapes of its arrays by parameter."""
+        return (*self.lead, self.layout.gathered_numel)
 
-    @abstractmethod
     def partitions(self) -> Any:
         """The PartitionSpec of the bucket's array, or those of its arrays by parameter."""
+        return P(*(None,) * len(self.lead), SHARD_AXIS)
 
-    @abstractmethod
     def to_line(self, shard: Any) -> Any:
         """One rank's part of the arrays as a line."""
+        return shard
 
-    @abstractmethod
     def from_line(self, line: Any) -> Any:
         """The inverse of `to_line`."""
+        return line
 
-    @abstractmethod
     def to_gathered(self, arrays: Any) -> jax.Array:
         """The result of an all-gather of global arrays: shape (gathered_numel,), with a leading dim of layers if stacked."""
+        return arrays
 
-    @abstractmethod
     def from_gathered(self, gathered: jax.Array) -> Any:
         """The inverse of `to_gathered`."""
+        return gathered
 
-    @abstractmethod
     def from_params(self, params: Mapping[str, jax.Array]) -> Any:
         """The arrays that hold these canonical parameters, with 0 in the padding."""
+        layout = self.layout
+        assert layout.contiguous, "each parameter of a line is one run of the gathered buffer"
+        parts, at = [], 0
+        for offset, spec in sorted(zip(layout.offsets, layout.params, strict=True), key=lambda each: each[0]):
+            flat = params[spec.name].reshape(*self.lead, -1)
+            parts += [jnp.zeros((*self.lead, offset - at), flat.dtype), flat]
+            at = offset + flat.shape[-1]
+        parts.append(jnp.zeros((*self.lead, layout.gathered_numel - at), parts[-1].dtype))
+        return jnp.concatenate([part for part in parts if part.shape[-1]], axis=-1)
 
-    @abstractmethod
     def zero_padding(self, arrays: Any) -> Any:
         """The arrays with 0 in the padding, whatever was there (R05). No mask is stored."""
+        return zeroed(arrays, arrays.ndim - 1, self.layout.world_size, padding_of(self.layout))
 
-    @abstractmethod
-    def _cut(self, gathered: jax.Array) -> dict[str, jax.Array]: ...
+    def _cut(self, gathered: jax.Array) -> dict[str, jax.Array]:
+        return line_views(self.layout, gathered)
 
     def views(self, gathered: Any) -> dict[str, Any]:
         """The parameters in one layer's gathered buffer, or in a buffer of gradients with the same layout.
@@ -142,50 +148,6 @@ class Bucket(ABC):
             return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
         return jax.tree.map(joined, self.shardings(mesh), self.shapes(), *parts)
-
-
-@dataclass(frozen=True)
-class LineBucket(Bucket):
-    """A bucket of a flat or a ragged layout: one array, of shape (gathered_numel,)."""
-
-    @property
-    def by_rows(self) -> bool:
-        return True
-
-    def shapes(self) -> tuple[int, ...]:
-        return (*self.lead, self.layout.gathered_numel)
-
-    def partitions(self) -> P:
-        return P(*(None,) * len(self.lead), SHARD_AXIS)
-
-    def to_line(self, shard: Any) -> Any:
-        return shard
-
-    def from_line(self, line: Any) -> Any:
-        return line
-
-    def to_gathered(self, arrays: jax.Array) -> jax.Array:
-        return arrays
-
-    def from_gathered(self, gathered: jax.Array) -> jax.Array:
-        return gathered
-
-    def from_params(self, params: Mapping[str, jax.Array]) -> jax.Array:
-        layout = self.layout
-        assert layout.contiguous, "each parameter of a line is one run of the gathered buffer"
-        parts, at = [], 0
-        for offset, spec in sorted(zip(layout.offsets, layout.params, strict=True), key=lambda each: each[0]):
-            flat = params[spec.name].reshape(*self.lead, -1)
-            parts += [jnp.zeros((*self.lead, offset - at), flat.dtype), flat]
-            at = offset + flat.shape[-1]
-        parts.append(jnp.zeros((*self.lead, layout.gathered_numel - at), parts[-1].dtype))
-        return jnp.concatenate([part for part in parts if part.shape[-1]], axis=-1)
-
-    def zero_padding(self, arrays: jax.Array) -> jax.Array:
-        return zeroed(arrays, arrays.ndim - 1, self.layout.world_size, padding_of(self.layout))
-
-    def _cut(self, gathered: jax.Array) -> dict[str, jax.Array]:
-        return line_views(self.layout, gathered)
 
 
 @dataclass(frozen=True)
@@ -276,7 +238,7 @@ def make_bucket(layout: Layout, **described: Any) -> Bucket:
     """The bucket of a layout, of the class that the layout needs; `described` are the other attributes of `Bucket`."""
     if isinstance(layout, PerParamLayout):
         return PerParamBucket(layout=layout, **described)
-    return LineBucket(layout=layout, **described)
+    return Bucket(layout=layout, **described)
 
 
 def grown(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""From a pytree of full parameters to its static description: which bucket of which unit each leaf belongs to (R01, R11)."""
+"""The static description of a pytree of full parameters: the bucket and unit of each leaf (R01, R11)."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from jax_backend.tree import dtype_name, leaves_by_path
 
 @dataclass(frozen=True)
 class Options:
-    """How parameters are to be sharded: the arguments of `jax_backend.shard`, which says what they mean."""
+    """The arguments of `jax_backend.shard`, which documents them."""
 
     units: Iterable[str] = ()
     param_map: ParamMap | None = None
@@ -71,10 +71,10 @@ class Options:
             )
         for name, kind in (("dims", "per_param"), ("blocks", "ragged")):
             if getattr(self, name) is not None and self.layout != kind:
-                raise UsageError(f"{name}: expected None with layout={self.layout!r}; it is of layout={kind!r}")
+                raise UsageError(f"{name}: expected None with layout={self.layout!r}; it requires layout={kind!r}")
 
     def is_frozen(self, name: str) -> bool:
-        """Whether the user wants this parameter frozen: named, or below a module that is."""
+        """Whether a parameter is frozen: by its name or that of an enclosing module."""
         if callable(self.frozen):
             return bool(self.frozen(name))
         return any(name == given or name.startswith(f"{given}.") for given in self.frozen)
@@ -90,7 +90,7 @@ class Options:
 
 
 def _names(option: str, given: Any, also: str = "") -> tuple[str, ...]:
-    """The names that an option was given; UsageError if it is something else."""
+    """The names passed as an option; UsageError if it is something else."""
     if isinstance(given, str):
         raise UsageError(
             f"{option}: expected names in a tuple or list{also}, got the string {shown(given)}; pass ({shown(given)},)"
@@ -104,7 +104,7 @@ def _names(option: str, given: Any, also: str = "") -> tuple[str, ...]:
 
 
 def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
-    """Describe a pytree of parameters.
+    """The static description of a pytree of parameters.
 
     Args:
         params: arrays, or jax.ShapeDtypeStruct.
@@ -130,7 +130,7 @@ def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
     place = {slot.name: i for i, slot in enumerate(slots)}
     buckets: list[Bucket] = []
     for unit in assign_units(_modules(place), slots, (*options.units, *stacked)):
-        # The map's order is torch's, and holds also where a module's parameters do not stand together in it.
+        # The map has torch's order, in which the parameters of a module need not be consecutive.
         specs = [
             replace(
                 spec, aliases=tuple(a for path in param_map.by_name[spec.name].paths for a in aliases.get(path, ()))
@@ -157,7 +157,7 @@ def _buckets(
 ) -> list[Bucket]:
     members: dict[tuple[str, ...], list[ParamSpec]] = {}
     for spec in specs:
-        # A flat unit of two dtypes is refused (R11).
+        # A flat unit of two dtypes raises an error (R11).
         dtype = () if options.layout == "flat" else (spec.dtype,)
         members.setdefault((*dtype, *(() if spec.requires_grad else ("frozen",))), []).append(spec)
     buckets = []
@@ -188,12 +188,14 @@ def _check_leaves(leaves: Mapping[str, Any]) -> None:
 def _checked_shared(shared: Mapping[str, str], leaves: Mapping[str, Any]) -> dict[str, str]:
     for path, owner in shared.items():
         if missing := sorted({path, owner} - set(leaves)):
-            raise UsageError(f"shared: {missing} are no leaves of the parameters: expected among {list(leaves)}")
+            raise UsageError(f"shared: {missing} are not leaves of the parameters: expected among {list(leaves)}")
         if owner in shared:
-            raise UsageError(f"shared: {path!r} is to be {owner!r}, which is shared itself; name {shared[owner]!r}")
+            raise UsageError(f"shared: {path!r} shares {owner!r}, which is shared itself; name {shared[owner]!r}")
         one, other = ((tuple(leaves[p].shape), dtype_name(leaves[p])) for p in (path, owner))
         if one != other:
-            raise UsageError(f"shared: {path!r} of {one} cannot be {owner!r} of {other}: expected one shape and dtype")
+            raise UsageError(
+                f"shared: expected {path!r} and {owner!r} to have one shape and dtype, got {one} and {other}"
+            )
     return dict(shared)
 
 
@@ -205,7 +207,7 @@ def _num_layers(unit: str, param_map: ParamMap, leaves: Mapping[str, Any]) -> in
         )
     sizes = {path: leaves[path].shape[:1] for entry in entries for path in entry.paths}
     if not sizes:
-        raise UnitError(f"stacked: {unit!r} is no module with parameters")
+        raise UnitError(f"stacked: {unit!r} is not a module with parameters")
     if len(set(sizes.values())) > 1 or () in sizes.values():
         raise UnitError(f"stacked unit {unit!r}: expected one leading dim, the layers, at all its leaves, got {sizes}")
     return next(iter(sizes.values()))[0]
@@ -224,7 +226,7 @@ def _slot(entry: MapEntry, leaves: list[Any], options: Options, stacked: tuple[s
 
 
 def _modules(names: Iterable[str]) -> list[str]:
-    """Every module that encloses a parameter, in the order of first appearance, the root first."""
+    """All modules that enclose a parameter, in order of first appearance, the root first."""
     modules = {"": None}
     for name in names:
         parts = name.split(".")[:-1]

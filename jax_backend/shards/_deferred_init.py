@@ -1,4 +1,4 @@
-"""Parameters that are sharded as they are made, unit by unit, so that no device ever holds the whole model (R38)."""
+"""Parameters that are sharded as they are initialised, unit by unit, so that no device ever holds the whole model (R38)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,23 +18,23 @@ from jax_backend.tree import leaves_by_path
 
 
 def init(fn: Callable[[], Any], mesh: Mesh, **options: Any) -> ShardedParams:
-    """Make parameters by a function, as shards: `shard(jax.jit(fn)(), mesh, ...)` bit for bit, without ever holding it all.
+    """The shards of the parameters that a function makes: `shard(jax.jit(fn)(), mesh, ...)` bit for bit, one bucket at a time.
 
-    Of each bucket a program is compiled that runs `fn` and keeps that bucket's parameters: XLA leaves all others out. Draws from
-    a key are the same in every program, whatever else is kept.
+    For each bucket a program is compiled that runs `fn` and keeps that bucket's parameters; XLA removes the rest. Draws from a
+    key are the same in every program.
 
     Args:
         fn: () to the pytree of parameters; it holds its key, and can be traced. A module of flax's nnx is made inside it:
             `lambda: params_of(Model(rngs=nnx.Rngs(0)))`.
         mesh: from `make_mesh`.
-        options: as `shard` takes them.
+        options: those of `shard`.
 
     Returns:
-        The shards. While they are made a device holds its own, and at most one bucket in full. Outside of jit operations are
-        compiled one by one, and `fn()` may differ from `jax.jit(fn)()`, and so from this, in last bits.
+        The shards. A device holds at most its own shards and one full bucket. Outside jit, operations are compiled one by one, so
+        that `fn()` may differ from `jax.jit(fn)()`, and from this result, in the last bits.
 
     Raises:
-        UsageError: no function, an option that is none, or what `shard` raises.
+        UsageError: `fn` is not a function, an unknown option, or as `shard`.
         MappingError, UnitError, LayoutError: as `shard`.
     """
     check_mesh(mesh)
@@ -44,22 +44,22 @@ def init(fn: Callable[[], Any], mesh: Mesh, **options: Any) -> ShardedParams:
         )
     if unknown := sorted(set(options) - set(Options.__dataclass_fields__)):
         raise UsageError(
-            f"init: {unknown} are no options of shard: expected among {list(Options.__dataclass_fields__)}"
+            f"init: {unknown} are not options of shard: expected among {list(Options.__dataclass_fields__)}"
         )
     tree = build_tree(jax.eval_shape(fn), mesh_spec(mesh).shard, Options(**options))
     made = {}
     for bucket in tree.buckets:
         leaves = program_of(fn, tree, bucket, mesh)()
-        # Before the next bucket is made, so that two are never there in full.
+        # Wait, so that no device holds two full buckets.
         made[bucket.name] = jax.block_until_ready(_lay_out(leaves, tree, bucket, mesh))
         del leaves
     return ShardedParams.of(tree, made)
 
 
 def program_of(fn: Callable[[], Any], tree: ParamTree, bucket: Bucket, mesh: Mesh) -> Any:
-    """The jitted function, without arguments, that makes the leaves of one bucket by path, in full on each device.
+    """The jitted function, without arguments, that makes the full leaves of one bucket, by path, on each device.
 
-    Laying them out is another program: cut up, or as a part of what follows, the same formula may be compiled to other last bits.
+    Another program makes shards of them: in one program the same formula may be compiled to other last bits.
     """
 
     def make() -> dict[str, jax.Array]:

@@ -1,7 +1,7 @@
-"""Shards from torch and back, rank by rank: what rank r holds there is what device r holds here, in one order (R04, R07, R09).
+"""Shards from torch and to torch, rank by rank: rank r in torch and device r in JAX have the same shards (R04, R07, R09).
 
 A line is one rank's buffer of a bucket, of shape (padded_shard_numel,): in torch_backend a unit's `bucket.store.buffer`. Nothing
-here imports torch: whatever has `__dlpack__` will do. No full parameter is ever made.
+here imports torch: any object with `__dlpack__` is accepted. No full parameter is ever made.
 """
 
 from collections.abc import Mapping
@@ -27,23 +27,23 @@ def from_torch(
     *,
     copy: bool | None = None,
 ) -> ShardedParams:
-    """Sharded parameters of other values, given as torch's lines.
+    """Sharded parameters with the values of torch's lines.
 
     Args:
-        like: says where everything lies; parameters, gradients or moments.
-        lines: by rank, of all that lie in this process, and by bucket of `like`: a detached tensor or an array of shape
-            (padded_shard_numel,), of a stacked unit (num_layers, padded_shard_numel).
-        layouts: torch's own by bucket, which are then compared with those of `like`. Where they differ, pass them to `shard` as
+        like: parameters, gradients or moments with the same layouts and mesh.
+        lines: for each rank of this process and each bucket of `like`, a detached tensor or an array of shape
+            (padded_shard_numel,), with a leading dim of layers in a stacked unit.
+        layouts: torch's layouts by bucket, to be compared with those of `like`. If they differ, pass them to `shard` as
             unit_layouts.
-        copy: None: memory is shared where a line lies on its rank's device and has no padding, and torch must then not write into
-            it; True: never.
+        copy: None: a line on its rank's device without padding shares its memory, and torch must not write into it; True: no
+            memory is shared.
 
     Returns:
-        Bit for bit what the ranks hold, 0 in the padding.
+        The ranks' shards bit for bit, with 0 in the padding.
 
     Raises:
         LayoutError: layouts that differ, by bucket.
-        UsageError: a rank or a bucket that is missing or unknown, or a line of another shape or dtype.
+        UsageError: a missing or unknown rank or bucket, or a line of another shape or dtype.
     """
     mesh = mesh_of(like)
     ranks = [r for r, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
@@ -51,7 +51,7 @@ def from_torch(
     _check_layouts(buckets, layouts or {})
     if not isinstance(lines, Mapping) or sorted(lines) != ranks:
         got = sorted(lines) if isinstance(lines, Mapping) else type(lines).__name__
-        raise UsageError(f"lines: expected those of ranks {ranks}, by rank, got {got}")
+        raise UsageError(f"lines: expected a mapping of ranks {ranks}, got {got}")
     for rank in ranks:
         if set(lines[rank]) != set(buckets):
             raise UsageError(
@@ -68,20 +68,20 @@ def from_torch(
 
 
 def to_torch(sharded: ShardedParams, rank: int) -> dict[str, jax.Array]:
-    """One rank's line of every bucket, on its device: `torch.from_dlpack(line)` reads it, without a copy there.
+    """One rank's line of every bucket, on its device, for `torch.from_dlpack(line)`, which does not copy it.
 
-    Its padding holds 0, and torch's holds 42 in places (R05): copy it piece by piece, as `bucket.store.split(line)` cuts it.
-    Memory is shared with `sharded` where the layout is flat or ragged: do not write into it.
+    Its padding holds 0, where torch's may hold 42 (R05): copy it piece by piece, as `bucket.store.split(line)` splits it. Under
+    the flat and ragged layouts it shares memory with `sharded`: do not write into it.
 
     Raises:
         MeshError: a rank that does not exist.
-        UsageError: a rank whose device belongs to another process, or a call inside a transformation.
+        UsageError: a rank of another process, or a call inside a transformation.
     """
     mesh = mesh_of(sharded)
     check_rank(rank, mesh.size)
     device = device_of(mesh, rank)
     if device.process_index != jax.process_index():
-        raise UsageError(f"rank {rank} lies in another process: expected one of this process; call it there")
+        raise UsageError(f"rank {rank} is in another process: expected one of this process; call it there")
 
     def here(array: jax.Array) -> jax.Array:
         return next(part.data for part in array.addressable_shards if part.device == device)
@@ -98,7 +98,7 @@ def _received(line: Any, bucket: Bucket, rank: int, device: Any, copy: bool | No
     if got != expected or dtype != bucket.layout.dtype:
         raise UsageError(
             f"bucket {bucket.name!r}, rank {rank}: expected a line of shape {expected} and dtype {bucket.layout.dtype}, got "
-            f"{got} and {dtype}; the layouts on both sides must be one (pass layouts to see where they differ)"
+            f"{got} and {dtype}; both sides must have one layout (pass layouts to compare them)"
         )
     if isinstance(line, np.ndarray):  # numpy's DLPack knows no bfloat16
         return jax.device_put(line.copy(), device)
@@ -116,14 +116,14 @@ def _cleared(line: jax.Array, bucket: Bucket, place: int) -> jax.Array:
 
 
 def _check_layouts(buckets: Mapping[str, Bucket], layouts: Mapping[str, Layout]) -> None:
-    def said(layout: Layout) -> Any:
+    def shown(layout: Layout) -> Any:
         return layout.to_json(), [(spec.name, spec.shape, spec.dtype) for spec in layout.params]
 
     for name, layout in layouts.items():
         if name not in buckets:
-            raise LayoutError(f"layouts: {name!r} is no bucket: expected among {list(buckets)}")
-        if said(layout) != said(buckets[name].layout):
+            raise LayoutError(f"layouts: {name!r} is not a bucket: expected among {list(buckets)}")
+        expected, got = shown(buckets[name].layout), shown(layout)
+        if expected != got:
             raise LayoutError(
-                f"bucket {name!r}: expected the layout {said(buckets[name].layout)}, got {said(layout)}; pass torch's layouts to "
-                "shard as unit_layouts"
+                f"bucket {name!r}: expected the layout {expected}, got {got}; pass torch's layouts to shard as unit_layouts"
             )

@@ -1,4 +1,4 @@
-"""Gradients of each rank's own, before any reduction: what accumulates over microbatches that reduce nothing (R15)."""
+"""Each rank's own gradients, before any reduction: they accumulate over microbatches that reduce nothing (R15)."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +11,14 @@ from jax_backend.shards._param_tree import ParamTree
 
 @dataclass(frozen=True)
 class LocalGrads:
-    """Every rank's own gradient of all it trains, in full: of another type than ShardedParams, since no optimizer may see it.
+    """Every rank's own full gradients. Not ShardedParams, since no optimizer may take them.
 
-    They are added by `+`, and given to a step as `accumulated`, which reduces them with its own.
+    Add them by `+`, and pass them to a step as `accumulated`, which reduces them with its own.
 
     Attributes:
-        lines: by bucket an array of shape (num_ranks, gathered_numel), of a stacked unit (num_ranks, num_layers,
-            gathered_numel), its leading dim cut over all ranks. `tree.views(bucket, row)` reads a row.
-        tree: where every parameter lies. Static.
+        lines: for each bucket an array of shape (num_ranks, gathered_numel), or (num_ranks, num_layers, gathered_numel) if
+            stacked, whose leading dim is sharded over all ranks. `tree.views(bucket, row)` reads a row.
+        tree: the position of every parameter. Static.
     """
 
     lines: dict[str, Any]

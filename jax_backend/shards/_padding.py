@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from crossframe.layout import Layout
 
 MOST_OFFSETS = 1 << 30
-"""Elements of a rank's chunk whose offsets one array of int32 counts; a longer chunk is masked in several parts."""
+"""The most elements of a rank's chunk that are masked at once, by offsets in int32; a longer chunk is masked in parts."""
 
 
 def padding_of(layout: Layout) -> tuple[tuple[int, int], ...]:
@@ -33,8 +33,8 @@ def zeroed(array: jax.Array, dim: int, ranks: int, runs: Iterable[tuple[int, int
     positions of its own elements with the runs.
 
     [Note: positions are a rank and an offset] Without jax_enable_x64, which is JAX's default, there is no int64, and a position
-    in a bucket of 2^31 elements or more fits no integer of JAX. So the dim is split as the ranks split it, which moves nothing,
-    and a position is compared as (rank, offset in the rank's chunk), in chunks of at most MOST_OFFSETS.
+    in a bucket of 2^31 elements or more fits no integer of JAX. So the dim is split over ranks, which moves nothing, and a
+    position is compared as (rank, offset in the rank's chunk), in parts of at most MOST_OFFSETS elements.
     """
     if not (runs := tuple(runs)):
         return array
@@ -50,7 +50,7 @@ def zeroed(array: jax.Array, dim: int, ranks: int, runs: Iterable[tuple[int, int
 
 
 def in_runs(rank: Any, offset: Any, runs: Sequence[tuple[int, int]], chunk: int, first: int = 0) -> Any:
-    """Whether positions lie in any of the runs. No number that it compares exceeds int32, however large the runs' are.
+    """Whether positions are in any of the runs. All numbers that are compared fit into int32, however large the runs are.
 
     Args:
         rank: int32 array, numpy's or JAX's: the rank of each position.

@@ -22,13 +22,13 @@ class ParamTree:
     """The static half of sharded parameters.
 
     Attributes:
-        buckets: in the order of the plan: the root's first where it owns a parameter.
+        buckets: the buckets in the order of the plan; those of the root first, if it owns a parameter.
         param_map: canonical names and axis orders of the pytree's paths.
         paths: the path of every leaf, its parts joined by ".", in the pytree's own order.
         treedef: the structure of the user's pytree.
-        policy: in which dtypes parameters are gathered and gradients reduced (R33).
-        reshard_after_forward: the user's choice; None: what the strategy says, but for the root (R13).
-        shared: paths of leaves that are another leaf's parameter, with that one's path (R31).
+        policy: the dtypes in which parameters are gathered and gradients reduced (R33).
+        reshard_after_forward: the user's choice; None: as the strategy says, except for the root (R13).
+        shared: (path, path of the owner) of each leaf that shares another leaf's parameter (R31).
     """
 
     buckets: tuple[Bucket, ...]
@@ -39,7 +39,7 @@ class ParamTree:
     reshard_after_forward: bool | None = None
     shared: tuple[tuple[str, str], ...] = ()
 
-    # Every call of a jitted function hashes this; hashing the layouts of a large model anew each time would show.
+    # Every call of a jitted function hashes this, and the layouts of a large model take long to hash.
     @cached_property
     def _hash(self) -> int:
         return hash((self.buckets, self.param_map, self.paths, self.treedef, self.policy, self.shared))
@@ -59,7 +59,7 @@ class ParamTree:
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
-        """Layouts by the name of the bucket: the unit's, where it has one."""
+        """Layouts by bucket name."""
         return {bucket.name: bucket.layout for bucket in self.buckets}
 
     @cached_property
@@ -84,7 +84,7 @@ class ParamTree:
 
     @cached_property
     def specs(self) -> Mapping[str, ParamSpec]:
-        """Canonical descriptions by path; of a stacked unit those of one layer."""
+        """Canonical descriptions by path; in a stacked unit, of one layer."""
         by_name = {spec.name: spec for bucket in self.buckets for spec in bucket.layout.params}
         return {path: by_name[self.entry(path).name] for path in self.paths}
 
@@ -112,15 +112,15 @@ class ParamTree:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that the units are laid out over: one shard group."""
+        """The number of ranks in a shard group."""
         return self.buckets[0].layout.world_size
 
     def partitions(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """By bucket, how the arrays lie on a mesh."""
+        """The partitions of the arrays of these buckets, by bucket."""
         return {name: self.by_name[name].partitions() for name in arrays}
 
     def entry(self, path: str) -> MapEntry:
-        """The map's entry of a leaf: of a shared one that of the parameter."""
+        """The map's entry of a leaf; for a shared leaf, that of its owner."""
         return self.param_map.by_path[self._owner.get(path, path)]
 
     @cached_property
@@ -128,23 +128,15 @@ class ParamTree:
         return dict(self.shared)
 
     def views(self, bucket: str, gathered: Any) -> dict[str, Any]:
-        """The parameters in a bucket's gathered buffer, or in a buffer of gradients laid out like one.
-
-        Args:
-            bucket: its name.
-            gathered: numpy or JAX array of shape (gathered_numel,).
-
-        Returns:
-            Arrays by canonical name, of canonical shape; padding is in none of them.
-        """
+        """`Bucket.views` of a bucket, by its name."""
         return self.by_name[bucket].views(gathered)
 
     def params(self, gathered: Mapping[str, Any]) -> Any:
-        """The user's pytree, in its own structure and axis order, out of the gathered buffers of all buckets.
+        """The user's pytree, in its own structure and axis order, from the gathered buffers of all buckets.
 
         Args:
-            gathered: by bucket an array of shape (gathered_numel,), of a stacked one (num_layers, gathered_numel); or what is to
-                stand at its leaves, by path.
+            gathered: for each bucket an array of shape (gathered_numel,), with a leading dim of layers if stacked; or the leaves
+                by path.
         """
         found: dict[str, Any] = {}
         for bucket in self.buckets:
@@ -157,23 +149,23 @@ class ParamTree:
         return jax.tree.unflatten(self.treedef, [found[self._owner.get(path, path)] for path in self.paths])
 
     def paths_of(self, bucket: Bucket) -> tuple[str, ...]:
-        """Of a bucket's leaves; of a shared parameter only its owner's."""
+        """The paths of a bucket's leaves; for a shared parameter, only its owner's."""
         return tuple(path for spec in bucket.layout.params for path in self.param_map.by_name[spec.name].paths)
 
     def cut(self, bucket: Bucket, gathered: Any) -> dict[str, Any]:
-        """The leaves of the user's pytree in one bucket's gathered buffer, by path."""
+        """The leaves of the user's pytree, by path, in one bucket's gathered buffer."""
         return self.leaves_of(bucket, bucket.views(gathered))
 
     def leaves_of(self, bucket: Bucket, named: Mapping[str, Any]) -> dict[str, Any]:
-        """The same out of the bucket's parameters, by canonical name and in canonical shape."""
+        """The leaves of the user's pytree, by path, from a bucket's canonical parameters."""
         entries = {path: self.param_map.by_path[path] for path in self.paths_of(bucket)}
         return {path: entry.from_canonical(named[entry.name], path) for path, entry in entries.items()}
 
     def leaves(self, params: Any) -> dict[str, Any]:
-        """The leaves of a pytree like the user's, by path, once each fits.
+        """The leaves, by path, of a pytree like the user's, checked.
 
         Raises:
-            UsageError: another structure, shape or dtype than the parameters had when they were sharded.
+            UsageError: a structure, shape or dtype that differs from those of the sharded parameters.
         """
         found = leaves_by_path(params)
         if set(found) != set(self.paths):

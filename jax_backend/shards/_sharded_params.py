@@ -26,20 +26,20 @@ from jax_backend.shards._param_tree import ParamTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ShardedParams:
-    """Parameters, or their gradients, or an optimizer's moments of them, as shards.
+    """Parameters, their gradients, or an optimizer's moments of them, as shards.
 
-    A pytree: jax.tree and those of optax's transformations that look at single elements or at the global norm work on it as on
-    any other. Flat and ragged, a leaf is a whole bucket in one line: what goes by a leaf's shape or name (a mask on ndim, LAMB's
-    trust ratios) sees other leaves than the parameters; see `sharded_optimizer`. Nothing is validated here, since
-    transformations put masks, shapes and None where the arrays are.
+    A pytree: jax.tree works on it, and so do transformations of optax that treat single elements or the global norm. Under the
+    flat and ragged layouts a leaf is a whole bucket in one line, so transformations that depend on a leaf's shape or name (a mask
+    on ndim, LAMB's trust ratios) do not; see `sharded_optimizer`. Nothing is validated here, since transformations put masks,
+    shapes and None in place of the arrays.
 
     Attributes:
-        shards: by bucket what is trained. Flat and ragged, one array of shape (gathered_numel,), sharded over the mesh axis
-            "shard": the part of device i, of shape (padded_shard_numel,), is bit for bit the shard of rank i, in canonical
-            (torch's) order of parameters and of axes. Per parameter, a dict by canonical name of arrays in canonical shapes, the
-            dim that is cut padded to equal chunks (R07). Stacked units have a leading dim of layers. Padding holds 0 (R05).
-        tree: where every parameter lies. Static.
-        frozen: the same of what is not trained; {} of gradients, and of `trainable`.
+        shards: the trained buckets by name. Under flat and ragged, one array of shape (gathered_numel,), sharded over the mesh
+            axis "shard": the part of device i, of shape (padded_shard_numel,), is bit for bit the shard of rank i, in canonical
+            (torch's) order of parameters and axes. Under per_param, a dict by canonical name of arrays in canonical shapes, whose
+            sharded dim is padded to equal chunks (R07). Stacked units have a leading dim of layers. Padding holds 0 (R05).
+        tree: the position of every parameter. Static.
+        frozen: the frozen buckets, likewise; {} for gradients and for `trainable`.
     """
 
     shards: dict[str, Any]
@@ -61,16 +61,16 @@ class ShardedParams:
 
     @property
     def trainable(self) -> "ShardedParams":
-        """What gradients are of: the same without what is frozen. What an optimizer is given."""
+        """The same without frozen parameters, as an optimizer takes it."""
         return replace(self, frozen={})
 
     def with_trainable(self, trainable: "ShardedParams") -> "ShardedParams":
-        """What is frozen here beside what was trained."""
+        """These frozen parameters with other trained ones."""
         return replace(trainable, frozen=self.frozen)
 
     @property
     def buckets(self) -> dict[str, Any]:
-        """By bucket all arrays that are here, trained or frozen."""
+        """The arrays of all buckets, trained or frozen, by bucket."""
         return {**self.shards, **self.frozen}
 
 
@@ -94,31 +94,31 @@ def shard(
     """Shard full parameters.
 
     Args:
-        params: a pytree of floating arrays (numpy or JAX); nested dicts, lists, nnx.State and modules of equinox are fine.
+        params: a pytree of floating arrays (numpy or JAX): nested dicts, lists, nnx.State, modules of equinox.
         mesh: from `make_mesh`.
-        units: canonical names of the modules that are units; the root "" is one whether named or not. A parameter
-            belongs to the nearest enclosing unit, and stands inside it in the order of the map.
-        layout: "flat" as torch's FSDP1 (R04), "per_param" as its FSDP2 (R07), or "ragged" (R09).
-        mp_policy: in which dtypes parameters are gathered and gradients reduced; None: as they are stored.
-        reshard_after_forward: whether backward gathers again; None asks the strategy, and leaves the root full (R13).
+        units: canonical names of the modules that are units; the root "" always is. A parameter belongs to the nearest enclosing
+            unit. Its parameters are in the order of the map.
+        layout: "flat" as in torch's FSDP1 (R04), "per_param" as in FSDP2 (R07), or "ragged" (R09).
+        mp_policy: the dtypes in which parameters are gathered and gradients reduced; None: as they are stored.
+        reshard_after_forward: whether backward gathers again; None: as the strategy says, but not for the root (R13).
         param_map: canonical names, order and axis orders. Default: the pytree's own paths, order and axes.
-        frozen: canonical names of parameters, or of modules, that get no gradient; or a predicate on names.
-        shared: by path of a leaf that of the leaf whose parameter it is (R31). JAX knows no identity of arrays.
-        stacked: canonical names of units whose leaves all have a leading dim of layers, each of which is gathered by itself
-            inside `jax_backend.scan`.
-        dims: which dim of a parameter is cut, under "per_param"; None: dim 0. Others than 0 must be divisible.
-        blocks: how many elements of a parameter stay together, under "ragged"; None: a row.
+        frozen: canonical names of parameters or modules that get no gradient; or a predicate on names.
+        shared: for the path of each leaf that shares a parameter, the path of its owner (R31). JAX has no identity of arrays.
+        stacked: canonical names of units whose leaves all have a leading dim of layers, which are gathered one by one inside
+            `jax_backend.scan`.
+        dims: the dim on which a parameter is sharded, under "per_param"; None: dim 0. Other dims must be divisible.
+        blocks: the number of elements of a parameter that stay together, under "ragged"; None: a row.
         keep_original: whether the flat layout aligns parameters and pads its tail (R02, R03).
-        unit_layouts: layouts by bucket to use instead of those computed here, for instance torch's own; their parameters
-            may stand in any order.
+        unit_layouts: layouts by bucket to use instead of the computed ones, such as torch's; their parameters may be in any
+            order.
 
     Returns:
         The shards; no device ever holds more than its own.
 
     Raises:
-        UsageError: a leaf that is no floating array, a mesh that `make_mesh` did not make, or a choice that is none.
+        UsageError: a leaf that is not a floating array, a mesh that `make_mesh` did not make, or an invalid option.
         MappingError: a map that does not fit the pytree.
-        UnitError: a unit that is no module, or a stacked one whose leaves have not one number of layers.
+        UnitError: a unit that is not a module, or a stacked unit whose leaves differ in the number of layers.
         LayoutError: mixed dtypes in one flat unit, a parameter without dims, or a layout of other parameters or of another
             world size.
     """
@@ -133,10 +133,10 @@ def shard(
 
 
 def from_lines(tree: ParamTree, mesh: Mesh, read: Callable[[str, int], np.ndarray]) -> ShardedParams:
-    """Build the shards of every rank that this process holds.
+    """The shards of every rank of this process.
 
     Args:
-        read: (path of a leaf, place in the shard group) to that rank's value of the leaf.
+        read: from (path of a leaf, index in the shard group) to that rank's value of the leaf.
     """
     spec = mesh_spec(mesh)
 
@@ -148,7 +148,7 @@ def from_lines(tree: ParamTree, mesh: Mesh, read: Callable[[str, int], np.ndarra
 
 
 def line_of(tree: ParamTree, bucket: Bucket, place: int, read: Callable[[str, int], np.ndarray]) -> np.ndarray:
-    """The line of a bucket at a place of the shard group, from full leaves; arguments as of `from_lines`."""
+    """The line of a bucket at an index of the shard group, from full leaves; see `from_lines`."""
     layout = bucket.layout
     line = np.zeros(bucket.line_shape, numpy_dtype(layout.dtype))
     for copy in writeback_copies(layout, place):
@@ -161,26 +161,25 @@ def line_of(tree: ParamTree, bucket: Bucket, place: int, read: Callable[[str, in
 
 
 def mesh_of(sharded: ShardedParams) -> Mesh:
-    """The mesh that the shards lie on; UsageError inside a transformation, where arrays lie nowhere yet."""
+    """The mesh of the shards; UsageError inside a transformation, where arrays have no devices."""
     if not isinstance(sharded, ShardedParams):
         raise UsageError(f"expected ShardedParams, got {type(sharded).__name__}; make them with jax_backend.shard")
     array = next(iter(jax.tree.leaves(sharded)), None)
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         raise UsageError(
-            f"expected shards that lie on the devices of a mesh, got {type(array).__name__}; "
+            f"expected shards on the devices of a mesh, got {type(array).__name__}; "
             "call this outside jit and grad, on what shard or value_and_grad returned"
         )
     return sharding.mesh
 
 
 def shards_of(sharded: ShardedParams, rank: int) -> dict[str, np.ndarray]:
-    """One rank's shard of every bucket, of shape (padded_shard_numel,), padding included; of a stacked unit that of every layer,
-    (num_layers, padded_shard_numel).
+    """One rank's shard of every bucket: shape (padded_shard_numel,), with padding, and a leading dim of layers if stacked.
 
     Raises:
         MeshError: a rank that does not exist.
-        UsageError: a rank whose device belongs to another process, or a call inside a transformation.
+        UsageError: a rank of another process, or a call inside a transformation.
     """
     mesh = mesh_of(sharded)
     check_rank(rank, mesh.size)
@@ -191,7 +190,7 @@ def shards_of(sharded: ShardedParams, rank: int) -> dict[str, np.ndarray]:
             if part.device == device:
                 return np.asarray(part.data)
         known = sorted(r for r, each in enumerate(mesh.devices.flat) if each in array.sharding.addressable_devices)
-        raise UsageError(f"rank {rank} lies in another process; here are ranks {known}")
+        raise UsageError(f"rank {rank} is in another process; this one has ranks {known}")
 
     found = {}
     for name, arrays in sharded.buckets.items():
@@ -201,10 +200,10 @@ def shards_of(sharded: ShardedParams, rank: int) -> dict[str, np.ndarray]:
 
 
 def pieces_of(sharded: ShardedParams, rank: int) -> dict[str, np.ndarray]:
-    """What one rank holds of each parameter, as flat runs by canonical name; padding is in none of them (R06).
+    """One rank's piece of each parameter, by canonical name, as a 1-D array without padding (R06).
 
-    Where a run lies inside its parameter says `sharded.tree.layouts[bucket].pieces(place)`, with the rank's place in its shard
-    group; of a stacked unit there is one of every layer, (num_layers, numel). Errors as `shards_of`.
+    For offsets inside the parameter see `sharded.tree.layouts[bucket].pieces(index)`, with the rank's index in its shard group.
+    In a stacked unit a piece has a leading dim of layers. Errors as `shards_of`.
     """
     place = mesh_spec(mesh_of(sharded)).coordinate(rank)[1]
     found = {}

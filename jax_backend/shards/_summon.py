@@ -33,15 +33,15 @@ from jax_backend.tree import dtype_name, path_name
 
 @dataclass(eq=False)
 class Summoned:
-    """What `summon_full_params` shows, and once it is over what became of it.
+    """What `summon_full_params` shows, and the new shards after it.
 
     Attributes:
-        params: inside, the full parameters in the user's structure, shapes and axis order, None where nothing is shown; its
-            leaves, or all of it, may be replaced. None afterwards, when their memory is free.
-        grads: the same of the gradients; None where there are none.
-        module: of a holder, in the place of `params`, its module with full parameters.
-        sharded: the shards; after exit the new ones.
-        sharded_grads: the shards of the gradients; after exit the new ones.
+        params: inside, the full parameters in the user's structure, shapes and axis order, with None for those not shown; its
+            leaves, or all of it, may be replaced. None after exit, when its memory is freed.
+        grads: the full gradients, likewise; None if there are none.
+        module: for a holder, its module with full parameters, instead of `params`.
+        sharded: the shards; after exit, the new ones.
+        sharded_grads: the shards of the gradients; after exit, the new ones.
     """
 
     params: Any
@@ -52,17 +52,17 @@ class Summoned:
 
 
 class Holder(ABC):
-    """A module whose parameters lie as shards in its attribute `sharded`."""
+    """A module whose attribute `sharded` has its parameters as shards."""
 
     sharded: ShardedParams
 
     @abstractmethod
     def show(self, params: Any) -> Any:
-        """The module with these full parameters, some of which are None, for the user to edit."""
+        """The module with these full parameters, some of them None, for the user to edit."""
 
     @abstractmethod
     def read(self, module: Any) -> Any:
-        """The parameters of what `show` made."""
+        """The parameters of a module that `show` returned."""
 
 
 @contextmanager
@@ -79,30 +79,29 @@ def summon_full_params(
 ) -> Iterator[Summoned]:
     """Inside, parameters are full and in full precision, under their own names and in their own shapes (R18-R24).
 
-    Shards do not change in JAX: `summoned.sharded` is new after exit, and of a holder its attribute `sharded` is replaced. An
-    exception inside ends the context as any other exit does (R24).
+    Arrays are immutable in JAX: `summoned.sharded` has new shards after exit, and so has a holder's attribute `sharded`. An
+    exception inside has the same effect as any other exit (R24).
 
     Args:
         sharded: the parameters, or a holder of them.
-        recurse: show the units inside of `unit` too. What is not shown is None, as JAX has no tree in which ranks hold what
-            is theirs alone; None must stay where it is.
-        writeback: on exit each rank takes the slice that it owns of the edits, and nothing else; a JAX array that has another
-            value on each device is each rank's own. Otherwise edits are lost, except where nothing is sharded.
-        rank0_only: the arrays shown lie on the first device of each shard group alone; needs `writeback=False`.
-        offload_to_cpu: show numpy arrays in the host's memory, which can be written into. Otherwise they are JAX arrays, of
-            which every device holds all, and are replaced.
-        with_grads: show `grads` too; needs `keep_original=True`, and no `offload_to_cpu`.
-        grads: gradients as a step returned them; None counts as none on all ranks (R22). Frozen parameters have none. A gradient
-            that is set to None counts as zeros.
-        unit: canonical name of the module to show. One that is no unit has the units inside it, and none with `recurse=False`.
+        recurse: show the units inside `unit` too. Parameters that are not shown are None, and must stay None.
+        writeback: on exit each rank takes the slice of the edits that it owns, and nothing else; from a JAX array with different
+            values on devices, each rank takes its own. Otherwise edits are lost, unless nothing is sharded.
+        rank0_only: show arrays on the first device of each shard group alone; requires `writeback=False`.
+        offload_to_cpu: show numpy arrays in host memory, which can be written into, instead of JAX arrays on every device, which
+            are replaced.
+        with_grads: show `grads` too; requires `keep_original=True`, and no `offload_to_cpu`.
+        grads: gradients of a step; None: no rank has gradients (R22). Frozen parameters have none. A gradient that is set to None
+            counts as zeros.
+        unit: canonical name of the module to show. A module that is not a unit shows the units inside it, if `recurse`.
 
     Raises:
-        StateError: inside jit or shard_map, where a step's forward or backward is, or inside another summon of the same units of
+        StateError: inside jit or shard_map, during a step's forward or backward, or inside another summon of the same units of
             the same shards.
-        UnsupportedError: a combination that has no meaning (R23).
-        UnitError: a unit that is no module.
-        UsageError: an argument that is none of these, or other gradients than of these parameters.
-        ReplacedError: on exit, parameters of another structure, shape or dtype, by name. Then nothing is written.
+        UnsupportedError: a combination without meaning (R23).
+        UnitError: `unit` is not a module.
+        UsageError: an invalid argument, or gradients of other parameters.
+        ReplacedError: on exit, parameters of another structure, shape or dtype, by name; nothing is written.
     """
     holder = sharded if isinstance(sharded, Holder) else None
     request = UnshardRequest(writeback, rank0_only, offload_to_cpu, with_grads)
@@ -116,7 +115,7 @@ def summon_full_params(
     _check_idle(before, units or [unit])
     buckets = [bucket for bucket in before.tree.buckets if bucket.unit in units]
     mesh = mesh_of(before)
-    # Of one mesh, and so the same for all buckets.
+    # The same for all buckets, since they have one mesh.
     truth = next((authoritative(bucket.layout) for bucket in buckets), Truth.SHARDS)
     for bucket in buckets:
         request.check(keeps_original=getattr(bucket.layout, "keep_original", True), truth=truth)
@@ -126,7 +125,7 @@ def summon_full_params(
         warnings.warn(request.warning, stacklevel=3)
     show = _Show(mesh, request)
     params, found = show(before, buckets), show(grads, buckets) if grads is not None else None
-    # The user may edit the tree itself: what was shown is remembered by path.
+    # By path, since the user may edit the tree itself.
     old, old_grads = _leaves(params), _leaves(found)
     summoned = Summoned(params, found, None, before, grads)
     if holder:
@@ -153,7 +152,7 @@ def summon_full_params(
 
 
 _OPEN: list[tuple[ShardedParams, str]] = []
-"""The units that are being shown: (the shards themselves, name)."""
+"""The units that are summoned: (their shards, name)."""
 
 
 def _close(opened: tuple[ShardedParams, str]) -> None:
@@ -165,11 +164,11 @@ def _is(opened: tuple[ShardedParams, str], sharded: ShardedParams, unit: str) ->
 
 
 def _check_idle(sharded: ShardedParams, units: Sequence[str]) -> None:
-    """Raise StateError unless the user can be shown these units now (R18)."""
+    """Raise StateError unless these units can be summoned now (R18)."""
     for unit in units:
         if any(_is(opened, sharded, unit) for opened in _OPEN):
             UnitState(Residency.FULL, exposure=Exposure.SUMMONED).after(Move.SUMMON, unit)
-        # While jit or shard_map traces, even a constant is traced. Which phase it is JAX does not say.
+        # While jit or shard_map traces, even a constant is a tracer. JAX does not tell forward from backward.
         if any(isinstance(leaf, Tracer) for leaf in (*jax.tree.leaves(sharded), jnp.asarray(0) + 0)):
             raise StateError(
                 f"unit {unit!r}: cannot unshard the parameters for the user inside jit, grad or shard_map: not during forward or "
@@ -181,13 +180,15 @@ def _units(tree: ParamTree, unit: str, recurse: bool) -> list[str]:
     units = list(dict.fromkeys(bucket.unit for bucket in tree.buckets))
     inside = [name for name in units if unit == "" or name == unit or name.startswith(f"{unit}.")]
     if not inside and not any(name.startswith(f"{unit}.") for name in tree.bucket_of):
-        raise UnitError(f"unit: {unit!r} is no module with parameters; the units are {units}")
+        raise UnitError(f"unit: {unit!r} is not a module with parameters; the units are {units}")
     return inside if recurse else [name for name in inside if name == unit]
 
 
 def _check_grads(sharded: ShardedParams, with_grads: bool, grads: Any) -> None:
     if grads is not None and not with_grads:
-        raise UsageError("grads: expected None, got some; pass with_grads=True to be shown them")
+        raise UsageError(
+            "grads: expected None without with_grads, got gradients; pass with_grads=True to be shown them"
+        )
     if grads is not None and (not isinstance(grads, ShardedParams) or grads.tree != sharded.tree):
         raise UsageError(
             f"grads: expected gradients of these parameters as ShardedParams, got {type(grads).__name__}; pass what a step of "
@@ -197,23 +198,23 @@ def _check_grads(sharded: ShardedParams, with_grads: bool, grads: Any) -> None:
 
 @dataclass(frozen=True)
 class _Show:
-    """How full values are shown, and taken back."""
+    """Shows full values, and writes edits of them back."""
 
     mesh: Mesh
     request: UnshardRequest
 
     @property
     def ranks(self) -> list[int]:
-        """Those that see full values (R19)."""
+        """The ranks that see full values (R19)."""
         spec = mesh_spec(self.mesh)
         return [rank for rank in range(self.mesh.size) if self.request.visible(spec.group_rank(rank))]
 
     def __call__(self, sharded: ShardedParams, buckets: Sequence[Bucket]) -> Any:
-        """Full values of these buckets, and None for others and for what has none; the leaves of a shared parameter are one."""
+        """The full values of these buckets, and None for others; the leaves of a shared parameter are one object."""
         names = [bucket.name for bucket in buckets if bucket.name in sharded.buckets]
         tree = sharded.tree
         found: dict[str, Any] = dict.fromkeys(tree.paths)
-        # Offloaded bucket by bucket, so that no device holds all that is shown.
+        # Offloaded bucket by bucket, so that no device holds all of them.
         for some in [(name,) for name in names] if self.request.offload_to_cpu else [tuple(names)]:
             full = _leaves(gathered(sharded, self.mesh, some))
             found |= {path: self._place(leaf) for path, leaf in full.items() if leaf is not None}
@@ -235,17 +236,17 @@ class _Show:
     def persist(
         self, sharded: ShardedParams, buckets: Sequence[Bucket], old: Mapping[str, Any], edited: Any, what: str
     ) -> ShardedParams:
-        """The shards once each rank has taken what it owns of the edits.
+        """The shards after each rank has taken the edits that it owns.
 
         Args:
-            old: by path what was shown.
-            edited: what the user made of it.
-            what: of which kind it is, for messages.
+            old: the values that were shown, by path.
+            edited: the user's tree.
+            what: the kind of values, for messages.
         """
         tree = sharded.tree
         new = _checked(tree, old, _leaves(edited), what)
         leaves = _of_owners(tree, old, new, what)
-        # What still is the very array that was shown has its shards already; a numpy array may have been written into.
+        # The same array object is unchanged, except in numpy, where it may have been written into.
         same = {path for path, leaf in leaves.items() if leaf is old[path] and not isinstance(leaf, np.ndarray)}
         names = [
             bucket.name
@@ -257,13 +258,13 @@ class _Show:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, None among them."""
+    """The leaves of a tree by path, including None."""
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
     return {path_name(path): leaf for path, leaf in flat}
 
 
 def _checked(tree: ParamTree, old: Mapping[str, Any], new: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The edited leaves, a gradient that was taken away as zeros; ReplacedError if one does not fit."""
+    """The edited leaves, with zeros for a gradient that was removed; ReplacedError if one does not fit."""
     if set(old) != set(new):
         raise ReplacedError(
             f"the tree of each {what} is not the one that was shown: missing {sorted(set(old) - set(new))}, unexpected "
@@ -271,7 +272,7 @@ def _checked(tree: ParamTree, old: Mapping[str, Any], new: Mapping[str, Any], wh
         )
     found = {}
     for path, leaf in new.items():
-        # A tree of the user's own may have None besides those that stand for parameters.
+        # The user's tree may have None at other leaves than those of parameters.
         was, name = old[path], tree.entry(path).name if path in tree.paths else path
         if was is None and leaf is not None:
             raise ReplacedError(
@@ -292,7 +293,7 @@ def _checked(tree: ParamTree, old: Mapping[str, Any], new: Mapping[str, Any], wh
 
 
 def _of_owners(tree: ParamTree, old: Mapping[str, Any], new: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The leaves by path, of a shared parameter the one that was replaced, at whichever of its places (R31)."""
+    """The leaves by path; for a shared parameter, the leaf that was replaced, under any of its paths (R31)."""
     found = dict(new)
     for alias, owner in tree.shared:
         if new[alias] is old[alias]:
@@ -300,7 +301,7 @@ def _of_owners(tree: ParamTree, old: Mapping[str, Any], new: Mapping[str, Any], 
         if found[owner] is not old[owner] and not np.array_equal(found[owner], new[alias], equal_nan=True):
             raise ReplacedError(
                 f"{what} {tree.entry(owner).name!r}: {owner!r} and {alias!r} are one, and were replaced by different values; "
-                "replace one of them, or both by the same"
+                "replace one of them, or both by the same value"
             )
         found[owner] = new[alias]
     return found

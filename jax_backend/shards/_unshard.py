@@ -1,4 +1,4 @@
-"""Full parameters for the user (`unshard`), and the way back (`writeback`, R20)."""
+"""Full parameters for the user (`unshard`), and their way back into shards (`writeback`, R20)."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -20,11 +20,11 @@ from jax_backend.shards._sharded_params import ShardedParams, line_of, mesh_of
 def unshard(sharded: ShardedParams) -> Any:
     """The full parameters, in the user's own structure, shapes and axis order; every device holds all of them.
 
-    Works on gradients and on an optimizer's moments as well. Editing the result changes no shard: see `writeback`, and
-    `summon_full_params` for both in one.
+    Gradients and an optimizer's moments are accepted too. Edits of the result change no shard; see `writeback` and
+    `summon_full_params`.
 
     Raises:
-        UsageError: called inside jit or grad, or on something else.
+        UsageError: a call inside jit or grad, or on something else.
     """
     mesh = mesh_of(sharded)
     check_there(sharded, sharded.tree.buckets)
@@ -32,16 +32,16 @@ def unshard(sharded: ShardedParams) -> Any:
 
 
 def check_there(sharded: ShardedParams, buckets: Iterable[Bucket]) -> None:
-    """Raise UsageError unless the arrays of these buckets are there, of frozen ones too."""
+    """Raise UsageError unless the arrays of these buckets are there, including frozen ones."""
     if lacking := [bucket.name for bucket in buckets if bucket.name not in sharded.buckets]:
         raise UsageError(
-            f"the shards lack what is frozen, {lacking}: pass all parameters, params.with_trainable(trained)"
+            f"the frozen buckets {lacking} are missing: pass all parameters, params.with_trainable(trained)"
         )
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> Any:
-    """The user's pytree with the parameters of these buckets, and None in the place of all others."""
+    """The user's pytree with the parameters of these buckets, and None instead of all others."""
     tree = sharded.tree
     absent = {bucket.name: dict.fromkeys(tree.paths_of(bucket)) for bucket in tree.buckets}
 
@@ -50,19 +50,18 @@ def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> Any:
         return tree.params(absent | {name: all_gather(line, tree.by_name[name].label) for name, line in lines.items()})
 
     buckets = {name: sharded.buckets[name] for name in names}
-    # check_vma=False: that every rank holds the same after an all-gather is known here, but not provable to JAX.
     specs = (tree.partitions(buckets),)
     return mapped(on_rank, mesh, specs, P())(buckets)
 
 
 def writeback(sharded: ShardedParams, full_params: Any) -> ShardedParams:
-    """New shards of full parameters: each rank takes the unpadded slice that it owns, and nothing else (R20).
+    """New shards from full parameters: each rank takes the unpadded slice that it owns, and nothing else (R20).
 
-    A leaf that lies on the mesh's devices is read on each rank's own device: ranks that hold different values of a
-    replicated array merge slice by slice. Padding of the result is 0. The shards passed in are left as they are.
+    A leaf on the mesh's devices is read on each rank's own device: if ranks have different values of a replicated array, each
+    writes its slice. Padding of the result is 0. The shards passed in do not change.
 
     Args:
-        full_params: a pytree like the one that `unshard` returns, of numpy or JAX arrays.
+        full_params: a pytree like that of `unshard`, of numpy or JAX arrays.
 
     Raises:
         UsageError: another structure, shape or dtype, by name; or a call inside jit or grad.
@@ -75,12 +74,12 @@ def writeback(sharded: ShardedParams, full_params: Any) -> ShardedParams:
 def written(
     sharded: ShardedParams, mesh: Mesh, names: Collection[str], leaves: Mapping[str, Any], ranks: Collection[int]
 ) -> ShardedParams:
-    """The shards, of which these ranks have taken what they own of these buckets from full leaves (R20).
+    """The shards after these ranks have taken their slices of these buckets from full leaves (R20).
 
     Args:
-        names: of the buckets.
-        leaves: by path, once they fit.
-        ranks: those that write, replicas included. If replicas write different values their shards differ from then on.
+        names: names of the buckets.
+        leaves: checked leaves by path.
+        ranks: the ranks that write, replicas included. If replicas write different values, their shards differ from then on.
     """
     tree, spec = sharded.tree, mesh_spec(mesh)
 
@@ -100,7 +99,7 @@ def written(
 
 
 def part_on(device: Any, array: jax.Array) -> jax.Array:
-    """What one device of this process holds of an array."""
+    """The part of an array on one device of this process."""
     return next(part.data for part in array.addressable_shards if part.device == device)
 
 

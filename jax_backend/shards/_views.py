@@ -1,7 +1,7 @@
-"""The parameters in a gathered buffer, cut so that backward puts their gradients together by one concatenation.
+"""Views of the parameters in a gathered buffer, whose backward is one concatenation.
 
 [Note: split, not slices] The transpose of a slice is a pad to the full buffer, and those of n slices are n pads and as many
-sums: n buffers where one will do, and a program that grows with n squared. The transpose of one split is one concatenation.
+sums: n buffers instead of one, and a program that grows with n squared. The transpose of one split is one concatenation.
 """
 
 from collections.abc import Sequence

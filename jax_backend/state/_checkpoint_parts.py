@@ -1,4 +1,4 @@
-"""Arrays that are laid out as a bucket is, as lines of a checkpoint and back."""
+"""Arrays with the form of a bucket, as lines of a checkpoint and back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from crossframe.layout import Layout
 from jax_backend.mesh._device_mesh import device_of, mesh_spec
 from jax_backend.shards._bucket import Bucket
 
-# By place in the shard group, one rank's line of each layout.
+# By index in the shard group, one rank's line of each layout.
 Lines = Mapping[int, list[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The arrays of a bucket: parameters, or what an optimizer keeps of them.
+    """The arrays of a bucket: parameters, or an optimizer's state of them.
 
     Attributes:
-        arrays: one, or a dict of them by parameter, each sharded as the bucket says.
-        units: (unit, layout) of each line; of a stacked bucket one a layer.
-        axes: None, or how to transpose an array (its layers aside) into canonical order.
+        arrays: one array, or a dict of them by parameter, with the bucket's shardings.
+        units: (unit, layout) of each line; one for each layer of a stacked bucket.
+        axes: None, or the axes that transpose an array, without its layers, into canonical order.
     """
 
     bucket: Bucket
@@ -41,7 +41,7 @@ class Part:
         """The part of a bucket.
 
         Args:
-            entry: what it is of the bucket's parameters, by its name in a checkpoint; "": they themselves.
+            entry: name of the state entry in a checkpoint; "": the parameters themselves.
         """
         dtype = str(jax.tree.leaves(arrays)[0].dtype)
         # The layers of a stacked unit have the names of torch's list of blocks.
@@ -54,7 +54,7 @@ class Part:
             axes = (*range(lead), *(lead + axis for axis in axes))
 
         def placed(array: jax.Array, partition: P) -> jax.Array:
-            """Where the ranks' parts are, whatever XLA chose for the result of a program."""
+            """The array with the ranks' parts on their devices, whatever sharding XLA chose."""
             if axes is not None:
                 dims = [*partition, *(None,) * (array.ndim - len(partition))]
                 partition = P(*(dims[axes.index(i)] for i in range(array.ndim)))
@@ -64,7 +64,7 @@ class Part:
         return cls(bucket, jax.tree.map(placed, arrays, bucket.partitions()), mesh, units, axes)
 
     def lines(self, place: int) -> list[np.ndarray]:
-        """What a rank of the first replica holds, which lies in this process."""
+        """The lines of a rank of the first replica, in this process."""
         device = device_of(self.mesh, place)
 
         def here(array: jax.Array) -> Any:
@@ -74,7 +74,7 @@ class Part:
         return list(self.bucket.layers.split(np.asarray(self.bucket.to_line(jax.tree.map(here, self.arrays)))))
 
     def joined(self, by_place: Lines) -> Any:
-        """Arrays like these with the values of lines, given for the places that this process holds."""
+        """Arrays like these with the values of lines, for the indices in this process."""
         spec, own = mesh_spec(self.mesh), {}
         for rank, device in enumerate(self.mesh.devices.flat):
             if device.process_index == jax.process_index():

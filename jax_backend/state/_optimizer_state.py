@@ -1,8 +1,8 @@
-"""What an optimizer of optax keeps, as crossframe's checkpoints have it.
+"""The state of an optimizer of optax in crossframe's checkpoints.
 
-What lies as parameters do is saved bucket by bucket or parameter by parameter, in canonical names and axis order; all else as a
-value. What Adam and momentum keep is called as in torch, so that either framework goes on where the other stopped. Other
-transformations' state goes by its path in optax's own, and only JAX reads it.
+State with the form of parameters is saved by bucket or by parameter, with canonical names and axis order; other state as values.
+The state of Adam and momentum has torch's names, so that either framework can resume from the other. Other state is saved under
+its path in optax's state, and only JAX reads it.
 """
 
 from collections import Counter
@@ -25,23 +25,23 @@ from jax_backend.shards._layers import Layers, OneLayer
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.state._checkpoint_parts import Part
 
-# The fields of optax's states that torch's Adam and SGD have too, of the same meaning.
+# The fields of optax's states that torch's Adam and SGD have too, with the same meaning.
 IN_TORCH: Mapping[type, Mapping[str, str]] = {
     optax.ScaleByAdamState: {"count": STEP, "mu": "exp_avg", "nu": "exp_avg_sq"},
     optax.TraceState: {"trace": "momentum_buffer"},
 }
-# Counters that are the step, where an optimizer takes every step.
+# Counters that equal the step, if the optimizer takes every step.
 COUNTS = (optax.ScaleByScheduleState,)
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """A parameter that is several arrays of the user's, or one of which a dim is two: it is laid out canonically by a program.
+    """A parameter of several of the user's arrays, or of one array in which a dim is split: a program makes it canonical.
 
     Attributes:
-        entry: how the arrays become the parameter.
-        shape: canonical, without padding and layers.
-        padded: with both, as the bucket stores it.
+        entry: maps the arrays to the parameter.
+        shape: the canonical shape, without padding and layers.
+        padded: the shape with both, as the bucket stores it.
         cut, stored: the arrays' shapes without padding and with it.
     """
 
@@ -58,17 +58,17 @@ class StateLeaves:
 
     Args:
         state: any pytree; None has no leaves.
-        params: what it is of.
+        params: the parameters.
 
     Attributes:
-        parts: what lies as parameters do.
+        parts: the state that has the form of parameters.
     """
 
     def __init__(self, state: Any, params: ShardedParams, mesh: Mesh) -> None:
         self.parts: list[Part] = []
         self._mesh, self._names = mesh, _names_in_torch(state)
         self._leaves, self._structure = jax.tree_util.tree_flatten_with_path(state)
-        # Of each part the keys of its leaves, in order, and how they were joined.
+        # For each part the keys of its leaves, in order, and how they were joined.
         self._keys: list[tuple[list[str], _Joined | None]] = []
         self._values: dict[str, tuple[jax.Array, tuple[int, ...]]] = {}
         self._counts = _counts(state)
@@ -105,7 +105,11 @@ class StateLeaves:
     def _add_param(
         self, key: str, entry: MapEntry, bucket: PerParamBucket, leaves: list[tuple[str, jax.Array]]
     ) -> None:
-        """What is kept of one parameter, by path of the user's leaves."""
+        """Add the state of one parameter.
+
+        Args:
+            leaves: (key, array) of each of the user's leaves.
+        """
         i = bucket.indices[entry.name]
         alone = bucket.alone(i)
         keys, arrays = [own for own, _ in leaves], [array for _, array in leaves]
@@ -130,7 +134,7 @@ class StateLeaves:
             self._values.pop(key, None)
 
     def values(self) -> dict[str, np.ndarray]:
-        """What is of no parameter, by the name under which it is saved. All processes call it."""
+        """State without the form of parameters, by its name in a checkpoint. All processes call it."""
         found = {self._names.get(key, key): self._whole(*each) for key, each in self._values.items()}
         for key in self._counts:
             if STEP in found and np.array_equal(found[key], found[STEP]):
@@ -146,7 +150,7 @@ class StateLeaves:
         """The values of a checkpoint, by key of the leaf.
 
         Raises:
-            CheckpointError: it has others.
+            CheckpointError: the checkpoint has other values.
         """
         wanted = {key: self._names.get(key, key) for key in self._values}
         for key in self._counts:
@@ -154,8 +158,8 @@ class StateLeaves:
                 wanted[key] = STEP
         if set(wanted.values()) != set(saved.values):
             raise CheckpointError(
-                f"{saved.path}, of which nothing was loaded: expected the state of an optimizer with the values "
-                f"{sorted(set(wanted.values()))}, got {sorted(saved.values)}; build the optimizer with which it was saved, or "
+                f"{saved.path}, from which nothing was loaded: expected the state of an optimizer with the values "
+                f"{sorted(set(wanted.values()))}, got {sorted(saved.values)}; build the optimizer that was saved, or "
                 "load without one"
             )
         found = {}
@@ -164,7 +168,7 @@ class StateLeaves:
             value = saved.value(name)
             if value.shape != shape or value.dtype != leaf.dtype:
                 raise CheckpointError(
-                    f"{saved.path}, of which nothing was loaded: value {name!r}: expected {leaf.dtype} {shape}, got "
+                    f"{saved.path}, from which nothing was loaded: value {name!r}: expected {leaf.dtype} {shape}, got "
                     f"{value.dtype} {value.shape}"
                 )
             padding = [(0, wide - size) for size, wide in zip(shape, leaf.shape, strict=True)]
@@ -172,7 +176,7 @@ class StateLeaves:
         return found
 
     def joined(self, of_parts: list[Any], values: Mapping[str, np.ndarray]) -> Any:
-        """The state with what was read of each part, and these values. All processes call it."""
+        """The state from the arrays of each part and the values. All processes call it."""
         leaves = {jax.tree_util.keystr(path): leaf for path, leaf in self._leaves}
         found: dict[str, jax.Array] = {}
         for (keys, joined), arrays in zip(self._keys, of_parts, strict=True):
@@ -209,7 +213,7 @@ def _nodes(state: Any, kinds: tuple[type, ...]) -> list[tuple[str, Any]]:
 
 
 def fields_in_torch(state: Any) -> dict[str, str]:
-    """By the path of a field of the state, beside counts, its name in torch."""
+    """The name in torch of each field of the state but counts, by its path."""
     nodes = _nodes(state, tuple(IN_TORCH))
     return {
         f"{key}.{field}": name for key, node in nodes for field, name in IN_TORCH[type(node)].items() if name != STEP
@@ -217,7 +221,7 @@ def fields_in_torch(state: Any) -> dict[str, str]:
 
 
 def counts_of(state: Any) -> dict[str, float]:
-    """By the path of a field of the state the number of steps that is kept beside it."""
+    """The number of steps of each field of the state, by its path."""
     found = {}
     for key, node in _nodes(state, tuple(IN_TORCH)):
         names = {name: field for field, name in IN_TORCH[type(node)].items()}
@@ -228,7 +232,7 @@ def counts_of(state: Any) -> dict[str, float]:
 
 
 def _names_in_torch(state: Any) -> dict[str, str]:
-    """By the path of a field of the state its name in torch; a kind of state that is there several times keeps its paths."""
+    """The name in torch of each field of the state, by its path, for kinds of state that occur once."""
     nodes = _nodes(state, tuple(IN_TORCH))
     times = Counter(type(node) for _, node in nodes)
     return {

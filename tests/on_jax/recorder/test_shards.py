@@ -18,7 +18,7 @@ from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
 from jax_backend.recorder._interior import ObservedLoss
-from jax_backend.recorder._shards import OfShards
+from jax_backend.recorder._shards import ShardPieces
 from tests.on_jax.helpers.recorded_loops import STEPS, TOLD, record, sharded_small, train
 from tests.on_jax.helpers.small import (
     ATOL,
@@ -211,7 +211,7 @@ def test_layers_of_a_stacked_unit_are_recorded_one_by_one(tmp_path, one_device):
         verdict = compare(one_device, found)
         assert verdict.verdict is Verdict.ROUNDING, (layout, verdict.reason)
         assert found.count(0, "blocks.1.weight") == 1.0
-        before, after = OfShards(sharded), OfShards(sharded).moved(sharded, 1)
+        before, after = ShardPieces(sharded), ShardPieces(sharded).moved(sharded, 1)
         for rank, by_unit in before.pieces(sharded).items():
             for unit, pieces in by_unit.items():
                 for name, (start, _, values) in pieces.items():

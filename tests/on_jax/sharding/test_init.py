@@ -92,5 +92,5 @@ def test_wrong_arguments_are_refused():
     mesh: Any = make_mesh(MeshSpec(2))
     with pytest.raises(UsageError, match="fn: expected a function"):
         init({"w": np.ones(3)}, mesh)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"\['unit'\] are no options of shard"):
+    with pytest.raises(UsageError, match=r"\['unit'\] are not options of shard"):
         init(drawn, mesh, unit=UNITS)

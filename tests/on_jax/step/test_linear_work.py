@@ -8,9 +8,9 @@ import pytest
 
 from crossframe.names import identity_map
 from jax_backend import shard, sharded_optimizer
-from jax_backend.programs._late_gathers import _Run
+from jax_backend.programs._late_gathers import _LateGathers
 from jax_backend.recorder._modules import module_paths
-from jax_backend.recorder._shards import OfShards
+from jax_backend.recorder._shards import ShardPieces
 from jax_backend.shards._sharded_params import mesh_of
 from jax_backend.state._optimizer_state import StateLeaves
 from tests.on_jax.helpers.small import mesh_of_size
@@ -50,7 +50,7 @@ def test_sharding_is_linear_in_parameters(layout):
 @pytest.mark.parametrize("dims", [None, on_dim_1], ids=["rows", "columns"])
 def test_recording_is_linear_in_parameters(dims):
     def record(sharded, state):
-        source = OfShards(sharded)
+        source = ShardPieces(sharded)
         source.pieces(sharded)
         source.state(state)
 
@@ -98,7 +98,7 @@ def test_programs_are_cut_in_linear_work():
         return jax.make_jaxpr(loss)(shards).jaxpr, shards
 
     def cut(jaxpr, shards):
-        run = _Run(jaxpr, ("all_gather",), lambda number: number)
-        jax.eval_shape(lambda *shards: run((), shards), *shards)
+        run = _LateGathers(jaxpr, ("all_gather",), lambda number: number)
+        jax.eval_shape(lambda *shards: run.run((), shards), *shards)
 
     assert_linear(cut, program, SIZES)

@@ -281,7 +281,7 @@ def test_unshard_submodule(kind, spec):
         check_pieces(summoned.sharded, sharded, spec, 10.0, units, range(spec.world_size))
         for name, arrays in sharded.shards.items():
             assert (summoned.sharded.shards[name] is arrays) == (sharded.tree.by_name[name].unit not in units)
-    with pytest.raises(UnitError, match="'nowhere' is no module"), summon_full_params(sharded, unit="nowhere"):
+    with pytest.raises(UnitError, match="'nowhere' is not a module"), summon_full_params(sharded, unit="nowhere"):
         pass
 
 

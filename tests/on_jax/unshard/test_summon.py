@@ -108,9 +108,9 @@ def test_R20_frozen_parameters_are_shown_and_persist_and_trained_ones_alone_do_n
         summoned.params["head"]["bias"] = np.zeros(3, WIDE)
     assert set(summoned.sharded.frozen) == set(sharded.frozen) == {"head"}
     np.testing.assert_array_equal(unshard(summoned.sharded)["head"]["bias"], np.zeros(3))
-    with pytest.raises(UsageError, match=r"lack what is frozen.*with_trainable"), summon_full_params(sharded.trainable):
+    with pytest.raises(UsageError, match=r"frozen buckets.*with_trainable"), summon_full_params(sharded.trainable):
         pass
-    with pytest.raises(UsageError, match=r"lack what is frozen.*with_trainable"):
+    with pytest.raises(UsageError, match=r"frozen buckets.*with_trainable"):
         unshard(sharded.trainable)
 
 
