@@ -31,7 +31,7 @@ def test_lines_that_do_not_fit_are_refused():
     sharded = shard({"w": np.ones(5, np.float32)}, make_mesh(MeshSpec(2)), keep_original=False)
     line = np.ones(3, np.float32)
     for lines, message in [
-        ({0: {"": line}}, r"expected those of ranks \[0, 1\], by rank, got \[0\]"),
+        ({0: {"": line}}, r"expected a mapping of ranks \[0, 1\], got \[0\]"),
         ({0: {"": line}, 1: {}}, "rank 1: expected a line for each of the buckets"),
         ({0: {"": line}, 1: {"": line[:2]}}, r"rank 1: expected a line of shape \(3,\)"),
         ({0: {"": line}, 1: {"": line.astype(np.float64)}}, "and float64"),
