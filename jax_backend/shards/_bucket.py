@@ -211,12 +211,11 @@ class PerParamBucket(Bucket):
         return table.reshape(*table.shape[:-2], -1)
 
     def from_gathered(self, gathered: jax.Array) -> dict[str, jax.Array]:
-        ranks, lead = self.layout.world_size, gathered.shape[:-1]
-        table, found = gathered.reshape(*lead, ranks, -1), {}
-        for i, (spec, column) in enumerate(zip(self.layout.params, self.layout.columns, strict=True)):
-            chunks = table[..., column.start : column.start + column.width].reshape(*lead, ranks, *self._chunk(i))
+        lead, found = gathered.shape[:-1], {}
+        by_rank = self.from_line(gathered.reshape(*lead, self.layout.world_size, -1))
+        for i, (name, chunks) in enumerate(by_rank.items()):
             chunks = jnp.moveaxis(chunks, len(lead), len(lead) + self.layout.shard_dims[i])
-            found[spec.name] = chunks.reshape(*lead, *self.leaf_shape(i))
+            found[name] = chunks.reshape(*lead, *self.leaf_shape(i))
         return found
 
     def from_params(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

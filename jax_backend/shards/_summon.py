@@ -131,13 +131,13 @@ def summon_full_params(
     if holder:
         summoned.params, summoned.module = None, holder.show(params)
     del params, found
-    opened = [(before, name) for name in units]
-    _OPEN.extend(opened)
+    opened = {(id(before), name): before for name in units}
+    _OPEN.update(opened)
     try:
         yield summoned
     finally:
         for each in opened:
-            _close(each)
+            del _OPEN[each]
         edited, edited_grads = (holder.read(summoned.module) if holder else summoned.params), summoned.grads
         summoned.params = summoned.grads = summoned.module = None
         if request.persists(truth):
@@ -151,22 +151,14 @@ def summon_full_params(
                 holder.sharded = written_params
 
 
-_OPEN: list[tuple[ShardedParams, str]] = []
-"""The units that are summoned: (their shards, name)."""
-
-
-def _close(opened: tuple[ShardedParams, str]) -> None:
-    _OPEN[:] = [each for each in _OPEN if not _is(each, *opened)]
-
-
-def _is(opened: tuple[ShardedParams, str], sharded: ShardedParams, unit: str) -> bool:
-    return opened[0] is sharded and opened[1] == unit
+_OPEN: dict[tuple[int, str], ShardedParams] = {}
+"""The shards that are summoned, which stay alive, by their id and the unit."""
 
 
 def _check_idle(sharded: ShardedParams, units: Sequence[str]) -> None:
     """Raise StateError unless these units can be summoned now (R18)."""
     for unit in units:
-        if any(_is(opened, sharded, unit) for opened in _OPEN):
+        if (id(sharded), unit) in _OPEN:
             UnitState(Residency.FULL, exposure=Exposure.SUMMONED).after(Move.SUMMON, unit)
         # While jit or shard_map traces, even a constant is a tracer. JAX does not tell forward from backward.
         if any(isinstance(leaf, Tracer) for leaf in (*jax.tree.leaves(sharded), jnp.asarray(0) + 0)):
