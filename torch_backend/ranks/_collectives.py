@@ -19,29 +19,29 @@ from torch_backend.compat._fully_shard_api import AllGather, Comm, ReduceScatter
 from torch_backend.observe import observers
 from torch_backend.ranks._failure import Pending, issue, rejoin
 
-# Looked up when they are called: who replaces a collective of torch.distributed, to count or to mock, sees ours too.
+# Looked up on each call, so that replaced functions of torch.distributed (mocks, counters) see our calls too.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class Done:
-    """What stands for the work of a collective between no one: a rank alone in its group copies (R14)."""
+    """The finished work of a collective in a group of one rank, which only copies (R14)."""
 
     def wait(self) -> bool:
-        """It is over."""
+        """Return at once."""
         return True
 
 
 Work = Pending | Done
-"""What was issued and may be waited for."""
+"""A pending collective."""
 
 
 class Communicator:
     """A group of ranks, and the collectives between them.
 
     Attributes:
-        rank, size: this process's place in the group, and the size of the group.
-        ranks: the group's ranks in the world.
+        rank, size: this process's rank in the group, and the size of the group.
+        ranks: the global ranks of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -49,24 +49,24 @@ class Communicator:
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = _ranks_of(group)
-        # What a user put in the place of torch.distributed's, if anything.
+        # The user's replacement of torch.distributed's collective, if any.
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
-        # Whether buffers come from the group's own allocator, where it has one.
+        # Whether buffers come from the group's allocator, if it has one.
         self.allocates = False
 
     def again(self) -> "Communicator":
-        """The same ranks, for another user, who may change how they communicate."""
+        """A copy with separate options for the same ranks."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
 
     def allocate_gathered(self, numel: int, like: Tensor) -> Tensor:
-        """A buffer for `all_gather` to fill."""
+        """Allocate the output of an `all_gather`."""
         return self._allocate(self.custom_all_gather, numel, like, like.dtype)
 
     def allocate_reduced(self, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A buffer for `reduce_scatter` to sum, or to fill."""
+        """Allocate an input or output of a `reduce_scatter`."""
         return self._allocate(self.custom_reduce_scatter, numel, like, dtype or like.dtype)
 
     def _allocate(self, custom: Comm | None, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,21 +76,21 @@ class Communicator:
             backend: Any = self.group._get_backend(like.device)
             if backend.supports_tensor_alloc(like.device):
                 return backend.allocate_tensor(numel, dtype=dtype, device=like.device)
-        return torch.empty(numel, dtype=dtype, device=like.device)  # plain, whatever `like` is
+        return torch.empty(numel, dtype=dtype, device=like.device)  # a plain tensor even if `like` is a subclass
 
     def all_gather(self, gathered: Tensor, shard: Tensor, *, unit: str, phase: str) -> Work:
-        """Start filling `gathered` (size * n elements) with the `shard`s (n elements) of all ranks, in rank order."""
+        """Start an all-gather of `shard` (n elements) into `gathered` (size * n elements), in rank order."""
         if self.size == 1:
             gathered.copy_(shard)
             return Done()
-        if phase not in ("forward", "backward"):  # outside of steps, so that no step has asked
+        if phase not in ("forward", "backward"):  # outside of steps, which check this themselves
             rejoin([self.group])
         self._tell(ALL_GATHER, gathered, unit, phase)
         collective = getattr(dist, _ALL_GATHER) if self.custom_all_gather is None else self.custom_all_gather
         return issue(collective, gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, unit: str, phase: str) -> Work:
-        """Start summing the `full`s (size * n elements) of all ranks; this rank's n elements of it arrive in `shard`."""
+        """Start a reduce-scatter (sum) of `full` (size * n elements) into `shard` (n elements)."""
         if self.size == 1:
             shard.copy_(full)
             return Done()
@@ -101,7 +101,7 @@ class Communicator:
         return issue(collective, shard, full, group=self.group, kind=REDUCE_SCATTER, unit=unit, phase=phase)
 
     def all_reduce(self, tensor: Tensor, *, unit: str, phase: str) -> Work:
-        """Start replacing `tensor` by the sum over all ranks."""
+        """Start an all-reduce (sum) of `tensor`, in place."""
         if self.size == 1:
             return Done()
         self._tell(ALL_REDUCE, tensor, unit, phase)
@@ -113,10 +113,10 @@ class Communicator:
             for observer in observers:
                 observer.event(event)
 
-    # Outside of steps: these return when they are done. Of them `exchange` alone is in traces.
+    # Synchronous collectives outside of steps. Only `exchange` is traced.
 
     def gather_all(self, tensor: Tensor) -> Tensor:
-        """The `tensor`s of all ranks, of any one shape and dtype, stacked in rank order."""
+        """All-gather tensors of equal shape and dtype, stacked in rank order."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
             gathered[0] = tensor
@@ -125,12 +125,12 @@ class Communicator:
         return gathered
 
     def sum_all(self, tensor: Tensor) -> None:
-        """Replace `tensor` by the sum over all ranks."""
+        """All-reduce (sum) `tensor`, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
 
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Let every rank have rank 0's `tensors`: the same list of shapes and dtypes everywhere."""
+        """Broadcast `tensors` from rank 0; shapes and dtypes must be equal on all ranks."""
         if self.size > 1:
             for tensor in tensors:
                 dense = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -139,7 +139,7 @@ class Communicator:
                     tensor.copy_(dense)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The `value`s of all ranks, of anything that can be pickled, in rank order."""
+        """All-gather picklable values, in rank order."""
         gathered: list[Any] = [value]
         if self.size > 1:
             gathered = [None] * self.size
@@ -147,7 +147,7 @@ class Communicator:
         return gathered
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's `value`, of anything that can be pickled."""
+        """Broadcast a picklable value from rank 0."""
         holder = [value]
         if self.size > 1:
             dist.broadcast_object_list(holder, src=self.ranks[0], group=self.group)
@@ -156,11 +156,11 @@ class Communicator:
     def exchange(
         self, sent: Tensor, sent_numels: list[int], received_numels: list[int], *, unit: str, phase: str
     ) -> Tensor:
-        """What all ranks send to this one, in rank order.
+        """All-to-all. Returns the elements that this rank receives, in rank order.
 
         Args:
-            sent: 1-D, contiguous; the elements for rank 0 first, then those for rank 1, and so on.
-            sent_numels, received_numels: how many elements go to each rank, and come from each.
+            sent: 1-D and contiguous: the elements for rank 0, then for rank 1, and so on.
+            sent_numels, received_numels: the number of elements for and from each rank.
         """
         received = sent.new_empty(sum(received_numels))
         if self.size == 1:
@@ -173,7 +173,7 @@ class Communicator:
         return received
 
     def scatter(self, shard: Tensor, full: list[Tensor] | None) -> None:
-        """Give rank k the k-th of rank 0's tensors, which on the other ranks is None."""
+        """Scatter rank 0's tensors: rank k receives the k-th. None on other ranks."""
         if self.size == 1:
             assert full is not None
             shard.copy_(full[0])
@@ -182,19 +182,19 @@ class Communicator:
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
-    """A group's ranks in the world; its own, of an object that stands for a group in a test and knows its rank and size alone."""
+    """The global ranks of a group; for an object with only a rank and a size, its own ranks."""
     if isinstance(group, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(group))
     return tuple(range(group.size()))
 
 
 class UnitMesh:
-    """The ranks of one unit (R10): those that it is sharded over, and those that hold replicas of the same shard.
+    """The process groups of one unit (R10).
 
     Attributes:
-        shards: the shard group; all the ranks under plain FSDP, this rank alone where nothing is sharded.
-        replicas: the ranks with the same shard; this rank alone but for hybrid sharding and replication.
-        reducing: the shard group once more, for sums: by itself, or in a process group of its own, which overlaps gathers.
+        shards: the shard group: all ranks under plain FSDP, only this rank under NO_SHARD.
+        replicas: the ranks with the same shard: only this rank except under hybrid sharding and replication.
+        reducing: the shard group for reductions, possibly a separate process group to overlap with all-gathers.
         spec: both sizes.
     """
 
@@ -205,12 +205,12 @@ class UnitMesh:
 
     @property
     def group_rank(self) -> int:
-        """This rank's place in the group that one rank may act for (R19)."""
+        """This rank's index in the group of which the first rank may act alone (R19)."""
         return self.spec.group_rank(self.replicas.rank * self.spec.shard + self.shards.rank)
 
 
 class Alone(Communicator):
-    """This rank by itself, for which there need be no process group."""
+    """A communicator of only this rank, which needs no process group."""
 
     def __init__(self) -> None:
         self.group = None  # type: ignore[assignment]

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CommHook:
-    """A user's own reduction, in the place of ours.
+    """The user's reduction of gradients.
 
     Attributes:
-        state: what the user wants to be given each time.
-        hook: called as `hook(state, full, shard)`, to fill `shard` with the reduced gradient; where nothing is sharded as
-            `hook(state, full)`, to reduce in place. It divides too.
-        casts: whether it chooses the dtype that gradients travel in, so that they are not cast for it.
+        state: the first argument of the hook.
+        hook: `hook(state, full, shard)` fills `shard` with the reduced gradient, including division; under NO_SHARD, `hook(state,
+            full)` reduces in place.
+        casts: whether the hook chooses the dtype of communication, so that gradients are not cast before.
     """
 
     state: object
@@ -29,14 +29,14 @@ class CommHook:
 
 
 def set_comm_hook(units: Sequence["Unit"], state: object, hook: Callable[..., Any], *, hybrid: bool) -> None:
-    """Let a hook reduce the gradients of all units of a model, from their next reduction on.
+    """Set the hook that reduces the gradients of all units of a model.
 
     Args:
-        hybrid: whether any of them is under a hybrid strategy.
+        hybrid: whether any unit has a hybrid strategy.
 
     Raises:
-        UsageError: a hook that cannot be called.
-        StateError: there is one already; and under hybrid sharding, as in torch.
+        UsageError: a hook that is not callable.
+        StateError: a second hook, or hybrid sharding, as in PyTorch.
     """
     if not callable(hook):
         raise UsageError(f"register_comm_hook: expected a function (state, full, shard), got {hook!r}")

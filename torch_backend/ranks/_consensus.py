@@ -1,17 +1,17 @@
 """Checks through the store that all ranks of a group agree, before they issue a collective.
 
-Through the store of the process group and with a timeout, not by a collective: ranks that disagree would hang in one.
+Uses the store of the process group with a timeout instead of a collective, because ranks that disagree would hang in a
+collective.
 
-[Note: rounds] Each question to a group is a round: the n-th that a rank asks of the group meets the n-th of every other rank.
-A rank describes what it was given, publishes the hash, and waits for the verdict of the group's first rank, so that it
-waits for one key whatever the number of ranks; only where hashes differ are the descriptions themselves looked at. What is
-asked has a title that is compared first: so ranks that are in different places (one builds a further unit while another
-runs its root) find out at once, both of them. Ranks that ask different groups of each other would never meet. After
-a second of waiting a rank therefore publishes where it is, and looks where the others are: when one waits for it in
-another round that it cannot reach before this one ends, neither round can end, and it says so.
+[Note: rounds] Each check of a group is a round: the n-th round of a rank in the group matches the n-th round of every other rank.
+A rank publishes the hash of its description and waits for the verdict of the group's first rank, which is a single key for any
+number of ranks. Descriptions are only exchanged if hashes differ. Titles are compared first, so ranks at different points (one
+builds another unit while another runs its root) fail at once. Ranks in rounds of different groups would wait for each other. So
+after one second of waiting, a rank publishes its round and reads those of the others; if another rank waits for it in a round
+that it cannot reach, it raises.
 
-A round that ends well leaves one key in the store, which the next of its group deletes. A rank whose round failed says where it
-was, however short it waited: the others that wait for it elsewhere would not learn of it otherwise.
+A successful round leaves one key in the store, which the next round of the group deletes. A rank whose round failed always
+publishes its position, so that ranks that wait for it in other rounds raise too.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from crossframe.errors import AgreementError
 
 Description = Sequence[tuple[str, Mapping[str, str]]]
-"""What must be the same everywhere: subjects in order, each with its settings by name."""
+"""A description that must be equal on all ranks: (subject, settings by name), in order."""
 
 # How many rounds this process has entered, by the group's name, for each store: a group may be gone while what was said in it is
 # still in the store.
@@ -40,7 +40,7 @@ _failed: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = weakref.WeakKeyD
 _PATIENCE_SECONDS = 1.0
 # Between two looks into the store: at first, for each rank of the group, since all of them look; that at most; and later.
 _PAUSE_PER_RANK_SECONDS, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.00005, 0.0005, 0.25
-# How many different descriptions a message looks at, and how many ranks it names one by one.
+# The maximum number of different descriptions in a message, and of listed ranks.
 _MAX_SIDES, _MAX_NAMED = 8, 8
 
 
@@ -52,18 +52,17 @@ def agree(
     brief: str | None = None,
     advice: str = "build the same module with the same settings on every rank",
 ) -> None:
-    """Raise AgreementError on every rank, naming the first difference, unless all ranks of the groups say the same.
+    """Raise AgreementError on every rank, naming the first difference, unless all ranks of the groups have equal descriptions.
+
+    Waits up to the group's timeout for missing ranks. Costs one or two round trips to the store.
 
     Args:
-        groups: the groups of this rank that the question goes to, one after the other: that of the whole mesh, or where there
-            is none the shard group and then the replicate group. What one group finds is carried into the next, so that
-            all ranks of the mesh raise if any two of them differ. Groups of one rank are passed over.
-        title: what the ranks are about to do, as a noun: "first use of the root".
-        said: what must be the same; with `brief` a function that makes it, which is called where ranks differ.
-        brief: all of that in a form that is sooner made, the same wherever it is the same.
-        advice: what to do where it is not.
-
-    A rank that does not come is waited for as long as the group's timeout says. Costs a round trip or two to the store.
+        groups: the groups to check in order: the group of the whole mesh, or the shard group and then the replicate group. A
+            failure in one group is passed to the next, so that all ranks of the mesh raise. Groups of one rank are skipped.
+        title: the next operation as a noun, such as "first use of the root".
+        said: the description; with `brief`, a function that creates it, called only if ranks differ.
+        brief: a cheaper fingerprint of the description; equal iff the descriptions are equal.
+        advice: what to do if ranks differ.
     """
     failure = ""
     for group in groups:
@@ -74,9 +73,9 @@ def agree(
 
 
 def withdraw(groups: Sequence[dist.ProcessGroup], title: str, error: BaseException) -> None:
-    """Tell the other ranks, who meet in the round of that title or will, that this rank failed before it: they raise at once.
+    """Make the other ranks raise in the round with this title because this rank failed before it.
 
-    Call it where an error on this rank alone may keep it from `agree`, and raise the error then.
+    Call it before raising an error that may occur on this rank only and prevents `agree`.
     """
     for group in groups:
         if spans_ranks(group):
@@ -85,17 +84,16 @@ def withdraw(groups: Sequence[dist.ProcessGroup], title: str, error: BaseExcepti
 
 
 def spans_ranks(group: dist.ProcessGroup) -> bool:
-    """Whether there are other ranks to ask: not under the fake backend, where one process plays all of them, nor where an object
-    with a rank and a size stands in for a group."""
+    """Whether the group has other ranks to check; False for the fake backend and for objects that only have a rank and a size."""
     return isinstance(group, dist.ProcessGroup) and group.size() > 1 and dist.get_backend(group) != "fake"
 
 
 class _Failed(Exception):
-    """A round that cannot end well; the message says why."""
+    """A round that cannot succeed; the message is the reason."""
 
 
 class _Round:
-    """One question to a group; see [Note: rounds]."""
+    """One round; see [Note: rounds]."""
 
     def __init__(self, group: dist.ProcessGroup, title: str) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()
@@ -118,7 +116,7 @@ class _Round:
         return "/".join(map(str, (group_key(self._group), number, *parts)))
 
     def meet(self, said: Description | Callable[[], Description], brief: str | None, failure: str, advice: str) -> str:
-        """The reason why the ranks do not agree, or "". A `failure` that this rank brings along is everyone's."""
+        """The reason why the ranks do not agree, or "". This rank's `failure` fails the round on all ranks."""
         try:
             try:
                 verdict = self._meet(said, brief, failure, advice)
@@ -154,14 +152,15 @@ class _Round:
         return json.dumps([[self._title, {}], *([subject, dict(settings)] for subject, settings in described)])
 
     def withdraw(self, failure: str) -> None:
-        """Take part with a failure, and wait for no one."""
-        with suppress(dist.DistError):  # what failed first is what to tell
+        """Fail the round without waiting."""
+        with suppress(dist.DistError):  # report the first failure
             self._store.set(self._own, f"failed:{failure}")
             if self._rank == 0:
                 self._store.set(self._verdict, f"failed:{failure}")
 
     def _judge(self) -> str:
-        """Publish the verdict: "agreed", "failed:" and why, or "differ:" and the ranks that say the same, side by side."""
+        """Publish the verdict: "agreed", "failed:" and the reason, or "differ:" and the groups of ranks with equal
+        descriptions."""
         self._await(self._hashes, unless=self._verdict)
         if self._store.check([self._verdict]):  # another rank has given up, perhaps on this one
             return self._read(self._verdict)
@@ -173,12 +172,12 @@ class _Round:
         verdict = failed or ("agreed" if len(sides) == 1 else f"differ:{json.dumps(list(sides.values()))}")
         self._store.set(self._verdict, verdict)
         if self._number:
-            # Everyone is here, and so has read the verdict of the last round.
+            # All ranks have arrived, so all have read the verdict of the last round.
             self._store.delete_key(self._key("verdict", number=self._number - 1))
         return verdict
 
     def _compare(self, sides: list[list[int]], text: str) -> str:
-        """The first rank of each side shows what it says; everyone finds the difference in that."""
+        """Exchange one description for each set of equal ranks, and return the first difference."""
         sides = sides[:_MAX_SIDES]
         keys = [self._key("text", side[0]) for side in sides]
         if any(side[0] == self._rank for side in sides):
@@ -192,8 +191,8 @@ class _Round:
         return self._store.get(key).decode()
 
     def _await(self, keys: list[str], *, unless: str | None = None) -> None:
-        """Return once all keys are there, or that one, which others write where they have lost patience. Raise _Failed if they
-        do not come in time, or never can."""
+        """Wait until all keys exist, or the verdict of a rank that gave up. Raises _Failed on timeout or if they can never
+        exist."""
         start, seconds = time.monotonic(), timeout_seconds(self._group)
         first = min(_PAUSE_PER_RANK_SECONDS * len(self._ranks), _FIRST_PAUSE_SECONDS)
         while not self._store.check(keys):
@@ -210,7 +209,7 @@ class _Round:
             time.sleep(min(max(waited / 2, first), _LONGEST_PAUSE_SECONDS))
 
     def position(self) -> dict[str, Any]:
-        """What this rank is in while it waits here; see [Note: ranks that come apart]."""
+        """This rank's position while it waits; see [Note: ranks that come apart]."""
         return {
             "what": f"an agreement ({self._title})",
             "group": self._group.group_name,
@@ -252,7 +251,7 @@ class _Round:
         )
 
     def _absent(self, keys: list[str]) -> list[int]:
-        """The ranks whose keys are not there, found by halving: the store only says whether all of some keys are."""
+        """The ranks whose keys are missing, by bisection, because the store only tells whether all of several keys exist."""
         if self._store.check(keys):
             return []
         if len(keys) == 1:
@@ -272,11 +271,11 @@ class _Round:
 
 
 def first_difference(sides: Sequence[Sequence[int]], texts: Sequence[Sequence[Any]]) -> str:
-    """In words, the first thing that not all sides say.
+    """The first difference between descriptions, as a sentence.
 
     Args:
-        sides: ranks that say the same.
-        texts: what they say: subjects, each with its settings.
+        sides: sets of ranks with equal descriptions.
+        texts: their descriptions.
 
     >>> single, double = [["parameter 'w'", {"dtype": "float32"}]], [["parameter 'w'", {"dtype": "float64"}]]
     >>> first_difference([[0, 1], [2]], [single, double])
@@ -305,23 +304,23 @@ def _opposed(sides: Sequence[Sequence[int]], values: Sequence[str]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks one by one, as far as a reader wants to see them."""
+    """A list of ranks, abbreviated if long."""
     named = ", ".join(map(str, ranks[:_MAX_NAMED]))
     return named if len(ranks) <= _MAX_NAMED else f"{named} and {len(ranks) - _MAX_NAMED} more"
 
 
 def num_rounds(group: dist.ProcessGroup) -> int:
-    """How many rounds this rank has entered with the group: right after one, all ranks of it say the same."""
+    """The number of rounds that this rank entered with the group, which is equal on all ranks directly after a round."""
     return num_rounds_in(group.group_name)
 
 
 def num_rounds_in(group_name: str) -> int:
-    """The same, of the group of a name."""
+    """`num_rounds` by the group's name."""
     return _entered.get(dist.distributed_c10d._get_default_store(), {}).get(group_name, 0)
 
 
 def group_key(group: dist.ProcessGroup) -> str:
-    """Where a group's keys lie in the store. Its name is the same on all its ranks, and no other group's."""
+    """The store prefix of a group, whose name is unique and equal on all of its ranks."""
     return f"crossframe/{group.group_name}"
 
 
@@ -330,5 +329,5 @@ def _where_key(rank: int) -> str:
 
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:
-    """How long the group's collectives may take, as `init_process_group` was told."""
+    """The timeout of the group's collectives."""
     return group._get_backend(group._device_types[0]).options._timeout.total_seconds()

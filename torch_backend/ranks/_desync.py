@@ -1,22 +1,21 @@
 """Detects ranks that issued different collectives, which would otherwise wait until the group's timeout.
 
-[Note: ranks that come apart] A rank that evaluates alone issues collectives that no other rank joins, and all wait until the
-group's timeout ends. On the CPU they find out sooner. Every rank remembers its last collectives in each group. A rank that
-makes no progress for a second publishes them in the store, under one key a rank: from the wait itself, or, since a rank may be
-in a call that no Python code can interrupt, from a thread. A rank that waits reads what the others published, and raises only if
+[Note: ranks that come apart] If one rank evaluates alone, it issues collectives that no other rank joins, and all ranks hang
+until the group's timeout. On the CPU this is detected earlier. Each rank keeps its last collectives in each group. A rank without
+progress for one second publishes them under its key in the store, from the wait itself or from a thread, because the rank may be
+in an uninterruptible call. A waiting rank reads the positions of the others and raises only if
 
 - two ranks issued different collectives as their n-th in the group, which can never match; or
 - the other rank has not issued the collective that this rank waits for, and is inside a call that needs this rank first: a
-  collective of torch.distributed in the same group or among all ranks, or a round (see [Note: rounds]), which this rank did not
-  enter before and cannot enter while it waits.
+  collective of torch.distributed in the same group or among all ranks, or a round ([Note: rounds]) that this rank has not entered
+  and cannot enter while it waits.
 
-A rank that is merely slow (it loads data, evaluates without collectives, sits in a debugger) publishes that it is in neither,
-and is waited for. A published position may be old, but its proof stays valid: what was issued stays issued, and a call that
-needs this rank cannot have returned. While ranks make progress nothing is written or read. Not found: a rank that waits for a
-`Work` of its user's, for a message between two ranks, or for a collective of another group than these two; and anything on an
-accelerator, where the host does not wait. A rank that gloo holds in a call (a collective of the user's, a reduce-scatter)
-cannot raise there before the process of a rank that did has ended. Collectives of one kind and size that ranks issued for
-different units have exchanged their data until a rank waits in one that finds no partner.
+A straggler (loading data, evaluating without collectives, in a debugger) publishes that it is in neither, and the others wait for
+it. A published position may be outdated, but the conclusion stays valid: issued collectives stay issued, and a call that needs
+this rank cannot have returned. While ranks make progress, nothing is written or read. Not detected are a rank that waits for a
+user's `Work`, for a point-to-point message, or for a collective in another group, and hangs on accelerators, where the host does
+not wait. A rank inside a blocking gloo call (a user's collective, a reduce-scatter) raises only after the process of a raising
+rank has ended. Collectives of the same kind and size for different units exchange data before the mismatch is detected.
 """
 
 import atexit
@@ -59,9 +58,9 @@ class _Trail:
     """The collectives of units that this rank issued in a group.
 
     Attributes:
-        num: how many.
-        recent: the last of them: (ordinal, kind, unit, phase, numel, how many collectives of any kind this rank had then issued
-            in the group, and how many among all ranks).
+        num: their number.
+        recent: the last ones: (ordinal, kind, unit, phase, numel, number of collectives of any kind that this rank had issued in
+            the group, and among all ranks).
     """
 
     num: int = 0
@@ -74,7 +73,7 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDi
 
 
 def note_issued(group: dist.ProcessGroup, kind: str, unit: str, phase: str, numel: int) -> int:
-    """Remember a collective that was just issued; its ordinal among this rank's in the group."""
+    """Record an issued collective. Returns its ordinal in the group."""
     _watch.passes()
     trail = _trails.get(group)
     if trail is None:
@@ -85,7 +84,7 @@ def note_issued(group: dist.ProcessGroup, kind: str, unit: str, phase: str, nume
 
 
 def _num_calls(group: dist.ProcessGroup) -> int:
-    """How many collectives of any kind this rank has issued in a group on the CPU, the user's own among them; -1 if unknown."""
+    """The number of collectives, including the user's, that this rank issued in a CPU group; -1 if unknown."""
     backend: Any
     try:
         backend = _backends[group]
@@ -104,7 +103,7 @@ def _num_calls_in_world() -> int:
 
 
 def find_apart(group: dist.ProcessGroup, ordinal: int) -> str:
-    """Why the collective that this rank waits for, its n-th in the group, can never complete; "" if that is not certain."""
+    """The reason why this rank's n-th collective in the group can never complete; "" if this is not certain."""
     _watch.publish()
     store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
     for rank in dist.get_process_group_ranks(group):
@@ -124,7 +123,7 @@ _ADVICE = "call the model (also to evaluate it), clip_grad_norm_ and state dicts
 
 
 def _differs(group: dist.ProcessGroup, rank: int, recent: Sequence[Sequence[Any]]) -> str:
-    """The first collective that this rank and another one did not issue alike."""
+    """The first collective in which this rank and another one differ."""
     theirs = {entry[0]: entry for entry in recent}
     for ordinal, kind, unit, phase, numel, *_ in _trails[group].recent:
         other = theirs.get(ordinal)
@@ -139,7 +138,7 @@ def _differs(group: dist.ProcessGroup, rank: int, recent: Sequence[Sequence[Any]
 def _is_elsewhere(
     group: dist.ProcessGroup, ordinal: int, rank: int, theirs: dict[str, Any], inside: dict[str, Any] | None
 ) -> str:
-    """Whether a rank that has not issued what this rank waits for is inside a call that needs this rank first."""
+    """Whether a rank that has not issued this rank's collective is inside a call that needs this rank first."""
     own, last = dist.get_rank(), theirs["num"]
     if inside is None or last >= ordinal or own not in inside["ranks"]:
         return ""
@@ -171,7 +170,7 @@ class _Watch:
         self._published: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def passes(self) -> None:
-        """This thread issues a collective."""
+        """Note that this thread issues a collective."""
         self._num_passed += 1
         self._thread_id = threading.get_ident()
         if self._thread is None or not self._thread.is_alive():  # none yet, or the process was forked
@@ -180,13 +179,13 @@ class _Watch:
             self._thread.start()
 
     def end(self) -> None:
-        """End the thread, before the interpreter does."""
+        """Stop the thread before the interpreter exits."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE_SECONDS)
 
     def publish(self) -> None:
-        """Put this rank's position into the store, unless it is there."""
+        """Publish this rank's position, unless already published."""
         store = dist.distributed_c10d._get_default_store()
         with self._lock:
             num_passed, inside = self._num_passed, self._inside()
@@ -208,7 +207,7 @@ class _Watch:
             num_seen = self._num_passed
 
     def _inside(self) -> dict[str, Any] | None:
-        """The call of the issuing thread that returns only when all ranks of a group came, if it is in one."""
+        """The blocking call that needs all ranks of a group and that the issuing thread is in, or None."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
         while frame is not None:
             # The locals of other frames are left alone: a frame keeps what it was once asked for, tensors too.

@@ -1,17 +1,16 @@
 """Errors of failed collectives, which name the collective, the unit and the cause, and recovery of an interrupted step.
 
-torch.distributed says "Connection closed by peer" or "Timed out", and neither whose parameters were on the way nor what
-befell the other rank. `issue`, and the `Pending` that it returns, say so. On the good path they cost a try.
+torch.distributed reports "Connection closed by peer" or "Timed out" without the parameters or the cause on the other rank.
+`issue`, and the `Pending` that it returns, add these. Without an error they cost a try block.
 
-[Note: a rank that leaves a step] A rank that raises in its forward or backward leaves the step; the others wait for it in a
-collective that it will never issue. If all ranks raise at the same place nothing is out of step, and the next iteration is
-right (R17). If one raises alone, and its user catches the exception, no rank can go on: the others have issued a collective
-that it has not, and the next that it issues would be taken for that. So a rank that leaves says in the store after how many
-collectives (`abandon`), and before its next step, or its next gather outside of one, all ranks compare these numbers (`rejoin`).
-A rank that waits for a collective looks into the store once a second, and raises when another has left after fewer than
-itself, or is certain never to come ([Note: ranks that come apart]). This needs a wait on the host that can be cut short, as for
-tensors on CPU, but for gloo's reduce_scatter, which heeds no timeout but the group's; on CUDA `Work.wait` returns at once, and
-NCCL's watchdog ends a process whose collective exceeds the timeout of the group.
+[Note: a rank that leaves a step] If a rank raises in forward or backward, the other ranks wait for it in a collective that it
+will never issue. If all ranks raise at the same point, the next iteration is correct (R17). If one rank raises alone and its user
+catches the exception, no rank can continue, because its next collective would be matched with the one that it did not issue. So a
+rank that leaves a step publishes its number of collectives (`abandon`), and before the next step, or the next all-gather outside
+of one, all ranks compare these numbers (`rejoin`). A rank that waits for a collective checks the store once per second and raises
+if another rank left after fewer collectives, or can never arrive ([Note: ranks that come apart]). This requires an interruptible
+wait on the host, as for CPU tensors, except gloo's reduce_scatter, which only has the group's timeout. On CUDA, `Work.wait` does
+not block, and NCCL's watchdog ends a process whose collective exceeds the group's timeout.
 """
 
 import json
@@ -35,19 +34,19 @@ from torch_backend.ranks._desync import find_apart, note_issued
 AFTER_AN_EXCEPTION = "first step after an exception"
 
 _ADVICE = "start the processes again, from a checkpoint, and catch an exception on every rank or on none"
-# What backends say when the process at the other end has ended.
+# Messages of backends when the peer process has ended.
 _CONNECTION = ("connection", "closed by peer", "reset by peer", "broken pipe", "socket", "remote process")
 _LOOK_EVERY = timedelta(seconds=1)
 
 
 @dataclass
 class _Standing:
-    """How this rank stands in a group.
+    """This rank's state in a group.
 
     Attributes:
-        broken: how a collective failed, or the ranks came apart; "" while neither has happened.
-        num_rejoined: how often all ranks came back after an exception, which makes what was said before old.
-        num_notes, notes: how often ranks had left when this one last looked, and the last that each said then.
+        broken: the reason of a failed collective or a desynchronization; "" without one.
+        num_rejoined: how often all ranks rejoined after an exception, which invalidates earlier notes.
+        num_notes, notes: the number of notes of leaving ranks at the last check, and the last note of each rank.
     """
 
     broken: str = ""
@@ -57,7 +56,7 @@ class _Standing:
 
 
 _standings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Standing] = weakref.WeakKeyDictionary()
-# Groups whose step this rank has left and not come back to.
+# Groups whose step this rank left without rejoining.
 _left: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
@@ -70,7 +69,7 @@ _OVER = _Over()
 
 
 class Pending:
-    """A collective that was issued, and what for."""
+    """An issued collective and its purpose."""
 
     __slots__ = ("_group", "_kind", "_ordinal", "_phase", "_unit", "_wait_on_host", "_work")
 
@@ -83,11 +82,11 @@ class Pending:
         self._unit = unit
         self._phase = phase
         self._wait_on_host = on_host
-        # Which of this rank's collectives in the group it is; 0 where ranks do not tell each other.
+        # Its ordinal in the group; 0 if positions are not published.
         self._ordinal = ordinal
 
     def wait(self) -> bool:
-        """As `Work.wait` does. Raises CollectiveError if the collective failed, or another rank has left the step."""
+        """Wait like `Work.wait`. Raises CollectiveError if the collective failed or another rank left the step."""
         if not self._wait_on_host:
             try:
                 return self._work.wait()
@@ -98,7 +97,7 @@ class Pending:
             try:
                 return self._work.wait(_LOOK_EVERY)
             except RuntimeError as error:
-                # Raised sooner it is no end of patience but a failure, which gloo's reduce_scatter never calls completed.
+                # Raised before the timeout, it is a failure, which gloo's reduce_scatter never reports as completed.
                 if time.monotonic() - start < 0.9 * _LOOK_EVERY.total_seconds():
                     _fail(error, self._group, self._kind, self._unit, self._phase)
                 if self._work.is_completed():  # since, well or badly: the next wait says at once
@@ -119,10 +118,10 @@ class Pending:
 def issue(
     collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, kind: str, unit: str, phase: str
 ) -> Pending:
-    """Start a collective of torch.distributed, or of the user's own, on `tensors`, to be waited for.
+    """Issue a collective of torch.distributed or of the user on `tensors`.
 
     Args:
-        kind, unit, phase: what an error calls it: "all_gather", the unit's name, "forward".
+        kind, unit, phase: for errors: "all_gather", the unit's name, "forward".
 
     Raises:
         CollectiveError: it cannot be issued.
@@ -131,14 +130,14 @@ def issue(
         work = collective(*tensors, group=group, async_op=True)
     except RuntimeError as error:
         _fail(error, group, kind, unit, phase)
-    # A collective of the user's own may be over when it returns, or wait without a time.
+    # A user's collective may be synchronous, or its wait may not accept a timeout.
     on_host = tensors[0].is_cpu and isinstance(work, dist.Work)
     ordinal = note_issued(group, kind, unit, phase, tensors[0].numel()) if on_host and spans_ranks(group) else 0
     return Pending(_OVER if work is None else work, group, kind, unit, phase, on_host, ordinal)
 
 
 def abandon(groups: Sequence[dist.ProcessGroup], what: str) -> None:
-    """Say that this rank leaves its step, since `what` came: "ValueError in the forward of unit 'blocks.1'"."""
+    """Publish that this rank leaves its step because of `what`: "ValueError in the forward of unit 'blocks.1'"."""
     for group in groups:
         if spans_ranks(group) and group not in _left:
             _left.add(group)
@@ -146,12 +145,12 @@ def abandon(groups: Sequence[dist.ProcessGroup], what: str) -> None:
 
 
 def rejoin(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Before a step, or a gather outside of one: if the last step was abandoned, go on only if all ranks of the groups left it
-    at the same place.
+    """Check, before a step or an all-gather outside of one, that all ranks of the groups left an abandoned step at the same
+    point.
 
     Raises:
-        CollectiveError: a collective of the groups has failed before, or the ranks have come apart.
-        AgreementError: ranks left the step after different numbers of collectives, or did not leave it.
+        CollectiveError: a collective of the groups failed before, or the ranks are desynchronized.
+        AgreementError: ranks left the step after different numbers of collectives, or not all ranks left it.
     """
     if not _left:
         return
@@ -177,10 +176,10 @@ def rejoin(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _fail(error: RuntimeError, group: dist.ProcessGroup, kind: str, unit: str, phase: str) -> NoReturn:
-    """Raise CollectiveError for what torch.distributed raised; lack of memory stays what it is."""
+    """Convert an error of torch.distributed to CollectiveError, except out-of-memory errors."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
-    # The first sentence, without the place in the source that is told before it.
+    # The first sentence, without the source location before it.
     cause = re.sub(r"^\[[^]]*\] ", "", str(error)).split("\n")[0].split(". ")[0]
     reason = f"{cause}; {_who_left(group) or _likely_reason(cause, group)}"
     _break(group, _sentence(group, kind, unit, phase, reason), error)
@@ -203,13 +202,13 @@ def _likely_reason(cause: str, group: dist.ProcessGroup) -> str:
 
 
 def _break(group: dist.ProcessGroup, sentence: str, error: RuntimeError) -> NoReturn:
-    """Raise CollectiveError, and let the other ranks know that nothing more can come of the group."""
+    """Raise CollectiveError, and publish that the group is unusable."""
     failure = CollectiveError(f"rank {dist.get_rank()}: {sentence}")
     standing = _standing(group)
     if not standing.broken:
         standing.broken = sentence
         _left.add(group)
-        # After none: whatever a rank waits for in this group, it waits for in vain.
+        # After 0 collectives: no rank can complete anything in this group.
         _publish(group, -1, sentence)
         withdraw([group], AFTER_AN_EXCEPTION, failure)
     raise failure from error
@@ -228,7 +227,7 @@ def _publish(group: dist.ProcessGroup, after: int, what: str) -> None:
 
 
 def _who_left(group: dist.ProcessGroup) -> str:
-    """Which rank left the step that this rank is in, after fewer collectives than this one has issued; "" if none."""
+    """A description of a rank that left the current step after fewer collectives than this rank issued; "" if there is none."""
     standing, store = _standing(group), _store()
     with suppress(dist.DistError):  # as above
         num_notes = store.add(_count_key(group), 0)
@@ -243,7 +242,7 @@ def _who_left(group: dist.ProcessGroup) -> str:
 
 
 def _num_issued(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has issued in the group, the user's own among them."""
+    """The number of collectives, including the user's, that this rank issued in the group."""
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     return sum(backend._get_sequence_number_for_group() for backend in backends)
 

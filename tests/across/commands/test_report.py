@@ -119,7 +119,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
     said = (
         "There is a bug: at step 0 the reduced gradient of block.w (ranks 0 and 1, rank 0 most, elements 0:10) differs"
     )
-    said += ": jax has 2 times what torch has"
+    said += ": jax has 2 times the values of torch"
     assert f"<h1>{said}" in page
     assert said in " ".join(printed(report, series).split())
     assert headings(page) == ["Place and diagnosis", "Evidence", "All quantities"]
@@ -148,7 +148,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
         *(("elements", "0:10"), ("parameter", "block.w")),
     }
     assert report["pairs"][0]["diagnosis"]["signature"] == "constant_factor"
-    assert "It looks like a constant factor: jax has 2 times what torch has (the world size)" in page
+    assert "It looks like a constant factor: jax has 2 times the values of torch (the world size)" in page
     assert "more than the bound of" in page  # the reason, beside the diagnosis
 
 
@@ -261,7 +261,7 @@ def test_an_incomparable_pair_is_reported_too(tmp_path):
     assert "in torch [&#39;bn&#39;] normalises over the samples of its own rank" in page
     assert charts(page) == ["losses"]
     assert headings(page) == ["The two runs"]
-    assert "compare at one world size" in " ".join(printed(report, series).split())
+    assert "compare at equal world sizes" in " ".join(printed(report, series).split())
 
 
 def test_settings_that_differ_are_shown(tmp_path):

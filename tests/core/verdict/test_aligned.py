@@ -71,7 +71,7 @@ def test_rows_that_cannot_be_told_are_left_out(tmp_path):
     synthetic.edit_events(a.directory, '"sample_ids": [0, 1, 2, 3, 4, 5]', '"sample_ids": []')
     assert rows_of(Recording.open(a.directory), 0) is None
     found = compare(Recording.open(a.directory), b)
-    assert found.verdict is Verdict.INCOMPARABLE and "does not say which samples its ranks were fed" in found.reason
+    assert found.verdict is Verdict.INCOMPARABLE and "has no sample ids" in found.reason
 
 
 def test_modules_that_see_the_other_samples_of_a_rank_make_another_world_incomparable(tmp_path):

@@ -348,7 +348,7 @@ def test_an_option_of_some_parameters_explains_theirs(tmp_path):
     a, b = _grouped({"bias": 0.0, "block.k_bias": 0.0}), _grouped({"block.k_bias": 0.0})
     found = versus(tmp_path / "own", only("update", "bias", lambda array: 3 * array), a=a, b=b)
     assert found.verdict is Verdict.INCOMPARABLE
-    words = "weight decay of 1 of 4 parameters, 'bias' the first, differs: 0.0 in a, 0.1 in b"
+    words = "weight decay of 1 of 4 parameters (first 'bias') differs: 0.0 in a, 0.1 in b"
     assert found.reason.startswith(f"{words}; from the numbers alone")
     found = versus(tmp_path / "other", only("update", "embed", lambda array: 3 * array), a=a, b=b)
     assert found.verdict is Verdict.BUG and found.settings == (words,)
@@ -396,11 +396,11 @@ def test_other_samples_at_another_world_size_are_incomparable(tmp_path):
     a = synthetic.record(tmp_path / "a")
     synthetic.record(tmp_path / "b", synthetic.manifest(3))
     _edit(tmp_path / "b", "[7, 10]", "[7, 12]")
-    assert "at step 1 the ranks of a were not fed the same samples" in compare(a, Recording.open(tmp_path / "b")).reason
+    assert "at step 1 a and b have different samples" in compare(a, Recording.open(tmp_path / "b")).reason
     _edit(tmp_path / "b", "[7, 12]", "[7]")
     found = compare(a, Recording.open(tmp_path / "b"))
     assert found.verdict is Verdict.INCOMPARABLE
-    assert "at step 1 the ranks of b were fed [2, 1, 2] samples" in found.reason
+    assert "at step 1 the ranks of b have [2, 1, 2] samples" in found.reason
 
 
 def test_what_a_killed_run_left_can_be_compared(tmp_path):
@@ -410,7 +410,7 @@ def test_what_a_killed_run_left_can_be_compared(tmp_path):
     assert (found.verdict, found.steps) == (Verdict.EQUAL, 2)
     synthetic.write_run(tmp_path / "c", synthetic.manifest(), stop_before=0)
     found = compare(a, Recording.open(tmp_path / "c", partial=True))
-    assert (found.verdict, found.reason) == (Verdict.INCOMPARABLE, "no step is whole in c")
+    assert (found.verdict, found.reason) == (Verdict.INCOMPARABLE, "c has no complete step")
 
 
 def test_steps_that_only_one_side_recorded_are_passed_over(tmp_path):

@@ -412,7 +412,7 @@ def test_a_parameter_without_elements_is_not_compared(tmp_path, monkeypatch):
 @pytest.mark.parametrize("swapped", [False, True])
 def test_of_what_was_killed_the_side_without_a_step_is_named(tmp_path, swapped):
     whole = synthetic.record(tmp_path / "whole")
-    for stop, reason in ((0, "no step is whole in killed"), (1, "all compared values are bitwise equal")):
+    for stop, reason in ((0, "killed has no complete step"), (1, "all compared values are bitwise equal")):
         directory = tmp_path / str(stop) / "killed"
         synthetic.write_run(directory, synthetic.manifest(), stop_before=stop)
         killed = Recording.open(directory, partial=True)
@@ -424,7 +424,7 @@ def test_ranks_of_the_first_that_were_fed_unevenly(tmp_path):
     # Six samples over four ranks: 2, 2, 1, 1.
     runs = pair(tmp_path, synthetic.manifest(4), synthetic.manifest(3, framework="jax"))
     reason = compare(*runs).reason
-    assert reason.startswith("at step 0 the ranks of torch were fed [2, 2, 1, 1] samples: its mean over ranks is")
+    assert reason.startswith("at step 0 the ranks of torch have [2, 2, 1, 1] samples: a mean over ranks is")
     assert compare(*runs[::-1]).reason == reason
     # At one world size it matters only that both were fed the same.
     assert compare(*pair(tmp_path / "same", *(synthetic.manifest(4) for _ in "ab"))).verdict is Verdict.EQUAL
