@@ -12,6 +12,7 @@ from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.shapes import ModelShapes, model_shapes
+from tests.commands import invoke
 
 WORLD_SIZE = 12  # more ranks than are listed one by one, and no power of two
 
@@ -124,3 +125,20 @@ def test_names_cannot_leave_the_data_of_a_page():
     page = explorer_page(data, model=name, start={})
     assert page.count("</script>") == 2 and "<script>alert" not in page and "<!--" not in page
     assert "://" not in page.replace("http://www.w3.org/", "")  # loads nothing: those are names of XML
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(("--rank", 1), "rank: the page of --html has no such choice", id="rank"),
+        pytest.param(("--layout", "per_param", "--dim", "*=0"), "dim: the page of --html has no such choice", id="dim"),
+        pytest.param(
+            ("--where", "norm.bias[0]", "--where", "norm.bias[1]"), "points at one element, got 2", id="two elements"
+        ),
+        pytest.param(("--where", "nothing[0]"), "no parameter is named 'nothing'", id="unknown element"),
+    ],
+)
+def test_options_that_the_page_lacks_are_refused(tmp_path, options, message):
+    status, printed = invoke("layout", "gpt-tiny", "--world-size", 2, "--html", tmp_path / "page.html", *options)
+    assert status == 2 and message in printed
+    assert not (tmp_path / "page.html").exists()
