@@ -9,6 +9,7 @@ from crossframe.draw.amounts import ROOT, one_line
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.report.evidence import Worst
 from crossframe.verdict import Bounds
+from crossframe.verdict.diagnosis.diagnose import LEAVES
 from crossframe.verdict.measure.locate import who
 
 _DISPLAY = {"jax": "JAX"}
@@ -185,7 +186,7 @@ def _bug(pair: dict[str, Any], name: str) -> str:
     if where is None or diagnosis is None:
         return _sentence(pair["reason"])
     # The rest states how well it fits, which is shown elsewhere.
-    why = diagnosis["evidence"].partition("; of a difference of ")[0]
+    why = diagnosis["evidence"].partition(LEAVES)[0]
     return f"at step {where['step']} {what_parted(where, name)} differs: {_sentence(why)}"
 
 

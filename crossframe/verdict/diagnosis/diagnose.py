@@ -28,6 +28,9 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.measure.walk import walk
 
+LEAVES = "; this leaves "
+"""In the text of a diagnosis, what follows states how well the hypothesis fits."""
+
 Limit = Callable[[Quantity], float]
 
 
@@ -71,7 +74,7 @@ def _diagnose(pair: Pair, judgement: Judgement, where: Divergence, limit: Limit)
         case, fit = part, best(_fits(part))
     if fit is None:
         return None
-    text = f"{fit.evidence}; this leaves {fit.residual:.2g} of a difference of {case.sides.difference:.2g}"
+    text = f"{fit.evidence}{LEAVES}{fit.residual:.2g} of a difference of {case.sides.difference:.2g}"
     if case.start is not None:
         text = f"in elements {case.start}:{case.stop}, which differ on rank {where.rank}, {text}"
     return Diagnosis(fit.signature, f"{text}{_in_others(pair, case, fit, limit)}.")

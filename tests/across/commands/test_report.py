@@ -112,6 +112,12 @@ def test_a_report_of_rounding(tmp_path):
     assert "bound on losses" in page
 
 
+def test_the_headline_states_the_cause_without_its_fit(tmp_path):
+    report, (one,) = report_of([pair(tmp_path, doubled)])
+    assert " leaves " in report["pairs"][0]["diagnosis"]["evidence"]
+    assert " leaves " not in words.headline(report, one.parted)
+
+
 def test_a_report_of_a_bug_says_where(tmp_path):
     report, series = report_of([pair(tmp_path, doubled)])
     assert report["verdict"] == "bug"
