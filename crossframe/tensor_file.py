@@ -4,6 +4,7 @@ A file has eight bytes with the length of the header, the header as JSON ({name:
 arrays without gaps.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -33,6 +34,7 @@ _ALIGNMENT = 8
 _CHUNK = 1 << 24
 
 
+@functools.cache
 def carrier(dtype: np.dtype) -> np.dtype:
     """The dtype that an array is stored as. Support of bfloat16 and float8 depends on the version of safetensors, so these are
     stored as unsigned integers of the same bits.

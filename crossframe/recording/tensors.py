@@ -1,5 +1,6 @@
 """The tensors of a recorded step, in a file of the safetensors format."""
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from crossframe.recording.lines import SKETCHES_KEY
 from crossframe.recording.sketch import ROW
 
 
+@functools.cache
 def dtype_name(dtype: np.dtype) -> str:
     """The core's name of a dtype; ParamError if it is not a floating dtype that can be sharded."""
     numpy_dtype(dtype.name)

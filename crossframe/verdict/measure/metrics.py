@@ -12,10 +12,10 @@ def norm(array: np.ndarray) -> float:
     3e-200
     """
     array = np.asarray(array, np.float64)
-    largest = float(np.max(np.abs(array), initial=0.0))
+    largest = float(np.abs(array).max(initial=0.0))
     if largest == 0.0 or not math.isfinite(largest):
         return largest
-    return largest * float(np.sqrt(np.sum(np.square(array / largest))))
+    return largest * math.sqrt(np.square(array / largest).sum())
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
