@@ -1,14 +1,14 @@
-"""The life of a unit (R12): what its memory holds, what its module shows, and which moves are legal.
+"""The state machine of a unit (R12): its memory, its registered parameters, and the legal transitions.
 
-Four things move apart and are therefore kept apart:
+A state has four independent parts:
 
-- residency: what memory holds. Only the shard, a shard of a smaller group (R08), or everything.
-- freshness: whether the gathered copy still equals the shards that it was gathered from.
-- exposure: what the module shows its user. The sharded parameters, the full ones in use, or the full ones summoned.
-- activity: what the unit is doing. Nothing, its forward, or its backward.
+- residency: the parameters in memory: only the shard, the reshard group's shard (R08), or all parameters.
+- freshness: whether the unsharded parameters still equal the shards from which they were all-gathered.
+- exposure: the parameters that the module registers: sharded, unsharded for computation, or summoned for the user.
+- activity: idle, in forward, or in backward.
 
-`_follow` is the whole law, and `_TRANSITIONS` its table. An engine holds one `UnitState`, asks `state.after(move, unit)` and
-gets the next one, or a StateError that names the unit, the state and the move.
+`_follow` defines the transitions, and `_TRANSITIONS` is its table. An engine calls `state.after(move, unit)`, which returns the
+next state or raises a StateError that names the unit, the state and the move.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from crossframe.errors import StateError
 
 
 class Residency(IntEnum):
-    """What a unit's memory holds."""
+    """The parameters in a unit's memory."""
 
     SHARD = 0
     K_GROUP = 1
@@ -29,14 +29,14 @@ class Residency(IntEnum):
 
 
 class Freshness(IntEnum):
-    """Whether the gathered copy equals the shards. A unit that gathered nothing is SAME."""
+    """Whether the unsharded parameters equal the shards; SAME without unsharded parameters."""
 
     SAME = 0
     STALE = 1
 
 
 class Exposure(IntEnum):
-    """What the unit's module shows."""
+    """The parameters that the unit's module registers."""
 
     SHARDED = 0
     FULL = 1
@@ -44,7 +44,7 @@ class Exposure(IntEnum):
 
 
 class Activity(IntEnum):
-    """What the unit is in the middle of."""
+    """The current phase of the unit."""
 
     IDLE = 0
     FORWARD = 1
@@ -52,21 +52,21 @@ class Activity(IntEnum):
 
 
 class Move(IntEnum):
-    """What may happen to a unit."""
+    """A transition of a unit."""
 
-    GATHER = 0  # the all-gather is issued; its buffer exists
-    EXPOSE = 1  # the module shows the full parameters, for use
-    CONCEAL = 2  # the module shows the shards again; full memory may stay
-    RESHARD = 3  # full memory is freed
-    RESHARD_TO_GROUP = 4  # full memory is exchanged for a k-group's shard (R08)
+    GATHER = 0  # issue the all-gather and allocate its buffer
+    EXPOSE = 1  # register the unsharded parameters for computation
+    CONCEAL = 2  # register the shards again; unsharded memory may stay
+    RESHARD = 3  # free the unsharded parameters
+    RESHARD_TO_GROUP = 4  # keep only the reshard group's shard (R08)
     BEGIN_FORWARD = 5
     END_FORWARD = 6
     BEGIN_BACKWARD = 7
     END_BACKWARD = 8
     EDIT_SHARDS = 9  # an optimizer or a user wrote into the shards
-    SUMMON = 10  # the user is shown the full parameters
-    DISMISS = 11  # and no longer
-    RESET = 12  # after an exception: back to the shard from anywhere (R17)
+    SUMMON = 10  # register the unsharded parameters for the user
+    DISMISS = 11  # end of SUMMON
+    RESET = 12  # back to the shard after an exception (R17)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class UnitState:
     activity: Activity = Activity.IDLE
 
     def after(self, move: Move, unit: str) -> "UnitState":
-        """The state that follows, or StateError."""
+        """Return the next state, or raise StateError."""
         following = self._moves[move]
         if following is None:
             raise StateError(f"unit {unit!r}: cannot {_SAYS[move]} {self.describe()}{_advice(self, move)}")
@@ -87,19 +87,19 @@ class UnitState:
 
     @cached_property
     def _moves(self) -> "tuple[UnitState | None, ...]":
-        # By the number of the move: engines come here at every move of every unit.
+        # Indexed by move, as this is called at every transition of every unit.
         return _TRANSITIONS[self]
 
     def allows(self, move: Move) -> bool:
-        """Whether the move is legal here."""
+        """Whether the move is legal in this state."""
         return self._moves[move] is not None
 
     def __reduce__(self) -> tuple[type["UnitState"], tuple[IntEnum, ...]]:
-        # What it knows of its moves does not travel.
+        # Without the cached transitions.
         return UnitState, (self.residency, self.freshness, self.exposure, self.activity)
 
     def describe(self) -> str:
-        """The state in words, for messages."""
+        """The state as a clause, for messages."""
         return (
             f"while memory holds {_HOLDS[self.residency]}"
             f"{' (stale)' if self.freshness else ''}, the module shows {_SHOWS[self.exposure]}"
@@ -150,7 +150,7 @@ def _advice(state: UnitState, move: Move) -> str:
 
 
 def _follow(state: UnitState, move: Move) -> UnitState | None:
-    """The law, move by move: None where it is not legal."""
+    """Return the state after a move; None if it is illegal."""
     residency, freshness, exposure, activity = state.residency, state.freshness, state.exposure, state.activity
     full, sharded, idle = residency == Residency.FULL, exposure == Exposure.SHARDED, activity == Activity.IDLE
 
@@ -165,13 +165,13 @@ def _follow(state: UnitState, move: Move) -> UnitState | None:
         case Move.CONCEAL:
             return to(e=Exposure.SHARDED) if exposure == Exposure.FULL else None
         case Move.RESHARD:
-            # Summoned as well: where one rank alone sees the full parameters (R19), the others free theirs at once.
+            # Also while summoned: with rank0_only (R19), other ranks free theirs at once.
             held = residency != Residency.SHARD and exposure != Exposure.FULL
             return to(r=Residency.SHARD, f=Freshness.SAME) if held else None
         case Move.RESHARD_TO_GROUP:
             return to(r=Residency.K_GROUP) if sharded and full and not freshness else None
         case Move.BEGIN_FORWARD:
-            # What is computed again within a backward (activation checkpointing) begins no forward of the unit.
+            # Recomputation in backward (activation checkpointing) does not begin a forward.
             return to(a=Activity.FORWARD) if exposure != Exposure.SUMMONED and idle else None
         case Move.END_FORWARD:
             return to(a=Activity.IDLE) if activity == Activity.FORWARD else None
@@ -193,13 +193,13 @@ def _follow(state: UnitState, move: Move) -> UnitState | None:
 
 
 def states() -> tuple[UnitState, ...]:
-    """Every state that memory can be in: a copy can be stale only where there is one."""
+    """All states; only existing unsharded parameters can be stale."""
     every = itertools.product(Residency, Freshness, Exposure, Activity)
     return tuple(UnitState(*s) for s in every if not (s[0] == Residency.SHARD and s[1] == Freshness.STALE))
 
 
 def _table() -> dict[UnitState, tuple[UnitState | None, ...]]:
-    # One object a state, which knows its moves once it has been asked.
+    # One object per state, so that its cached transitions are shared.
     known = {state: state for state in states()}
     known_or_none = known | {None: None}
     return {state: tuple(known_or_none[_follow(state, move)] for move in Move) for state in known}

@@ -1,6 +1,6 @@
 """Observes the calls of a training loop outside the model: backward, clipping, optimizer steps.
 
-Functions are replaced where torch itself looks them up, so that it does not matter under which name a loop has imported them.
+Functions are replaced where torch looks them up, so that a loop may import them under any name.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,42 +15,42 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch_backend.recorder.watch import in_backward
 
 _UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
-# What torch.nn.utils.clip_grad_norm_ calls once it knows the norm, and the public name of that.
+# The function that torch.nn.utils.clip_grad_norm_ calls after computing the norm, and its public name.
 _CLIPS = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"))
 
 
 class Listener:
-    """Told of what goes on. Override what is of interest."""
+    """Callbacks, which do nothing by default."""
 
     def backward(self, loss: Tensor) -> None:
-        """A backward begins from a single number, before any scaling of it."""
+        """Backward begins from a scalar, before loss scaling."""
 
     def scaled(self, scaler: Any) -> None:
-        """The loss of the backward that begins was scaled by a GradScaler."""
+        """A GradScaler scaled the loss of the next backward."""
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
         """Gradients are about to be clipped.
 
         Args:
-            params: whose; None: the model's.
+            params: the parameters whose gradients are clipped; None: all of the model.
         """
 
     def norm(self, params: Sequence[Tensor] | None, norm: Tensor) -> None:
-        """The norm that the loop has computed, of all gradients before they are clipped."""
+        """The gradient norm before clipping is known."""
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
+        """An optimizer has stepped."""
 
 
 @contextmanager
 def overheard(listener: Listener, model: nn.Module | None = None) -> Iterator[None]:
-    """Inside, the listener is told.
+    """A context in which the listener is called.
 
     Args:
-        model: a model that may have a method `clip_grad_norm_` of its own.
+        model: a model, possibly with a `clip_grad_norm_` method.
     """
     handles = [
         register_optimizer_step_pre_hook(lambda optimizer, *_: listener.steps(optimizer)),
@@ -79,7 +79,7 @@ def _with_subclasses(cls: type) -> Iterator[type]:
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, an attribute of a module or class is what `make` makes of its own."""
+    """A context in which an attribute of a module or class is replaced by `make(attribute)`."""
     own = owner.__dict__[name]
     setattr(owner, name, make(own))
     try:

@@ -1,4 +1,4 @@
-"""Starts a recording: the manifest, which the first rank writes for all, and the initial change of a perturbed run."""
+"""Starts a recording: the first rank writes the manifest, and perturbed runs change their initial parameters."""
 
 import importlib.metadata
 import shlex
@@ -28,7 +28,7 @@ _TITLE = "beginning of a recording"
 
 
 def move(view: ModelView, twin: int) -> None:
-    """Put this rank's shards where the perturbed run begins."""
+    """Set this rank's shards to the initial values of a perturbed run."""
     for held in view.held:
         here = held.of(held.param)
         if here.numel():
@@ -40,7 +40,7 @@ def move(view: ModelView, twin: int) -> None:
 
 
 def _carrier(itemsize: int) -> str:
-    """An integer of the same bits: torch does not know numpy's bfloat16."""
+    """The integer dtype with the same number of bits, because torch cannot read numpy's bfloat16."""
     return {2: "int16", 4: "int32", 8: "int64"}[itemsize]
 
 
@@ -57,7 +57,7 @@ def manifest_of(
     twin: int,
     settings: Mapping[str, Any],
 ) -> Manifest:
-    """What can be known of a run before its first step."""
+    """The manifest settings that are known before the first step."""
     device = device_of(view)
     dtype = view.compute_dtype
     if torch.is_autocast_enabled(device):
@@ -99,7 +99,7 @@ def manifest_of(
 
 
 def device_of(view: ModelView) -> str:
-    """The type of the device that the parameters lie on."""
+    """The device type of the parameters."""
     return next((held.param.device.type for held in view.held), "cpu")
 
 
@@ -110,14 +110,14 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def program(device: str, *, compiled: bool = False, threads: int | None = None) -> dict[str, Any]:
-    """What torch's bits depend on (`crossframe.recording.program`).
+    """Everything on which torch's bits depend (`crossframe.recording.program`).
 
-    The CPU's operators are deterministic at one number of threads. An accelerator's are if that was asked for.
+    CPU operators are deterministic for a fixed number of threads; those of an accelerator only if requested.
 
     Args:
-        device: the type of the device that computes.
+        device: the type of the compute device.
         compiled: whether any module is compiled.
-        threads: of each rank; None: as many as this process has.
+        threads: the number of threads of each rank. None: that of this process.
     """
     on_cpu = device == "cpu"
     named = device if on_cpu or device != "cuda" else f"{device} {torch.cuda.get_device_name()}"
@@ -145,7 +145,7 @@ def _attention_kernels() -> dict[str, bool]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of parameters says of its optimizer's step."""
+    """The optimizer options of a parameter group."""
     found: dict[str, Any] = {}
     for option in ("lr", "weight_decay", "momentum", "betas", "eps"):
         if option in group:
@@ -156,7 +156,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _other_groups(
     view: ModelView, optimizers: Sequence[torch.optim.Optimizer], common: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The groups that say something else than the first one."""
+    """The parameter groups whose options differ from the first one."""
     names: dict[int, list[str]] = {}
     for held in view.held:
         names.setdefault(id(held.param), []).append(held.name)
@@ -169,21 +169,21 @@ def _other_groups(
 
 
 def _sees_its_rank(module: nn.Module) -> bool:
-    """Whether it normalises over the samples of its own rank."""
+    """Whether a module normalises over the samples of its rank."""
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
 def _command() -> str:
-    """What started this process; its environment is the reader's to know."""
+    """The command of this process, without its environment."""
     return shlex.join(["python", *sys.argv])
 
 
 def created(path: Path, manifest: Manifest, view: ModelView, *, overwrite: bool) -> Manifest:
-    """Let the first rank create the recording; returns its manifest, which is everyone's.
+    """Create the recording on the first rank, and return its manifest on all ranks.
 
     Raises:
-        RecordingError: a directory that cannot be recorded to.
-        AgreementError: the same on another rank; or this rank has other units.
+        RecordingError: a directory that cannot be written.
+        AgreementError: this error on another rank, or different units on this rank.
     """
     fields = manifest.to_json()
     subjects = [(f"unit {unit['name']!r}", {"layout": str(unit)}) for unit in fields["units"]]
@@ -199,6 +199,6 @@ def created(path: Path, manifest: Manifest, view: ModelView, *, overwrite: bool)
         agree(view.groups, _TITLE, [(f"{path / MANIFEST_NAME}", {"token": made.token})], advice=advice)
         return made
     except Exception as error:
-        if view.rank == 0 and not isinstance(error, RuntimeError):  # not one that the others know of
+        if view.rank == 0 and not isinstance(error, RuntimeError):  # not an error that the other ranks already have
             withdraw(view.groups, _TITLE, error)
         raise

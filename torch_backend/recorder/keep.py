@@ -30,16 +30,16 @@ class Keeper:
         self._specs = writer.manifest.params
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
-        """Whether any of these are the model's, as an optimizer has them."""
+        """Whether any of an optimizer's parameters belong to the model."""
         return any(id(param) in self._params for param in params)
 
     def initial(self) -> None:
-        """The parameters before the first step."""
+        """Record the parameters before the first step."""
         for unit, held in self._by_unit():
             self.writer.parameters(0, unit, self._pieces((each, each.param) for each in held))
 
     def reduced_grads(self, step: int) -> bool:
-        """The gradients as they are now. False if there are none."""
+        """Record the current gradients. Returns False if there are none."""
         found = False
         for unit, held in self._by_unit():
             pieces = self._pieces((each, each.param.grad) for each in held if each.param.grad is not None)
@@ -49,11 +49,11 @@ class Keeper:
         return found
 
     def unsharded(self, step: int, unit: str, name: str, value: Tensor) -> None:
-        """A parameter in full."""
+        """Record an unsharded parameter."""
         self.writer.unsharded(step, unit, {name: self._whole(name, value)})
 
     def activation(self, step: int, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
-        """What a module was given, or gave, and the operator that computed it."""
+        """Record the input or output of a module, and the operator that computed it."""
         kept = self._kept(activation_key(use, microbatch, module), value.numel(), [value], 0)[0]
         self.writer.activation(
             step, microbatch, module, use, _shaped(kept, value), tuple(value.shape), operator=operator
@@ -67,10 +67,10 @@ class Keeper:
         watch: Watch,
         loss_scale: float = 1.0,
     ) -> None:
-        """All that a recorded step has at its end.
+        """Record parameters, optimizer state and local gradients at the end of a step.
 
         Args:
-            loss_scale: what the ranks' own gradients are to be divided by.
+            loss_scale: the divisor of local gradients.
         """
         writer = self.writer
         if writer.is_dense(step):
@@ -83,7 +83,7 @@ class Keeper:
             writer.grad_norm(step, _number(norm))
         counts: dict[str, float] = {}
         for unit, held in self._by_unit():
-            # Of each parameter all that lies alike at once, since hashes of elements take longest.
+            # All tensors of a parameter at once, because hashing element indices is the most expensive part.
             slots: dict[str, Pieces] = {}
             for each in held:
                 state = next((o.state[each.param] for o in optimizers if each.param in o.state), {})
@@ -126,8 +126,8 @@ class Keeper:
         return _shaped(self._kept(name, value.numel(), [value], 0)[0], value)
 
     def _kept(self, name: str, numel: int, tensors: Sequence[Tensor], start: int) -> list[Any]:
-        """Tensors that lie alike as what is written of them: of a parameter with so many elements, sketches or arrays."""
-        # What an array was made of can never be freed by resizing it, as sharding does with full parameters: copies are.
+        """Convert tensors with equal element ranges to sketches or arrays, by the number of elements of the parameter."""
+        # Copies, because memory that a numpy array aliases cannot be freed by resizing, as for unsharded parameters.
         own = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
         if self.writer.manifest.detail == "sketch" and numel > WHOLE:
             return list(sketches_of(name, own, start))
@@ -139,7 +139,7 @@ def _shaped(kept: np.ndarray | Sketch, value: Tensor) -> np.ndarray | Sketch:
 
 
 def _is_like(param: Tensor, slot: str, value: Any) -> bool:
-    """Whether an optimizer keeps this of each element."""
+    """Whether an optimizer state entry has the parameter's shape."""
     is_tensor = slot != COUNT and isinstance(value, Tensor) and value.is_floating_point()
     return is_tensor and value.shape == param.shape
 

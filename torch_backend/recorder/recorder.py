@@ -26,13 +26,13 @@ from torch_backend.recorder.model import ModelView, view_of
 from torch_backend.recorder.operators import OperatorTrace
 from torch_backend.recorder.watch import Sink, Watch, quietly
 
-# Steps of an accelerator whose losses and batches wait on it, so that the loop need not wait for them.
+# The number of steps whose losses and batches stay on the accelerator, so that the loop does not wait for them.
 _MOST_WAITING = 32
 
 
 @dataclass
 class _Said:
-    """What the lines of a step say, as long as it may lie on a device. One list of tensors a microbatch."""
+    """The values of a step's lines, possibly still on a device. One list of tensors per microbatch."""
 
     loss: list[Tensor | float]
     microbatches: list[list[Tensor]]
@@ -42,7 +42,7 @@ class _Said:
 
 
 class Recorder(Sink, Listener):
-    """Records a loop; the loop stays as it is, and says only where a step ends.
+    """Records a training loop. The loop only calls `step` after each step.
 
         with Recorder("runs/mine", model=model, optimizer=optimizer) as recorder:
             for batch in data:
@@ -53,37 +53,37 @@ class Recorder(Sink, Listener):
                 optimizer.zero_grad()
                 recorder.step(loss=loss)
 
-    The model may be a FullyShardedDataParallel or made by fully_shard, ours or torch's, DistributedDataParallel, or a plain
-    module on one device or with gradients averaged by hand. All its ranks record, into one directory that all can write to.
+    The model can be a FullyShardedDataParallel or use fully_shard (of this package or PyTorch), a DistributedDataParallel, or a
+    plain module on one device or with manually averaged gradients. All ranks record into one shared directory.
 
-    Of recorded steps are kept: reduced gradients as they are before the first clipping or else before the optimizer steps, the
-    norm that clipping found, the parameters and the optimizer's state after the step, and our engine's collectives. Of dense ones
-    besides: parameters in full as forward reads them, inputs and outputs of modules, and the gradients of each rank's own batch.
-    Of every step: the loss, and what the batch was. Inside of a compiled module nothing is seen.
+    Every step records the loss and the batch's digest and sample ids. Recorded steps also contain reduced gradients (before the
+    first clipping, or before the optimizer step), the gradient norm of clipping, parameters and optimizer state after the step,
+    and the collectives of our engine. Dense steps also contain unsharded parameters, inputs and outputs of modules, and local
+    gradients. The inside of compiled modules is not recorded.
 
     Args:
-        directory: where to record to.
-        model: what is trained, as the loop calls it.
-        optimizer: whose state is recorded; None: every one that steps with parameters of the model.
-        units: of a model that nothing shards, what counts as a unit: names or classes of modules, or an auto_wrap_policy. None:
-            the members of its longest list of modules.
-        every, dense: tensors are recorded at every so many steps, and all of the first steps.
-        windows: (start, stop) of further steps of which all is recorded; `open_window` opens one while the loop runs.
-        detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes a tensor), or "auto": sketches of a model of more
-            than a million parameters.
-        steps: how many the loop will take, if that is known; the last one is then recorded too.
+        directory: the directory of the recording.
+        model: the trained model, as the loop calls it.
+        optimizer: the optimizer whose state is recorded. None: all optimizers that step with parameters of the model.
+        units: the units of an unsharded model: names or classes of modules, or an auto_wrap_policy. None: the members of its
+            longest list of modules.
+        every, dense: record tensors every `every` steps, and the first `dense` steps densely.
+        windows: (start, stop) of further dense steps; `open_window` adds one while the loop runs.
+        detail: "full", "sketch" (`crossframe.recording.sketch`: 2 KB per tensor), or "auto": sketches for models with more than a
+            million parameters.
+        steps: the number of steps of the loop, if known; the last one is then also recorded.
         twin: number of the perturbed run (`crossframe.recording.perturbed_runs`), or 0 for the original run. A perturbed run
             starts one unit in the last place away and rounds differently. Its recording is a folder inside the original run's
             recording. None: the environment variable CROSSFRAME_TWIN, else 0.
-        overwrite: replace a recording that is there.
-        name: of the model. None: that of its class.
-        seed, settings: for the manifest: where initial values and batches come from, and whatever else is worth knowing.
-        manifest: of a recording that has been created, into which this rank writes; then all from `units` on comes from it.
+        overwrite: replace an existing recording.
+        name: name of the model. None: that of its class.
+        seed, settings: for the manifest: the seed of initial values and batches, and further settings.
+        manifest: the manifest of an existing recording into which this rank writes; replaces the arguments from `units` on.
 
     Raises:
-        UsageError, UnsupportedError: arguments of other kinds; a model that cannot be recorded.
-        RecordingError: a directory that cannot be recorded to.
-        AgreementError: another rank failed, or has another model. This and the last come when the first step begins.
+        UsageError, UnsupportedError: invalid arguments, or a model that cannot be recorded.
+        RecordingError: a directory that cannot be written. Raised at the first step.
+        AgreementError: another rank failed or has another model. Raised at the first step.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Recorder(Sink, Listener):
         }
         self._request, self._trace = Request.from_environment(), None
         if self._request is not None:
-            # The run is made again for the operators of one step: what it records besides is of no interest.
+            # A second run that only traces operators of one step; its other records are not used.
             self._path = Path(self._request.directory, "recording") if manifest is None else self._path
             self._overwrite = True
             self._options |= {"schedule": Schedule(0, 10**9), "detail": "sketch"}
@@ -141,14 +141,14 @@ class Recorder(Sink, Listener):
         self._forget()
 
     def _forget(self) -> None:
-        """A step begins: nothing of it is known."""
+        """Reset the values of the step."""
         self._losses: list[Tensor | float] = []
         self._microbatches: list[list[Tensor]] = []
         self._norm: Tensor | float | None = None
         self._has_grads = False
-        # By what a GradScaler multiplied the loss, and with it every rank's own gradients.
+        # The loss scale of a GradScaler, which multiplies local gradients.
         self._loss_scale = 1.0
-        # Of each optimizer that stepped, the learning rates of its groups.
+        # The learning rates of the groups of each optimizer that stepped.
         self._rates: dict[int, list[Tensor | float]] = {}
 
     def __enter__(self) -> Self:
@@ -178,7 +178,7 @@ class Recorder(Sink, Listener):
             self._write_waiting()
         self._keeper.writer.__exit__(kind, error, trace)
 
-    # What the loop says
+    # Called by the loop
 
     def step(
         self,
@@ -188,17 +188,17 @@ class Recorder(Sink, Listener):
         sample_ids: Sequence[int] | None = None,
         grad_norm: Tensor | float | None = None,
     ) -> None:
-        """A step is over: the optimizer has stepped. Gradients may be gone by now.
+        """Record a step. Call it after the optimizer step; gradients may already be cleared.
 
         Args:
-            loss: this rank's, of the whole step. None: the sum of what backward was called on.
-            batch: what this rank was fed: its sha256 in hex, or its tensors. None: the tensors that forward was given.
-            sample_ids: a number of each sample of it. None: a hash of its values (`crossframe.recording.batches`), for which all
-                of them are read at every step: of batches of many megabytes say a digest and numbers of your own.
-            grad_norm: of the loop's own computing, before it clipped. None: that of clip_grad_norm_, if it was called.
+            loss: this rank's loss of the whole step. None: the sum of the tensors on which backward was called.
+            batch: this rank's batch: its sha256 in hex, or its tensors. None: the tensor inputs of forward.
+            sample_ids: an id of each sample. None: a hash of its values (`crossframe.recording.batches`), which reads all values
+                at every step; for batches of many megabytes, pass a digest and ids.
+            grad_norm: the gradient norm before clipping, if the loop computes it. None: that of clip_grad_norm_, if called.
 
         Raises:
-            UsageError: no forward, or no backward, and nothing given in their place.
+            UsageError: no forward or backward ran, and the corresponding argument is missing.
         """
         with quietly():
             keeper, said = self._begun(), self._said(loss, batch, sample_ids)
@@ -220,10 +220,10 @@ class Recorder(Sink, Listener):
             raise SystemExit(0)
 
     def open_window(self, num_steps: int) -> None:
-        """Make so many steps dense, beginning with the one that has not begun. All ranks call it at the same step.
+        """Record the next `steps` steps densely. All ranks must call it at the same step.
 
         Raises:
-            UsageError: no number of steps; a step is under way.
+            UsageError: an invalid number of steps, or a call during a step.
         """
         if type(num_steps) is not int or num_steps < 1:
             raise UsageError(f"Recorder.open_window: expected a number of steps, got {num_steps!r}")
@@ -235,14 +235,14 @@ class Recorder(Sink, Listener):
             keeper.writer.open_window(self._step + num_steps)
             self._begin_step()
 
-    # What is overheard
+    # Called by hooks
 
     def begins(self) -> None:
         with quietly():
             self._begun()
 
     def batch(self, tensors: list[Tensor]) -> None:
-        self._microbatches.append([tensor.clone() for tensor in tensors])  # the loop may fill them anew
+        self._microbatches.append([tensor.clone() for tensor in tensors])  # the loop may reuse the tensors
 
     def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
         self._begun().activation(self._step, microbatch, module, use, value, operator)
@@ -258,7 +258,7 @@ class Recorder(Sink, Listener):
                 self._trace.result(loss)
 
     def scaled(self, scaler: Any) -> None:
-        if self._watch.is_dense:  # else nobody asks, and an accelerator need not be waited for
+        if self._watch.is_dense:  # otherwise unused, and it would wait for the accelerator
             self._loss_scale = float(scaler.get_scale())
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
@@ -280,10 +280,10 @@ class Recorder(Sink, Listener):
                 self._rates[id(optimizer)] = [r.clone() if isinstance(r, Tensor) else float(r) for r in rates]
                 self._keep_grads()
 
-    # What is done
+    # Writing
 
     def _begun(self) -> Keeper:
-        """The recording, which begins when this is first asked for."""
+        """The keeper, which starts the recording on first use."""
         if self._keeper is None:
             self._view = view = self._view or view_of(self._model, self._units)
             manifest = self._manifest
@@ -311,9 +311,9 @@ class Recorder(Sink, Listener):
         self._watch.begin_step(self._view, collects=records, is_dense=writer.is_dense(self._step))
 
     def _keep_grads(self) -> None:
-        """Record the reduced gradients, if they are wanted and have not been recorded yet.
+        """Record the reduced gradients, if required and not recorded yet.
 
-        Ahead of all forwards there are none: whoever loads an optimizer's state may let it step, so that there is some to fill.
+        Before the first forward there are none: loading an optimizer state can call `step` to allocate it.
         """
         assert self._keeper is not None
         if self._microbatches and not self._has_grads and self._keeper.writer.records(self._step):
@@ -337,7 +337,7 @@ class Recorder(Sink, Listener):
         return _Said(losses, microbatches, None, sample_ids)
 
     def _write_waiting(self) -> None:
-        """Write the steps that have been left on the accelerator, and end them."""
+        """Write the pending steps whose values are on the accelerator."""
         first = self._step + 1 - len(self._waiting)
         assert self._keeper is not None
         for step, said in enumerate(self._waiting, first):

@@ -1,9 +1,8 @@
 """Records an unchanged training script. `crossframe record SCRIPT` starts `main` or `launch` in a process.
 
-What is recorded is told by what the script does. An optimizer that is made is noted, with the parameters that it holds. The first
-module that is called by no other, with gradients enabled, and has all the parameters of an optimizer, is the model; the recording
-begins there. A step ends when every optimizer of the model has stepped, and its loss is what backward was called on. An optimizer
-of other parameters makes this no one training: that is refused, and a `Recorder` in the script can say what is meant.
+The model is the first module that is called outside of other modules with gradients enabled and has all parameters of an
+optimizer; the recording begins there. A step ends when every optimizer of the model has stepped, and its loss is the tensor on
+which backward was called. A script with an optimizer of other parameters is rejected; it can use a `Recorder` instead.
 """
 
 import json
@@ -29,7 +28,7 @@ from torch_backend.recorder.recorder import Recorder
 from torch_backend.recorder.watch import in_backward
 
 NOT_RECORDED = 3
-"""Exit status of a script that was run, but not recorded."""
+"""Exit status of a script that ran but was not recorded."""
 _USE_RECORDER = "use torch_backend.recorder.Recorder in the script, which is told the model"
 
 
@@ -54,7 +53,7 @@ class ScriptRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, the script runs."""
+        """A context in which the script runs."""
         with ExitStack() as stack:
             stack.enter_context(replaced(Optimizer, "__init__", self._noting))
             stack.callback(register_optimizer_step_post_hook(self._steps).remove)
@@ -64,10 +63,10 @@ class ScriptRecorder:
             yield
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The script is over. If it failed, what it has recorded gets no end.
+        """End the recording, unless the script failed.
 
         Raises:
-            UsageError: it did not fail, and nothing was trained.
+            UsageError: the script succeeded without training.
         """
         if self._recorder is not None and (self._num_steps or error is not None):
             self._recorder.__exit__(type(error) if error else None, error, None)
@@ -110,7 +109,7 @@ class ScriptRecorder:
         return call
 
     def _consider(self, module: nn.Module) -> None:
-        """Record this module, if it is what an optimizer trains."""
+        """Start recording this module if it has all parameters of an optimizer."""
         own = {id(param) for param in module.parameters()}
         held = [optimizer for ref in self._made if (optimizer := ref()) is not None]
         mine = [optimizer for optimizer in held if own >= _params_of(optimizer)]
@@ -189,7 +188,7 @@ def main() -> int:
 
 
 def launch() -> int:
-    """torchrun, whose processes run `main`; returns the exit status.
+    """Run torchrun with processes that run `main`; returns the exit status.
 
     NPROC_PER_NODE OPTIONS SCRIPT ARGUMENTS are on the command line.
     """

@@ -20,7 +20,7 @@ class NamedModule:
     """A module by its canonical name.
 
     Attributes:
-        compiled: whether it lies inside what torch.compile made one: what goes on in there cannot be watched.
+        compiled: whether it is inside a compiled module, in which hooks do not run.
     """
 
     name: str
@@ -29,7 +29,7 @@ class NamedModule:
 
 
 def named_modules(model: nn.Module, *, every_name: bool = False) -> Iterator[NamedModule]:
-    """All modules by canonical name, outer ones first; a wrapper and what it wraps have one name.
+    """All modules by canonical name, outer ones first; a wrapper and its wrapped module share a name.
 
     Args:
         every_name: modules that are registered several times, each time.
@@ -57,12 +57,12 @@ def child_name(module: nn.Module, name: str, attribute: str) -> str:
 
 
 def is_ddp(module: nn.Module) -> bool:
-    """Whether this is torch's DistributedDataParallel, or a kind of it."""
+    """Whether this is PyTorch's DistributedDataParallel or a subclass."""
     return derives_from_torch(type(module), _DDP)
 
 
 def is_torch_fsdp2(module: nn.Module) -> bool:
-    """Whether torch's fully_shard made this a unit. Its package is not imported here."""
+    """Whether PyTorch's fully_shard was called on this module. Does not import its package."""
     return derives_from_torch(type(module), _SHARDED)
 
 
@@ -72,12 +72,12 @@ def is_torch_fsdp1(module: nn.Module) -> bool:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The user's own model inside of all wrappers."""
+    """The user's model without wrappers."""
     return [place.module for place in named_modules(model) if not place.name][-1]
 
 
 def class_name(module: nn.Module) -> str:
-    """What the user calls the class of a module: fully_shard makes another of it, which its name begins with FSDP."""
+    """The name of a module's original class, without the FSDP prefix of fully_shard."""
     for cls in type(module).__mro__:
         sharded = any(base.__name__ == _SHARDED for base in cls.__mro__)
         if not sharded:
@@ -86,14 +86,13 @@ def class_name(module: nn.Module) -> str:
 
 
 def choose_units(model: nn.Module, units: Any) -> set[str]:
-    """The names of the modules that are recorded as units of a model that nothing shards.
+    """The names of the modules that are recorded as units of an unsharded model.
 
     Args:
-        units: names, or classes, or a policy of FSDP's auto_wrap_policy; None: the modules directly inside the longest list of
-            modules of one class.
+        units: names, classes, or an auto_wrap_policy. None: the members of the longest list of modules of one class.
 
     Raises:
-        UsageError: names that no module has, or something else.
+        UsageError: unknown names or an invalid type.
     """
     named = {place.name: place.module for place in named_modules(model)}
     if units is None:
