@@ -361,7 +361,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
             (lambda: jax.jit(lambda p: recorder.step(params=p, loss=1.0))(params), r"got tracers in \['params'\]"),
             (
                 lambda: recorder.step(params=params, loss=1.0, batch=[Batch("0" * 64, ())] * 2),
-                "one for each of 1 ranks here",
+                "one for each of 1 ranks of this process",
             ),
             (
                 lambda: recorder.wrap(lambda *args: 3)(params, (), ()),

@@ -256,7 +256,7 @@ def test_what_is_cut_on_another_dim_is_recorded_by_rows(tmp_path, replicate):
 
 def test_what_does_not_fit_sharded_params_is_refused(tmp_path):
     sharded = sharded_small()
-    with pytest.raises(UsageError, match="units: expected none beside ShardedParams"):
+    with pytest.raises(UsageError, match="units: expected None with ShardedParams"):
         Recorder(tmp_path / "r", sharded, units=["inp"])
     step = Recorder(tmp_path / "r", sharded).value_and_grad(small_loss)
     with pytest.raises(UsageError, match="expected arrays, got tracers"):
