@@ -6,7 +6,6 @@ order. A rank that raises fails the test with its traceback; a rank that hangs i
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,16 +35,15 @@ class World:
     """Processes of one world size; with the backend "nccl" rank i has GPU i."""
 
     def __init__(self, world_size: int, backend: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self.connections: list[Connection] = []
         self.processes = []
+        port = 0  # the first rank takes a free one, and says which
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()
             self.processes.append(start_process(_serve, theirs, rank, world_size, port, backend))
             theirs.close()
             self.connections.append(ours)
+            port = port or ours.recv()
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
         """The results of `fn` on all ranks."""
@@ -123,6 +121,8 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int, backen
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _share_gloos_thread()
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+    if rank == 0:
+        connection.send(store.port)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
