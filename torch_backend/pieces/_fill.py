@@ -1,4 +1,4 @@
-"""Fills a bucket's line from whatever a state dict holds for its parameters."""
+"""Fills a bucket's flat buffer from the tensors of a state dict."""
 
 from collections.abc import Iterable
 
@@ -17,16 +17,15 @@ from torch_backend.pieces._sharded_tensors import rows_of_sharded_tensor
 
 @torch.no_grad()
 def fill(line: Tensor, store: ShardStore, given: Iterable[tuple[str, Place, Tensor]], *, unit: str = "") -> None:
-    """Fill a line from tensors of a state dict. All ranks of the shard group give tensors of the same kinds.
+    """Fill a flat buffer from tensors of a state dict. All ranks of the shard group must pass tensors of the same kinds.
 
-    A full tensor is the same on all ranks, and each takes its part. A DTensor may have any placements on the unit's mesh. A
-    ShardedTensor has chunks of rows. A PieceTensor has the layout of the store. All may have any dtype.
+    Full tensors must be equal on all ranks. DTensors may have any placements on the unit's mesh. ShardedTensors have chunks of
+    rows. PieceTensors have the layout of the store. All dtypes are supported.
 
     Args:
         line: shape (padded_shard_numel,). The elements of other parameters, and padding, keep their values.
-        store: of the bucket, whose layout the line has.
-        given: names for messages, places in the bucket, and tensors of the shapes there. They may be made one by one: only rows
-            are kept.
+        store: the store of the bucket, with the layout of the buffer.
+        given: names for messages, places in the bucket, and tensors with their shapes. An iterator may create them one at a time.
         unit: for messages and the trace.
 
     Raises:

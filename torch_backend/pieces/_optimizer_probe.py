@@ -1,10 +1,10 @@
-"""Rejects optimizers that look beyond single elements, which PieceTensors do not allow, by trying them on small tensors.
+"""Rejects optimizers that are not elementwise, which PieceTensors do not support, by probing them on small tensors.
 
-On a flat or ragged layout a rank has some elements of a parameter. An optimizer under which each element goes its own way (Adam)
-does there what it does on the whole. One that looks at a norm of the parameter (LAMB), at rows and columns (Adafactor) or at the
-matrix (Muon) would compute something else on each rank. So before the first step of an optimizer that holds PieceTensors, one
-like it steps on small plain tensors, and again with one element changed: its gradients, to large numbers or to NaN, or its value.
-If any other element then differs in any bit, the optimizer is refused.
+In a flat or ragged layout, a rank has only some elements of a parameter. An elementwise optimizer (Adam) computes the same on
+them. An optimizer that uses a norm of the parameter (LAMB), rows and columns (Adafactor) or the matrix (Muon) would compute
+different results on each rank. So before the first step of an optimizer with PieceTensors, a copy steps on small plain tensors,
+and again with one element changed: its gradient to a large number or NaN, or its value. If any other element differs in any bit,
+the optimizer is rejected.
 """
 
 import inspect
@@ -21,28 +21,28 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from crossframe.errors import UsageError
 from torch_backend.pieces._piece_tensor import PieceTensor
 
-# Large enough for what quantizes its state in blocks to do so, which bitsandbytes and torchao begin at 4096 elements.
+# Large enough for block-wise quantized state, which bitsandbytes and torchao use from 4096 elements on.
 SHAPES = ((64, 96), (48,))
-# Of each shape the element that is changed: neither the first nor the last. By what its gradients and its value are multiplied.
+# The index of the changed element of each shape, neither the first nor the last, and the factors of its gradients and its value.
 CHANGED = (17 * 96 + 5, 11)
 CHANGES = ((-1000.0, 1.0), (math.nan, 1.0), (1.0, 1000.0))
 STEPS = 2
 SEED = 20
 
-# How many groups of an optimizer have been looked at, and classes with options that have passed.
+# The number of probed groups of each optimizer, and the classes with options that passed.
 _looked_at: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _passed: set[tuple[Any, ...]] = set()
 
 
 def check_local(optimizer: Optimizer) -> None:
-    """Raise UsageError unless each element that the optimizer updates is its own affair, as far as it holds PieceTensors.
+    """Raise UsageError unless the optimizer updates PieceTensors elementwise.
 
-    A group is looked at once, before its first step. Neither the optimizer nor any random generator is touched. An optimizer that
-    looks at several elements only above some size that the probe does not have, or only after several steps, is not found.
+    Each group is probed once, before its first step, without changing the optimizer or random generators. An optimizer that is
+    not elementwise only above a size that the probe does not reach, or only after several steps, is not detected.
 
     Raises:
-        UsageError: it looks beyond single elements, cannot be tried (its step needs a closure, its constructor more than the
-            options of a group), or has PieceTensors and DTensors in one group that are updated together.
+        UsageError: the optimizer is not elementwise, cannot be probed (its step needs a closure, or its constructor more than the
+            options of a group), or updates PieceTensors and DTensors of one group together.
     """
     groups = optimizer.param_groups
     seen = _looked_at.get(optimizer, 0)
@@ -113,7 +113,7 @@ def _stepped(
     grad_factor: float = 1.0,
     value_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Small parameters after some steps of a new optimizer. One element of each, and its gradients, are multiplied before."""
+    """Small parameters after some steps of a new optimizer, with one element of each and its gradients multiplied before."""
     torch.default_generator.manual_seed(SEED)
     if like.device.type == "cuda":
         torch.cuda.default_generators[like.device.index].manual_seed(SEED)
@@ -130,7 +130,7 @@ def _stepped(
     accepted = inspect.signature(cls).parameters
     optimizer = cls(params, **{key: _copied(value) for key, value in options.items() if key in accepted})
     optimizer.param_groups[0].update({key: _copied(value) for key, value in options.items()})
-    # Without the hooks around it, which are for the user's optimizers.
+    # Without step hooks, which are for the user's optimizers.
     step = getattr(cls.step, "__wrapped__", cls.step)
     for _ in range(STEPS):
         for i, param in zip(shapes, params, strict=True):
@@ -145,7 +145,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """Options that are tensors (a learning rate) are not shared."""
+    """Copy tensor options (a learning rate), so that they are not shared."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -21,7 +21,7 @@ from torch_backend.ranks._collectives import Communicator
 
 PHASE = "state"
 
-# What this rank holds of parameters, by index, each 1-D.
+# This rank's 1-D pieces of parameters, by index.
 Pieces = Mapping[int, Tensor]
 
 
@@ -35,11 +35,12 @@ def _move(
     *,
     unit: str,
 ) -> None:
-    """Fill what a rank should hold under the target from what the ranks hold under the source. All ranks of the group call it.
+    """Copy this rank's pieces under the target layout from the pieces of all ranks under the source layout. All ranks of the
+    group must call it.
 
     Args:
-        held, wanted: of the same parameters.
-        like: what is sent has its dtype and is on its device.
+        held, wanted: source and target pieces of the same parameters.
+        like: determines dtype and device of communication.
         unit: for the trace.
     """
     plan = exchange(source, target, shards.rank, tuple(sorted(held)))
@@ -77,15 +78,15 @@ def to_rows(
 
     Args:
         line: shape (padded_shard_numel,): this rank's buffer under the bucket's layout, in any dtype.
-        indices: the parameters that are wanted; the same on all ranks of the group.
+        indices: the parameters, the same on all ranks of the group.
         unit: for the trace.
 
     Returns:
-        For each of them a tensor in memory of its own, of the parameter's shape except for dim 0.
+        A tensor in separate memory for each parameter, with the parameter's shape except dim 0.
     """
     target = target_of(layout, StateKind.SHARDED)
     assert isinstance(target, PerParamLayout)
-    # Each in memory of its own: torch cannot deep-copy a DTensor of a view into a larger memory.
+    # In separate memory, because torch cannot deep-copy a DTensor of a view.
     rows = {i: line.new_empty(target.shard_shape(i, shards.rank)) for i in indices}
     held = _in_line(line, layout, shards.rank, indices)
     _move(held, layout, _in_rows(rows), target, shards, line, unit=unit)
@@ -96,7 +97,7 @@ def to_rows(
 def from_rows(
     rows: Mapping[int, Tensor], line: Tensor, layout: Layout, shards: Communicator, *, unit: str = ""
 ) -> None:
-    """The inverse of `to_rows`: fill a buffer that has the bucket's layout.
+    """The inverse of `to_rows`: fill a buffer with the bucket's layout.
 
     Args:
         rows: this rank's rows of parameters by index, in any dtype; of the same parameters on all ranks.
@@ -112,13 +113,13 @@ def as_sharded(places: Sequence[Place], line: Tensor, *, unit: str = "") -> list
     """The tensors of a sharded state dict, for parameters of one bucket or tensors with the same layout (optimizer state).
 
     Args:
-        places: of the parameters that are wanted.
+        places: the places of the parameters.
         line: shape (padded_shard_numel,): this rank's buffer under the bucket's layout, in any dtype.
         unit: for the trace.
 
     Returns:
-        For each place a DTensor, cut on dim 0 over the shard group and replicated over the first axis of a hybrid mesh; without a
-        mesh a ShardedTensor.
+        A DTensor for each place, sharded on dim 0 over the shard group and replicated over the first axis of a hybrid mesh; a
+        ShardedTensor without a mesh.
     """
     rows = to_rows(line, places[0].layout, places[0].shards, [place.index for place in places], unit=unit)
     return [_of_rows(row, place) for row, place in zip(rows, places, strict=True)]
@@ -135,7 +136,7 @@ def _of_rows(rows: Tensor, place: Place) -> DTensor | ShardedTensor:
 
 
 def is_over(mesh: DeviceMesh, place: Place) -> bool:
-    """Whether a DTensor's mesh is that of a place, or of the ranks alone that the place's unit is sharded over."""
+    """Whether a DTensor's mesh is that of a place, or only its shard axis."""
     if place.whole is not None:
         return place.whole.is_over(mesh)
     return mesh == place.mesh or (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == place.shards.ranks)
@@ -143,8 +144,8 @@ def is_over(mesh: DeviceMesh, place: Place) -> bool:
 
 @torch.no_grad()
 def part_of_dtensor(dtensor: DTensor, place: Place) -> tuple[Tensor, bool]:
-    """What this rank takes of a DTensor whose mesh `is_over` a place: its rows, and True; or under tensor parallelism perhaps its
-    whole part of the parameter, and False. All ranks of the mesh call it."""
+    """(this rank's rows of a DTensor whose mesh `is_over` a place, True), or under tensor parallelism possibly (its whole local
+    tensor, False). All ranks of the mesh must call it."""
     if place.whole is not None:
         return place.whole.part(dtensor)
     wanted = (*[Replicate()] * (dtensor.device_mesh.ndim - 1), Shard(0))

@@ -1,7 +1,7 @@
 """The torch operations that PieceTensor supports, and how each is computed on pieces.
 
-By meaning, not by name: torch tags its operations, and "pointwise" says that an element of the result depends on the elements
-at its place alone. Such an operation on tensors that are cut alike is that operation on what each rank holds.
+torch tags operations as "pointwise" if an element of the result only depends on the elements at the same index. Such an operation
+on tensors with equal pieces is the same operation on the pieces.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
 def handler_of(func: Any) -> Handler:
-    """The handler of an operation of torch: by its name and tags."""
+    """The handler of a torch operation, by its name and tags."""
     name = _name(func)
     if name in _ALIASES:
         return _alias
@@ -57,8 +57,8 @@ def _name(func: Any) -> str:
 
 
 def _base_is_pointwise(name: str, overload: str) -> bool:
-    """Of an operation on lists: whether it is one pointwise operation on each of them. What takes one list and nothing else is
-    the operation's default: `max` of two tensors is pointwise, of one it is not."""
+    """Whether an operation on lists is a pointwise operation on each item. With a single list it is the default overload: `max`
+    of two tensors is pointwise, of one tensor it is not."""
     base = name.removeprefix(_FOREACH).removesuffix("_")
     if base in _POINTWISE:
         return True
@@ -70,7 +70,7 @@ def _base_is_pointwise(name: str, overload: str) -> bool:
 
 
 def _first(values: Any) -> PieceTensor:
-    """The first PieceTensor among arguments, lists of them included. There is one, or torch would not have asked."""
+    """The first PieceTensor among the arguments and lists of arguments, which torch guarantees to exist."""
     for value in values:
         if isinstance(value, PieceTensor):
             return value
@@ -84,10 +84,10 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **why: str
 
 
 def _local(func: Any, like: PieceTensor, value: Any) -> Any:
-    """An argument as this rank's part of the operation takes it.
+    """This rank's part of an argument.
 
     Raises:
-        UsageError: a tensor that is neither cut as `like` is nor of one element.
+        UsageError: a tensor with neither the pieces of `like` nor a single element.
     """
     if isinstance(value, PieceTensor):
         if same_place(like.place, value.place):
@@ -104,7 +104,7 @@ def _local(func: Any, like: PieceTensor, value: Any) -> Any:
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On the elements here. What is written into is returned, as torch does."""
+    """Apply the operation to this rank's elements. Returns the written argument of an in-place operation, as torch does."""
     like = _first((*args, *kwargs.values()))
     if kwargs.get("memory_format") not in _FORMATS:
         _refuse(func, args, kwargs, why="has its elements in one row-major line")
@@ -129,7 +129,7 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor of the parameter's shape is cut as it is; of any other shape it is a plain tensor."""
+    """Create a PieceTensor for the parameter's shape, and a plain tensor for other shapes."""
     like, shape, *rest = args
     if torch.Size(shape) != like.shape:
         return func(like.local, shape, *rest, **kwargs)
@@ -137,7 +137,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """From a tensor that is cut alike, from a number, or from a full one, of which each rank takes its part."""
+    """Copy from a tensor with equal pieces, a number, or this rank's part of a full tensor."""
     target, source = args[:2]
     is_full = isinstance(source, Tensor) and not isinstance(source, PieceTensor | DTensor)
     if isinstance(target, PieceTensor) and is_full and source.shape == target.shape:
@@ -148,7 +148,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only `tensor[mask] = number`, with a mask that is cut alike."""
+    """Only `tensor[mask] = number`, for a mask with equal pieces."""
     target, indices, values = args[:3]
     one_mask = len(indices) == 1 and isinstance(indices[0], PieceTensor) and indices[0].dtype == torch.bool
     if not (isinstance(target, PieceTensor) and one_mask):
@@ -159,8 +159,7 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of all elements: a DTensor of which each rank has the part that its elements make, and which is reduced when it is used
-    (R30)."""
+    """A norm of all elements: a partial DTensor of each rank's norm, which is reduced when used (R30)."""
     defaults: tuple[Any, ...] = (2, None, False)
     tensor, order, dims, keeps = (*args, *defaults[len(args) - 1 :])
     if keeps or (dims and len(dims) != tensor.dim()):
@@ -184,7 +183,7 @@ def _check_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operations on lists: the first is of PieceTensors, and each tensor of the others goes with the one at its place in it."""
+    """Operations on lists: the first list contains PieceTensors, and the others correspond to it item by item."""
     likes = args[0]
     if not all(isinstance(tensor, PieceTensor) for tensor in likes):
         _refuse(
@@ -203,7 +202,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """As GradScaler asks: unscale gradients, and notice what is not finite on any rank."""
+    """Unscale gradients for GradScaler, and detect elements that are not finite on any rank."""
     grads: Sequence[PieceTensor] = args[0]
     found_inf = args[1]
     _foreach(func, args, kwargs)

@@ -17,16 +17,16 @@ from torch_backend.ranks._collectives import Communicator
 
 
 class Place:
-    """Where one parameter of a bucket lies, which its parameter, gradient and optimizer state have in common.
+    """The place of a parameter in a bucket, shared by the parameter, its gradient and its optimizer state.
 
     Attributes:
-        store: the shard that it is a part of.
+        store: the shard that contains it.
         index: its index in the layout.
-        mesh: the ranks: (shard,) or (replicate, shard). None under FSDP1 without a mesh, where nothing is a DTensor.
+        mesh: (shard,) or (replicate, shard). None under FSDP1 without a mesh, where there are no DTensors.
         shards: this rank's shard group.
-        shape: of the parameter; under tensor parallelism of this rank's part of it.
-        whole: the DTensor of tensor parallelism that the parameter is this rank's part of; None of a plain one.
-        numel: how many elements this rank holds.
+        shape: shape of the parameter; under tensor parallelism, of its local tensor.
+        whole: the DTensor of tensor parallelism; None for a plain parameter.
+        numel: the number of elements on this rank.
     """
 
     def __init__(
@@ -54,24 +54,25 @@ class Place:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Of a DTensor of the parameter on that mesh."""
+        """The placements of a DTensor of the parameter on the mesh."""
         return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for two places that cut their parameters alike, between the same ranks."""
+        """A key that is equal for places with equal pieces and ranks."""
         layout = self.layout
         return (layout.offsets[self.index], layout.padded_shard_numel, layout.world_size, self.shape, self.shards.ranks)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What each rank of the shard group holds of the parameter, the empty pieces left out, in the order of elements."""
+        """The nonempty pieces of all ranks of the shard group, in the order of elements."""
         return tuple(self.layout.find(self.index, 0, self.layout.params[self.index].numel))
 
     def line(self, local: Tensor) -> DTensor:
-        """The elements here as a part of a 1-D DTensor: right for what does not ask in which order they are, such as a norm."""
+        """This rank's elements as a shard of a 1-D DTensor, for operations that do not depend on the order of elements, such as a
+        norm."""
         if not self.numel:
-            local = local.new_zeros(1)  # no norm of infinite order is defined without elements; a zero changes none
+            local = local.new_zeros(1)  # a norm of order inf needs an element, and a zero does not change it
         spec = self._line_specs.get(local.dtype)
         if spec is None:
             meta = TensorMeta(torch.Size((max(1, self.shape.numel()),)), (1,), local.dtype)
@@ -79,7 +80,7 @@ class Place:
         return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
     def gather(self, local: Tensor) -> Tensor:
-        """The whole tensor on every rank, from what each holds of it. An all-gather."""
+        """All-gather the full tensor from the pieces of all ranks."""
         if not self.pieces:
             return local.new_empty(self.shape)
         padded = local.new_zeros(max(piece.numel for piece in self.pieces))

@@ -1,7 +1,7 @@
 """PieceTensor: a parameter of a flat or ragged layout on one rank.
 
-A DTensor says where elements lie by a dim of the tensor. Under a flat or ragged layout a rank holds a run of elements of the
-parameter, taken as one row-major line, and the run begins and ends anywhere (R04, R09). No placement of DTensor says that.
+In a flat or ragged layout, a rank has an arbitrary range of row-major elements of a parameter (R04, R09). DTensor placements only
+describe sharding along a dim.
 """
 
 import copy
