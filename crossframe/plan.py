@@ -1,8 +1,8 @@
-"""A training step as a list of events, computed from layouts, strategy, mesh and precision alone.
+"""Plans a training step as a list of events, from layouts, strategy, mesh and precision.
 
-A step is one or more microbatches, each a forward and a backward, and the optimizer's step behind them. Units nest as the names
-of their modules do: the forward of a unit surrounds that of the units inside it. In forward a unit is gathered, computes, and is
-freed if it reshards; in backward it is gathered again, computes its gradients, is freed, and its gradients are reduced.
+A step is one or more microbatches, each with a forward and a backward, followed by the optimizer step. Units nest like the names
+of their modules. In forward, a unit is all-gathered, computes, and is freed if it reshards. In backward, it is all-gathered
+again, computes its gradients and is freed, and its gradients are reduced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,21 +39,21 @@ class PlannedBucket:
 
     @property
     def trained(self) -> bool:
-        """Whether any of its parameters takes a gradient."""
+        """Whether any of its parameters requires a gradient."""
         return any(param.requires_grad for param in self.layout.params)
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit and what becomes of its full parameters.
+    """A unit and its reshard settings.
 
     Attributes:
         name: its module; "" is the root.
-        buckets: its uniform parts, one unless it mixes dtypes.
-        reshard_after_forward: True frees the full parameters between forward and backward, False keeps them, and a number k
-            keeps a shard of a group of k ranks (R08, R13, R14).
-        keeps_full_unreduced: whether a backward that reduces nothing leaves them full too (R15).
-        face: whose particulars hold.
+        buckets: one bucket unless it mixes dtypes.
+        reshard_after_forward: True frees the unsharded parameters between forward and backward, False keeps them, and an int k
+            keeps the shard of a reshard group of k ranks (R08, R13, R14).
+        keeps_full_unreduced: whether a backward without reduction keeps the unsharded parameters (R15).
+        face: the API whose rules apply.
     """
 
     name: str
@@ -87,16 +87,16 @@ def plan_units(
     reshard_after_forward: bool | int | None = None,
     policy: PrecisionPolicy | None = None,
 ) -> tuple[PlannedUnit, ...]:
-    """Units under a strategy, given in the order of forward; several layouts of one name are the buckets of one unit.
+    """Units with a strategy, in forward order. Several layouts with one name are the buckets of one unit.
 
     Args:
-        reshard_after_forward: None asks the strategy, and the root, "", stays full into backward. A user's own choice (FSDP2)
-            holds for the root too (R13): True, False, or the size of the smaller group. The whole group means True, 1 False.
-        policy: precision of all of them; None: everything as stored.
+        reshard_after_forward: None follows the strategy and keeps the root unsharded until backward. True, False or the size of
+            the reshard group (FSDP2) also applies to the root (R13). The size of the shard group means True, and 1 means False.
+        policy: precision of all units; None: dtypes as stored.
 
     Raises:
-        PlanError: a choice that is none of these.
-        MeshError: a smaller group that does not divide the ranks.
+        PlanError: an invalid choice.
+        MeshError: a reshard group whose size does not divide the shard group.
     """
     if not (reshard_after_forward is None or type(reshard_after_forward) in (bool, int)):
         raise PlanError(
@@ -144,21 +144,21 @@ def step_plan(
     microbatches: int = 1,
     sync: Sync = Sync.EACH,
 ) -> list[Event]:
-    """The events of one step on one rank, in the order in which they are issued.
+    """The events of one step on one rank, in issue order.
+
+    With one shard, nothing is all-gathered and only copies are freed: a flat layout in full precision is already unsharded (R14).
+    Gradients are summed over replicas after they are reduced over the shard group (R28).
 
     Args:
-        units: in the order in which forward reaches them. They reduce in the reverse order.
-        backward_prefetch: when a unit's gather in backward is issued (R16); None: when it is needed.
-        forward_prefetch: how many units ahead forward gathers.
-        microbatches: forwards and backwards before the optimizer steps.
-        sync: which of them reduce their gradients.
-
-    On a mesh of one shard nothing is gathered, and nothing is freed but copies: a line in full precision is full as it is (R14).
-    Gradients are summed over replicas once they are reduced over the shard group (R28).
+        units: in forward order. They reduce in the reverse order.
+        backward_prefetch: when a unit's all-gather in backward is issued (R16); None: when it is needed.
+        forward_prefetch: the number of units that forward prefetches.
+        microbatches: the number of microbatches per optimizer step.
+        sync: the microbatches that reduce gradients.
 
     Raises:
-        PlanError: no units, layouts that are not of the mesh's shard size, counts below their least, or a `sync` that the face or
-            the mesh does not have.
+        PlanError: no units, layouts with another shard size than the mesh, counts that are too small, or a `sync` that the API or
+            the mesh does not support.
     """
     if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
         raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {shown(units)}")
@@ -166,8 +166,8 @@ def step_plan(
 
 
 class _Planner:
-    """One rank's step: sends the machine the signals of a model in which every unit runs once, and lists what its actions
-    move."""
+    """Plans one rank's step: sends the step machine the signals of a model in which each unit runs once, and lists the events of
+    its actions."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Planner:
         self.microbatch = 0
 
     def _walk(self, parent: str | None, *, outer_first: bool) -> Iterator[PlannedUnit]:
-        """The order in which forwards begin, with `outer_first`, or in which they end."""
+        """The units in the order in which forwards begin (`outer_first`) or end."""
         for unit in self.children.get(parent, ()):
             if outer_first:
                 yield unit
@@ -218,8 +218,8 @@ class _Planner:
                 yield unit
 
     def _differentiated(self) -> set[str]:
-        """The units that a backward reaches: from the first on, in the order in which forwards end, that trains something. What
-        lies ahead of it is frozen and computed from inputs, which are taken to need no gradient."""
+        """The units that backward reaches: from the first trained one on, in the order in which forwards end. Earlier units are
+        frozen, and inputs are assumed not to require gradients."""
         ended = list(self._walk(None, outer_first=False))
         first = next((i for i, unit in enumerate(ended) if self.steps[unit.name].trained), len(ended))
         return {unit.name for unit in ended[first:]}
@@ -268,7 +268,7 @@ class _Planner:
                 yield from self._of_action(self.planned[step], action, phase)
 
     def _of_action(self, unit: PlannedUnit, action: Action, phase: str) -> Iterator[Event]:
-        """What an action moves, frees or sends, bucket by bucket. Other actions are local to a rank."""
+        """The events of an action, by bucket. Other actions are local to a rank."""
         for at, bucket in enumerate(unit.buckets):
             dtype, layout = bucket.precision.gathered, bucket.layout
             numel = layout.gathered_numel
@@ -331,7 +331,7 @@ class _Planner:
 
 
 def _is_shard(bucket: PlannedBucket) -> bool:
-    """Whether its full parameters are the shard itself (R14)."""
+    """Whether its unsharded parameters are the shard itself (R14)."""
     return shard_is_full(bucket.layout, cast=bucket.precision.is_mixed)
 
 
@@ -345,7 +345,7 @@ def _unit_step(unit: PlannedUnit, backward_prefetch: Prefetch | None) -> UnitSte
 
 
 def face_of(units: Sequence[PlannedUnit]) -> Face:
-    """The face of units that belong together; PlanError if there are none, or if they were planned for both."""
+    """The common API of units; PlanError without units or with both APIs."""
     faces = {unit.face for unit in units}
     if not faces:
         raise PlanError("a model needs at least one unit, got none")

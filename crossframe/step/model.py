@@ -1,10 +1,9 @@
-"""All units under one root: whose forward and backward comes when, what is gathered ahead, and the order of reductions.
+"""The step machine for all units under one root: execution order, prefetching, and the order of reductions.
 
-[Note: order of reductions] Every rank must issue the same reductions in the same order, also where ranks leave different
-parameters unused and autograd reaches the units in other orders (R29). A unit whose gradients are complete therefore waits for
-those units that began their forward after it and are in their backward. What is left is reduced at the end of the backward, in
-that same order. Units that count unused parameters as zeros are waited for in any case: on another rank they may have been
-reached.
+[Note: order of reductions] All ranks must issue the same reductions in the same order, even if ranks leave different parameters
+unused and autograd reaches units in different orders (R29). So a unit whose gradients are complete waits for the units that began
+their forward after it and are in backward. Remaining units are reduced at the end of backward, in the same order. Units whose
+unused parameters count as zeros are always waited for, because another rank may have used them.
 """
 
 import itertools
@@ -18,13 +17,13 @@ Do = list[tuple[UnitStep, Actions, str]]  # unit, its actions in order, and thei
 
 
 class ModelStep:
-    """The units under one root, and where they are in a step.
+    """The step machine of all units under one root.
 
-    Methods are signals and return, in order, which unit executes which actions in which phase ("forward" or "backward").
+    Methods are signals and return (unit, actions, phase) in order, with the phase "forward" or "backward".
 
     Attributes:
         units: in pre-order of modules; the root's comes first.
-        in_backward: whether a backward is under way.
+        in_backward: whether backward is running.
     """
 
     def __init__(self, units: Sequence[UnitStep]) -> None:
@@ -56,13 +55,13 @@ class ModelStep:
         return self.in_backward or any(unit.state.activity != Activity.IDLE for unit in self.units)
 
     def check_begin(self) -> None:
-        """Raise StateError if a unit is summoned: no step can begin then."""
+        """Raise StateError if a unit is summoned, so that no step can begin."""
         for unit in self.units:
             if unit.is_summoned:
                 unit.state.after(Move.BEGIN_FORWARD, unit.name)
 
     def begin_step(self, *, training: bool) -> Do:
-        """The root's forward is about to begin.
+        """Signal: the root's forward begins.
 
         Args:
             training: whether gradients are computed.
@@ -75,12 +74,12 @@ class ModelStep:
         return [(unit, unit.free_outdated(training=training), "forward") for unit in self.units]
 
     def runs_alone(self, unit: UnitStep) -> bool:
-        """Whether a unit that is about to compute is used by itself: neither the root nor another unit around it computes."""
+        """Whether a unit runs outside of the forward of the root and other units."""
         forward = Activity.FORWARD
         return self.root.state.activity != forward and all(other.state.activity != forward for other in self.units)
 
     def begin_forward(self, unit: UnitStep) -> Do:
-        """A unit's module is about to compute."""
+        """Signal: a unit's forward begins."""
         if unit.state.activity == Activity.BACKWARD:  # recomputed, with the parameters that its backward has
             return [(unit, unit.begin_backward(), "backward")]
         do: Do = [(unit, unit.begin_forward(), "forward")]
@@ -93,17 +92,17 @@ class ModelStep:
         return do
 
     def _prefetch(self, unit: UnitStep, phase: str, do: Do) -> None:
-        """Issue an all-gather ahead of its need, unless nothing would use it."""
+        """Prefetch a unit, unless nothing would use it."""
         if unit.state.activity != Activity.IDLE or unit.is_summoned:
             return
         if phase == "forward" or unit.settings.unshard_in_backward:
             do.append((unit, unit.gather(), phase))
 
     def end_forward(self, unit: UnitStep, *, whole: bool = True) -> Do:
-        """A unit's module has computed; nothing to do if it was recomputed.
+        """Signal: a unit's forward has ended. Returns no actions for a recomputation.
 
         Args:
-            whole: False if other modules of the unit are still to compute, which need the parameters.
+            whole: False if other modules of the unit have not run yet and need the parameters.
         """
         if unit.state.activity != Activity.FORWARD:
             return []
@@ -123,11 +122,11 @@ class ModelStep:
         return unit, unit.after_forward(), "forward"
 
     def needs_no_backward(self, unit: UnitStep) -> None:
-        """The output of a unit needs no gradient, so that no backward will reach it."""
+        """Signal: the output of a unit does not require a gradient, so backward will not reach it."""
         self._without_backward.add(unit)
 
     def leave_forward(self, unit: UnitStep) -> Do:
-        """A unit below the root raised in its forward. A module around it may catch the exception and go on (R17)."""
+        """Signal: a unit below the root raised in forward. An outer module may catch the exception (R17)."""
         if unit.state.activity != Activity.FORWARD:
             return []
         return [(unit, unit.end_forward() + unit.reshard(), "forward")]
@@ -135,7 +134,7 @@ class ModelStep:
     # Backward
 
     def begin_backward(self, unit: UnitStep) -> Do:
-        """A gradient of a unit's output has arrived."""
+        """Signal: a gradient of a unit's output is available."""
         if not self.in_backward:
             self.in_backward = True
             self._waiting = list(reversed(self._begun))
@@ -149,13 +148,13 @@ class ModelStep:
         return do
 
     def _prefetch_before(self, unit: UnitStep, do: Do) -> None:
-        """Gather for backward the unit whose forward ended before this one's (R16)."""
+        """Prefetch the unit whose forward ended before this one's (R16)."""
         position = self._ended.get(unit, 0)
         if position > 0 and (before := self._order[position - 1]) not in self._without_backward:
             self._prefetch(before, "backward", do)
 
     def gradients_complete(self, unit: UnitStep) -> Do:
-        """All gradients of a unit's parameters are there: free the parameters, and reduce as soon as it is the unit's turn."""
+        """Signal: all gradients of a unit are available. Frees its parameters, and reduces when it is the unit's turn."""
         do: Do = [(unit, unit.after_backward(), "backward")]
         if unit.settings.backward_prefetch is Prefetch.BACKWARD_POST:
             self._prefetch_before(unit, do)
@@ -186,13 +185,13 @@ class ModelStep:
             do.append((unit, unit.reduce(), "backward"))
 
     def inputs_complete(self, unit: UnitStep) -> Do:
-        """The inputs of a unit without trained parameters have their gradients."""
+        """Signal: the inputs of a unit without trained parameters have their gradients."""
         return [(unit, unit.after_backward(), "backward")]
 
     def end_backward(self) -> Do:
-        """The whole backward is over: reduce what is left, then free what is left, unit by unit.
+        """Signal: backward has ended. Reduces and then frees the remaining units.
 
-        A unit in its forward has called for a backward inside it, and is left alone.
+        A unit in forward, which runs this backward inside it, does not change.
         """
         do: Do = []
         waiting = dict.fromkeys(self._waiting)
@@ -206,7 +205,7 @@ class ModelStep:
         return do
 
     def leave_backward(self) -> None:
-        """The actions of `end_backward` are executed. Until then an exception would ask for a reset."""
+        """Signal: the actions of `end_backward` are executed. An exception before this requires a reset."""
         self.in_backward = False
         self._order, self._waiting = [], []
         self._complete.clear()
@@ -215,7 +214,7 @@ class ModelStep:
     # After an exception
 
     def reset(self) -> None:
-        """An exception has ended a step: every unit is back at its shard (R17). The backend frees whatever it has."""
+        """Signal: an exception ended a step. All units return to their shards (R17); the backend frees its memory."""
         self.leave_backward()
         self._begun.clear()
         self._ended.clear()
@@ -224,7 +223,7 @@ class ModelStep:
             unit.reset()
 
     def check_summon(self) -> None:
-        """Raise StateError if the user cannot be shown unsharded parameters, because a forward or backward is under way (R18)."""
+        """Raise StateError if a forward or backward is running, so that parameters cannot be summoned (R18)."""
         for unit in self.units:
             if unit.state.activity:
                 unit.check_summon()

@@ -1,4 +1,4 @@
-"""One unit of the step machine: its state, its settings, and the actions that each signal asks for."""
+"""The step machine for one unit: its state, its settings, and the actions for each signal."""
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -12,10 +12,9 @@ from crossframe.strategy import Prefetch, Strategy
 
 
 class Action(IntEnum):
-    """What a backend does for one unit.
+    """An action that a backend executes for one unit.
 
-    "Adopt" means: write values that the user has put in place of the sharded parameters into the shards, before they would be
-    lost (R25).
+    "Adopt" means to write the user's replacements of sharded parameters into the shards (R25).
     """
 
     GATHER = 0  # adopt, then issue the all-gather of the shards
@@ -45,22 +44,22 @@ _NONE: Actions = ()
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The user's choices about a unit's part in a step. They are frozen: `UnitStep.choose` replaces them.
+    """The user's settings of a unit for a step. Immutable; `UnitStep.choose` replaces them.
 
     Attributes:
         reshard_after_forward: True frees the unsharded parameters after forward, False keeps them for backward, a number k
             reshards to groups of k ranks (R08, R13, R14).
-        keep_root: whether a unit that turns out to be the root keeps them in any case (R13).
-        reshard_after_backward: whether a backward frees them (FSDP2's `set_reshard_after_backward`).
-        unshard_in_backward: whether a backward needs them (FSDP2's `set_unshard_in_backward`).
-        keep_without_reduction: whether a backward that reduces nothing keeps them (R15).
-        conceal_after_forward: whether the module shows sharded parameters between forward and backward even if the unsharded ones
-            stay in memory.
-        backward_prefetch: when the unit that comes next in backward is gathered (R16); None: when it is needed.
-        forward_prefetch: whether a forward gathers the unit that ran next in the step before.
-        reduce_grads: whether a backward reduces gradients; False under `no_sync` (R15).
+        keep_root: whether the root always keeps them (R13).
+        reshard_after_backward: whether backward frees them (FSDP2's `set_reshard_after_backward`).
+        unshard_in_backward: whether backward needs them (FSDP2's `set_unshard_in_backward`).
+        keep_without_reduction: whether a backward without reduction keeps them (R15).
+        conceal_after_forward: whether the module registers sharded parameters between forward and backward even if the unsharded
+            ones stay in memory.
+        backward_prefetch: when the next unit in backward is all-gathered (R16); None: when it is needed.
+        forward_prefetch: whether forward prefetches the unit that ran next in the previous step.
+        reduce_grads: whether backward reduces gradients; False under `no_sync` (R15).
         all_reduce_grads: whether a reduction includes the sum over replicas; False leaves partial sums (R28).
-        reduce_unused: whether parameters that a backward did not reach count as zeros, on every rank (R29).
+        reduce_unused: whether unused parameters count as zeros on every rank (R29).
     """
 
     reshard_after_forward: bool | int = True
@@ -90,12 +89,12 @@ class StepSettings:
 
     @classmethod
     def of_strategy(cls, strategy: Strategy, **settings: Any) -> "StepSettings":
-        """The settings that a sharding strategy of FSDP1 means (R13, R14, R15), with others."""
+        """The settings of an FSDP1 sharding strategy (R13, R14, R15), with overrides."""
         reshards = strategy.reshards_after_forward
         return cls(reshard_after_forward=reshards, keep_root=True, keep_without_reduction=not reshards, **settings)
 
     def as_root(self) -> "StepSettings":
-        """The settings of a unit that turns out to be the root (R13)."""
+        """The settings if the unit is the root (R13)."""
         return replace(self, reshard_after_forward=False) if self.keep_root else self
 
     @property
@@ -128,7 +127,7 @@ def reshard_choice(asked: bool | int, num_shards: int) -> bool | int:
 
 
 class StepCount:
-    """The number of optimizer steps, the same on every rank: what was gathered before the last one is stale."""
+    """A rank-consistent count of optimizer steps, used to detect stale unsharded parameters."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -139,20 +138,19 @@ class StepCount:
 
 
 class UnitStep:
-    """One unit on one rank.
+    """The step machine of one unit on one rank.
 
-    Every method is a signal and returns the actions that it asks for, in order. A signal that is not legal raises StateError and
-    changes nothing.
+    Each method is a signal and returns its actions in order. An illegal signal raises StateError and changes nothing.
 
     Attributes:
         name: its module's path from the root; "" for the root.
         settings: see StepSettings.
-        state: what memory holds and what the module shows (R12). Only this class writes it.
-        trained: whether any of its parameters takes a gradient. The backend updates it when it exposes the parameters.
-        has_grads: whether unsharded gradients wait for a reduction. The backend updates it when gradients arrive.
-        forward_prefetch_units, backward_prefetch_units: the units that this one's forward and backward gather ahead, instead of
-            those that `settings` ask for, unless empty.
-        mixed: whether it computes in a copy of lower precision, which a summon replaces (R21).
+        state: its lifecycle state (R12). Only this class writes it.
+        trained: whether any of its parameters requires a gradient. The backend updates it when it exposes the parameters.
+        has_grads: whether there are unreduced gradients. The backend updates it when gradients arrive.
+        forward_prefetch_units, backward_prefetch_units: units to prefetch in forward and backward; if not empty, they override
+            `settings`.
+        mixed: whether it computes with a low-precision copy, which a summon replaces (R21).
     """
 
     def __init__(self, name: str, settings: StepSettings, *, trained: bool = True, mixed: bool = False) -> None:
@@ -173,26 +171,26 @@ class UnitStep:
         self.settings = replace(self.settings, **settings)
 
     def count_steps(self, steps: StepCount) -> None:
-        """Compare what is gathered from now on with this count of optimizer steps."""
+        """Use this count of optimizer steps for later all-gathers."""
         self._steps, self._steps_seen = steps, steps.num
 
     def move(self, move: Move) -> None:
-        """Take one step of the lifecycle, or raise StateError."""
+        """Apply one move of the lifecycle, or raise StateError."""
         self.state = self.state.after(move, self.name)
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether memory holds the unsharded parameters, or their all-gather is in flight."""
+        """Whether the unsharded parameters are in memory or their all-gather is pending."""
         return self.state.residency == Residency.FULL
 
     @property
     def is_summoned(self) -> bool:
-        """Whether the user is shown unsharded parameters."""
+        """Whether the parameters are summoned."""
         return self.state.exposure == Exposure.SUMMONED
 
     @property
     def snapshot(self) -> tuple[Any, ...]:
-        """Everything that signals change, to be restored by `restore`."""
+        """A snapshot of everything that signals change, for `restore`."""
         return self.state, self.has_grads, self._kept, self._before, self._steps_seen, self._steps.num
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
@@ -211,7 +209,7 @@ class UnitStep:
         return _GATHER_FROM_GROUP if state.residency == Residency.K_GROUP and not state.freshness else _GATHER
 
     def gather_failed(self) -> None:
-        """The all-gather could not be issued: memory holds the shard alone, and actions that were to follow are dropped."""
+        """Signal: the all-gather could not be issued, so only the shard is in memory. Drops pending actions."""
         self.state = UnitState(activity=self.state.activity)
 
     def unshard(self) -> Actions:
@@ -262,11 +260,10 @@ class UnitStep:
         self._kept = True
 
     def free_outdated(self, *, training: bool) -> Actions:
-        """A forward is about to begin: free unsharded parameters of an earlier one that may no longer equal the shards.
+        """Signal: a forward begins. Frees unsharded parameters of an earlier forward that may be stale.
 
-        The decision must be the same on every rank, or ranks would issue different all-gathers. It therefore depends on whether
-        an optimizer has stepped, not on whether this rank's shard was written: a rank without elements never sees that. A forward
-        for training gathers anew in any case.
+        All ranks must decide equally, or they would issue different all-gathers. So the decision depends on optimizer steps, not
+        on writes to this rank's shard, which may have no elements. A forward for training always all-gathers again.
         """
         if self.state.residency == Residency.SHARD:
             return _NONE
@@ -274,12 +271,12 @@ class UnitStep:
         return self.reshard() if stale or (training and not self._kept) else _NONE
 
     def free_before_edit(self) -> Actions:
-        """All ranks are about to write into their shards, which makes unsharded parameters stale: free them, unless the unit is
-        in use."""
+        """Signal: all ranks are about to write into their shards. Frees unsharded parameters, which become stale, unless the unit
+        is in use."""
         return self.reshard() if self.state.activity == Activity.IDLE and not self.is_summoned else _NONE
 
     def check_edit(self) -> None:
-        """Raise what `edit` would."""
+        """Raise the StateError of `edit`, if any."""
         state = self.state
         if state.exposure != Exposure.FULL or state.activity != Activity.IDLE:
             state.after(Move.EDIT_SHARDS, self.name)
@@ -298,7 +295,7 @@ class UnitStep:
     # A step
 
     def begin_forward(self) -> Actions:
-        """The module is about to compute. After these actions come prefetches, and then `enter_forward`."""
+        """Signal: the module is about to compute. Prefetches and then `enter_forward` follow."""
         if self.state.activity == Activity.IDLE:
             self.move(Move.BEGIN_FORWARD)
         return self.unshard()
@@ -322,7 +319,7 @@ class UnitStep:
         return self.reshard_to_group()
 
     def begin_backward(self) -> Actions:
-        """A gradient of the unit's output has arrived, or its forward is computed again within its backward."""
+        """Signal: a gradient of the unit's output is available, or its forward is recomputed in backward."""
         actions = _NONE
         if self.state.activity != Activity.BACKWARD:
             self.move(Move.BEGIN_BACKWARD)
@@ -336,7 +333,7 @@ class UnitStep:
         return actions + _USE_AGAIN
 
     def after_backward(self) -> Actions:
-        """All gradients of the unit are there, or those of its inputs if nothing in it is trained: free its parameters (R15)."""
+        """Signal: all gradients of the unit (or of its inputs if it is frozen) are available. Frees its parameters (R15)."""
         if self.state.activity == Activity.BACKWARD and self.settings.frees_after_backward:
             return self.reshard()
         return _NONE
@@ -361,24 +358,24 @@ class UnitStep:
         return _REDUCE
 
     def reset(self) -> None:
-        """An exception has ended a step: the shards alone, nothing unsharded, no gradient half reduced (R17). The backend frees
-        whatever it has."""
+        """Signal: an exception ended a step. Returns to the shard without pending reductions (R17); the backend frees its
+        memory."""
         self.move(Move.RESET)
         self.has_grads = False
 
     # Unsharded parameters for the user
 
     def check_summon(self) -> None:
-        """Raise StateError if the user cannot be shown unsharded parameters now (R18)."""
+        """Raise StateError if the parameters cannot be summoned now (R18)."""
         if self.state.activity != Activity.IDLE or self.is_summoned:
             self.state.after(Move.SUMMON, self.name)
 
     def summon(self, *, visible: bool) -> Actions:
-        """The user asks for unsharded parameters in full precision (R18, R19). They are gathered in any case: the user
-        sees, and may write back, what the shards hold now. The backend adopts before this signal.
+        """Signal: the user summons parameters in full precision (R18, R19). Always all-gathers the current shards. The backend
+        adopts before this signal.
 
         Args:
-            visible: whether on this rank.
+            visible: whether they are summoned on this rank.
         """
         self.check_summon()
         self._before = Residency.SHARD if self.mixed else self.state.residency
@@ -391,7 +388,7 @@ class UnitStep:
         return actions + _SUMMON
 
     def dismiss(self) -> Actions:
-        """The user's context ends: write edits back as asked, and free what was shown (R20, R24)."""
+        """Signal: the summon ends. Writes back edits if requested and frees the summoned parameters (R20, R24)."""
         if not self.is_summoned:
             raise StateError(f"unit {self.name!r}: there is no unsharding to end {self.state.describe()}")
         self.move(Move.DISMISS)
@@ -400,9 +397,9 @@ class UnitStep:
         return _DISMISS
 
     def return_memory(self) -> Actions:
-        """A summon has ended without an exception: return to what memory held before it (R21). Unsharded parameters are gathered
-        again, so that they hold all ranks' edits, or none. After an exception of the user's code this signal is left out, since
-        other ranks may not take part in an all-gather."""
+        """Signal: a summon ended without an exception. Returns to the previous residency (R21), with a new all-gather of
+        unsharded parameters so that they include the edits of all ranks. Not sent after an exception of the user's code, because
+        other ranks may not join the all-gather."""
         match self._before:
             case Residency.SHARD:
                 return _NONE
