@@ -122,11 +122,11 @@ def show_layout(
     unit = "" if unit == ROOT else unit
     text = layout_text(sharding, unit=unit, rank=rank, width=width_of(console))  # refuses an unknown unit
     found = [where_text(sharding, each) for each in where]
+    if svg is not None:
+        write_svg(svg, layout_svg(sharding, unit=unit, rank=rank))
     if as_json:
         print(json.dumps(layout_json(sharding, unit=unit, rank=rank), indent=1))
         return
-    if svg is not None:
-        write_svg(svg, layout_svg(sharding, unit=unit, rank=rank))
     put(console, "\n".join(found) or text)
     if svg is not None:
         put(console, f"\ndrawing: {svg}")

@@ -189,8 +189,9 @@ def test_R10_the_largest_model_on_thousands_of_ranks_is_drawn_in_little_room(com
 PLAIN = {"w": [4, 3], "b": [4]}
 
 
-def test_layout_as_json_lists_every_element_once():
-    status, said = run("layout", "gpt-tiny", "--world-size", 3, "--json")
+def test_layout_as_json_lists_every_element_once(tmp_path):
+    status, said = run("layout", "gpt-tiny", "--world-size", 3, "--json", "--svg", tmp_path / "drawing.svg")
+    assert (tmp_path / "drawing.svg").exists()
     found = json.loads(said)
     assert status == 0 and (found["world_size"], found["replicas"]) == (3, 1)
     expected = model_shapes("gpt-tiny")
