@@ -13,7 +13,7 @@ from crossframe.state.names import (
     without_parts,
 )
 from crossframe.state.optim import rekeyed_groups, role_in_full, unfit_state
-from crossframe.state.roles import Described, Role, Seen, agreed, classify, merged, same_value, seen
+from crossframe.state.roles import Description, Role, Seen, agreed, classify, merged, same_value, seen
 
 __all__ = [
     "CHECKPOINT_WRAPPED",
@@ -21,7 +21,7 @@ __all__ = [
     "FLAT_PARAM",
     "FSDP_WRAPPED",
     "WRAPPERS",
-    "Described",
+    "Description",
     "Role",
     "Seen",
     "StateKind",

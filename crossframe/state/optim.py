@@ -10,7 +10,7 @@ from typing import Any
 from crossframe.errors import StateDictError
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
-from crossframe.state.roles import Described, Role, Seen, same_value
+from crossframe.state.roles import Description, Role, Seen, same_value
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -28,7 +28,7 @@ def role_in_full(spec: ParamSpec, value: Seen) -> Role | None:
 
 
 def unfit_state(
-    params: Sequence[ParamSpec], state: Mapping[str, Mapping[str, Described]], *, as_one: bool = False
+    params: Sequence[ParamSpec], state: Mapping[str, Mapping[str, Description]], *, as_one: bool = False
 ) -> list[str]:
     """What of the optimizer state of a bucket does not fit its parameters, in words.
 
@@ -72,7 +72,7 @@ def unfit_state(
     return wrong
 
 
-def _can_be_one(a: ParamSpec, own: Described, b: ParamSpec, other: Described) -> bool:
+def _can_be_one(a: ParamSpec, own: Description, b: ParamSpec, other: Description) -> bool:
     """Whether entries of two parameters can be one entry of the flat parameter that holds both."""
     role = role_in_full(a, own[0])
     if role is not role_in_full(b, other[0]):
@@ -80,7 +80,7 @@ def _can_be_one(a: ParamSpec, own: Described, b: ParamSpec, other: Described) ->
     return same_value(own[1], other[1]) if role is Role.SCALAR else own[0].dtype == other[0].dtype
 
 
-def _brief(entry: Described) -> str:
+def _brief(entry: Description) -> str:
     value, scalar = entry
     return shown(scalar) if scalar is not None or value.shape is None else f"of {value.dtype} {value.shape}"
 

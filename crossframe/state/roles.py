@@ -38,7 +38,7 @@ class Seen:
         return prod(self.shape or ())
 
 
-Described = tuple[Seen, Any]
+Description = tuple[Seen, Any]
 """The description of a value that a rank sends to others, and if the value is a scalar the value itself."""
 
 
@@ -108,7 +108,7 @@ def agreed(owner: str, entry: str, values: Mapping[int, Any], held: Sequence[int
 
 
 def merged(
-    owner: str, by_rank: Sequence[Mapping[str, Described]], held: Sequence[int]
+    owner: str, by_rank: Sequence[Mapping[str, Description]], held: Sequence[int]
 ) -> dict[str, tuple[Role, Seen, Any]]:
     """The entries of the state of `owner` from what all ranks tell of it: role, description, and the value of a scalar.
 

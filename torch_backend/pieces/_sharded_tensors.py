@@ -47,6 +47,14 @@ def _place(group: dist.ProcessGroup, k: int) -> str:
     return f"rank:{rank}/{where}"
 
 
+def shape_and_dtype(value: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """The shape and dtype of a tensor; of a ShardedTensor from its metadata, since torch dispatches its attributes slowly."""
+    if isinstance(value, ShardedTensor):
+        metadata = value.metadata()
+        return metadata.size, metadata.tensor_properties.dtype
+    return value.shape, value.dtype
+
+
 def rows_of_sharded_tensor(value: ShardedTensor, layout: Layout, i: int, rank: int) -> Tensor | None:
     """This rank's rows of parameter i, if the ShardedTensor has the chunks that `sharded_tensor` makes; else None."""
     shape = PerParamLayout((layout.params[i],), layout.world_size).shard_shape(0, rank)

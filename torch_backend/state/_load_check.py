@@ -23,6 +23,7 @@ from torch_backend.engine._unit import UNIT, Unit, unit_of
 from torch_backend.mesh._tensor_parallel import Whole
 from torch_backend.pieces._piece_moves import is_over
 from torch_backend.pieces._piece_tensor import PieceTensor
+from torch_backend.pieces._sharded_tensors import shape_and_dtype
 from torch_backend.ranks._consensus import agree, spans_ranks, withdraw
 from torch_backend.registration._modules import ShardedParams
 
@@ -80,7 +81,14 @@ def _seen(value: Any) -> tuple[Any, ...]:
     """The description of an entry that ranks compare."""
     if not isinstance(value, Tensor):
         return (type(value).__name__,)
-    return type(value).__name__, value.shape, value.dtype
+    return type(value).__name__, *shape_and_dtype(value)
+
+
+def _shape_of(value: Any) -> Any:
+    """The shape of a tensor, or the name of another value's type. lightning's tensor-like objects are read from files later."""
+    if isinstance(value, Tensor):
+        return shape_and_dtype(value)[0]
+    return value.shape if is_tensor_like(value) else type(value).__name__
 
 
 def _described(own: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
@@ -101,8 +109,7 @@ def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> It
     """
     entries, opaque = expected.entries, tuple(expected.opaque)
     found = {
-        # Tensor-like objects of lightning are read from their file when they are copied.
-        key: value.shape if isinstance(value, Tensor) or is_tensor_like(value) else type(value).__name__
+        key: _shape_of(value)
         for key, value in own.items()
         if key in entries or not (key.endswith("_extra_state") or key.startswith(opaque))
     }

@@ -19,14 +19,15 @@ from torch.optim import Optimizer
 
 from crossframe.errors import StateDictError
 from crossframe.shown import shown
-from crossframe.state import Role, rekeyed_groups, role_in_full, unfit_state
+from crossframe.state import Description, Role, rekeyed_groups, role_in_full, unfit_state
+from torch_backend.compat._dtypes import torch_dtype
 from torch_backend.engine._unit import unit_of
 from torch_backend.pieces._fill import fill
 from torch_backend.pieces._optimizer_state import TITLE
 from torch_backend.ranks._collectives import Communicator, default_process_group
 from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.state._optim_state_dict import Names, Owned, refuse_rank0_only
-from torch_backend.state._optimized_bucket import described
+from torch_backend.state._optimized_bucket import describe
 from torch_backend.state._state_dict import places_of
 
 
@@ -68,16 +69,16 @@ def to_load(
         state.setdefault(names.first(name), value)
     exchanging = _groups(names, source)
     try:
-        _check(names, state)
+        described = _checked(names, state)
         groups = _groups_to_load(names, key_of, saved.get("param_groups"))
     except Exception as error:
         withdraw(exchanging, TITLE, error)
         raise
-    _agree(exchanging, names, state)
+    _agree(exchanging, names, state, described)
 
     found: dict[Hashable, Any] = {}
     for each in names.owned:
-        own = _of_bucket(each, state, source)
+        own = _of_bucket(each, state, described, source)
         found |= {keys[id(param)]: own[at] for at, param in enumerate(each.params) if at in own and id(param) in keys}
     managed = {spec.name for each in names.owned for spec in each.specs}
     # In the order of the state dict, which is the first rank's: ranks may hold parameters in other orders, and fetch together.
@@ -90,23 +91,34 @@ def to_load(
     return {"state": ordered} if groups is None else {"state": ordered, "param_groups": groups}
 
 
-def _check(names: Names, state: Mapping[Any, Any]) -> None:
-    # What is no mapping may stand beside the state of parameters.
+# The state in units, by the first name of the parameter and by entry.
+_Described = Mapping[str, Mapping[str, Description]]
+
+
+def _checked(names: Names, state: Mapping[Any, Any]) -> _Described:
+    """The descriptions of the state of parameters in units.
+
+    Raises:
+        StateDictError: the state does not fit.
+    """
+    # Values that are not mappings may be beside the state of parameters.
     is_state = {name: isinstance(value, Mapping) for name, value in state.items()}
     wrong = [f"{name!r} is no parameter of this model" for name in state if is_state[name] and name not in names]
     wrong += [f"{name!r}: expected values by entry" for name in state if name in names and not is_state[name]]
+    found = {
+        spec.name: {entry: describe(value) for entry, value in state[spec.name].items()}
+        for each in names.owned
+        for spec in each.shown
+        if is_state.get(spec.name)
+    }
     for each in names.owned:
-        told = {
-            spec.name: {entry: described(value) for entry, value in state[spec.name].items()}
-            for spec in each.shown
-            if is_state.get(spec.name)
-        }
-        wrong += unfit_state(each.shown, told, as_one=each.is_flat)
+        wrong += unfit_state(each.shown, found, as_one=each.is_flat)
     if wrong:
         raise StateDictError(
             f"the optimizer state does not fit, and nothing was loaded: {'; '.join(wrong)}. It must come from "
             "optim_state_dict of the same model and optimizer, in any wrapping"
         )
+    return found
 
 
 def _groups_to_load(names: Names, key_of: Mapping[Hashable, Hashable], groups: Any) -> list[dict[str, Any]] | None:
@@ -118,15 +130,16 @@ def _groups_to_load(names: Names, key_of: Mapping[Hashable, Hashable], groups: A
     return rekeyed_groups(named, {name: (key,) for name, key in in_order})
 
 
-def _agree(groups: Sequence[dist.ProcessGroup], names: Names, state: Mapping[Any, Any]) -> None:
+def _agree(groups: Sequence[dist.ProcessGroup], names: Names, state: Mapping[Any, Any], described: _Described) -> None:
     """Raise AgreementError unless all ranks of a shard group exchange the same entries."""
     said: dict[Any, list[tuple[str, dict[str, str]]]] = {group: [] for group in groups}
     for each in names.owned:
         group = each.bucket.mesh.shards.group
         for spec in each.shown:
-            for entry, value in state.get(spec.name, {}).items():
+            for entry, (seen, _) in described.get(spec.name, {}).items():
+                value = state[spec.name][entry]
                 if isinstance(value, DTensor | ShardedTensor) and group in said:
-                    what = {"kind": type(value).__name__, "shape": str(tuple(value.shape)), "dtype": str(value.dtype)}
+                    what = {"kind": type(value).__name__, "shape": str(seen.shape), "dtype": seen.dtype}
                     said[group].append((f"state {entry!r} of {spec.name!r}", what))
     for group, what in said.items():
         agree([group], TITLE, sorted(what, key=lambda each: each[0]), advice="load the same state dict on every rank")
@@ -138,21 +151,23 @@ def _groups(names: Names, source: Communicator | None) -> list[dist.ProcessGroup
     return list(dict.fromkeys(ranks.group for ranks in every if ranks.size > 1))
 
 
-def _of_bucket(each: Owned, state: Mapping[Any, Any], source: Communicator | None) -> dict[int, dict[str, Any]]:
+def _of_bucket(
+    each: Owned, state: Mapping[Any, Any], described: _Described, source: Communicator | None
+) -> dict[int, dict[str, Any]]:
     """The state on this rank of what the optimizer holds of a bucket, by its index there."""
     found: dict[int, dict[str, Any]] = {}
-    elementwise: dict[tuple[str, torch.dtype], dict[int, Any]] = {}
+    elementwise: dict[tuple[str, str], dict[int, Any]] = {}
     for i, spec in enumerate(each.shown):
-        own = found.setdefault(0 if each.is_flat else i, {}) if state.get(spec.name) else {}
-        for entry, value in state.get(spec.name, {}).items():
-            if role_in_full(spec, described(value)[0]) is Role.SCALAR:
+        for entry, (seen, _) in described.get(spec.name, {}).items():
+            own, value = found.setdefault(0 if each.is_flat else i, {}), state[spec.name][entry]
+            if role_in_full(spec, seen) is Role.SCALAR:
                 own.setdefault(entry, copy.deepcopy(value))
             else:
                 own.setdefault(entry, None)
-                elementwise.setdefault((entry, value.dtype), {})[i] = value
+                elementwise.setdefault((entry, seen.dtype), {})[i] = value
     # The entries of a state dict may have different orders on different ranks.
-    for (entry, dtype), values in sorted(elementwise.items(), key=lambda item: (str(item[0][0]), str(item[0][1]))):
-        line = _line_of(each, values, dtype, source)
+    for (entry, dtype), values in sorted(elementwise.items(), key=lambda item: (str(item[0][0]), item[0][1])):
+        line = _line_of(each, values, torch_dtype(dtype), source)
         if each.is_flat:
             found[0][entry] = line
             continue

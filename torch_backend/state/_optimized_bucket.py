@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from crossframe.layout import Layout
 from crossframe.params import ParamSpec
-from crossframe.state import Described, Role, Seen, merged
+from crossframe.state import Description, Role, Seen, merged
 from torch_backend.compat._dtypes import dtype_name, to_numpy
 from torch_backend.engine._bucket import Bucket
 from torch_backend.pieces._piece_tensor import PieceTensor
+from torch_backend.pieces._sharded_tensors import shape_and_dtype
 from torch_backend.registration import FlatRegistrar
 
 # The state of an optimizer, by the identity of the parameter and by entry.
@@ -75,7 +76,7 @@ class OptimizedBucket:
 
 
 # A rank's descriptions of the state of a bucket, by index in `OptimizedBucket.params` and by entry.
-Descriptions = dict[int, dict[str, Described]]
+Descriptions = dict[int, dict[str, Description]]
 
 
 def gather_descriptions(buckets: Sequence[OptimizedBucket], states: StateOf) -> list[list[Descriptions]]:
@@ -87,7 +88,7 @@ def gather_descriptions(buckets: Sequence[OptimizedBucket], states: StateOf) -> 
     for members in groups.values():
         own = [
             {
-                at: {entry: described(local_of(value)) for entry, value in states[id(param)].items()}
+                at: {entry: describe(local_of(value)) for entry, value in states[id(param)].items()}
                 for at, param in enumerate(buckets[k].params)
                 if id(param) in states
             }
@@ -99,12 +100,13 @@ def gather_descriptions(buckets: Sequence[OptimizedBucket], states: StateOf) -> 
     return found
 
 
-def described(value: Any) -> Described:
+def describe(value: Any) -> Description:
     """The shape and dtype of a value, and the value if there is a single one, as an array if it is a tensor."""
     if not isinstance(value, Tensor):
         return Seen(None, type(value).__name__), value
+    shape, dtype = shape_and_dtype(value)
     is_one = not isinstance(value, DTensor | ShardedTensor) and value.numel() == 1
-    return Seen(tuple(value.shape), dtype_name(value.dtype)), to_numpy(value) if is_one else None
+    return Seen(tuple(shape), dtype_name(dtype)), to_numpy(value) if is_one else None
 
 
 def local_of(value: Any) -> Any:

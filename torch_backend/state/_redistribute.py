@@ -16,6 +16,7 @@ from torch_backend.pieces._fill import fill
 from torch_backend.pieces._piece_moves import as_sharded
 from torch_backend.pieces._piece_place import Place
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor
+from torch_backend.pieces._sharded_tensors import shape_and_dtype
 from torch_backend.registration._modules import Registration
 from torch_backend.registration._pieces import PieceRegistrar
 
@@ -102,7 +103,7 @@ def take(
     keys: dict[int, list[str]] = {}
     for i, names in paths.items():
         for key in names:
-            if isinstance(state.get(key), Tensor) and state[key].shape == places[i].full_shape:
+            if isinstance(state.get(key), Tensor) and shape_and_dtype(state[key])[0] == places[i].full_shape:
                 keys.setdefault(i, []).append(key)
     device = store.buffer.device
     if device.type == "meta" and keys:  # what is loaded may make the unit real
