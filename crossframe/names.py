@@ -238,6 +238,22 @@ class ParamMap:
         if problems:
             raise MappingError("the map does not fit the models; " + "; ".join(problems))
 
+    def from_canonical(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Flax arrays by path, from canonical arrays by name: for instance the initial values of a flax model from torch's
+        state dict. Entries that are not in the map, such as buffers, are left out.
+
+        Raises:
+            MappingError: parameters of the map are missing.
+
+        >>> pmap = ParamMap.of(linear("fc", "dense"))
+        >>> leaves = pmap.from_canonical({"fc.weight": np.zeros((3, 2)), "fc.bias": np.zeros(3)})
+        >>> {path: leaf.shape for path, leaf in leaves.items()}
+        {'dense.kernel': (2, 3), 'dense.bias': (3,)}
+        """
+        if missing := [entry.name for entry in self.entries if entry.name not in arrays]:
+            raise MappingError(f"expected an array for each parameter of the map, but these are missing: {missing}")
+        return {path: self.by_path[path].from_canonical(arrays[self.by_path[path].name], path) for path in self.by_path}
+
     def to_json(self) -> list:
         """The map as JSON: [name, path, axes] for each entry, or [name, paths, axes, split, rows] if it splits or joins."""
         rows = []

@@ -92,7 +92,7 @@ def _besides(report: dict[str, Any]) -> list[str]:
     if told := next((pair["notes"] for pair in report["pairs"] if pair["notes"]), []):
         said += [words.short(note, 160) for note in told]
     if report["verdict"] in ("rounding", "inconclusive"):
-        said += [words.short(f"bits: {told}", 150) for told in _first_of(report, "bits")]
+        said += [words.short(f"bits: {told}", 400) for told in _first_of(report, "bits")]
         powers = (text for pair in report["pairs"] if (text := words.power_text(pair, ("slope",))))
         said += [words.short(f"power: {text}", 230) for text in powers][:1]
     if (trace := report["trace"]) is not None:

@@ -5,7 +5,7 @@
 | a title: ```python title="train.py" | the file is written, and not run |
 | ```python | runs in the page's namespace; as doctests if it begins with ">>> " |
 | ```console | its lines that begin with "$ " run in bash |
-| ```text after one of these two | must be what it prints; "..." stands for any text |
+| ```text after one of these two | must be what it prints, apart from measured differences; "..." stands for any text |
 | a language of NOT_RUN | nothing |
 
 A block that cannot run here has the word notest after its language, and above it `<!-- notest: REASON -->`. A command that fails
@@ -32,6 +32,9 @@ ROOT = Path(__file__).parents[2]
 RUN = ("python", "console")
 NOT_RUN = ("text", "bash", "toml", "json", "yaml")
 NOTEST = "notest"
+_REASON = re.compile(rf"<!-- {NOTEST}: .{{10,}} -->")
+# A measured difference, of which another processor may have other digits, and the spaces that align it.
+_MEASURED = re.compile(r" *\b\d+(?:\.\d+)?e[-+]\d+\b|(?<=at most )\S+(?= of the bound)")
 _TITLE = re.compile(r'title="([^"/][^"]*)"')
 # A user's shell has none of these; the tests' process may.
 _NOT_PASSED = ("XLA_", "JAX_", "PYTHON", "CROSSFRAME_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "FORCE_COLOR")
@@ -41,15 +44,21 @@ def blocks_to_run(path: Path) -> Iterator[Block]:
     """The blocks of a page that are run or written.
 
     Raises:
-        UsageError: a block of another language, or with other words after its language.
+        UsageError: a block of another language, with other words after its language, or `notest` without a reason.
     """
-    for block in blocks_of(path.read_text(encoding="utf-8")):
+    text = path.read_text(encoding="utf-8")
+    lines = ["", *text.splitlines()]
+    for block in blocks_of(text):
         where = f"{path.name}, line {block.start}"
         if block.language not in RUN + NOT_RUN:
             raise UsageError(f"{where}: expected a block of {', '.join(RUN + NOT_RUN)}, got {block.language!r}")
         if block.words and block.words != (NOTEST,) and title_of(block) is None:
             raise UsageError(
                 f'{where}: expected title="FILE" or {NOTEST} after {block.language}, got {" ".join(block.words)!r}'
+            )
+        if block.words == (NOTEST,) and not _REASON.fullmatch(lines[block.start - 1]):
+            raise UsageError(
+                f"{where}: expected <!-- {NOTEST}: REASON --> in the line above, got {lines[block.start - 1]!r}"
             )
         if title_of(block) or (block.language in RUN and not block.words):
             yield block
@@ -61,8 +70,11 @@ def title_of(block: Block) -> str | None:
     return found[1] if found else None
 
 
-def run(path: Path) -> Lesson:
+def run(path: Path, *, exact: bool = False) -> Lesson:
     """Run a page.
+
+    Args:
+        exact: also compare measured differences, which another processor may give other digits.
 
     Raises:
         UsageError: an invalid block, code that raises, or a command that fails and is not followed by its output.
@@ -83,7 +95,8 @@ def run(path: Path) -> Lesson:
             got = "".join(f"{line.rstrip()}\n" for line in raw.replace(os.getcwd(), "/home/you").splitlines())
             start, stop = block.output or (0, 0)
             expected = "".join(lines[start + 1 : stop - 1])
-            printed[block] = expected if OutputChecker().check_output(expected, got, ELLIPSIS) else got
+            texts = (expected, got) if exact else (_MEASURED.sub("#", expected), _MEASURED.sub("#", got))
+            printed[block] = expected if OutputChecker().check_output(*texts, ELLIPSIS) else got
         pictures = {file.name: file.read_text(encoding="utf-8") for file in sorted(drawings.iterdir())}
     return Lesson(path, found, with_outputs(found, printed), pictures, ())
 
@@ -124,18 +137,19 @@ def _console(path: Path, block: Block) -> str:
 
 
 def _commands(code: str) -> Iterator[str]:
-    """The lines that begin with "$ ", and those that continue them after a backslash."""
-    continued = False
+    """The lines that begin with "$ ", and those that continue them: after a backslash, or inside quotes."""
+    continued, command = False, ""
     for line in code.splitlines(keepends=True):
         if line.startswith("$ ") or continued:
             yield line
-            continued = line.endswith("\\\n")
+            command = command + line if continued else line
+            continued = line.endswith("\\\n") or command.count('"') % 2 == 1
 
 
 if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if argument != "--update"]
     try:
-        pages = [run(Path(argument).resolve()) for argument in arguments]
+        pages = [run(Path(argument).resolve(), exact="--update" in sys.argv) for argument in arguments]
     except UsageError as error:
         sys.exit(f"{error}")
     if "--update" in sys.argv:

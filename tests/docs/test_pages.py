@@ -81,6 +81,7 @@ def test_an_output_that_differs_is_found_and_replaced(tmp_path):
         (("fortran:end",), "got 'fortran'"),
         (("python torch:1",), "got 'torch'"),
         (("python:1 / 0",), "ZeroDivisionError"),
+        (("<!-- notest: -->\n```python notest\n1\n```",), "line 2: expected <!-- notest: REASON -->"),
         (("python:>>> 1 + 1\n3",), "Expected:\n    3\nGot:\n    2"),
     ],
 )
@@ -90,4 +91,7 @@ def test_invalid_blocks_and_failures_raise(tmp_path, parts, message):
 
 
 def test_a_block_marked_notest_is_not_run(tmp_path):
-    assert run(page_of(tmp_path, "<!-- notest: needs two machines -->", "console notest:$ false")).differences() == []
+    assert (
+        run(page_of(tmp_path, "<!-- notest: needs two machines -->\n```console notest\n$ false\n```")).differences()
+        == []
+    )
