@@ -11,13 +11,13 @@ from crossframe.trace import Event
 
 
 class Observer:
-    """Told by the engine what happens, in order. Override what is of interest."""
+    """Callbacks of the engine's events, in order, which do nothing by default."""
 
     def event(self, event: Event) -> None:
-        """A collective was issued, or full memory freed."""
+        """A collective was issued, or unsharded memory was freed."""
 
     def local_grads(self, unit: str, grads: Mapping[str, Tensor]) -> None:
-        """This rank's own gradients of a unit, in full, about to be reduced: canonical names, original shapes."""
+        """The local unsharded gradients of a unit before their reduction, with canonical names and original shapes."""
 
 
 class TraceRecorder(Observer):
@@ -27,17 +27,17 @@ class TraceRecorder(Observer):
         self.events: list[Event] = []
 
     def event(self, event: Event) -> None:
-        """Keep it."""
+        """Append the event."""
         self.events.append(event)
 
 
-# Who is watching. The engine does nothing for observers while this is empty.
+# The active observers. The engine does nothing for them while this is empty.
 observers: list[Observer] = []
 
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
-    """Have `observer` told of everything inside the context, whichever units do it."""
+    """A context in which `observer` receives the events of all units."""
     observers.append(observer)
     try:
         yield observer
@@ -47,14 +47,14 @@ def observe(observer: Observer) -> Iterator[Observer]:
 
 @contextmanager
 def record_trace() -> Iterator[list[Event]]:
-    """Collect the events of everything inside the context."""
+    """A context that collects the events of all units."""
     recorder = TraceRecorder()
     with observe(recorder):
         yield recorder.events
 
 
 def tell_local_grads(unit: str, layout: Layout, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> None:
-    """Tell all observers the full gradients of one bucket on this rank, in the layout's order; None counts as zeros."""
+    """Pass the local unsharded gradients of one bucket, in the layout's order, to all observers; None means zeros."""
     if observers:
         named = {
             spec.name: torch.zeros_like(leaf) if grad is None else grad

@@ -1,14 +1,15 @@
-"""Perturbed runs: the same training with other rounding. Sums in another order, and results moved to a neighbouring number.
+"""Perturbed runs: the same training with different rounding, by reordered sums and results that are moved to neighbouring values.
 
-[Note: what a perturbed run may do] Two right implementations of one computation differ in the order of their sums, in the last
-digits of their elementary functions, and in where low precision kernels round at all. `OtherRounding` makes a run that differs
-from itself in the same ways and no other: the terms of sums (products of matrices, convolutions, means) come in another order,
-and the result of each operation that rounds is moved, element by element, to one of its neighbours or left, at random (D. Parker,
-Monte Carlo arithmetic, UCLA 1997). What moves, selects or casts data is left alone: it has one right answer. So are zeros (masks,
-padding, unused parameters), what is not finite, and single whole numbers (an optimizer's count of its steps).
+[Note: what a perturbed run may do] Two correct implementations of a computation differ in the order of sums, the last digits of
+elementary functions, and the points at which low-precision kernels round. `OtherRounding` perturbs a run only in these ways: it
+reorders the terms of sums (matrix products, convolutions, means), and moves each element of a rounded result at random to a
+neighbouring value or not (D. Parker, Monte Carlo arithmetic, UCLA 1997). Operations that move, select or cast data have one
+correct result and are not changed. Neither are zeros (masks, padding, unused parameters), values that are not finite, and single
+integers (an optimizer's step count).
 
-Adam's constants, such as 1 - beta2**t, torch computes in Python's numbers, and others in the dtype of the parameters: in float32
-1 - 0.999 is off by 1e-5 of itself. A perturbed run computes them so, on the path that Adam has for constants that are tensors.
+torch computes Adam's constants, such as 1 - beta2**t, as Python floats, while other implementations use the dtype of the
+parameters: in float32, 1 - 0.999 has a relative error of 1e-5. A perturbed run uses the parameters' dtype, with Adam's path for
+tensor constants.
 """
 
 from typing import Any, Self
@@ -47,11 +48,11 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OtherRounding(TorchDispatchMode):
-    """A context in which torch rounds otherwise, forward, backward and in the optimizer.
+    """A context in which torch rounds differently in forward, backward and the optimizer.
 
     Args:
-        seed: which of many ways. All ranks of a run must be given the same: replicas then stay equal to one another.
-        moves: whether results are moved. If not, sums go in another order, and that is all.
+        seed: the random seed, which must be equal on all ranks so that replicas stay equal.
+        moves: whether results are moved. If not, only sums are reordered.
     """
 
     def __init__(self, seed: int, *, moves: bool = True) -> None:
@@ -75,7 +76,7 @@ class OtherRounding(TorchDispatchMode):
         self._restore_groups()
 
     def _constants_are_tensors(self, optimizer: torch.optim.Optimizer) -> None:
-        """For one step. In float64 Python's numbers are of that dtype already."""
+        """Use tensor constants for one step. Not needed in float64, the dtype of Python floats."""
         if not self._moves or not isinstance(optimizer, _ADAMS):
             return
         for group in optimizer.param_groups:
@@ -107,7 +108,7 @@ class OtherRounding(TorchDispatchMode):
         return result
 
     def _reordered(self, packet: Any, args: tuple) -> tuple:
-        """The same sum with its terms in another order, where that can be had by exchanging them in the operands."""
+        """Compute a sum with reordered terms, if its operands can be permuted."""
         match packet:
             case aten.mm | aten.bmm:
                 first, dims = 0, (-1, -2)
@@ -116,7 +117,7 @@ class OtherRounding(TorchDispatchMode):
             case aten.convolution if not args[6] and args[8] == 1:  # neither transposed nor in groups
                 first, dims = 0, (1, 1)
             case aten.sum | aten.mean if len(args) > 1 and args[1]:
-                # Of several dims one is enough to make it another order.
+                # Permuting one of several dims suffices.
                 first, dims = 0, (args[1][-1],)
             case _:
                 return args

@@ -1,8 +1,8 @@
-"""ShardedGradScaler: loss scaling for float16, where each rank holds a part of every gradient.
+"""ShardedGradScaler: loss scaling for float16 with sharded gradients.
 
-A gradient scaler multiplies the loss, divides the gradients, and skips the optimizer's step where one of them is infinite or
-NaN. With sharded gradients a rank sees its own elements alone: unless the ranks agree, one skips and the others step, and the
-parameters are of no one step any more. Here each check of an optimizer's gradients ends in one all-reduce of one number.
+A gradient scaler multiplies the loss, divides the gradients, and skips the optimizer step if a gradient is infinite or NaN. With
+sharded gradients each rank only sees its own elements, so the ranks must agree, or some would skip the step and others not. Each
+check of an optimizer's gradients all-reduces one number.
 """
 
 import math
@@ -24,21 +24,21 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded models: all ranks skip a step, or none.
+    """`torch.amp.GradScaler` for sharded models, in which all ranks skip a step or none does.
 
-    Gradients may be of float16, on the CPU while the loss is on a GPU, sparse, DTensors, empty, or missing on some ranks.
+    Gradients may be float16, on the CPU while the loss is on a GPU, sparse, DTensors, empty, or missing on some ranks.
 
     Args:
-        device: the type of the device that the process group communicates on, "cuda" or "cpu".
-        init_scale: the first scale.
-        backoff_factor: what the scale is multiplied by after a step that was skipped.
-        growth_factor: what it is multiplied by after `growth_interval` steps in a row that were not, while it stays finite.
+        device: the device type of the process group's communication, "cuda" or "cpu".
+        init_scale: the initial scale.
+        backoff_factor: the factor of the scale after a skipped step.
+        growth_factor: the factor of the scale after `growth_interval` consecutive steps without a skip, while it stays finite.
         growth_interval: a number of steps.
-        enabled: if False, `scale` returns what it is given and `step` is the optimizer's.
-        process_group: all ranks that hold parts of the gradients; the default group if None.
+        enabled: if False, `scale` returns its argument and `step` calls the optimizer.
+        process_group: all ranks with parts of the gradients. None: the default group.
 
     Raises:
-        UsageError: a factor out of its range, a process group that is none, or no process group when one is needed.
+        UsageError: a factor out of range, an invalid process group, or no process group when one is needed.
 
     >>> ShardedGradScaler("cpu", init_scale=8.0).scale(torch.ones((), dtype=torch.float16))
     tensor(8., dtype=torch.float16)
@@ -68,12 +68,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """The outputs (a tensor, or nested iterables of tensors) times the scale, each in the dtype that it has.
+        """Multiply outputs (a tensor or nested iterables of tensors) by the scale, keeping their dtypes.
 
-        A loss of float16 stays one, as under FSDP's mixed precision, and overflows where the product does.
+        A float16 loss stays float16, as with FSDP's mixed precision, and can overflow.
 
         Raises:
-            UsageError: something else.
+            UsageError: other types.
         """
         if not self._enabled:
             return outputs
@@ -91,9 +91,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiply the optimizer's gradients by `inv_scale`; 1 if any rank found one infinite or NaN, else 0.
+        """Multiply the optimizer's gradients by `inv_scale`. Returns 1 if any rank found an infinite or NaN element, else 0.
 
-        torch.amp.GradScaler comes here before each step, also for the optimizers that unscale by themselves (`fused=True`).
+        torch.amp.GradScaler calls this before each step, also for optimizers that unscale themselves (`fused=True`).
         """
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         with torch.no_grad():
@@ -111,8 +111,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return {agreed.device: agreed}
 
     def _agree(self, found_inf: Tensor) -> Tensor:
-        """1 if it is 1 on any rank. Every rank comes here once for each check, whatever gradients it has, and on however
-        many devices; and no more than 1 comes out, since the fused optimizers skip at 1 alone."""
+        """All-reduce the flag: 1 if it is 1 on any rank, never more, because fused optimizers only skip at exactly 1. Every rank
+        calls it once per check."""
         group = dist.group.WORLD if self.process_group is None else self.process_group
         if group is None:
             raise UsageError(
@@ -134,7 +134,7 @@ def _values(param: Tensor) -> Tensor:
     if not grad.is_sparse:
         return grad
     if grad.dtype is torch.float16 and not grad.is_coalesced():
-        # Rows that occur twice are added in float32: a sum on the way may overflow where the last one does not.
+        # Duplicate rows are added in float32, because a partial sum may overflow even if the final sum does not.
         grad = param.grad = grad.float().coalesce().half()
     return grad._values()
 

@@ -12,7 +12,7 @@ from torch_backend.engine._unit_tree import named_units
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """A run of elements of a parameter that this rank holds; `grad` is their reduced gradient, or None.
+    """A range of a parameter's elements on this rank, with their reduced gradient or None.
 
     `values` and `grad` are 1-D and alias the shard and its gradient.
     """
@@ -26,17 +26,17 @@ class LocalPiece:
 
 
 def sharded_units(model: nn.Module) -> list[tuple[str, list[Bucket]]]:
-    """The units of a model under either interface, by name, the outermost first."""
+    """The units of a model by name, with either API, the outermost first."""
     return [(named.name, named.unit.buckets) for named in named_units(model)]
 
 
 def layouts_of(model: nn.Module) -> list[tuple[str, Layout]]:
-    """The layout of every bucket, under its unit's name; of parameters under their names in the model."""
+    """(unit name, layout) of all buckets, with the parameters' names in the model."""
     return [(named.name, each.layout) for named in named_units(model) for each in named.buckets]
 
 
 def local_pieces(model: nn.Module, rank: int) -> Iterator[LocalPiece]:
-    """Every piece that this rank (of its shard group) holds, unit by unit in order; padding is in none of them (R06)."""
+    """All pieces of this rank, in unit order, without padding (R06)."""
     for named in named_units(model):
         for each in named.buckets:
             bucket, layout = each.bucket, each.layout

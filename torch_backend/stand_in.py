@@ -1,9 +1,9 @@
 """`stand_in()`: makes libraries that import torch.distributed.fsdp get the classes of this package.
 
-accelerate, lightning, transformers and torch.distributed.checkpoint.state_dict ask of which class a sharded model is: they
-import torch's FullyShardedDataParallel or FSDPModule, and call its static methods. To them a model of ours is a plain one, which
-they would save as if each rank had it whole, or shard a second time. After `stand_in()` these names are ours wherever they were
-imported to. Nothing of torch's FSDP is used here: it is looked up to be replaced.
+accelerate, lightning, transformers and torch.distributed.checkpoint.state_dict check the class of a sharded model: they import
+torch's FullyShardedDataParallel or FSDPModule and call its static methods. They would treat a model of this package as an
+unsharded one, saving it as such or sharding it again. `stand_in()` replaces these names wherever they were imported. It does not
+use torch's FSDP.
 """
 
 import sys
@@ -45,35 +45,35 @@ _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 
 
 class Standing:
-    """What was replaced. `remove` puts it back, and so does the end of a `with`."""
+    """The replaced names, which `remove` or the end of a `with` block restores."""
 
     def __init__(self, replaced: list[tuple[ModuleType, str, Any]]) -> None:
         self._replaced = replaced
 
     def remove(self) -> None:
-        """Give the names back to torch."""
+        """Restore torch's names."""
         while self._replaced:
             setattr(*self._replaced.pop())
 
     def __enter__(self) -> "Standing":
-        """It has begun already."""
+        """Return the handle; the names are already replaced."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """As `remove`."""
+        """Call `remove`."""
         self.remove()
 
 
 def stand_in() -> Standing:
-    """Let every module of this process that has imported torch's FSDP, or will, have this package's in its place.
+    """Replace torch's FSDP by this package in all modules of this process that imported it or will import it.
 
-    Call it once, before models are sharded. The names that change are FullyShardedDataParallel, fully_shard, FSDPModule,
-    UnshardHandle, register_fsdp_forward_method, share_comm_ctx and ShardedGradScaler. Enums, policies and records (StateDictType,
-    MixedPrecision ...) stay torch's, which are taken everywhere here. Models that torch's own FSDP has sharded are not to be used
-    meanwhile. torch.distributed.pipelining is left alone, since it reaches into torch's FSDP2.
+    Call it once, before models are sharded. Replaces FullyShardedDataParallel, fully_shard, FSDPModule, UnshardHandle,
+    register_fsdp_forward_method, share_comm_ctx and ShardedGradScaler. Enums, policies and dataclasses (StateDictType,
+    MixedPrecision ...) stay torch's, which this package accepts. Do not use models that torch's FSDP sharded at the same time.
+    torch.distributed.pipelining is not changed because it uses internals of torch's FSDP2.
 
     Returns:
-        A handle whose `remove()` gives the names back to torch; also a context manager.
+        A handle whose `remove()` restores torch's names; also a context manager.
 
     >>> with stand_in():
     ...     import_module("torch.distributed.fsdp").fully_shard is fully_shard

@@ -5,10 +5,10 @@ has changed.
 
 A policy is one of two things:
 
-- an object, `ModuleWrapPolicy` or `CustomPolicy`, which looks at each module by itself;
-- a function `policy(module, recurse, nonwrapped_numel) -> bool`, which is asked twice of each module: on the way down
-  (`recurse=True`) whether to look inside it, and on the way up (`recurse=False`) whether to make it a unit. In between,
-  `nonwrapped_numel` has fallen from all elements below the module to those in no unit below it.
+- an object, `ModuleWrapPolicy` or `CustomPolicy`, which decides for each module independently;
+- a function `policy(module, recurse, nonwrapped_numel) -> bool`, which is called twice for each module: before its children
+  (`recurse=True`) to decide whether to visit them, and after them (`recurse=False`) to decide whether to wrap it.
+  `nonwrapped_numel` first counts all elements below the module, and then those in no inner unit.
 """
 
 import inspect
@@ -41,9 +41,7 @@ Kwargs = dict[str, Any]
 
 
 class ModuleWrapPolicy:
-    """Every module of one of these classes becomes a unit, with the arguments of the root.
-
-    It can also be called as a policy function.
+    """Wraps all modules of these classes with the arguments of the root. Can also be called as a policy function.
 
     Raises:
         UsageError: something other than an iterable of classes.
@@ -57,27 +55,27 @@ class ModuleWrapPolicy:
         self._classes = as_classes(module_classes, "ModuleWrapPolicy: module_classes")
 
     def overrides(self, module: nn.Module) -> Kwargs | None:
-        """The arguments in which a unit differs from the root: none. None for a module that is no unit."""
+        """{} for a unit; None for other modules."""
         return {} if isinstance(module, self._classes) else None
 
     def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
-        """Whether to look inside `module` (`recurse`), or to wrap it."""
+        """Whether to visit the children of `module` (`recurse`), or to wrap it."""
         return True if recurse else isinstance(module, self._classes)
 
     def __repr__(self) -> str:
-        """The classes by name."""
+        """The names of the classes."""
         return f"ModuleWrapPolicy({{{', '.join(entry.__name__ for entry in self._classes)}}})"
 
 
 class CustomPolicy:
-    """A function says of each module whether it becomes a unit, and with which arguments.
+    """Wraps the modules that a function selects, optionally with other arguments.
 
     Args:
-        lambda_fn: from a module to False or {} (no unit), True (a unit with the arguments of the root), or a dict of the
-            arguments in which the unit differs from the root.
+        lambda_fn: maps a module to False or {} (not wrapped), True (wrapped with the arguments of the root), or a dict of
+            overriding arguments.
 
     Raises:
-        UsageError: something that cannot be called; when the policy is applied, an answer of another type.
+        UsageError: not callable; when the policy is applied, a result of another type.
 
     >>> policy = CustomPolicy(lambda module: {"use_orig_params": True} if isinstance(module, nn.Linear) else False)
     >>> policy.overrides(nn.Linear(2, 2))
@@ -88,7 +86,7 @@ class CustomPolicy:
         self._lambda_fn = as_function(lambda_fn, "CustomPolicy: lambda_fn")
 
     def overrides(self, module: nn.Module) -> Kwargs | None:
-        """The arguments in which a unit differs from the root. None for a module that is no unit."""
+        """The overriding arguments of a unit; None for other modules."""
         answer = self._lambda_fn(module)
         if not isinstance(answer, bool | dict):
             raise UsageError(
@@ -101,14 +99,14 @@ class CustomPolicy:
 
 
 def always_wrap_policy(*args: object, **kwargs: object) -> bool:
-    """Policy: every module becomes a unit."""
+    """Policy that wraps every module."""
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Policy, with `lambda_fn` bound by `functools.partial`: a module becomes a unit if `lambda_fn(module)`.
+    """Policy that wraps a module if `lambda_fn(module)`. Bind `lambda_fn` with `functools.partial`.
 
     >>> lambda_auto_wrap_policy(nn.ReLU(), recurse=False, nonwrapped_numel=0, lambda_fn=lambda m: m.training)
     True
@@ -119,10 +117,10 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type[nn.Module]]
 ) -> bool:
-    """Policy, with `transformer_layer_cls` bound by `functools.partial`: as `ModuleWrapPolicy` of these classes.
+    """Policy that wraps modules of the classes `transformer_layer_cls`, like `ModuleWrapPolicy`. Bind it with
+    `functools.partial`.
 
-    Modules that share a parameter stay in one unit this way, as embedding and head of a transformer do, if neither is of
-    these classes.
+    Other modules that share a parameter, such as embedding and head of a transformer, stay in one unit.
     """
     return recurse or isinstance(module, as_classes(transformer_layer_cls, "transformer_auto_wrap_policy"))
 
@@ -135,17 +133,17 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Policy: a module becomes a unit if at least `min_num_params` elements below it are in no smaller unit.
+    """Policy that wraps a module if at least `min_num_params` elements below it are in no inner unit.
 
     Args:
-        min_num_params: elements, not parameters.
-        force_leaf_modules: classes that are not looked into, and are not units either; by default the attribute
-            `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`, attention.
-        exclude_wrap_modules: classes that are looked into, and are not units; by default the attribute
-            `size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES`, the containers without a forward.
+        min_num_params: the number of elements, not of parameters.
+        force_leaf_modules: classes whose children are not visited and that are not wrapped. Default: the attribute
+            `size_based_auto_wrap_policy.FORCE_LEAF_MODULES` (attention).
+        exclude_wrap_modules: classes whose children are visited but that are not wrapped. Default: the attribute
+            `size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES` (containers without a forward).
 
     Raises:
-        UsageError: a `min_num_params` that is no number, or something else than classes.
+        UsageError: a `min_num_params` that is not a number, or values that are not classes.
 
     >>> size_based_auto_wrap_policy(nn.Linear(3, 2), recurse=False, nonwrapped_numel=8, min_num_params=8)
     True
@@ -163,14 +161,14 @@ def size_based_auto_wrap_policy(
     return nonwrapped_numel >= min_num_params and not excepted
 
 
-# Users of torch read and change these sets.
+# Public attributes in PyTorch, which users read and change.
 FORCE_LEAF_MODULES, EXCLUDE_WRAP_MODULES = "FORCE_LEAF_MODULES", "EXCLUDE_WRAP_MODULES"
 setattr(size_based_auto_wrap_policy, FORCE_LEAF_MODULES, {nn.MultiheadAttention})
 setattr(size_based_auto_wrap_policy, EXCLUDE_WRAP_MODULES, {nn.ModuleList, nn.ModuleDict})
 
 
 def as_classes(value: Any, where: str) -> tuple[type, ...]:
-    """An iterable of classes as a tuple; UsageError in the name of `where` if it is none."""
+    """Convert an iterable of classes to a tuple; UsageError with the prefix `where` for other values."""
     if isinstance(value, Iterable):
         entries = tuple(value)
         if all(isinstance(entry, type) for entry in entries):
@@ -179,7 +177,7 @@ def as_classes(value: Any, where: str) -> tuple[type, ...]:
 
 
 def as_function(value: Any, where: str) -> Callable[..., Any]:
-    """What can be called, as it is; UsageError in the name of `where` if it cannot."""
+    """Return a callable; UsageError with the prefix `where` for other values."""
     if not callable(value):
         raise UsageError(f"{where}: expected a function of a module, got {shown(value)}")
     return value
@@ -195,30 +193,30 @@ def units_to_wrap(
     is_wrapped: Callable[[nn.Module], bool],
     mixed_precision_ignores: tuple[type, ...] = (),
 ) -> dict[nn.Module, Kwargs]:
-    """The modules below `root` that a policy makes units, each with its arguments, in the order to wrap them in.
+    """The submodules of `root` that a policy selects, with their arguments, in the order in which to wrap them.
 
     Args:
-        root: becomes the outermost unit whatever the policy says, and is not among the answers.
-        ignored_modules: modules that become no units. A policy function is not asked about what lies below them; a policy
-            object is, so they should come with their descendants.
-        ignored_params: parameters of no unit, which do not count in `nonwrapped_numel`.
-        root_kwargs: the arguments of the root, each that the wrapper takes by its name. Every unit gets a copy of its own.
-        is_wrapped: whether a module is a unit already.
-        mixed_precision_ignores: where `root_kwargs` holds a mixed precision: classes whose modules become units of their
-            own with `mixed_precision=None`, whatever the policy says. A policy function then looks inside every module,
-            forced leaves too, since such modules may lie there (as in torch, even if there are no such classes).
+        root: the outermost unit, which is always wrapped and not included in the result.
+        ignored_modules: modules that are not wrapped. Policy functions do not visit their children; policy objects do, so include
+            their descendants.
+        ignored_params: parameters that belong to no unit and do not count in `nonwrapped_numel`.
+        root_kwargs: the keyword arguments of the root. Each unit gets a copy.
+        is_wrapped: whether a module is already a unit.
+        mixed_precision_ignores: if `root_kwargs` has a mixed precision, classes whose modules always become separate units with
+            `mixed_precision=None`. Policy functions then visit all modules, including forced leaves (as in PyTorch, even without
+            such classes).
 
     Returns:
-        Children come before their parents, each module once, wherever and however often it is registered.
+        (module, arguments), children before parents, each module once.
 
     Raises:
-        UsageError: no policy, a policy's answer that is none, arguments that the wrapper does not take, or a tree that
-            has units already.
-        UnitError: two units would share a parameter. (torch wraps such a tree and unties the parameter silently.)
+        UsageError: not a policy, an invalid result of a policy, arguments that the wrapper does not accept, or a tree that
+            already has units.
+        UnitError: two units would share a parameter. (PyTorch wraps such a tree and silently unties the parameter.)
 
     Warns:
-        UserWarning: modules of `mixed_precision_ignores` become units; and, with a policy object, a unit that keeps its
-            original parameters holds trained and frozen ones.
+        UserWarning: modules of `mixed_precision_ignores` become units; or, with a policy object, a unit with original parameters
+        has trained and frozen ones.
     """
     _check_not_wrapped(root, is_wrapped)
     mixed = root_kwargs.get("mixed_precision") is not None
@@ -245,9 +243,9 @@ def units_to_wrap(
 
 
 def wrap_modules(root: nn.Module, targets: dict[nn.Module, Kwargs], wrap: Callable[..., nn.Module]) -> None:
-    """Replace each module of `targets` by `wrap(module, **kwargs)`, in their order, the same one wherever it is registered.
+    """Replace all registrations of each module of `targets` by `wrap(module, **kwargs)`, in order. Does not replace `root`.
 
-    `root` itself stays. (torch replaces the first registration alone; the others run the module without its wrapper.)
+    (PyTorch only replaces the first registration; the others run the module without its wrapper.)
     """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in targets}
     for parent in root.modules():
@@ -268,7 +266,7 @@ def _select_each(
     known: set[str],
     kept: tuple[type, ...],
 ) -> dict[nn.Module, Kwargs]:
-    """What a policy object makes units: from module to overrides, the root perhaps among them."""
+    """The units of a policy object, possibly including the root, with their overriding arguments."""
     answers: dict[nn.Module, Kwargs | None] = {}
     for module in root.modules():  # a user's function sees modules in the order that torch shows them in
         if module in ignored:
@@ -292,7 +290,7 @@ def _select_by_asking(
     kept: tuple[type, ...],
     looks_everywhere: bool,
 ) -> dict[nn.Module, Kwargs]:
-    """What a policy function makes units, the root never."""
+    """The units of a policy function, without the root."""
     _check_signature(policy)
     selected: dict[nn.Module, Kwargs] = {}
     in_units: dict[nn.Module, set[nn.Parameter]] = {}  # of each module: the parameters below it in units below or at it
@@ -322,7 +320,7 @@ def _select_by_asking(
 
 
 def _post_order(root: nn.Module) -> Iterator[nn.Module]:
-    """Every module, children before their parents, the root last; one in several places comes in each."""
+    """All modules in post-order, once for each registration."""
     for child in root.children():
         yield from _post_order(child)
     yield root
@@ -333,7 +331,7 @@ def _assign(root: nn.Module, units: set[nn.Module], ignored_params: set[nn.Param
     first: dict[nn.Module, str] = {}
     modules: list[str] = []
     slots: list[Slot] = []
-    again: list[str] = []  # further names of a unit, below which everything has been seen
+    again: list[str] = []  # further names of a unit, whose submodules have been visited
     for name, module in root.named_modules(remove_duplicate=False):
         if any(name == other or name.startswith(f"{other}.") for other in again):
             continue
@@ -350,7 +348,7 @@ def _assign(root: nn.Module, units: set[nn.Module], ignored_params: set[nn.Param
 
 
 def _warn_of_frozen(owners: dict[nn.Module, UnitSpec], units: dict[nn.Module, Kwargs]) -> None:
-    """Warn of units that keep their original parameters, trained and frozen ones. (Flat parameters refuse: R11.)"""
+    """Warn of units with both trained and frozen original parameters. (Flat parameters raise: R11.)"""
     for module, kwargs in units.items():
         params = owners[module].params if module in owners else ()
         trained = [param.name for param in params if param.requires_grad]
@@ -375,7 +373,7 @@ def _check_not_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool])
 
 
 def _check_signature(policy: Any) -> None:
-    """Raise UsageError unless this can be called as a policy function."""
+    """Raise UsageError unless this is callable with the arguments of a policy function."""
     how = (
         "expected a ModuleWrapPolicy, a CustomPolicy (both of torch_backend.wrap), or a function of (module, recurse, "
         "nonwrapped_numel); bind further arguments by functools.partial"
@@ -384,7 +382,7 @@ def _check_signature(policy: Any) -> None:
         raise UsageError(f"auto_wrap_policy: {how}; got {shown(policy)}")
     try:
         signature = inspect.signature(policy)
-    except ValueError:  # written in C: it will say so itself
+    except ValueError:  # no signature, as for functions written in C
         return
     try:
         signature.bind(module=None, recurse=True, nonwrapped_numel=0)
@@ -393,7 +391,7 @@ def _check_signature(policy: Any) -> None:
 
 
 def _truth(answer: Any, policy: Any, module: nn.Module) -> bool:
-    """Yes or no. A dict or a function is true in Python, and a mistake here."""
+    """Convert to bool; UsageError for dicts and functions, which are truthy but mistakes here."""
     if not isinstance(answer, dict) and not callable(answer):
         try:
             return bool(answer)
@@ -411,7 +409,7 @@ def _name_of(policy: Any) -> str:
 
 @dataclass(frozen=True)
 class _Enabled:
-    """What `wrap` does inside `enable_wrap`."""
+    """The active `enable_wrap` options."""
 
     wrapper_cls: Callable[..., nn.Module]
     kwargs: Kwargs
@@ -422,12 +420,12 @@ _enabled: _Enabled | None = None
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside, `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`.
+    """A context in which `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`.
 
-    A large model is wrapped this way while it is built, layer by layer, so that it never exists in full.
+    Use it to shard a large model layer by layer during construction, so that the full model never exists.
 
     Raises:
-        UsageError: a `wrapper_cls` that cannot be called.
+        UsageError: a `wrapper_cls` that is not callable.
         UnsupportedError: inside another `enable_wrap`, in any thread.
 
     >>> with enable_wrap(wrapper_cls=nn.Sequential):
@@ -454,10 +452,10 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module wrapped as the `enable_wrap` around says; outside of one, the module itself.
+    """Wrap a module as the enclosing `enable_wrap` specifies; outside of one, return the module.
 
     Args:
-        wrap_overrides: arguments that go before those of `enable_wrap`.
+        wrap_overrides: arguments that override those of `enable_wrap`.
     """
     if _enabled is None:
         return module

@@ -26,14 +26,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a unit computes and reduces, while its shards keep full precision (R33-R35).
+    """The dtypes of a unit's computation and reduction. Sharded parameters keep full precision (R33-R35).
 
     Attributes:
-        param_dtype: of gathered parameters, and so of forward and backward. None: as stored.
-        reduce_dtype: in which gradients are summed between ranks, and accumulate where they are not reduced (R15). None: that
-            of `param_dtype`.
-        output_dtype: of the floating outputs of each module. None: as they come.
-        cast_forward_inputs: cast the floating inputs of each module to `param_dtype`.
+        param_dtype: dtype of unsharded parameters, and so of forward and backward. None: as stored.
+        reduce_dtype: dtype of gradient reduction, and of accumulated unreduced gradients (R15). None: `param_dtype`.
+        output_dtype: dtype to which floating-point outputs of each module are cast. None: not cast.
+        cast_forward_inputs: cast the floating-point inputs of each module to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -43,11 +42,11 @@ class MixedPrecisionPolicy:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """The core's form of it.
+        """The equivalent PrecisionPolicy.
 
         Raises:
-            ParamError: a dtype in which nothing can be trained.
-            PlanError: a choice that is no bool.
+            ParamError: a dtype that is not trainable.
+            PlanError: a choice that is not a bool.
         """
         return PrecisionPolicy(
             name_or_none(self.param_dtype),
@@ -59,43 +58,41 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """Where shards live between steps: on the device of compute. `CPUOffloadPolicy` says otherwise."""
+    """No offloading: shards stay on the compute device."""
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and what the optimizer keeps live on the CPU; a unit's shard is copied to the device when it is
-    gathered.
+    """Offloads shards, their gradients and optimizer states to the CPU. Shards are copied to the device for the all-gather.
 
     Attributes:
-        pin_memory: keep shards in memory from which they are copied to an accelerator without the host waiting. False where
-            there is too little of it.
+        pin_memory: whether to use pinned memory, from which copies to an accelerator do not block the host.
     """
 
     pin_memory: bool = True
 
 
 class Comm(ABC):
-    """A collective of the user's own: where its buffers come from, and what it does."""
+    """A user's collective: allocates its buffers and communicates."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer to send from or to receive in, of shape `size`."""
+        """Allocate a send or receive buffer of shape `size`."""
 
 
 class AllGather(Comm):
-    """An all-gather of the user's own, for `FSDPModule.set_custom_all_gather`."""
+    """A user's all-gather, for `FSDPModule.set_custom_all_gather`."""
 
     @abstractmethod
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill `output_tensor` (size * n elements) with the `input_tensor`s (n elements) of all ranks, in rank order. With
-        `async_op` it may return at once with a work to wait for."""
+        """All-gather `input_tensor` (n elements) into `output_tensor` (size * n elements), in rank order. With `async_op` it may
+        return a work without waiting."""
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter of the user's own, for `FSDPModule.set_custom_reduce_scatter`."""
+    """A user's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
 
     @abstractmethod
     def __call__(
@@ -106,17 +103,17 @@ class ReduceScatter(Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Sum the `input_tensor`s (size * n elements) of all ranks, and leave this rank's n elements in `output_tensor`. `op` is
-        always a sum: what is to be divided is divided around it (R26)."""
+        """Reduce-scatter `input_tensor` (size * n elements) into `output_tensor` (n elements). `op` is always a sum; division is
+        separate (R26)."""
 
 
 @dataclass
 class DataParallelMeshDims:
-    """Which axes of a mesh are data parallel, where parameters are DTensors on all of its axes already.
+    """The data-parallel axes of a mesh on which parameters are already DTensors.
 
     Attributes:
-        shard: the axis, or axes, to shard over; several count as one.
-        replicate: the axis, or axes, over which shards are replicated; several count as one.
+        shard: the axis or axes to shard over; several are flattened.
+        replicate: the axis or axes to replicate over; several are flattened.
 
     Raises:
         UsageError: neither is given.
