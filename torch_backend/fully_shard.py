@@ -244,7 +244,6 @@ class _Hooks:
 
     @_disable_dynamo
     def before(self, inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Forward pre-hook."""
         executor = self._unit.executor or begin_as_root(inner)
         if not self._to_run:
             self._to_run.update(self._modules)

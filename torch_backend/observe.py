@@ -27,7 +27,6 @@ class TraceRecorder(Observer):
         self.events: list[Event] = []
 
     def event(self, event: Event) -> None:
-        """Append the event."""
         self.events.append(event)
 
 

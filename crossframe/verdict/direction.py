@@ -207,7 +207,6 @@ class Tally:
 
     @property
     def windows(self) -> list[int]:
-        """The end of each window; all windows begin at the first step."""
         steps = sorted({step for by_step in self.of.values() for step in by_step})
         counts = [1 << i for i in range(len(steps).bit_length())]
         return sorted({steps[min(count, len(steps)) - 1] + 1 for count in [*counts, len(steps)] if steps})
@@ -279,7 +278,6 @@ class Directions:
     num_tests: int
 
     def to_json(self) -> dict:
-        """The power as a JSON object."""
         return {
             kind: {name: {"least": least, "half": half} for name, (least, half) in by_name.items()}
             for kind, by_name in self.power.items()

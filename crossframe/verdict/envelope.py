@@ -240,7 +240,6 @@ class Steady:
             self._unsteady[name] = small | self._unsteady.get(name, False)
 
     def num_unsteady(self, parameter: str) -> int:
-        """The number of unsteady elements of a parameter."""
         return int(np.sum(self._unsteady.get(parameter, 0)))
 
     def of(self, quantity: Quantity) -> Quantity:
@@ -381,7 +380,6 @@ def _noise(pair: Pair, found: Sequence[tuple[int, Spread]]) -> tuple[str, ...]:
 
 
 def key_of(quantity: Quantity) -> Key:
-    """The key of a quantity in all recordings of a run."""
     return quantity.step, quantity.kind, quantity.name, quantity.microbatch
 
 

@@ -45,7 +45,6 @@ class Island:
         return replace(quantity, bound=min(wider, self.bounds.parameter))
 
     def describe(self) -> str:
-        """The activation and both dtypes, as a clause."""
         return f"the {self.name} is computed in {self.dtype}, in a run in {self.own}"
 
 

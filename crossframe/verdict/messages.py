@@ -54,7 +54,6 @@ def describe(
 
 
 def describe_quantity(judgement: Judgement | None) -> str:
-    """The name of the judged quantity."""
     assert judgement is not None
     q = judgement.quantity
     rank = f" of rank {q.rank}" if q.rank is not None else ""

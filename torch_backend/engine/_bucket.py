@@ -111,7 +111,6 @@ class Bucket:
 
     @property
     def device(self) -> torch.device:
-        """The compute device."""
         return self._device
 
     @property

@@ -223,7 +223,6 @@ class ExtendedBuffer:
             tensor.untyped_storage().resize_(num_bytes)
 
     def free(self) -> None:
-        """Free the memory."""
         with suppress(CollectiveError):  # already raised where it was waited for
             self._wait()
         self._landing, self._sent = None, []

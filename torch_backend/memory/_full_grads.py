@@ -41,7 +41,6 @@ class FullGrads:
 
     @property
     def any(self) -> bool:
-        """Whether there are any gradients."""
         if self._have_arrived or self._earlier is not None:
             return True
         return any(leaf.grad is not None for leaf in self._leaves)
@@ -62,7 +61,6 @@ class FullGrads:
         return found
 
     def drop(self) -> None:
-        """Discard all gradients."""
         self._forget_arrived()
         self._earlier = None
         for leaf in self._leaves:

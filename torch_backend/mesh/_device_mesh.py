@@ -58,12 +58,10 @@ class DataMesh:
 
     @property
     def shard_axis(self) -> DeviceMesh:
-        """The mesh of its shard axis."""
         return self.mesh if self.mesh.ndim == 1 else self.mesh[self.mesh.mesh_dim_names[-1]]  # type: ignore[index]
 
     @property
     def device(self) -> torch.device:
-        """The compute device."""
         if self.mesh.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())

@@ -34,7 +34,6 @@ class Whole:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the DTensor."""
         return tuple(self.spec.shape)
 
     @property

@@ -49,7 +49,6 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The parameter's name."""
         return self.layout.params[self.index].name
 
     @property

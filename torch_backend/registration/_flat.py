@@ -146,7 +146,6 @@ class FlatRegistrar:
         """Original parameters are not registered."""
 
     def adopt_loaded(self) -> None:
-        """Do nothing."""
         self.adopt()
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:

@@ -139,7 +139,6 @@ class OriginalRegistrar(RegisteredParams):
             )
 
     def adopt_loaded(self) -> None:
-        """Do nothing."""
         self.adopt()
 
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:

@@ -88,11 +88,9 @@ class Case:
         )
 
     def within(self, start: int, stop: int) -> "Case":
-        """The case for a range of elements."""
         return replace(self, start=start, stop=stop)
 
     def replica_of(self, recording: Recording) -> int:
-        """The replica of the quantity in a recording."""
         return self.replicas[0 if recording is self.right else 1]
 
     # Recorded values; None if not recorded, or if only a sketch was recorded and elements are needed.
@@ -120,7 +118,6 @@ class Case:
         return side.sketched(name).sums if self.quantity.sketched else side.elements
 
     def before(self, recording: Recording, step: int, name: str) -> np.ndarray | None:
-        """A parameter before the update of a step."""
         if step == 0 or not recording.manifest.params[name].requires_grad:
             return self.read(recording, PARAMETERS, 0, name)
         return self.read(recording, UPDATE, step - 1, name)
@@ -190,7 +187,6 @@ class Case:
 
     @property
     def compute_roundoff(self) -> float:
-        """The unit roundoff of the compute dtype."""
         return unit_roundoff(coarser(self.right.manifest.dtype, self.wrong.manifest.dtype))
 
 

@@ -80,7 +80,6 @@ class Contrast:
         return distance(self.right, self.wrong)
 
     def swapped(self) -> "Contrast":
-        """The contrast with sides exchanged."""
         return Contrast(self.wrong, self.right, self.limit, self.roundoff)
 
     def within(self, start: int, stop: int) -> "Contrast":

@@ -41,7 +41,6 @@ class Moment:
         return distance(self.new, average.new(start, goes_in))
 
     def error(self, average: Average, *, old: np.ndarray | None = None, gradient: np.ndarray | None = None) -> float:
-        """The bound on the residual due to rounding."""
         start, goes_in = self.old if old is None else old, self.gradient if gradient is None else gradient
         return average.error(start, goes_in, self.roundoff)
 

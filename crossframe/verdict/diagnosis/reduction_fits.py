@@ -90,7 +90,6 @@ class Weighted:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks whose weight is not 1."""
         return [rank for rank, times in enumerate(self.times) if abs(times - 1) > self.uncertainty]
 
 

@@ -37,7 +37,6 @@ class Update:
 
     @property
     def moved(self) -> np.ndarray:
-        """after - before."""
         return self.after - self.before
 
     def residual(self, rule: Rule) -> float:
@@ -45,7 +44,6 @@ class Update:
         return distance(self.after, rule.updated(self.before, *self.moments))
 
     def error(self, rule: Rule) -> float:
-        """The bound on the residual due to rounding."""
         return rule.error(self.before, self.moved, self.roundoff)
 
     def way(self, rule: Rule) -> np.ndarray:

@@ -47,7 +47,6 @@ class Clipped:
         return replace(quantity, a=a, b=b, sketches=sketches, unclipped_by=grow)
 
     def describe(self, names: tuple[str, str], step: int) -> str:
-        """A note on the comparison."""
         return (
             f"from step {step} on, gradients were recorded after clipping by {self.factor:.4g} in {names[self.side]} and "
             f"before it in {names[1 - self.side]}; they are compared before clipping"

@@ -42,7 +42,6 @@ class Divergence:
     module: str | None = None
 
     def to_json(self) -> dict:
-        """The location as a JSON object."""
         return asdict(self) | {"ranks": list(self.ranks)}
 
 

@@ -46,7 +46,6 @@ class Pair:
 
     @cached_property
     def sizes(self) -> tuple[GradientSizes, GradientSizes]:
-        """The sizes of the reduced gradients of a and b."""
         return gradient_sizes(self.a), gradient_sizes(self.b)
 
     @cached_property
@@ -86,7 +85,6 @@ class Pair:
 
     @cached_property
     def terms(self) -> int:
-        """The number of terms in the sum of a gradient element."""
         return max(terms_of(recording) for recording in (self.a, self.b))
 
     def typical_local(self, step: int, rank: int) -> float:

@@ -78,17 +78,14 @@ class Quantity:
 
     @property
     def sketched(self) -> bool:
-        """Whether the sides are compared by their sketches."""
         return self.sketches is not None
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.sketches[0].numel if self.sketches else self.a.size
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """The dtypes of both sides."""
         return tuple(s.dtype for s in self.sketches) if self.sketches else (self.a.dtype.name, self.b.dtype.name)  # type: ignore[return-value]
 
     @property
@@ -99,12 +96,10 @@ class Quantity:
         return norm(finite(self.a)), norm(finite(self.b))
 
     def with_scale(self, scale: float) -> "Quantity":
-        """A copy with another scale."""
         return replace(self, scale=scale)
 
     @property
     def typical(self) -> float:
-        """The root mean square of the first side's elements."""
         return self.norms[0] / math.sqrt(max(self.numel, 1))
 
 

@@ -21,7 +21,6 @@ class Side:
 
     @property
     def norm(self) -> float:
-        """The norm of the finite elements."""
         if self.sketch is not None:
             return self.sketch.norm
         assert self.elements is not None
@@ -29,7 +28,6 @@ class Side:
 
     @property
     def num_not_finite(self) -> int:
-        """The number of NaN or infinite elements."""
         if self.sketch is not None:
             return self.sketch.num_not_finite
         assert self.elements is not None

@@ -200,7 +200,6 @@ def _edited(pair: Pair, step: int, name: str) -> Group:
 
 
 def _moving_scale(pair: Pair, name: str, quantity: Quantity) -> float:
-    """The scale of a parameter's difference."""
     rate = pair.a.manifest.learning_rate or 0.0
     return parameter_scale(quantity.norms[0], quantity.numel, pair.total_update_norm(name), rate, pair.num_steps)
 
