@@ -296,3 +296,14 @@ def test_paths_that_are_none_are_refused():
             MapEntry("w", path)  # type: ignore[arg-type]
     with pytest.raises(MappingError, match=r"twice as path: \['b'\]"):
         ParamMap((MapEntry("v", "b"), MapEntry("w", ("a", "b"))))
+
+
+def test_from_canonical_gives_arrays_by_path():
+    entries = (MapEntry("qkv", ("q", "k", "v")), MapEntry("fc.weight", "fc.kernel", (1, 0)))
+    arrays = {"qkv": np.arange(6.0), "fc.weight": np.arange(6.0).reshape(3, 2), "buffer": np.zeros(1)}
+    leaves = ParamMap(entries).from_canonical(arrays)
+    assert list(leaves) == ["q", "k", "v", "fc.kernel"]
+    np.testing.assert_array_equal(leaves["k"], [2, 3])
+    np.testing.assert_array_equal(leaves["fc.kernel"], arrays["fc.weight"].T)
+    with pytest.raises(MappingError, match=r"these are missing: \['qkv'\]"):
+        ParamMap(entries).from_canonical({"fc.weight": arrays["fc.weight"]})
