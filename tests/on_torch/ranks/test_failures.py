@@ -40,13 +40,6 @@ FSDP = torch_backend.FullyShardedDataParallel
 BLOCKS = torch_backend.ModuleWrapPolicy({Block})
 
 
-@pytest.fixture(scope="module")
-def fragile():
-    """Ranks whose process groups may be left broken."""
-    with started_ranks() as started:
-        yield started
-
-
 def _store():
     return dist.distributed_c10d._get_default_store()
 

@@ -23,17 +23,9 @@ from tests.on_torch.helpers.raising import (
     train_step,
 )
 from tests.on_torch.programs.failing import Bomb, Trial, run_trial
-from tests.ranks import started_ranks
 from torch_backend.observe import observe
 
 LOW = torch_backend.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def fragile():
-    """Ranks whose process groups may be left broken."""
-    with started_ranks() as started:
-        yield started
 
 
 def _each(net, **settings):
