@@ -223,3 +223,12 @@ def _put_together(
 
 def _mean(arrays: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
     return np.mean(np.asarray(arrays, np.float64), axis=0).astype(dtype)
+
+
+def only(phase, name, change, *, step=0, rank=None):
+    """A change for `record`: of one quantity, in one step, on one rank or on all."""
+
+    def tamper(at, when, who, what, array):
+        return change(array) if (at, when, what) == (phase, step, name) and rank in (None, who) else array
+
+    return tamper

@@ -15,6 +15,7 @@ from crossframe.verdict import Verdict, bounds_for, compare
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.walk import walk
 from tests.core.helpers import synthetic
+from tests.core.helpers.synthetic import only
 
 
 def jitter(size):
@@ -27,15 +28,6 @@ def jitter(size):
         return (array * (1 + noise)).astype(array.dtype)
 
     return change
-
-
-def only(phase, name, change, *, step=0, rank=None):
-    """Changes one thing."""
-
-    def tamper(at, when, who, what, array):
-        return change(array) if (at, when, what) == (phase, step, name) and rank in (None, who) else array
-
-    return tamper
 
 
 def versus(tmp_path, tamper=None, *, a=None, b=None):

@@ -14,17 +14,9 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.walk import walk
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import other_specs
+from tests.core.helpers.synthetic import only
 
 U = 2.0**-53
-
-
-def only(phase, name, change, *, step=0, rank=None):
-    """Changes one thing."""
-
-    def tamper(at, when, who, what, array):
-        return change(array) if (at, when, what) == (phase, step, name) and rank in (None, who) else array
-
-    return tamper
 
 
 def pair(tmp_path, a=None, b=None, *, tamper_a=None, tamper=None):
