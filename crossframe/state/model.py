@@ -61,7 +61,8 @@ def target_of(layout: Layout, kind: StateKind, unit: str = "") -> Layout:
                 f"unit {unit!r} has the {layout.kind} layout and no flat parameter: a LOCAL state dict is of flat parameters; "
                 "ask for SHARDED"
             )
-    raise StateDictError(f"expected a StateKind, got {shown(kind)}")
+        case _:
+            raise StateDictError(f"expected a StateKind, got {shown(kind)}")
 
 
 def unfit(

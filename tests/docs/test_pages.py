@@ -20,8 +20,11 @@ TICKS = "```"
 
 @pytest.mark.parametrize(
     "page",
-    # Guides start scripts and torch, again and again. The README goes from recording to verdict as well.
-    [pytest.param(page, id=str(page), marks=[pytest.mark.exhaustive] * (page.parent == GUIDES)) for page in PAGES],
+    # The README and the guides start torch again and again. tests/installed goes from recording to verdict as well.
+    [
+        pytest.param(page, id=str(page), marks=[pytest.mark.exhaustive] * (page.parent in (GUIDES, Path())))
+        for page in PAGES
+    ],
 )
 def test_a_page_shows_what_its_code_prints(page):
     if not list(blocks_to_run(ROOT / page)):

@@ -36,6 +36,6 @@ def test_pages_load_nothing_from_elsewhere(site):
 
 
 @needs_chromium
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [PAGES[0], *(pytest.param(page, marks=pytest.mark.exhaustive) for page in PAGES[1:])])
 def test_pages_open_in_a_browser_without_errors(site, page, tmp_path):
     opened(f"file://{site}/{page}", tmp_path)

@@ -157,7 +157,7 @@ def use(made: Any) -> None:
 
 
 @pytest.mark.parametrize("make", RIGHT, ids=lambda make: make.__qualname__)
-@settings(QUICK, max_examples=100 if os.environ.get(EXHAUSTIVE) else 20)
+@settings(QUICK, max_examples=100 if os.environ.get(EXHAUSTIVE) else 12)
 @given(st.data())
 def test_one_or_more_wrong_arguments(make, data):
     wrong = data.draw(st.sets(st.sampled_from(sorted(RIGHT[make])), min_size=1))
