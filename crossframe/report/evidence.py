@@ -57,8 +57,8 @@ def phases(judged: Sequence[Judged]) -> dict[str, Worst]:
 
 
 def curves(judged: Sequence[Judged]) -> dict[str, tuple[tuple[int, float], ...]]:
-    """(step, largest `used`) a phase; phases of which nothing has a bound, or where only data moves and did so rightly, are not
-    among them."""
+    """(step, largest `used`) pairs by phase. Phases without bounds, and phases that only move data and did so correctly, are
+    omitted."""
     found: dict[str, dict[int, float]] = {}
     for one in judged:
         if one.used is not None:
@@ -90,8 +90,8 @@ def heat_map(judged: Sequence[Judged], units: Sequence[str]) -> HeatMap:
     Args:
         units: in the order of forward; a unit of several buckets may stand there several times.
 
-    Steps of which nothing but a loss was recorded are left out, unless one of them is outside or there are no others. Of very
-    many units or steps as many neighbours are put together as it takes.
+    Steps with only a recorded loss are omitted, unless a loss exceeds its bound or there are no other steps. If there are too
+    many units or steps, neighbours share a row or a column.
     """
     names = list(dict.fromkeys([*units, *(one.unit for one in judged)]))
     telling = {one.step for one in judged if one.event != "loss" or one.beyond}

@@ -224,7 +224,7 @@ def save(
 
 
 def refuse_rank0_only(names: Names, what: str) -> None:
-    """Raise UnsupportedError for state of tensor parallelism, of which no single rank has all."""
+    """Raise UnsupportedError for state under tensor parallelism, since no single rank holds all of it."""
     if any(each.bucket.registrar.wholes for each in names.owned):
         raise UnsupportedError(
             f"optimizer state of tensor parallel parameters is {what} on every rank, each with its own parts of DTensors; use "
@@ -261,7 +261,7 @@ def _of_bucket(
 
 
 def copied(value: Any) -> Any:
-    """A scalar that ranks told, as an optimizer has it."""
+    """A scalar that ranks exchanged, in the form that the optimizer stores."""
     return from_numpy(value).clone() if isinstance(value, np.ndarray) else value
 
 
