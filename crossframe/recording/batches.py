@@ -1,11 +1,13 @@
-"""Identifies a batch if the training loop does not: a digest of all its values, and a number for each of its samples.
+"""Identifies a batch if the training loop does not: a digest of all its values, a number for each of its samples, and two for
+each of its arrays.
 
-Both depend on values alone. The same numbers as int32 or int64, or as float32 or float64, and the same arrays in any order, give
+All depend on values alone. The same numbers as int32 or int64, or as float32 or float64, and the same arrays in any order, give
 the same result, so that loops in torch and JAX agree on their batches.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -49,6 +51,34 @@ def row_ids(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
                 # A sum does not depend on the order of the arrays.
                 found[i] += _number(row)
     return tuple(number % 2**63 for number in found)
+
+
+def inputs_of(microbatches: Sequence[Sequence[np.ndarray]]) -> tuple[tuple[int, int], ...]:
+    """Two numbers below 2^63 for each array that a model is called with: of its distinct rows, and of their order too.
+
+    They do not depend on how a batch is divided into microbatches. A row that is the same in every microbatch, such as positions,
+    counts once.
+
+    Args:
+        microbatches: the arrays of each call, in the same order.
+
+    >>> tokens, positions = np.arange(12).reshape(4, 3), np.arange(3)[None]
+    >>> whole = inputs_of([[tokens, positions]])
+    >>> whole == inputs_of([[tokens[:2], positions], [tokens[2:], positions]])
+    True
+    >>> [x == y for x, y in zip(whole[0], inputs_of([[tokens[::-1]]])[0])]
+    [True, False]
+    """
+    found = []
+    for arrays in zip_longest(*microbatches):
+        rows: dict[int, None] = {}
+        for array in (np.asarray(each) for each in arrays if each is not None):
+            rows.update(dict.fromkeys(map(_number, array if array.ndim else [array])))
+        order = hashlib.blake2b(digest_size=8)
+        for number in rows:
+            order.update(number.to_bytes(8, "little"))
+        found.append((sum(rows) % 2**63, int.from_bytes(order.digest(), "little") % 2**63))
+    return tuple(found)
 
 
 def _number(row: np.ndarray) -> int:

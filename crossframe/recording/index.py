@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -26,10 +27,34 @@ LONGEST_LINE = 1 << 24
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of a rank at a step: its sha256 in hex, and the ids of its samples in the data."""
+    """The batch of a rank at a step.
+
+    Attributes:
+        digest: its sha256 in hex.
+        sample_ids: the ids of its samples in the data.
+        inputs: two numbers for each of its arrays (`crossframe.recording.batches.inputs_of`); empty if they were not recorded.
+    """
 
     digest: str
     sample_ids: tuple[int, ...]
+    inputs: tuple[tuple[int, int], ...] = ()
+
+    def has_samples_of(self, other: "Batch") -> bool:
+        """Whether a model is called with the same samples, perhaps in another order, in other microbatches, or with further
+        arrays, which one of the models could derive from the others."""
+        if self.digest == other.digest:
+            return True
+        if len(self.sample_ids) != len(other.sample_ids) or not self.inputs or not other.inputs:
+            return False
+        if len(self.inputs) != len(other.inputs):
+            return self.is_in_order_of(other)
+        rows = [sorted(number for number, _ in each.inputs) for each in (self, other)]
+        return rows[0] == rows[1] and sorted(self.sample_ids) == sorted(other.sample_ids)
+
+    def is_in_order_of(self, other: "Batch") -> bool:
+        """Whether all arrays of the batch with fewer arrays are in the other one too, with their rows in the same order."""
+        fewer, more = sorted((Counter(self.inputs), Counter(other.inputs)), key=Counter.total)
+        return fewer.total() > 0 and fewer <= more
 
 
 @dataclass
@@ -214,7 +239,14 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
                 raise RecordingError(
                     f"{where}: expected sample ids that are ints, got {shown(ids)}; record the run again"
                 )
-            index.batches[step] = Batch(fields["digest"], tuple(ids))
+            inputs = fields.get("inputs", [])
+            if type(inputs) is not list or not all(
+                type(each) is list and list(map(type, each)) == [int, int] for each in inputs
+            ):
+                raise RecordingError(
+                    f"{where}: expected two ints for each array of the batch, got {shown(inputs)}; record the run again"
+                )
+            index.batches[step] = Batch(fields["digest"], tuple(ids), tuple((rows, order) for rows, order in inputs))
         case "collective":
             own.collectives.append(_event(fields["collective"], where))
         case "norm":

@@ -3,7 +3,8 @@
 A line is one JSON object. Its "event" is one of these:
 
 - "begin": the first line. `manifest` is the sha256 of the manifest.
-- "batch": the batch of the rank: `digest` (sha256, hex) and `sample_ids`.
+- "batch": the batch of the rank: `digest` (sha256, hex), `sample_ids`, and optionally `inputs`, two numbers for each array
+  (`crossframe.recording.batches.inputs_of`).
 - "loss": `value`, the loss of this rank.
 - "activation": the input or output (`use`) of a module in forward, of `shape`, which is stored in the step's safetensors file
   under `activation_key`. `name` is the module. `order` is the known order of dims (`crossframe.recording.dims`); if it is unknown

@@ -105,10 +105,13 @@ class RecordingWriter:
             )
         self._dense_until = max(self._dense_until, stop)
 
-    def batch(self, step: int, digest: str, sample_ids: Iterable[int]) -> None:
-        """Record this rank's batch: its sha256 in hex, and the id of each sample in the data."""
+    def batch(self, step: int, digest: str, sample_ids: Iterable[int], inputs: Iterable[tuple[int, int]] = ()) -> None:
+        """Record this rank's batch: its sha256 in hex, the id of each sample in the data, and two numbers for each array
+        (`crossframe.recording.batches.inputs_of`), if known."""
         lines.check_digest(digest)
-        fields = {"digest": digest, "sample_ids": [int(i) for i in sample_ids]}
+        fields: dict[str, Any] = {"digest": digest, "sample_ids": [int(i) for i in sample_ids]}
+        if stated := [list(each) for each in inputs]:
+            fields["inputs"] = stated
         self._add("batch", lines.place(step, self.rank, lines.BATCH, "batch") | fields, once=lines.BATCH)
 
     def loss(self, step: int, value: float) -> None:

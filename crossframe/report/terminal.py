@@ -75,7 +75,8 @@ def _found(pair: dict[str, Any], one: PairSeries) -> str:
             f"unit {words.short(words.unit_name(where['unit']), 30)}",
         ]
         found = f"where: {', '.join([*place, 'event ' + where['event'].replace('_', '-')])}"
-        diagnosis = words.looks_like(pair, one.sketched) if pair["verdict"] == "different computation" else None
+        # The headline of a bug has its diagnosis.
+        diagnosis = words.looks_like(pair, one.sketched) if pair["verdict"] != "bug" else None
         return f"{found}\n{diagnosis}" if diagnosis else found
     if not one.verdict.judged:
         return words.looks_like(pair, one.sketched) or ""

@@ -23,7 +23,7 @@ from crossframe.verdict.findings import Findings
 from crossframe.verdict.islands import island_at
 from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.measure.clipping import clipped_on_one_side
-from crossframe.verdict.measure.comparable import differing_settings, labels, why_incomparable
+from crossframe.verdict.measure.comparable import BATCH, differing_batches, differing_settings, labels, why_incomparable
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import locate, locate_sketch, ranks_off
 from crossframe.verdict.measure.pair import Pair
@@ -75,6 +75,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         return PairVerdict(
             *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=stated
         )
+    if (batches := differing_batches(a, b)) is not None:
+        settings, stated = (batches, *settings), (batches.describe(names), *stated)
     pair = Pair(a, b, sketched=sketched)
     dtype = pair.dtype
     envelope = Envelope.of(pair)
@@ -128,11 +130,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         acting = [each for each in settings if each.explains(where)]
     if causes := [each.describe(names) for each in acting]:
         # The differing setting is the diagnosis.
-        verdict, reason, diagnosis = (
-            Verdict.INCOMPARABLE,
-            f"{'; '.join(causes)}; from the numbers alone: {reason}",
-            None,
-        )
+        verdict, reason = Verdict.INCOMPARABLE, f"{'; '.join(causes)}; from the numbers alone: {reason}"
+        diagnosis = diagnose_batches(a, b) if acting[0].name == BATCH else None
     elif first is not None and diagnosis is None and (hint := needs_full_tensors(first)):
         reason = f"{reason}; {hint}"
     if pair.coarser is not None:
@@ -205,8 +204,13 @@ def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     ):
         text = " and ".join(f"{optimizer} in {name}" for optimizer, name in zip(optimizers, names, strict=True))
         yield f"the optimizer is {text}; both follow the rule of {rule}"
-    if (step := next((step for step in range(pair.num_steps) if pair.reordered(step)), None)) is not None:
-        yield f"from step {step} on, ranks received the same samples in a different order; activations are matched by sample"
+    others = differing_batches(pair.a, pair.b)
+    known = range(pair.num_steps if others is None else others.since)
+    if (step := next((step for step in known if pair.reordered(step)), None)) is not None:
+        yield (
+            f"from step {step} on, ranks received the same samples in a different order, in other microbatches or with further "
+            "arrays; activations are matched by sample"
+        )
     for step in pair.steps:
         if (clipped := clipped_on_one_side(pair, step)) is not None:
             yield clipped.describe(names, step)

@@ -16,7 +16,7 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.names import ParamMap
 from crossframe.operators import Request
 from crossframe.recording import Batch, Manifest, Schedule
-from crossframe.recording.batches import digest_of, row_ids
+from crossframe.recording.batches import digest_of, inputs_of, row_ids
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from crossframe.trace import Event
@@ -409,7 +409,7 @@ class Recorder:
         leaves, found = jax.tree.leaves(batch if self._samples is None else self._samples(batch)), {}
         for rank in grid.here:
             own = [grid.rows(leaf, rank) for leaf in leaves]
-            found[rank] = Batch(digest_of(own), row_ids(own))
+            found[rank] = Batch(digest_of(own), row_ids(own), inputs_of([own]))
         return found
 
     def _data_of(self, waiting: _Waiting) -> StepData:

@@ -90,7 +90,7 @@ class Writers:
             self._put("state", step, by_rank, slot)
         for rank, writer in self.by_rank.items():
             batch = data.batches[rank]
-            writer.batch(step, batch.digest, batch.sample_ids)
+            writer.batch(step, batch.digest, batch.sample_ids, batch.inputs)
             writer.loss(step, data.losses[rank])
             writer.counts(step, counts)
             if data.grad_norm is not None:

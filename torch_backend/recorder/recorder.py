@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, Schedule
-from crossframe.recording.batches import digest_of, row_ids
+from crossframe.recording.batches import digest_of, inputs_of, row_ids
 from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from torch_backend.compat._dtypes import to_numpy
@@ -345,7 +345,9 @@ class Recorder(Sink, Listener):
             arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in said.microbatches]
             digest = said.digest or digest_of([array for some in arrays for array in some])
             ids = said.sample_ids
-            writer.batch(step, digest, [i for some in arrays for i in row_ids(some)] if ids is None else ids)
+            if ids is None:
+                ids = [i for some in arrays for i in row_ids(some)]
+            writer.batch(step, digest, ids, () if said.digest else inputs_of(arrays))
             writer.loss(step, sum(float(loss) for loss in said.loss))
             writer.end_step(step, [float(rate) for rate in said.rates])
         self._waiting = []

@@ -22,11 +22,13 @@ class Other:
 
     Attributes:
         same_samples: whether each rank has the same samples in the same order with different values.
+        lost_step: whether one run has the batches of several steps of the other run in one step.
     """
 
     step: int
     text: str
     same_samples: bool = False
+    lost_step: bool = False
 
 
 def batch_difference(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
@@ -38,14 +40,16 @@ def batch_difference(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
     step = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not _same(x, y)), None)
     if step is None:
         return None
-    for tell in (_own_contents, _own_order, _other_ranks, _repeated, _order, _shifted):
+    for tell in (_own_contents, _own_order, _other_ranks, _joined, _repeated, _order, _shifted):
         if text := tell(a, b, step, names):
-            return Other(step, text, same_samples=tell is _own_contents)
+            return Other(step, text, same_samples=tell is _own_contents, lost_step=tell is _joined)
     return Other(step, _other_samples(a, b, step, names))
 
 
 def _same(x: list[Batch], y: list[Batch]) -> bool:
-    return x == y if len(x) == len(y) else _samples(x) == _samples(y)
+    if len(x) != len(y):
+        return _samples(x) == _samples(y)
+    return all(one.has_samples_of(other) for one, other in zip(x, y, strict=True))
 
 
 def _samples(batches: list[Batch]) -> Counter[int]:
@@ -80,6 +84,22 @@ def _other_ranks(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | Non
             f"the ranks of {names[1]} received the batches of ranks {came_from} of {names[0]}: some twice, some never"
         )
     return f"the ranks of {names[1]} received the batches of ranks {came_from} of {names[0]}"
+
+
+def _joined(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
+    for longer, shorter, name, other in ((b, a, *names[::-1]), (a, b, *names)):
+        joined: Counter[int] = Counter()
+        for stop, batches in enumerate(shorter[step:], step + 1):
+            joined += _samples(batches)
+            if stop > step + 1 and joined == _samples(longer[step]):
+                lost = stop - step - 1
+                return (
+                    f"{name} has the samples of steps {step} to {stop - 1} of {other} in one step: it left out {lost} optimizer "
+                    f"step{'s' if lost > 1 else ''}"
+                )
+            if joined.total() >= _samples(longer[step]).total():
+                break
+    return None
 
 
 def _repeated(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:

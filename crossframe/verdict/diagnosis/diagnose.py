@@ -150,7 +150,9 @@ def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
     if found is None:
         return None
     told = _inputs_or_labels(a, b, found) if found.same_samples else ""
-    return Diagnosis("other_batches", f"from step {found.step} on, {found.text}{told}.")
+    return Diagnosis(
+        "lost_step" if found.lost_step else "other_batches", f"from step {found.step} on, {found.text}{told}."
+    )
 
 
 def _inputs_or_labels(a: Recording, b: Recording, found: Other) -> str:

@@ -29,8 +29,12 @@ class Rows:
     place: dict[int, tuple[int, int, int]]
 
 
-def rows_of(recording: Recording, step: int) -> Rows | None:
-    """The locations of the samples; None if not all ranks recorded sample ids that divide into microbatches."""
+def rows_of(recording: Recording, step: int, *, numbered: bool = False) -> Rows | None:
+    """The locations of the samples; None if not all ranks recorded sample ids that divide into microbatches.
+
+    Args:
+        numbered: number the samples in their order instead of using their ids.
+    """
     microbatches = 1 + max((at[0] for at in recording.activations(step)), default=0)
     ids: list[list[tuple[int, ...]]] = []
     place: dict[int, tuple[int, int, int]] = {}
@@ -39,6 +43,8 @@ def rows_of(recording: Recording, step: int) -> Rows | None:
         size = len(fed) // microbatches
         if not fed or size * microbatches != len(fed):
             return None
+        if numbered:
+            fed = tuple(range(len(place), len(place) + len(fed)))
         ids.append([fed[i * size : (i + 1) * size] for i in range(microbatches)])
         for i, sample in enumerate(fed):
             place.setdefault(sample, (rank, i // size, i % size))
@@ -47,7 +53,8 @@ def rows_of(recording: Recording, step: int) -> Rows | None:
 
 def aligned(a: Recording, b: Recording, step: int) -> Iterator[tuple[At, int, np.ndarray, np.ndarray]]:
     """Yield (activation, rank in a, elements in a, elements of the same samples in b), in the order of a's activations."""
-    rows = rows_of(a, step), rows_of(b, step)
+    numbered = _in_one_order(a, b, step)
+    rows = rows_of(a, step, numbered=numbered), rows_of(b, step, numbered=numbered)
     if rows[0] is None or rows[1] is None:
         return
     theirs = set(b.activations(step))
@@ -71,6 +78,20 @@ def aligned(a: Recording, b: Recording, step: int) -> Iterator[tuple[At, int, np
                 found.append(block[where[2]])
             if ours is not None and len(found) == len(ids) and found[0].shape == ours.shape[1:]:
                 yield at, rank, ours, np.stack(found)
+
+
+def _in_one_order(a: Recording, b: Recording, step: int) -> bool:
+    """Whether samples correspond by their order instead of by their ids, because these depend on arrays that only one model is
+    called with. Requires the same order of all other arrays, and distinct samples."""
+    if a.manifest.world_size != b.manifest.world_size:
+        return False
+    fed = [(a.batch(step, rank), b.batch(step, rank)) for rank in range(a.manifest.world_size)]
+    return all(
+        len(x.inputs) != len(y.inputs)
+        and x.is_in_order_of(y)
+        and len(set(x.sample_ids)) == len(set(y.sample_ids)) == len(x.sample_ids)
+        for x, y in fed
+    )
 
 
 def _elements(recording: Recording, step: int, rank: int, at: At, num_rows: int) -> np.ndarray | None:

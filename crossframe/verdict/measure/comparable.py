@@ -6,12 +6,12 @@ from typing import Any
 
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import GROUPS, PER_RANK
-from crossframe.recording.lines import FORWARD, STATE, UNSHARDED, UPDATE
+from crossframe.recording.lines import FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.shown import shown
 from crossframe.verdict.measure.locate import Divergence
 
 # Settings that recordings may state, and the first phase whose values they change; None if they change no values by themselves.
-_MANIFEST = {"model": None, "steps": None, "dtype": None, "seed": FORWARD, "learning_rate": UPDATE}
+_MANIFEST = {"model": None, "steps": None, "dtype": None, "seed": PARAMETERS, "learning_rate": UPDATE}
 _FREE = {
     "accumulate": FORWARD,
     "optimizer": STATE,
@@ -20,6 +20,8 @@ _FREE = {
 # Settings of parameter groups.
 _OF_GROUPS = {"weight_decay": STATE, "momentum": STATE, "betas": STATE, "eps": UPDATE}
 _ORDER = (FORWARD, STATE, UPDATE)
+BATCH = "batch"
+"""The name of the setting that stands for different samples."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Setting:
         since: the first step at which it differs.
         parameters: the parameters for which it differs, if not all.
         num_parameters: the number of parameters with this setting.
+        text: the description, if its values do not describe it.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Setting:
     since: int = 0
     parameters: tuple[str, ...] = ()
     num_parameters: int = 0
+    text: str = ""
 
     def explains(self, where: Divergence) -> bool:
         """Whether it can cause a divergence."""
@@ -51,10 +55,14 @@ class Setting:
             return where.step > self.since
         if self.parameters and where.parameter not in (None, *self.parameters):
             return False
+        if self.acts_in == PARAMETERS or where.phase == PARAMETERS:
+            return self.acts_in == PARAMETERS
         return self.acts_in == FORWARD or where.phase in _ORDER[_ORDER.index(self.acts_in) :]
 
     def describe(self, names: tuple[str, str]) -> str:
         """The setting with both values, as a sentence."""
+        if self.text:
+            return self.text
         when = f" from step {self.since} on" if self.since else ""
         some = ""
         if self.parameters:
@@ -77,6 +85,23 @@ def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
     if scheduled is not None:
         found = [*scheduled, *(setting for setting in found if setting.name != "learning_rate")]
     return tuple(found)
+
+
+def differing_batches(a: Recording, b: Recording) -> Setting | None:
+    """The first step at which a rank has other samples in the two recordings, at equal world sizes; None if there is none.
+
+    Like a setting, it explains any difference from then on. It does not prevent a comparison: the arrays that a model is called
+    with may differ although the samples are the same, for example by their padding.
+    """
+    first, second = labels(a, b)
+    if a.manifest.world_size != b.manifest.world_size:
+        return None
+    for step in range(min(a.num_steps, b.num_steps)):
+        for rank in range(a.manifest.world_size):
+            if not a.batch(step, rank).has_samples_of(b.batch(step, rank)):
+                text = f"the batch of rank {rank} at step {step} differs between {first} and {second}"
+                return Setting(BATCH, "", "", FORWARD, step, text=text)
+    return None
 
 
 def _of_parameters(a: Recording, b: Recording, option: str, phase: str) -> Setting | None:
@@ -128,10 +153,10 @@ def labels(a: Recording, b: Recording) -> tuple[str, str]:
 def why_incomparable(a: Recording, b: Recording) -> str | None:
     """Why the recordings cannot be compared, as a sentence; None if they can.
 
-    Parameters must agree in name and shape; dtypes may differ (`crossframe.verdict.precision`). At equal world sizes, every rank
-    must have the same batch (by digest) at every step. At different world sizes, all ranks together must have the same samples,
-    with the same number on each rank, and no module may normalise over the samples of its rank, as batch norm does: otherwise a
-    mean over ranks is not a mean over samples.
+    Parameters must agree in name and shape; dtypes may differ (`crossframe.verdict.precision`). At different world sizes, all
+    ranks together must have the same samples, with the same number on each rank, and no module may normalise over the samples of
+    its rank, as batch norm does: otherwise a mean over ranks is not a mean over samples. At equal world sizes, other samples are
+    like a setting that differs (`differing_batches`).
     """
     return next(_reasons(a, b), None)
 
@@ -156,12 +181,8 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
                 )
     if min(a.num_steps, b.num_steps) == 0:
         yield f"{first if a.num_steps == 0 else second} has no complete step"
-    for step in range(min(a.num_steps, b.num_steps)):
-        if a.manifest.world_size == b.manifest.world_size:
-            for rank in range(a.manifest.world_size):
-                if a.batch(step, rank).digest != b.batch(step, rank).digest:
-                    yield f"the batch of rank {rank} at step {step} differs between {first} and {second}"
-        else:
+    if a.manifest.world_size != b.manifest.world_size:
+        for step in range(min(a.num_steps, b.num_steps)):
             yield from _other_samples(a, b, step)
 
 

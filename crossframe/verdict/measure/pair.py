@@ -61,9 +61,15 @@ class Pair:
         return [(min(i, counts[0] - 1), min(i, counts[1] - 1)) for i in range(max(counts))]
 
     def reordered(self, step: int) -> bool:
-        """Whether the ranks have the same samples in a different order, for example across accumulated microbatches."""
-        fed = [[r.batch(step, rank).sample_ids for rank in range(r.manifest.world_size)] for r in (self.a, self.b)]
-        return self.same_world and fed[0] != fed[1] and all(all(ids) for ids in fed)
+        """Whether the ranks have samples in a different order or in different microbatches, or models are called with other
+        arrays."""
+        if not self.same_world:
+            return False
+        fed = [[r.batch(step, rank) for rank in range(r.manifest.world_size)] for r in (self.a, self.b)]
+        if any(x.digest != y.digest for x, y in zip(*fed, strict=True)):
+            return True
+        ids = [[batch.sample_ids for batch in batches] for batches in fed]
+        return ids[0] != ids[1] and all(all(each) for each in ids)
 
     def names(self, *, backward: bool = False) -> list[str]:
         """All parameters with elements, in forward or backward order."""

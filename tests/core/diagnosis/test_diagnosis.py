@@ -642,6 +642,8 @@ RIGHT = fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]])
         (fed([[0, 1], [8, 9]], [[4, 5], [6, 7]], [[2, 3], [10, 11]]), 0, "all steps together used the same samples"),
         (fed([[0, 1], [2, 77]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
         (fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], labels="other"), 0, "but with different values"),
+        (fed([[0, 1, 4, 5], [2, 3, 6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]]), 0, "b has the samples of steps 0 to 1"),
+        (fed([[0, 1], [2, 3]], [[4, 5, 8, 9], [6, 7, 10, 11]], [[12, 13], [14, 15]]), 1, "left out 1 optimizer step"),
         (fed([[0, 1, 2, 4]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
     ],
 )  # fmt: skip

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from crossframe.recording.batches import digest_of, row_ids
+from crossframe.recording.batches import digest_of, inputs_of, row_ids
+from crossframe.recording.index import Batch
 
 TOKENS = np.arange(12).reshape(4, 3)
 IMAGES = np.random.default_rng(0).integers(0, 16, size=(4, 2, 2)).astype(np.float64)
@@ -43,3 +44,34 @@ def test_large_arrays_go_piece_by_piece():
     other = large.copy()
     other[1, -1] += 1e-9
     assert digest_of([large]) == digest_of([large.copy(order="F")]) != digest_of([other])
+
+
+def test_inputs_do_not_depend_on_microbatches():
+    positions = np.arange(3)[None]
+    whole = inputs_of([[TOKENS, IMAGES, positions]])
+    assert whole == inputs_of([[TOKENS[i : i + 1], IMAGES[i : i + 1], positions] for i in range(4)])
+    assert [x == y for x, y in zip(whole[0], inputs_of([[TOKENS[2:]], [TOKENS[:2]]])[0], strict=True)] == [True, False]
+    assert inputs_of([[TOKENS], [TOKENS[:1], IMAGES]])[1] == whole[1] and inputs_of([]) == ()
+
+
+def test_batches_have_the_same_samples_whatever_their_microbatches():
+    def batch(*microbatches):
+        ids = [i for arrays in microbatches for i in row_ids(arrays)]
+        return Batch(
+            digest_of([array for arrays in microbatches for array in arrays]), tuple(ids), inputs_of(microbatches)
+        )
+
+    whole = batch([TOKENS, IMAGES])
+    halves = [[TOKENS[:2], IMAGES[:2]], [TOKENS[2:], IMAGES[2:]]]
+    for same in (batch(*halves), batch(*halves[::-1]), batch([TOKENS]), batch([TOKENS[:2]], [TOKENS[2:]])):
+        assert whole.has_samples_of(same) and same.has_samples_of(whole)
+    others = (
+        batch([TOKENS[::-1], IMAGES]),  # samples with the images of others
+        batch([TOKENS[::-1]]),
+        batch([TOKENS + 1]),
+        batch([TOKENS[:2], IMAGES[:2]]),
+        batch(*halves, halves[0]),
+        Batch("0" * 64, whole.sample_ids),
+    )
+    for other in others:
+        assert not whole.has_samples_of(other) and not other.has_samples_of(whole)

@@ -117,6 +117,7 @@ def test_a_rank_that_is_missing(directory):
         ('"step": 0', '"step": 1', r"a line of step 1 inside step 0"),
         ('"digest": "', '"digest": "x', r"line 2: expected a sha256"),
         ('"sample_ids": [0', '"sample_ids": ["0"', r"expected sample ids that are ints"),
+        ('"sample_ids": [', '"inputs": [[1, 2, 3]], "sample_ids": [', r"expected two ints for each array"),
         ('"value": ', '"value": "much", "was": ', r"expected a number, got 'much'"),
         ('"name": "embed"', '"name": "../../etc/passwd"', r"the manifest has no parameter '\.\./\.\./etc/passwd'"),
         ('"phase": "parameters"', '"phase": "../x"', r"expected a phase among"),

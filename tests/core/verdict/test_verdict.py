@@ -375,13 +375,31 @@ def _edit(directory, old, new):
     synthetic.edit_events(directory, old, new, rank=1)
 
 
-def test_other_batches_are_incomparable(tmp_path):
+def _with_other_batch(directory, tamper=None):
+    """A run whose batch of rank 1 has another digest at step 1."""
+    synthetic.record(directory, tamper=tamper)
+    _edit(directory, synthetic.digest("[7, 9, 11]"), synthetic.digest("other"))
+    return Recording.open(directory)
+
+
+def test_other_batches_explain_differences_from_their_step_on(tmp_path):
     a = synthetic.record(tmp_path / "a")
-    synthetic.record(tmp_path / "b")
-    _edit(tmp_path / "b", synthetic.digest("[7, 9, 11]"), synthetic.digest("other"))
-    found = compare(a, Recording.open(tmp_path / "b"))
-    assert found.verdict is Verdict.INCOMPARABLE
-    assert "the batch of rank 1 at step 1 differs between a and b" in found.reason
+    text = "the batch of rank 1 at step 1 differs between a and b"
+    found = compare(a, _with_other_batch(tmp_path / "b", only("forward", "", lambda x: x + 1, step=1)))
+    assert found.verdict is Verdict.INCOMPARABLE and found.reason.startswith(text)
+    assert found.diagnosis and found.diagnosis.signature == "other_batches"
+    assert found.first_divergence and found.first_divergence.step == 1
+    early = only("backward", "bias", lambda x: 2 * x, step=0)
+    found = compare(a, _with_other_batch(tmp_path / "c", early))
+    assert found.verdict is Verdict.BUG and found.first_divergence and found.first_divergence.step == 0
+    initial = only("parameters", "bias", lambda x: 2 * x)
+    assert compare(a, _with_other_batch(tmp_path / "d", initial)).verdict is not Verdict.EQUAL
+
+
+def test_other_digests_do_not_make_equal_values_incomparable(tmp_path):
+    found = compare(synthetic.record(tmp_path / "a"), _with_other_batch(tmp_path / "b"))
+    assert found.verdict is Verdict.EQUAL
+    assert found.settings == ("the batch of rank 1 at step 1 differs between a and b",)
 
 
 def test_other_samples_at_another_world_size_are_incomparable(tmp_path):

@@ -241,6 +241,47 @@ def test_what_groups_of_parameters_have_of_their_own_is_stated_of_each(tmp_path)
         assert (rule.rate, rule.decay) == ((1e-3, 0.0) if len(made.params[name].shape) == 1 else (1e-2, 0.1)), name
 
 
+def _in_microbatches(directory, microbatches, *, use_labels=False):
+    """Record two steps of a net whose forward is called with some rows at a time."""
+
+    class Labelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, tokens, labels=None):
+            return self.net(tokens)
+
+    torch.manual_seed(0)
+    model = Labelled().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(directory, model=model, optimizer=optimizer, dense=2) as recorder:
+        for step in range(2):
+            tokens = batches(step, 0, 1)[0]
+            for rows in microbatches:
+                some = tokens[rows]
+                out = model(some[:, :-1], **({"labels": some[:, 1:]} if use_labels else {}))
+                loss = nn.functional.cross_entropy(out.flatten(0, 1), some[:, 1:].flatten())
+                (loss * len(some) / len(tokens)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+    return Recording.open(directory)
+
+
+def test_other_microbatches_and_further_inputs_are_comparable(tmp_path):
+    whole = _in_microbatches(tmp_path / "whole", [[0, 1, 2, 3]])
+    for name, microbatches in (("halves", [[0, 1], [2, 3]]), ("reversed", [[2, 3], [0, 1]])):
+        found = compare(whole, _in_microbatches(tmp_path / name, microbatches))
+        assert found.verdict in FINE and "other microbatches" in found.notes[0], found.reason
+        assert {each.name for each in found.judged} >= {"output of the model", "output of net.blocks.1.up"}
+    found = compare(whole, _in_microbatches(tmp_path / "labels", [[0, 1, 2, 3]], use_labels=True))
+    assert found.verdict is Verdict.EQUAL, found.reason
+    # A microbatch that is called twice is another batch.
+    found = compare(whole, _in_microbatches(tmp_path / "twice", [[0, 1], [0, 1]]))
+    assert found.verdict is Verdict.INCOMPARABLE and "the batch of rank 0 at step 0 differs" in found.reason
+
+
 def test_hooks_and_replaced_functions_are_gone_afterwards(tmp_path):
     model, before = Net(), torch.autograd.backward
     scale, clip = torch.amp.GradScaler.scale, nn.utils.clip_grad._clip_grads_with_norm_
