@@ -8,7 +8,7 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import bits_of
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_envelope, conclude_initial_values
-from crossframe.verdict.diagnosis import diagnose, diagnose_batches, follows_optimizer, needs_full_tensors
+from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, follows_optimizer, needs_full_tensors
 from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, rule_of
 from crossframe.verdict.dims import in_one_order
 from crossframe.verdict.envelope import Envelope
@@ -23,7 +23,14 @@ from crossframe.verdict.findings import Findings
 from crossframe.verdict.islands import island_at
 from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.measure.clipping import clipped_on_one_side
-from crossframe.verdict.measure.comparable import BATCH, differing_batches, differing_settings, labels, why_incomparable
+from crossframe.verdict.measure.comparable import (
+    BATCH,
+    Setting,
+    differing_batches,
+    differing_settings,
+    labels,
+    why_incomparable,
+)
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import locate, locate_sketch, ranks_off
 from crossframe.verdict.measure.pair import Pair
@@ -129,9 +136,11 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     else:
         acting = [each for each in settings if each.explains(where)]
     if causes := [each.describe(names) for each in acting]:
-        # The differing setting is the diagnosis.
-        verdict, reason = Verdict.INCOMPARABLE, f"{'; '.join(causes)}; from the numbers alone: {reason}"
-        diagnosis = diagnose_batches(a, b) if acting[0].name == BATCH else None
+        # Runs that start with the same learning rates were meant to be the same, so another schedule is a bug.
+        scheduled = where is not None and all(each.scheduled for each in acting)
+        verdict = Verdict.BUG if scheduled else Verdict.INCOMPARABLE
+        reason = f"{'; '.join(causes)}; from the numbers alone: {reason}"
+        diagnosis = diagnose_batches(a, b) if acting[0].name == BATCH else _diagnosis_of(acting, diagnosis, names)
     elif first is not None and diagnosis is None and (hint := needs_full_tensors(first)):
         reason = f"{reason}; {hint}"
     if pair.coarser is not None:
@@ -171,6 +180,19 @@ _IMPLIED = {
     Verdict.INCONCLUSIVE: "it is not known whether the rounding of {} explains the whole difference",
     Verdict.INCOMPARABLE: "the rounding of {} does not prevent a comparison",
 }
+
+
+def _diagnosis_of(acting: Sequence[Setting], diagnosis: Diagnosis | None, names: tuple[str, str]) -> Diagnosis | None:
+    """The diagnosis of a difference that stated settings explain: that of the numbers if it agrees, else that of the setting."""
+    stated = {_SIGNATURES[each.name]: each for each in acting if each.name in _SIGNATURES}
+    if not stated or (diagnosis is not None and diagnosis.signature in stated):
+        return diagnosis if stated else None
+    signature, setting = next(iter(stated.items()))
+    return Diagnosis(signature, f"{setting.describe(names)}.")
+
+
+_SIGNATURES = {"learning_rate": "constant_factor", "weight_decay": "weight_decay", "eps": "optimizer_epsilon"}
+"""The signature of each setting whose effect has one."""
 
 
 def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:

@@ -67,8 +67,8 @@ def clipped_on_one_side(pair: Pair, step: int) -> Clipped | None:
     if found is None:
         return None
     factor, names = found
-    given_alike = all(_given_alike(pair, step, name, small, factor) for name in names)
-    return Clipped(small, factor) if given_alike else None
+    given_alike = {_given_alike(pair, step, name, small, factor) for name in names}
+    return Clipped(small, factor) if True in given_alike and False not in given_alike else None
 
 
 def _before_clipping(recording: Recording, step: int, typical: float) -> bool:
@@ -112,8 +112,9 @@ def _of_sides(pair: Pair, step: int, name: str, small: int) -> tuple[np.ndarray,
     return x, y, size if np.isfinite(size) and np.isfinite(norm(y)) else 0.0
 
 
-def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) -> bool:
-    """Whether the optimizer states or updates show that both optimizers received the same gradient of a parameter."""
+def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) -> bool | None:
+    """Whether the optimizer states or updates show that both optimizers received the same gradient of a parameter; None if they
+    do not show it, as with an optimizer that keeps only squares of gradients."""
     x, _, size = _of_sides(pair, step, name, small)
     for slot in _FIRST_MOMENTS:
         if all(recording.has(STATE, step, name, use=slot) for recording in (pair.a, pair.b)):
@@ -124,12 +125,12 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
     # Without momentum an update is a linear combination of the gradient and the parameter (decay).
     moved, before = zip(*(_moved(recording, step, name, pair.sketched) for recording in (pair.a, pair.b)), strict=True)
     if moved[0] is None or moved[1] is None or moved[0].size != x.size:
-        return False
+        return None
     terms = np.stack([x, before[0]], axis=1)
     rate = abs(float(np.linalg.lstsq(terms, moved[0], rcond=None)[0][0]))
     residual = norm(moved[0] - terms @ np.linalg.lstsq(terms, moved[0], rcond=None)[0])
     most = (1 - factor) * rate * size / 2
-    return residual <= most and distance(moved[0], moved[1]) <= most
+    return None if residual > most else distance(moved[0], moved[1]) <= most
 
 
 def _moved(recording: Recording, step: int, name: str, sketched: bool) -> tuple[np.ndarray | None, np.ndarray]:

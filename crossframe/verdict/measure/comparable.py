@@ -36,6 +36,7 @@ class Setting:
         parameters: the parameters for which it differs, if not all.
         num_parameters: the number of parameters with this setting.
         text: the description, if its values do not describe it.
+        scheduled: whether the runs state the same initial value, so that only their schedules differ.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Setting:
     parameters: tuple[str, ...] = ()
     num_parameters: int = 0
     text: str = ""
+    scheduled: bool = False
 
     def explains(self, where: Divergence) -> bool:
         """Whether it can cause a divergence."""
@@ -136,8 +138,14 @@ def _rates(a: Recording, b: Recording) -> list[Setting] | None:
             (p, q) for p, q in zip(x[:num], y[:num], strict=True) if abs(p - q) > 16 * 2.0**-24 * max(abs(p), abs(q))
         ]
         if apart:
-            return [Setting("learning_rate", *apart[0], UPDATE, step)]
+            return [Setting("learning_rate", *apart[0], UPDATE, step, scheduled=_start_alike(a, b))]
     return [] if steps else None
+
+
+def _start_alike(a: Recording, b: Recording) -> bool:
+    """Whether both state the same initial learning rate of every parameter."""
+    initial = [(r.manifest.learning_rate, _by_parameter(r, "lr")) for r in (a, b)]
+    return initial[0] == initial[1] and initial[0][0] is not None
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from crossframe.recording import RecordingWriter
 from crossframe.recording.lines import REDUCE, STATE
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers.faulty import CLIP, Faults, record
@@ -45,3 +46,16 @@ def test_a_fault_behind_clipping_by_hand_is_found(tmp_path):
         assert found.verdict is Verdict.BUG, found.reason
         assert found.first_divergence and found.first_divergence.phase in (REDUCE, STATE)
         assert found.first_divergence.step == 0
+
+
+def test_clipping_by_hand_is_known_beside_parameters_without_moments(tmp_path, monkeypatch):
+    own = RecordingWriter.state
+
+    def without_embedding(writer, step, unit, slot, pieces):
+        own(writer, step, unit, slot, {name: piece for name, piece in pieces.items() if name != "embed.weight"})
+
+    monkeypatch.setattr(RecordingWriter, "state", without_embedding)
+    a, b = record(tmp_path / "a"), record(tmp_path / "b", Faults(by_hand=CLIP), noise=1)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.ROUNDING, found.reason

@@ -66,7 +66,8 @@ def test_a_schedule_that_differs_is_reported_first(tmp_path, step):
             line = f'{{"event": "step", "step": {at}, '
             synthetic.edit_events(tampered.directory, line, f'{line}"rates": {json.dumps([rate])}, ', rank=rank)
     found = compare(a, Recording.open(tampered.directory))
-    assert found.verdict is Verdict.INCOMPARABLE and found.reason.startswith(said.replace(" in b", " in c"))
+    assert found.verdict is Verdict.BUG and found.reason.startswith(said.replace(" in b", " in c"))
+    assert found.diagnosis and found.diagnosis.signature == "constant_factor"
 
 
 def test_a_later_schedule_excuses_no_earlier_difference(tmp_path):

@@ -315,7 +315,9 @@ def test_a_setting_explains_what_it_can_change(tmp_path, name, fields, phase):
     a = synthetic.manifest(settings=_STATED | {"accumulate": 1})
     b = synthetic.manifest(**(fields | {"settings": _STATED | {"accumulate": 1} | fields.get("settings", {})}))
     found = versus(tmp_path, only(phase, "block.w", lambda array: 3 * array), a=a, b=b)
-    assert found.verdict is Verdict.INCOMPARABLE and found.diagnosis is None
+    assert found.verdict is Verdict.INCOMPARABLE
+    named = {"learning rate": "constant_factor", "weight decay": "weight_decay", "eps": "optimizer_epsilon"}
+    assert (found.diagnosis.signature if found.diagnosis else None) == named.get(name)
     assert found.reason.startswith(f"{name} differs: ") and "from the numbers alone: at step 0" in found.reason
     assert found.first_divergence is not None and found.first_divergence.phase == phase
     assert found.to_json()["settings"] == [found.reason.partition("; from the numbers alone")[0]]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from crossframe.errors import RecordingError, UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.recording import Batch, Recording
-from crossframe.recording.batches import digest_of, row_ids
+from crossframe.recording.batches import digest_of, inputs_of, row_ids
 from crossframe.recording.dims import Order
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
@@ -163,9 +163,10 @@ def test_each_replica_tells_its_own_copy(tmp_path):
 def test_batches_are_known_by_their_values_and_ranks_by_their_samples(tmp_path, one_device):
     found = record(tmp_path / "r", mesh_of(fsdp=2), samples=lambda batch: batch["x"])
     x = small_batch(8, seed=0)["x"]
-    assert found.batch(0, 1) == Batch(digest_of([x[4:]]), row_ids([x[4:]]))
+    assert found.batch(0, 1) == Batch(digest_of([x[4:]]), row_ids([x[4:]]), inputs_of([[x[4:]]]))
     both = small_batch(8, seed=0)
-    assert one_device.batch(0, 0) == Batch(digest_of([both["x"], both["y"]]), row_ids([both["x"], both["y"]]))
+    own = [both["x"], both["y"]]
+    assert one_device.batch(0, 0) == Batch(digest_of(own), row_ids(own), inputs_of([own]))
     mesh = mesh_of(fsdp=2)
     turned = Mesh(mesh.devices[::-1], mesh.axis_names)  # the first rank's device holds the second half
     cut = jax.device_put(x, NamedSharding(turned, P("fsdp")))
