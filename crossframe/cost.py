@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
-from crossframe.plan import PlannedBucket, PlannedUnit, face_of
+from crossframe.plan import PlannedBucket, PlannedUnit, api_of
 from crossframe.shown import shown
 from crossframe.trace import (
     ALL_GATHER,
@@ -254,7 +254,7 @@ class _Ledger:
     ) -> None:
         self._units = units
         self._activation_bytes = activation_bytes
-        self._face = face_of(tuple(units.values()))
+        self._api = api_of(tuple(units.values()))
         # Buckets whose full gradients wait for a later microbatch, and the computations of the previous event.
         self._waiting: set[tuple[str, int]] = set()
         self._computed: list[tuple[Event, int, PlannedBucket]] = []
@@ -324,7 +324,7 @@ class _Ledger:
     def _add_grads(self, event: Event, bucket: PlannedBucket) -> None:
         """Add full gradients: new ones are in the dtype of compute, those that wait for a later microbatch in their own (R15)."""
         numel = sum(param.numel for param in bucket.layout.params if param.requires_grad)
-        waiting = itemsize(bucket.precision.accumulated(self._face)) if self._key(event) in self._waiting else 0
+        waiting = itemsize(bucket.precision.accumulated(self._api)) if self._key(event) in self._waiting else 0
         self._hold("full gradients", event, numel * (itemsize(bucket.precision.gathered) + waiting))
         self._computed.append((event, numel, bucket))
 
@@ -332,7 +332,7 @@ class _Ledger:
         """Accumulate the gradients of the previous backward, and free the activations of its forward."""
         for event, numel, bucket in self._computed:
             self._hold_activations(event, 0)
-            self._hold("full gradients", event, numel * itemsize(bucket.precision.accumulated(self._face)))
+            self._hold("full gradients", event, numel * itemsize(bucket.precision.accumulated(self._api)))
             self._waiting.add(self._key(event))
         self._computed = []
 

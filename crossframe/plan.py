@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from crossframe.api import Api
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
-from crossframe.faces import Face
 from crossframe.layout import LAYOUTS, Layout, post_forward, post_forward_group, reduced_layout
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision, PrecisionPolicy
@@ -53,14 +53,14 @@ class PlannedUnit:
         reshard_after_forward: True frees the unsharded parameters between forward and backward, False keeps them, and an int k
             keeps the shard of a reshard group of k ranks (R08, R13, R14).
         keeps_full_unreduced: whether a backward without reduction keeps the unsharded parameters (R15).
-        face: the API whose rules apply.
+        api: the API whose rules apply.
     """
 
     name: str
     buckets: tuple[PlannedBucket, ...]
     reshard_after_forward: bool | int
     keeps_full_unreduced: bool = False
-    face: Face = Face.FSDP1
+    api: Api = Api.FSDP1
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -73,9 +73,9 @@ class PlannedUnit:
                 f"unit {self.name!r}: expected a bool or a number of ranks as reshard_after_forward, got "
                 f"{shown(self.reshard_after_forward)}"
             )
-        if not isinstance(self.keeps_full_unreduced, bool) or not isinstance(self.face, Face):
+        if not isinstance(self.keeps_full_unreduced, bool) or not isinstance(self.api, Api):
             raise PlanError(
-                f"unit {self.name!r}: expected a bool and a Face, got {shown(self.keeps_full_unreduced)} and {shown(self.face)}"
+                f"unit {self.name!r}: expected a bool and an Api, got {shown(self.keeps_full_unreduced)} and {shown(self.api)}"
             )
 
 
@@ -83,7 +83,7 @@ def plan_units(
     layouts: Sequence[tuple[str, Layout]],
     strategy: Strategy = Strategy.FULL_SHARD,
     *,
-    face: Face = Face.FSDP1,
+    api: Api = Api.FSDP1,
     reshard_after_forward: bool | int | None = None,
     policy: PrecisionPolicy | None = None,
 ) -> tuple[PlannedUnit, ...]:
@@ -103,7 +103,7 @@ def plan_units(
             f"reshard_after_forward: expected None, a bool or a number of ranks, got {shown(reshard_after_forward)}"
         )
     policy = PrecisionPolicy() if policy is None else policy
-    _expect(("strategy", strategy, Strategy), ("face", face, Face), ("policy", policy, PrecisionPolicy))
+    _expect(("strategy", strategy, Strategy), ("api", api, Api), ("policy", policy, PrecisionPolicy))
     buckets: dict[str, list[PlannedBucket]] = {}
     for name, layout in _pairs(layouts):
         buckets.setdefault(name, []).append(PlannedBucket(layout, policy.resolve(layout.dtype)))
@@ -116,8 +116,8 @@ def plan_units(
             settings = replace(
                 settings, reshard_after_forward=reshard_choice(reshard_after_forward, members[0].layout.world_size)
             )
-        keeps = face is Face.FSDP1 and settings.keep_without_reduction
-        units.append(PlannedUnit(name, tuple(members), settings.reshard_after_forward, keeps, face))
+        keeps = api is Api.FSDP1 and settings.keep_without_reduction
+        units.append(PlannedUnit(name, tuple(members), settings.reshard_after_forward, keeps, api))
     return tuple(units)
 
 
@@ -186,12 +186,12 @@ class _Planner:
         self.mesh, self.rank = mesh, rank
         self.shard_group, self.replicas = mesh.shard_group(rank), mesh.replicate_group(rank)
         self.microbatches = microbatches
-        face = face_of(units)
-        reduced = reduction_steps(mesh, face)
+        api = api_of(units)
+        reduced = reduction_steps(mesh, api)
         early = {
             Sync.EACH: reduced,
             Sync.LAST: (),
-            Sync.ALL_REDUCE_LAST: reduction_steps(mesh, face, all_reduce=False) if sync is Sync.ALL_REDUCE_LAST else (),
+            Sync.ALL_REDUCE_LAST: reduction_steps(mesh, api, all_reduce=False) if sync is Sync.ALL_REDUCE_LAST else (),
         }[sync]
         self.reductions = [early] * (microbatches - 1) + [reduced]
         known = frozenset(unit.name for unit in units)
@@ -344,14 +344,14 @@ def _unit_step(unit: PlannedUnit, backward_prefetch: Prefetch | None) -> UnitSte
     return UnitStep(unit.name, settings, trained=any(bucket.trained for bucket in unit.buckets))
 
 
-def face_of(units: Sequence[PlannedUnit]) -> Face:
+def api_of(units: Sequence[PlannedUnit]) -> Api:
     """The common API of units; PlanError without units or with both APIs."""
-    faces = {unit.face for unit in units}
-    if not faces:
+    apis = {unit.api for unit in units}
+    if not apis:
         raise PlanError("a model needs at least one unit, got none")
-    if len(faces) > 1:
-        raise PlanError(f"units of one model have one face: {[(unit.name, unit.face.value) for unit in units]}")
-    return faces.pop()
+    if len(apis) > 1:
+        raise PlanError(f"units of one model have one API: {[(unit.name, unit.api.value) for unit in units]}")
+    return apis.pop()
 
 
 def _check(units: Sequence[PlannedUnit], mesh: MeshSpec, forward_prefetch: int, microbatches: int) -> None:

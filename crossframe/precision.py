@@ -7,9 +7,9 @@ Shards keep full precision. Gathered parameters, compute and reductions may have
 
 from dataclasses import dataclass
 
+from crossframe.api import Api
 from crossframe.dtypes import FLOATING, itemsize
 from crossframe.errors import PlanError
-from crossframe.faces import Face
 from crossframe.shown import shown
 
 
@@ -54,21 +54,21 @@ class PrecisionPolicy:
             stored, self.param_dtype, self.reduce_dtype, keep_low_precision_grads=self.keep_low_precision_grads
         )
 
-    def input_dtype(self, dtype: str, face: Face, *, is_root: bool) -> str:
+    def input_dtype(self, dtype: str, api: Api, *, is_root: bool) -> str:
         """The dtype to which an input is cast before a unit's forward (R35). Integers and keys are not cast.
 
         >>> policy = PrecisionPolicy("bfloat16")
-        >>> [policy.input_dtype("float32", face, is_root=False) for face in Face]
+        >>> [policy.input_dtype("float32", api, is_root=False) for api in Api]
         ['float32', 'bfloat16']
-        >>> policy.input_dtype("int64", Face.FSDP2, is_root=True)
+        >>> policy.input_dtype("int64", Api.FSDP2, is_root=True)
         'int64'
         """
-        return _cast(dtype, self.param_dtype if self.casts_inputs(face, is_root=is_root) else None)
+        return _cast(dtype, self.param_dtype if self.casts_inputs(api, is_root=is_root) else None)
 
-    def casts_inputs(self, face: Face, *, is_root: bool) -> bool:
+    def casts_inputs(self, api: Api, *, is_root: bool) -> bool:
         """Whether floating inputs of a unit are cast to `param_dtype` (R35)."""
-        casts = face is Face.FSDP2 if self.cast_forward_inputs is None else self.cast_forward_inputs
-        return casts or (face is Face.FSDP1 and is_root and self.cast_root_forward_inputs)
+        casts = api is Api.FSDP2 if self.cast_forward_inputs is None else self.cast_forward_inputs
+        return casts or (api is Api.FSDP1 and is_root and self.cast_root_forward_inputs)
 
     def result_dtype(self, dtype: str) -> str:
         """The dtype to which an output is cast after a unit's forward."""
@@ -108,9 +108,9 @@ class Precision:
         """Whether gathered parameters are a copy in another dtype, in which edits would be lost (R19, R21)."""
         return self.gathered != self.stored
 
-    def accumulated(self, face: Face) -> str:
+    def accumulated(self, api: Api) -> str:
         """The dtype of full gradients that wait for a later microbatch (R15)."""
-        return self.gathered if face is Face.FSDP1 else self.reduced
+        return self.gathered if api is Api.FSDP1 else self.reduced
 
 
 def resolve_precision(

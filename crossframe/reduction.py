@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from crossframe.api import Api
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
-from crossframe.faces import Face
 from crossframe.mesh import MeshSpec, check_world_size
 from crossframe.shown import shown
 
@@ -30,7 +30,7 @@ class ReductionStep(Enum):
     ACCUMULATE = "add it to the sharded gradient that is there"
 
 
-def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool = True) -> tuple[ReductionStep, ...]:
+def reduction_steps(mesh: MeshSpec, api: Api = Api.FSDP1, *, all_reduce: bool = True) -> tuple[ReductionStep, ...]:
     """The steps of one reduction, in order (R28).
 
     Args:
@@ -44,17 +44,17 @@ def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool
     ['CAST_TO_REDUCED', 'DIVIDE_BEFORE', 'REDUCE_SCATTER', 'DIVIDE_BETWEEN', 'ALL_REDUCE', 'DIVIDE_AFTER', 'CAST_TO_KEPT',
      'ACCUMULATE']
     """
-    _check(mesh, face)
+    _check(mesh, api)
     step = ReductionStep
     steps = [step.CAST_TO_REDUCED, step.DIVIDE_BEFORE]
     if mesh.shard > 1:
         steps += [step.REDUCE_SCATTER]
     steps += [step.DIVIDE_BETWEEN]
     if mesh.replicate > 1:
-        if face is Face.FSDP2:
+        if api is Api.FSDP2:
             steps += [step.ADD_PARTIAL]
         if not all_reduce:
-            if face is Face.FSDP1:
+            if api is Api.FSDP1:
                 raise PlanError(
                     "FSDP1 cannot postpone the sum over replicas: use no_sync, or FSDP2's set_requires_all_reduce"
                 )
@@ -65,9 +65,9 @@ def reduction_steps(mesh: MeshSpec, face: Face = Face.FSDP1, *, all_reduce: bool
     return (*steps, step.DIVIDE_AFTER, step.CAST_TO_KEPT, step.ACCUMULATE)
 
 
-def _check(mesh: MeshSpec, face: Face) -> None:
-    if not isinstance(mesh, MeshSpec) or not isinstance(face, Face):
-        raise PlanError(f"expected a MeshSpec and a Face, got {shown(mesh)} and {shown(face)}")
+def _check(mesh: MeshSpec, api: Api) -> None:
+    if not isinstance(mesh, MeshSpec) or not isinstance(api, Api):
+        raise PlanError(f"expected a MeshSpec and an Api, got {shown(mesh)} and {shown(api)}")
 
 
 @dataclass(frozen=True)
@@ -151,22 +151,22 @@ def custom_factors(factor: float, dtype: str = "float32", *, sum_only: bool = Fa
 
 
 def factors_of(
-    mesh: MeshSpec, face: Face, dtype: str, custom: float | None = None, *, sum_only: bool = False
+    mesh: MeshSpec, api: Api, dtype: str, custom: float | None = None, *, sum_only: bool = False
 ) -> DivideFactors:
     """The factors of a reduction in `dtype` on a mesh: those of the API (R26), or of the user's own factor (R27).
 
     Args:
-        face: the API.
+        api: the API.
         custom: the user's own divide factor; None: the number of ranks.
         sum_only: under FSDP2, collectives only sum, and the division follows the last of them.
 
-    >>> factors_of(MeshSpec(shard=4, replicate=2), Face.FSDP1, "float32")
+    >>> factors_of(MeshSpec(shard=4, replicate=2), Api.FSDP1, "float32")
     DivideFactors(before=4.0, after=2.0, between=1.0)
     """
-    _check(mesh, face)
+    _check(mesh, api)
     if custom is not None:
         return custom_factors(custom, dtype, sum_only=sum_only)
-    if face is Face.FSDP1:
+    if api is Api.FSDP1:
         return divide_factors(mesh.world_size)
     if sum_only:
         return custom_factors(mesh.world_size, dtype, sum_only=True)
@@ -180,7 +180,7 @@ class Missing(Enum):
     NONE = "none"
 
 
-def missing_grad(face: Face, *, unit_used: bool) -> Missing:
+def missing_grad(api: Api, *, unit_used: bool) -> Missing:
     """The gradient of an unused parameter (R29).
 
     With zeros, AdamW decays the parameter and its moments; with none, it changes neither.
@@ -188,4 +188,4 @@ def missing_grad(face: Face, *, unit_used: bool) -> Missing:
     Args:
         unit_used: whether another parameter of its unit was used.
     """
-    return Missing.ZEROS if face is Face.FSDP1 and unit_used else Missing.NONE
+    return Missing.ZEROS if api is Api.FSDP1 and unit_used else Missing.NONE

@@ -143,7 +143,7 @@ def run(settings: TrainSettings) -> bool:
 def main(
     output: Annotated[Path, typer.Option(help="Folder of checkpoints and metrics, which all ranks see.")],
     model: Annotated[str, typer.Option(help="gpt or gpt-tiny.")] = DEFAULTS.model,
-    face: Annotated[str, typer.Option(help="fsdp1 or fsdp2.")] = DEFAULTS.face,
+    api: Annotated[str, typer.Option(help="fsdp1 or fsdp2.")] = DEFAULTS.api,
     layout: Annotated[
         str | None, typer.Option(help="fsdp2: per_param, flat or ragged. Default: the interface's")
     ] = None,

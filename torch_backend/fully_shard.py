@@ -10,8 +10,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
+from crossframe.api import Api
 from crossframe.errors import AssertedError, MeshError, UsageError, WrongTypeError
-from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.shown import shown
 from crossframe.step import StepSettings
@@ -123,9 +123,9 @@ def fully_shard(
         modules,
         ranks,
         Choices(
-            Face.FSDP2,
+            Api.FSDP2,
             step,
-            input_dtype=policy.param_dtype if policy.policy.casts_inputs(Face.FSDP2, is_root=False) else None,
+            input_dtype=policy.param_dtype if policy.policy.casts_inputs(Api.FSDP2, is_root=False) else None,
             output_dtype=policy.output_dtype,
             settings=_settings(ranks.spec, policy),
         ),

@@ -11,8 +11,8 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
+from crossframe.api import Api
 from crossframe.errors import StateError, UsageError
-from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout
 from crossframe.lifecycle import Activity
 from crossframe.precision import PrecisionPolicy
@@ -296,7 +296,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         named = list(_named_fsdp_modules(self))
         for name, wrapper in named:
             check_uniform(self, name, wrapper)
-        executor = StepExecutor(named_units(self, Face.FSDP1), face=type(self).__name__)
+        executor = StepExecutor(named_units(self, Api.FSDP1), api=type(self).__name__)
         self._lower_buffers()
         return executor
 
@@ -359,7 +359,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         if executor is not None:
             executor.recover()
         super().zero_grad(set_to_none)
-        units = executor.units if executor is not None else units_in(self, Face.FSDP1)
+        units = executor.units if executor is not None else units_in(self, Api.FSDP1)
         for unit in units:
             unit.drop_grads()
 
@@ -373,7 +373,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward does not reduce gradients; unsharded gradients accumulate on each rank (R15)."""
-        units = units_in(self, Face.FSDP1)
+        units = units_in(self, Api.FSDP1)
         before = [unit.step.settings.reduce_grads for unit in units]
         for unit in units:
             unit.step.choose(reduce_grads=False)

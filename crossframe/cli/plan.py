@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
+from crossframe.api import Api
 from crossframe.cli.options import choice, put, refused, width_of, write_svg
 from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text
 from crossframe.errors import UsageError
-from crossframe.faces import Face
 from crossframe.layout import LAYOUT_KINDS
 from crossframe.mesh import check_world_size
 from crossframe.plan import plan_units, step_plan
@@ -64,7 +64,7 @@ class PlanOptions:
 
     Attributes:
         shard: ranks that hold one copy of the model; hybrid strategies need it.
-        kind: of LAYOUT_KINDS; None: what the face's torch has, flat (FSDP1) or per_param (FSDP2).
+        kind: of LAYOUT_KINDS; None: what torch has, flat (FSDP1) or per_param (FSDP2).
         reshard_after_forward: "true", "false" or the size of a reshard group; None: that of the strategy. FSDP2 only.
         tokens: of one rank and microbatch.
 
@@ -76,7 +76,7 @@ class PlanOptions:
     world_size: int
     strategy: str = Strategy.FULL_SHARD.value
     shard: int | None = None
-    face: str = Face.FSDP1.value
+    api: str = Api.FSDP1.value
     reshard_after_forward: str | None = None
     kind: str | None = None
     backward_prefetch: str = "pre"
@@ -92,7 +92,7 @@ class PlanOptions:
     def cost(self, shapes: ModelShapes) -> Cost:
         """The plan of a model's step and its cost."""
         check_world_size(self.world_size)
-        strategy, face = choice("strategy", Strategy, self.strategy), choice("face", Face, self.face)
+        strategy, api = choice("strategy", Strategy, self.strategy), choice("api", Api, self.api)
         sync = choice("sync", Sync, self.sync)
         if self.backward_prefetch not in _PREFETCH:
             raise refused("backward-prefetch", _PREFETCH, self.backward_prefetch)
@@ -100,7 +100,7 @@ class PlanOptions:
             raise UsageError(
                 f"shard: {strategy.value} needs the number of ranks that hold one copy, for instance --shard 8"
             )
-        kind = self.kind or ("flat" if face is Face.FSDP1 else "per_param")
+        kind = self.kind or ("flat" if api is Api.FSDP1 else "per_param")
         if kind not in LAYOUT_KINDS:
             raise refused("layout", LAYOUT_KINDS, kind)
         num_units = len(shapes.units) + 1
@@ -117,8 +117,8 @@ class PlanOptions:
             # Computing in another dtype moves the alignment of the flat layout (R02).
             shapes.layouts(kind, mesh.shard, compute_dtype=self.param_dtype),
             strategy,
-            face=face,
-            reshard_after_forward=self._reshards(face),
+            api=api,
+            reshard_after_forward=self._reshards(api),
             policy=PrecisionPolicy(self.param_dtype, self.reduce_dtype),
         )
         plan = step_plan(
@@ -132,12 +132,12 @@ class PlanOptions:
         )
         return step_cost(plan, units, self.hardware, tokens=self.tokens)
 
-    def _reshards(self, face: Face) -> bool | int | None:
+    def _reshards(self, api: Api) -> bool | int | None:
         asked = self.reshard_after_forward
         if asked is None:
             return None
-        if face is Face.FSDP1:
-            raise UsageError("reshard-after-forward: FSDP1 has no such choice, its strategy says it; add --face fsdp2")
+        if api is Api.FSDP1:
+            raise UsageError("reshard-after-forward: FSDP1 has no such choice, its strategy says it; add --api fsdp2")
         if asked in ("true", "false"):
             return asked == "true"
         if not (asked.isdecimal() and len(asked) < 10 and int(asked)):
@@ -192,7 +192,7 @@ def show_plan(
     shapes = model_shapes(model, dtype)
     cost = options.cost(shapes)
     ranks = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"
-    title = f"{shapes.name} on {ranks}, {options.strategy}, {options.face}"
+    title = f"{shapes.name} on {ranks}, {options.strategy}, {options.api}"
     if svg is not None:
         write_svg(svg, plan_svg(cost, title=title))
     if as_json:

@@ -5,9 +5,9 @@ from typing import assert_never
 
 import numpy as np
 
+from crossframe.api import Api
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import ParamError
-from crossframe.faces import Face
 from crossframe.layout import Layout, post_forward, post_forward_group, views
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedBucket
@@ -39,9 +39,9 @@ class LiveBucket:
         steps: number of steps of each parameter, by name.
     """
 
-    def __init__(self, planned: PlannedBucket, mesh: MeshSpec, params: Params, face: Face, fill: bool) -> None:
+    def __init__(self, planned: PlannedBucket, mesh: MeshSpec, params: Params, api: Api, fill: bool) -> None:
         self.unit = ReferenceUnit(planned.layout, params, fill=fill, mesh=mesh, precision=planned.precision)
-        self.face = face
+        self.api = api
         self.layout: Layout = planned.layout
         self.full_layout: Layout = planned.layout
         self.precision = planned.precision
@@ -135,7 +135,7 @@ class LiveBucket:
 
     def add_grads(self, rank: int, grads: Params) -> None:
         """Accumulate full gradients in the dtype of unreduced gradients (R15)."""
-        dtype = numpy_dtype(self.precision.accumulated(self.face))
+        dtype = numpy_dtype(self.precision.accumulated(self.api))
         for spec in self.layout.params:
             grad = grads.get(spec.name)
             if grad is not None and spec.requires_grad:
@@ -145,10 +145,10 @@ class LiveBucket:
 
     def reduce(self, steps: Sequence[ReductionStep], custom_factor: float | None) -> None:
         """Apply steps of a reduction to full gradients or partial sums (R26-R29)."""
-        factors = factors_of(self.unit.mesh, self.face, self.precision.reduced, custom_factor)
+        factors = factors_of(self.unit.mesh, self.api, self.precision.reduced, custom_factor)
         if ReductionStep.CAST_TO_REDUCED in steps:
             self.under_way |= {name for grads in self.grads for name in grads}
-            if missing_grad(self.face, unit_used=bool(self.under_way)) is Missing.ZEROS:
+            if missing_grad(self.api, unit_used=bool(self.under_way)) is Missing.ZEROS:
                 self.under_way |= {spec.name for spec in self.layout.params if spec.requires_grad}
             buffers = self.unit.collect(self.grads)
             self.grads = [{} for _ in self.grads]

@@ -33,13 +33,13 @@ class LiveUnit:
         self.name = planned.name
         self.reshard_after_forward = planned.reshard_after_forward
         self.keeps_full_unreduced = planned.keeps_full_unreduced
-        self.mesh, self.face = mesh, planned.face
+        self.mesh, self.api = mesh, planned.api
         settings = StepSettings(
             reshard_after_forward=planned.reshard_after_forward, keep_without_reduction=planned.keeps_full_unreduced
         )
         mixed = any(bucket.precision.is_mixed for bucket in planned.buckets)
         self.steps = [UnitStep(planned.name, settings, mixed=mixed) for _ in self.ranks]
-        self.buckets = [LiveBucket(bucket, mesh, params, planned.face, fill) for bucket in planned.buckets]
+        self.buckets = [LiveBucket(bucket, mesh, params, planned.api, fill) for bucket in planned.buckets]
         self._request = UnshardRequest()
 
     @property
@@ -153,7 +153,7 @@ class LiveUnit:
 
     def reduction(self) -> tuple[ReductionStep, ...]:
         """The steps of the reduction of this unit's gradients."""
-        return reduction_steps(self.mesh, self.face)
+        return reduction_steps(self.mesh, self.api)
 
     # Parameters and gradients that the user sees and edits
 

@@ -5,9 +5,9 @@ from typing import assert_never
 
 import numpy as np
 
+from crossframe.api import Api
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import MeshError, ParamError
-from crossframe.faces import Face
 from crossframe.layout import Layout, views
 from crossframe.mesh import MeshSpec, check_rank
 from crossframe.precision import Precision, resolve_precision
@@ -112,11 +112,11 @@ class ReferenceUnit:
         for rank, params in enumerate(edited):
             self.write(self.shards[rank], params, rank)
 
-    def reduce(self, grads: Sequence[Params], factors: DivideFactors, face: Face = Face.FSDP1) -> list[np.ndarray]:
+    def reduce(self, grads: Sequence[Params], factors: DivideFactors, api: Api = Api.FSDP1) -> list[np.ndarray]:
         """Reduce the full gradients of all ranks to sharded mean gradients of shape (padded_shard_numel,), by the steps of
         `reduction_steps` (R26, R28). A gradient that a rank lacks counts as zeros (R29)."""
         buffers = self.collect(grads)
-        for step in reduction_steps(self.mesh, face):
+        for step in reduction_steps(self.mesh, api):
             buffers = self.apply(step, buffers, factors)
         return buffers
 

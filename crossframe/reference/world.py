@@ -10,7 +10,7 @@ from crossframe.errors import PlanError, UnitError
 from crossframe.grad_norm import clip_coefficient, combine, norm_dtype, partial
 from crossframe.lifecycle import Activity, Exposure, Move
 from crossframe.mesh import MeshSpec
-from crossframe.plan import PlannedUnit, face_of
+from crossframe.plan import PlannedUnit, api_of
 from crossframe.reduction import ReductionStep
 from crossframe.reference.live import LiveUnit
 from crossframe.reference.net import Batch, Net
@@ -35,7 +35,7 @@ class World:
     Attributes:
         units: units by name.
         mesh: the ranks.
-        face: the API whose behavior applies.
+        api: the API whose behavior applies.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class World:
             divide_factor: divide gradients by this factor instead of the number of ranks (R27).
             fill: store torch's values in the padding (R05); False stores zeros.
         """
-        self.mesh, self.face = mesh, face_of(units)
+        self.mesh, self.api = mesh, api_of(units)
         self.units = {unit.name: LiveUnit(unit, mesh, params, fill) for unit in units}
         self._optimizer = optimizer or SGD()
         self._divide_factor = divide_factor

@@ -35,7 +35,7 @@ class Dtypes:
 
 
 # A package, a module, the classes of the modules that become units, and dtypes (None: as it is stored).
-Face = Callable[[Any, nn.Module, set[type[nn.Module]], Dtypes | None], nn.Module]
+Api = Callable[[Any, nn.Module, set[type[nn.Module]], Dtypes | None], nn.Module]
 
 
 def _fsdp1(
@@ -61,34 +61,34 @@ def _fsdp2(
     return package.fully_shard(module, **options)
 
 
-_FACES: dict[str, Face] = {
+_FACES: dict[str, Api] = {
     "FSDP1": partial(_fsdp1, use_orig_params=True),
     "FSDP1 flat": partial(_fsdp1, use_orig_params=False),
     "FSDP2": _fsdp2,
     "FSDP2 flat": partial(_fsdp2, layout="flat"),
     "FSDP2 ragged": partial(_fsdp2, layout="ragged"),
 }
-FACES = tuple(_FACES)
+APIS = tuple(_FACES)
 # The layouts of `fully_shard`. torch has the first alone, which all are compared with.
 LAYOUTS = ("FSDP2", "FSDP2 flat", "FSDP2 ragged")
 
 
-def ours(faces: Sequence[str] = FACES) -> list[str]:
+def ours(apis: Sequence[str] = APIS) -> list[str]:
     """Our contestants.
 
     >>> ours(("FSDP1", "FSDP2"))
     ['our FSDP1', 'our FSDP2']
     """
-    return [f"{OURS} {face}" for face in faces]
+    return [f"{OURS} {api}" for api in apis]
 
 
-def theirs(faces: Sequence[str] = FACES) -> list[str]:
+def theirs(apis: Sequence[str] = APIS) -> list[str]:
     """What torch has beside them.
 
     >>> theirs(("FSDP1", "FSDP2", "FSDP2 flat"))
     ['torch FSDP1', 'torch FSDP2']
     """
-    return list(dict.fromkeys(map(counterpart, ours(faces))))
+    return list(dict.fromkeys(map(counterpart, ours(apis))))
 
 
 def counterpart(name: str) -> str:
@@ -99,14 +99,14 @@ def counterpart(name: str) -> str:
     >>> counterpart("our FSDP2 flat")
     'torch FSDP2'
     """
-    face = name.removeprefix(f"{OURS} ")
-    return f"{THEIRS} {LAYOUTS[0] if face in LAYOUTS else face}"
+    api = name.removeprefix(f"{OURS} ")
+    return f"{THEIRS} {LAYOUTS[0] if api in LAYOUTS else api}"
 
 
 def mixes_precision(name: str) -> bool:
     """Whether a contestant can compute in another dtype than it is stored in."""
-    package, _, face = name.partition(" ")
-    return hasattr(PACKAGES[package], _FSDP2_POLICY if face in LAYOUTS else _FSDP1_POLICY)
+    package, _, api = name.partition(" ")
+    return hasattr(PACKAGES[package], _FSDP2_POLICY if api in LAYOUTS else _FSDP1_POLICY)
 
 
 def build(
@@ -124,5 +124,5 @@ def build(
         return module
     if name == DDP:
         return DistributedDataParallel(module)
-    package, _, face = name.removesuffix(AGAIN).partition(" ")
-    return _FACES[face](PACKAGES[package], module, units, dtypes, **options)
+    package, _, api = name.removesuffix(AGAIN).partition(" ")
+    return _FACES[api](PACKAGES[package], module, units, dtypes, **options)

@@ -20,8 +20,8 @@ from experiments.models.gpt import GPTConfig
 
 TITLE = "A billion parameters on GPUs"
 LIMIT = 1.0
-FACES = ("FSDP1", *LAYOUTS)
-LIMIT_OF = theirs(FACES)[1]
+APIS = ("FSDP1", *LAYOUTS)
+LIMIT_OF = theirs(APIS)[1]
 DTYPES = Dtypes(torch.bfloat16, torch.bfloat16)
 # What moves data and computes nothing, by parts of kernels' names: torch's concatenations and casts are kernels too.
 COPIES = ("copy", "chunk_cat")
@@ -32,7 +32,7 @@ def gpu_section(sizes: Sizes) -> Section:
     world_size = torch.cuda.device_count()
     if not world_size:
         return Section(TITLE, "", skipped="skipped: no CUDA device here")
-    names = [name for name in (*ours(FACES), *theirs(FACES)) if mixes_precision(name)]
+    names = [name for name in (*ours(APIS), *theirs(APIS)) if mixes_precision(name)]
     sized = (sizes.gpu_gpt, sizes.gpu_batch)
     wall = slowest(on_ranks(world_size, NCCL, _times, names, *sized, sizes.gpu_rounds))
     alone = {name: on_ranks(world_size, NCCL, _alone, name, *sized) for name in names}
@@ -49,7 +49,7 @@ def gpu_section(sizes: Sizes) -> Section:
 def gpu_figures(wall: Times, alone: dict[str, list[list[float]]], num_tokens: int) -> tuple[Figure, ...]:
     """Our times to those of torch's FSDP2, with a limit; tokens a second; memory and exposed copies of the worst rank."""
     peaks, exposed = ({name: max(rank[i] for rank in by_rank) for name, by_rank in alone.items()} for i in range(2))
-    names = [name for name in ours(FACES) if name in wall]
+    names = [name for name in ours(APIS) if name in wall]
     return (
         *(median_figure(f"time of {name} to {LIMIT_OF}", ratios(wall, name, LIMIT_OF), TIMES, LIMIT) for name in names),
         *(

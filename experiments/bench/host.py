@@ -13,7 +13,7 @@ from experiments.bench.ranks import FAKE, on_ranks
 from experiments.bench.sizes import Sizes
 from experiments.bench.timing import Times, alternate, fastest, ratios
 
-FACES = ("FSDP1", "FSDP2")
+APIS = ("FSDP1", "FSDP2")
 FURTHER = ("FSDP1 flat", "FSDP2 flat", "FSDP2 ragged")
 # Ours that is held to the faster of torch's two, and to torch's own.
 HELD_TO_FASTER, HELD = "our FSDP1", "our FSDP2"
@@ -71,7 +71,7 @@ def host_figures(times: Times, world_size: int, limit: float) -> tuple[Figure, .
     Args:
         limit: of our FSDP1 to the faster, and of our FSDP2 to torch's.
     """
-    best = fastest(times, theirs(FACES))
+    best = fastest(times, theirs(APIS))
     where = f"{world_size} ranks: "
     return (
         *(
@@ -81,7 +81,7 @@ def host_figures(times: Times, world_size: int, limit: float) -> tuple[Figure, .
                 TIMES,
                 limit if name == HELD_TO_FASTER else None,
             )
-            for name in ours(FACES)
+            for name in ours(APIS)
             if name == HELD_TO_FASTER or counterpart(name) != best
         ),
         *(
@@ -91,7 +91,7 @@ def host_figures(times: Times, world_size: int, limit: float) -> tuple[Figure, .
                 TIMES,
                 limit if name == HELD else None,
             )
-            for name in ours(FACES + FURTHER)
+            for name in ours(APIS + FURTHER)
             if name != HELD_TO_FASTER or counterpart(name) != best
         ),
         *(median_figure(where + name, [1e3 * seconds for seconds in taken], "ms") for name, taken in times.items()),
@@ -100,7 +100,7 @@ def host_figures(times: Times, world_size: int, limit: float) -> tuple[Figure, .
 
 def _times(_rank: int, world_size: int, width: int, num_blocks: int, rounds: int) -> Times:
     steps: dict[str, Callable[[], None]] = {}
-    for name in (BARE, *ours(FACES + FURTHER), *theirs(FACES + FURTHER)):
+    for name in (BARE, *ours(APIS + FURTHER), *theirs(APIS + FURTHER)):
         torch.manual_seed(0)
         model = build(name, SmallModel(width, num_blocks), {SmallBlock})
         steps[name] = _step(model, torch.randn(BATCH_SIZE, width))

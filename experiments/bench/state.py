@@ -227,8 +227,8 @@ class _Contestant:
         loss().backward()
         optimizer.step()
         optimizer.zero_grad()
-        package, _, face = name.partition(" ")
-        is_sharded = face in LAYOUTS
+        package, _, api = name.partition(" ")
+        is_sharded = api in LAYOUTS
         state = _Sharded(model, optimizer) if is_sharded else _Wrapped(PACKAGES[package], model, optimizer)
         self._state, self._path = state, f"{folder}/{name}"
         self._inputs: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from experiments.models.gpt import GPTConfig
 
 WORLD_SIZE = 2
 # Of torch's two interfaces: the first is timed twice as a measure of noise, and in its other mode without a limit.
-FACES = ("FSDP1", "FSDP2")
+APIS = ("FSDP1", "FSDP2")
 FURTHER = ("FSDP1 flat", "FSDP2 flat", "FSDP2 ragged")
 # Ours to the faster of the two, and ours to torch's own.
 LIMITS_TO_FASTER = {"our FSDP1": 1.0}
@@ -21,7 +21,7 @@ LIMITS = {"our FSDP2": 1.0, "our FSDP2 flat": 0.97, "our FSDP2 ragged": 0.97}
 
 def step_section(sizes: Sizes) -> Section:
     """Time steps of everyone in alternation."""
-    names = [*ours(FACES + FURTHER), *theirs(FACES + FURTHER), theirs(FACES)[0] + AGAIN, DDP]
+    names = [*ours(APIS + FURTHER), *theirs(APIS + FURTHER), theirs(APIS)[0] + AGAIN, DDP]
     by_rank = on_ranks(WORLD_SIZE, GLOO, _times, names, sizes.gpt, sizes.step_batch, sizes.step_rounds)
     how = (
         f"GPT of {definition_of(sizes.gpt).numel / 1e6:.1f} million parameters in float32, a unit a block, FULL_SHARD, "
@@ -39,14 +39,14 @@ def _times(_rank: int, names: list[str], config: GPTConfig, batch_size: int, rou
 
 def step_figures(wall: Times, processor: Times) -> tuple[Figure, ...]:
     """Ours against the faster of torch's two interfaces, and each against its counterpart, within LIMITS; all times."""
-    best = fastest(wall, theirs(FACES))
-    noise = theirs(FACES)[0] + AGAIN
-    names = ours(FACES + FURTHER)
+    best = fastest(wall, theirs(APIS))
+    noise = theirs(APIS)[0] + AGAIN
+    names = ours(APIS + FURTHER)
     return (
         *(
             median_figure(f"{name} to {best}, the faster", ratios(wall, name, best), TIMES, LIMITS_TO_FASTER.get(name))
             for name in names
-            if name in LIMITS_TO_FASTER or (counterpart(name) in theirs(FACES) and counterpart(name) != best)
+            if name in LIMITS_TO_FASTER or (counterpart(name) in theirs(APIS) and counterpart(name) != best)
         ),
         *(
             median_figure(

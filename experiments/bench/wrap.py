@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from experiments.bench.contestants import FACES, LAYOUTS, build, counterpart, ours, theirs
+from experiments.bench.contestants import APIS, LAYOUTS, build, counterpart, ours, theirs
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
 from experiments.bench.host import SmallBlock, SmallModel
 from experiments.bench.ranks import FAKE, on_ranks
@@ -42,7 +42,7 @@ def wrap_figures(times: Times) -> tuple[Figure, ...]:
                 TIMES,
                 LIMIT if name in ours(LAYOUTS) else None,
             )
-            for name in ours(FACES)
+            for name in ours(APIS)
         ),
         *(
             median_figure(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.precision import PrecisionPolicy
 from experiments.spec.checks import Scope
 from experiments.spec.fake_ranks import DTYPES, fake_mesh, quiet
@@ -26,22 +26,22 @@ ALL = (*DTYPES, *NOT_FLOATING)
 class Options:
     """A policy and whose it is."""
 
-    face: Face
+    api: Api
     policy: PrecisionPolicy
 
 
 def options() -> list[Options]:
-    """Every choice of either face."""
+    """Every choice of either API."""
     casts = (False, True)
     flat = [
         Options(
-            Face.FSDP1,
+            Api.FSDP1,
             PrecisionPolicy(low, buffer_dtype=buffer, cast_forward_inputs=cast, cast_root_forward_inputs=root),
         )
         for low, buffer, cast, root in product(ASKED, ASKED, (None, *casts), casts)
     ]
     per_param = [
-        Options(Face.FSDP2, PrecisionPolicy(low, output_dtype=out, cast_forward_inputs=cast))
+        Options(Api.FSDP2, PrecisionPolicy(low, output_dtype=out, cast_forward_inputs=cast))
         for low, out, cast in product(ASKED, ASKED, (None, *casts))
     ]
     return flat + per_param
@@ -94,7 +94,7 @@ def casts(tallies: Tallies, scope: Scope) -> None:
             nested, named = every_dtype()
             returned = _dtypes(model(*nested, **named))
         for unit, is_root in ((root, True), (inner, False)):
-            cast = partial(case.policy.input_dtype, face=case.face, is_root=is_root)
+            cast = partial(case.policy.input_dtype, api=case.api, is_root=is_root)
             # What is no tensor is no dtype either, and so stays as it is.
             ours = tree_map(cast, _dtypes(every_dtype()))
             tallies["R35"].compare(ours, unit.seen[0], (case, f"is_root={is_root}"))
@@ -109,7 +109,7 @@ def _wrap(case: Options, mesh: Any, root: Probe, inner: Probe) -> nn.Module:
     policy = case.policy
     asked = {name: None if given is None else DTYPES[given] for name, given in _asked(case).items()}
     chosen = {} if policy.cast_forward_inputs is None else {"cast_forward_inputs": policy.cast_forward_inputs}
-    if case.face is Face.FSDP2:
+    if case.api is Api.FSDP2:
         mixed = MixedPrecisionPolicy(**asked, **chosen)  # type: ignore[arg-type]
         for module in (inner, root):
             fully_shard(module, mesh=mesh, mp_policy=mixed)
@@ -123,5 +123,5 @@ def _wrap(case: Options, mesh: Any, root: Probe, inner: Probe) -> nn.Module:
 
 
 def _asked(case: Options) -> dict[str, str | None]:
-    other = "buffer_dtype" if case.face is Face.FSDP1 else "output_dtype"
+    other = "buffer_dtype" if case.api is Api.FSDP1 else "output_dtype"
     return {"param_dtype": case.policy.param_dtype, other: getattr(case.policy, other)}

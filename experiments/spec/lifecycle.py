@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -42,7 +42,7 @@ class SmallWorld:
 
     kind: str
     mesh: MeshSpec
-    face: Face
+    api: Api
     reshard_after_forward: bool | int
     mixed: bool
 
@@ -55,7 +55,7 @@ class SmallWorld:
         units = plan_units(
             [("unit", self.layout())],
             Strategy.FULL_SHARD if self.reshard_after_forward else Strategy.SHARD_GRAD_OP,
-            face=self.face,
+            api=self.api,
             reshard_after_forward=self.reshard_after_forward,
             policy=PrecisionPolicy("bfloat16", "float32") if self.mixed else None,
         )
@@ -63,10 +63,10 @@ class SmallWorld:
 
 
 def worlds() -> list[SmallWorld]:
-    """Every kind on every mesh, both faces, every choice behind forward, with and without mixed precision."""
+    """Every kind on every mesh, both APIs, every choice after forward, with and without mixed precision."""
     return [
-        SmallWorld(kind, mesh, face, reshards, mixed)
-        for kind, mesh, face, mixed in product(KINDS, MESHES, Face, (False, True))
+        SmallWorld(kind, mesh, api, reshards, mixed)
+        for kind, mesh, api, mixed in product(KINDS, MESHES, Api, (False, True))
         for reshards in (True, False, *([2] if mesh.shard == 4 else []))
     ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -39,7 +39,7 @@ class Case:
     nest: tuple[str, ...]
     tied: bool
     dtype: str
-    face: Face
+    api: Api
     keep_original: bool
     world_size: int
     rank: int
@@ -65,7 +65,7 @@ class Case:
                 ParamSpec(spec.name, spec.shape, self.dtype, aliases=alias if i == 0 else ())
                 for i, spec in enumerate(specs)
             )
-            if self.face is Face.FSDP2:
+            if self.api is Api.FSDP2:
                 units.append((name, PerParamLayout(named, self.world_size)))
             else:
                 units.append((name, FlatLayout(named, self.world_size, self.keep_original)))
@@ -105,14 +105,14 @@ def cases() -> tuple[Case, ...]:
 
 
 def _case(rng: random.Random) -> Case:
-    face = rng.choice(list(Face))
-    kind = rng.choice(list(StateKind)) if face is Face.FSDP1 else StateKind.SHARDED
+    api = rng.choice(list(Api))
+    kind = rng.choice(list(StateKind)) if api is Api.FSDP1 else StateKind.SHARDED
     size = rng.randint(1, 8)
     return Case(
         rng.choice(NESTS),
         rng.random() < 0.5,
         rng.choice(tuple(DTYPES)),
-        face,
+        api,
         rng.random() < 0.5,
         size,
         rng.randrange(size),
@@ -154,7 +154,7 @@ def _held(case: Case) -> dict[str, int]:
 def _torchs(case: Case) -> Entries:
     model = case.model()
     with fake_mesh(case.rank, case.world_size) as mesh, quiet():
-        if case.face is Face.FSDP2:
+        if case.api is Api.FSDP2:
             for name in [*reversed([name for name in case.nest if name]), ""]:
                 fully_shard(model.get_submodule(name), mesh=mesh)
             return _entries(case, model.state_dict())

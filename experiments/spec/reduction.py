@@ -9,7 +9,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.mesh import MeshSpec
 from crossframe.reduction import DivideFactors, custom_factors, divide_factors, factors_of, mean_factors
 from experiments.spec.checks import Scope
@@ -47,7 +47,7 @@ def flat_factors(tallies: Tallies, scope: Scope) -> None:
             )
         theirs = DivideFactors(float(model._gradient_predivide_factor), float(model._gradient_postdivide_factor))
         spec = MeshSpec(shard=shard, replicate=replicate)
-        tallies["R26"].compare(factors_of(spec, Face.FSDP1, "float32"), theirs, spec)
+        tallies["R26"].compare(factors_of(spec, Api.FSDP1, "float32"), theirs, spec)
 
 
 def per_param_factors(tallies: Tallies, scope: Scope) -> None:

@@ -40,16 +40,16 @@ def zero_dim(tallies: Tallies, scope: Scope) -> None:
     """A parameter without dims: both interfaces refuse it by name, in torch and here."""
     import torch_backend
 
-    faces: dict[str, tuple[Callable, Callable]] = {
+    apis: dict[str, tuple[Callable, Callable]] = {
         "FSDP1": (torch_backend.FullyShardedDataParallel, FullyShardedDataParallel),
         "FSDP2": (torch_backend.fully_shard, fully_shard),
     }
     lists: list[tuple[Shape, ...]] = [((),), ((3,), ()), ((), (3,)), ((), (0,), (2, 2))]
-    for (face, sides), shapes, size in product(faces.items(), lists, (1, 2, 3)):
+    for (api, sides), shapes, size in product(apis.items(), lists, (1, 2, 3)):
         with fake_mesh(0, size) as mesh, quiet():
-            where: dict[str, Any] = {"mesh": mesh} if face == "FSDP2" else {"device_id": torch.device("cpu")}
+            where: dict[str, Any] = {"mesh": mesh} if api == "FSDP2" else {"device_id": torch.device("cpu")}
             said = [_answer(partial(build, _module(shapes), **where), f"p{shapes.index(())}") for build in sides]
-        tallies["R07"].compare(said[0], said[1], (face, shapes, size))
+        tallies["R07"].compare(said[0], said[1], (api, shapes, size))
 
 
 def _mixed(unit: tuple[tuple[str, bool], ...]) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import FlatLayout, Layout
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units
@@ -51,7 +51,7 @@ class Case:
     tied: tuple[int, ...]
     kind: str
     mesh: MeshSpec
-    face: Face
+    api: Api
 
     def layout(self, model: nn.Module) -> Layout:
         """The core's layout of all parameters as one unit."""
@@ -68,7 +68,7 @@ class Case:
 
 def sums(tallies: Tallies, scope: Scope) -> None:
     """Every way of sharing in every layout on every mesh: the reference's sum over all ranks, and torch's with one rank."""
-    cases = [Case(*case) for case in product(TIES, KINDS, MESHES, Face)]
+    cases = [Case(*case) for case in product(TIES, KINDS, MESHES, Api)]
     for case in scope.take(cases, num_quick=40):
         model = Tied(case.tied)
         layout = case.layout(model)
@@ -78,9 +78,9 @@ def sums(tallies: Tallies, scope: Scope) -> None:
         tallies["R31"].compare(ours, expected, case, "autograd")
         every = {name for spec in layout.params for name in (spec.name, *spec.aliases)}
         tallies["R31"].compare(every, {f"l{at}.weight" for at in range(len(case.tied))}, (case, "names"), "the model")
-    for tied, face, keep in product(TIES, Face, (False, True)):
-        alone = _alone(tied, face, keep)
-        tallies["R31"].compare(alone, {n: g.tolist() for n, g in _autograd(Tied(tied), 0).items()}, (tied, face, keep))
+    for tied, api, keep in product(TIES, Api, (False, True)):
+        alone = _alone(tied, api, keep)
+        tallies["R31"].compare(alone, {n: g.tolist() for n, g in _autograd(Tied(tied), 0).items()}, (tied, api, keep))
 
 
 def _autograd(model: nn.Module, rank: int) -> dict[str, np.ndarray]:
@@ -93,7 +93,7 @@ def _autograd(model: nn.Module, rank: int) -> dict[str, np.ndarray]:
 
 def _reference(case: Case, layout: Layout, by_rank: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The reference's reduced gradients, by first names too; not divided, so that nothing is rounded."""
-    units = plan_units([("", layout)], face=case.face)
+    units = plan_units([("", layout)], api=case.api)
     values = {spec.name: np.zeros(spec.shape) for spec in layout.params}
     world = World(units, case.mesh, values, divide_factor=1.0)
     unit = world.units[""]
@@ -106,12 +106,12 @@ def _reference(case: Case, layout: Layout, by_rank: list[dict[str, np.ndarray]])
     return {name: grad for own, grad in world.full_grads().items() for name in by_rank[0] if first[name] == own}
 
 
-def _alone(tied: tuple[int, ...], face: Face, keep: bool) -> dict[str, Any]:
+def _alone(tied: tuple[int, ...], api: Api, keep: bool) -> dict[str, Any]:
     """torch's gradients on one rank, where nothing is communicated, by first names."""
     model: Any = Tied(tied)
-    specs = Case(tied, "flat" if face is Face.FSDP1 else "per parameter", MeshSpec(1), face).layout(model).params
+    specs = Case(tied, "flat" if api is Api.FSDP1 else "per parameter", MeshSpec(1), api).layout(model).params
     with fake_mesh(0, 1) as mesh, quiet():
-        if face is Face.FSDP2:
+        if api is Api.FSDP2:
             fully_shard(model, mesh=mesh)
             named = dict(model.named_parameters())
             _backward(model)

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit, plan_units, step_plan
@@ -25,7 +25,7 @@ class Step:
     """A model, how it is sharded, and what is done with it."""
 
     nest: tuple[str, ...]
-    face: Face
+    api: Api
     mesh: MeshSpec
     rank: int
     strategy: Strategy = Strategy.FULL_SHARD
@@ -47,7 +47,7 @@ class Step:
         """The core's units."""
         layouts: list[tuple[str, Layout]] = []
         for name, params in specs_of(self.nest):
-            if self.face is Face.FSDP2:
+            if self.api is Api.FSDP2:
                 layouts.append((name, PerParamLayout(params, self.mesh.shard)))
             else:
                 computed = "bfloat16" if self.low else None
@@ -55,7 +55,7 @@ class Step:
         return plan_units(
             layouts,
             self.strategy,
-            face=self.face,
+            api=self.api,
             reshard_after_forward=self.reshard_after_forward,
             policy=self.policy,
         )
@@ -90,7 +90,7 @@ def _flat_step(rng: random.Random) -> Step:
     microbatches, sync = rng.choice(MICROBATCHES[:-1])
     return Step(
         rng.choice(NESTS),
-        Face.FSDP1,
+        Api.FSDP1,
         mesh,
         rng.randrange(mesh.world_size),
         strategy,
@@ -116,7 +116,7 @@ def _per_param_step(rng: random.Random) -> Step:
     microbatches, sync = rng.choice(MICROBATCHES if mesh.replicate > 1 else MICROBATCHES[:-1])
     return Step(
         rng.choice(NESTS),
-        Face.FSDP2,
+        Api.FSDP2,
         mesh,
         rng.randrange(mesh.world_size),
         reshard_after_forward=rng.choice([None, True, False, *groups]),

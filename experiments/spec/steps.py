@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from crossframe.api import Api
 from crossframe.dtypes import itemsize
-from crossframe.faces import Face
 from crossframe.strategy import Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, FREE, RESHARD_TO_GROUP, Event, collectives
 from experiments.spec.checks import Scope
@@ -54,7 +54,7 @@ def _compare(tallies: Tallies, step: Step) -> None:
     plan = step.plan()
     ours, held = planned(plan), held_by_plan(step, plan)
     counts = tallies["R14" if step.sync is Sync.EACH else "R15"]
-    unsharded = step.face is Face.FSDP1 and step.mesh.shard == 1
+    unsharded = step.api is Api.FSDP1 and step.mesh.shard == 1
     if unsharded and step.strategy.is_hybrid and step.mesh.replicate > 1:
         if not sent and {one.kind for one in ours} == {ALL_REDUCE}:
             tallies["R14"].explain(ONE_SHARD, step)
@@ -90,7 +90,7 @@ def _padded(step: Step, event: Event) -> int:
     is a multiple of all ranks."""
     (unit,) = [unit for unit in step.units() if unit.name == event.unit]
     layout, size = unit.buckets[0].layout, itemsize(event.dtype)
-    if step.face is Face.FSDP2:
+    if step.api is Api.FSDP2:
         return layout.gathered_numel * size if event.kind == ALL_GATHER else event.num_bytes
     ranks = step.mesh.replicate if step.keep_original else 1
     return -(-layout.gathered_numel // ranks) * ranks * size
@@ -116,7 +116,7 @@ def _reductions(sent: Sequence[Sent]) -> list[Sent]:
 
 def _prefetched_views(step: Step, ours: list[Sent], sent: list[Sent]) -> bool:
     """Whether nothing but the reductions' places among the gathers differs, and without forward prefetch not even these."""
-    if step.face is not Face.FSDP1 or not step.forward_prefetch or _reductions(ours) != _reductions(sent):
+    if step.api is not Api.FSDP1 or not step.forward_prefetch or _reductions(ours) != _reductions(sent):
         return False
     gathers = [[one for one in side if one.kind == ALL_GATHER] for side in (ours, sent)]
     without = replace(step, forward_prefetch=0)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.strategy import Strategy, Sync
 from crossframe.units import post_order
 from experiments.spec.fake_ranks import fake_mesh, quiet
@@ -29,7 +29,7 @@ Held = list[frozenset[str]]
 def peer(step: Step, mesh: Any) -> nn.Module:
     """torch's FSDP of the step's model on a rank's mesh."""
     model = build_nest(step.nest)
-    if step.face is Face.FSDP2:
+    if step.api is Api.FSDP2:
         _shard_modules(step, model, mesh)
         return model
     options: dict[str, Any] = {"device_mesh": mesh} if step.strategy.is_hybrid else {}
@@ -89,12 +89,12 @@ def run_step(step: Step) -> tuple[list[Sent], Held]:
                         held.append(_held(step, model))
                         loss.backward()
                         held.append(_held(step, model))
-    return watch.sent, [] if step.face is Face.FSDP2 and step.mesh.shard == 1 else held
+    return watch.sent, [] if step.api is Api.FSDP2 and step.mesh.shard == 1 else held
 
 
 def _unreduced(step: Step, model: Any, *, last: bool) -> Any:
     """What is not reduced in a microbatch, said as the interface wants it."""
-    if step.face is Face.FSDP1:
+    if step.api is Api.FSDP1:
         return nullcontext() if last or step.sync is Sync.EACH else model.no_sync()
     model.set_requires_gradient_sync(last or step.sync is not Sync.LAST)
     if step.mesh.replicate > 1:
@@ -103,17 +103,17 @@ def _unreduced(step: Step, model: Any, *, last: bool) -> Any:
 
 
 def _held(step: Step, model: nn.Module) -> frozenset[str]:
-    return frozenset(name for name in step.nest if _is_full(step.face, model.get_submodule(_wrapped(step, name))))
+    return frozenset(name for name in step.nest if _is_full(step.api, model.get_submodule(_wrapped(step, name))))
 
 
 def _wrapped(step: Step, name: str) -> str:
     """Where torch has a unit: FSDP1 puts a module of its own around each, the root's included."""
     inside = f"_fsdp_wrapped_module.{name.replace('.', '._fsdp_wrapped_module.')}" if name else ""
-    return inside if step.face is Face.FSDP1 else name
+    return inside if step.api is Api.FSDP1 else name
 
 
-def _is_full(face: Face, module: Any) -> bool:
-    if face is Face.FSDP1:
+def _is_full(api: Api, module: Any) -> bool:
+    if api is Api.FSDP1:
         flat = module._handle.flat_param
         # What computes: a gathered buffer, or a copy in low precision, or, where nothing is sharded, the flat parameter itself.
         used = next((getattr(flat, name) for name in ("_full_param_padded", "_mp_shard") if hasattr(flat, name)), flat)

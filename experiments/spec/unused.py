@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -31,7 +31,7 @@ class Case:
     """Which parameters of two units forward uses, and where."""
 
     used: Used
-    face: Face
+    api: Api
     world_size: int
 
     def layouts(self) -> list[tuple[str, Layout]]:
@@ -39,7 +39,7 @@ class Case:
         layouts: list[tuple[str, Layout]] = []
         for unit in UNITS:
             specs = tuple(ParamSpec(f"{unit}.p{i}", shape, "float64") for i, shape in enumerate(SHAPES))
-            if self.face is Face.FSDP1:
+            if self.api is Api.FSDP1:
                 layouts.append((unit, FlatLayout(specs, self.world_size, keep_original=True)))
             else:
                 layouts.append((unit, PerParamLayout(specs, self.world_size)))
@@ -56,7 +56,7 @@ class Case:
             for unit, layout in self.layouts()
             for spec in layout.params
             if self.uses(spec.name)
-            or missing_grad(self.face, unit_used=any(self.used[UNITS.index(unit)])) is Missing.ZEROS
+            or missing_grad(self.api, unit_used=any(self.used[UNITS.index(unit)])) is Missing.ZEROS
         }
 
 
@@ -78,7 +78,7 @@ class Part(nn.Module):
 def cases() -> list[Case]:
     """Every choice of parameters, but none at all, in both interfaces, on up to 4 ranks."""
     choices = list(product(product((False, True), repeat=len(SHAPES)), repeat=len(UNITS)))
-    return [Case(used, face, size) for used, face, size in product(choices, Face, range(1, 5)) if any(map(any, used))]
+    return [Case(used, api, size) for used, api, size in product(choices, Api, range(1, 5)) if any(map(any, used))]
 
 
 def missing(tallies: Tallies, scope: Scope) -> None:
@@ -103,7 +103,7 @@ def missing(tallies: Tallies, scope: Scope) -> None:
 
 def _reference(case: Case) -> World:
     """A world of the reference behind a backward that has reached what the case uses."""
-    units = plan_units(case.layouts(), face=case.face)
+    units = plan_units(case.layouts(), api=case.api)
     specs = {spec.name: spec for _, layout in case.layouts() for spec in layout.params}
     world = World(
         units,
@@ -128,7 +128,7 @@ def _run(case: Case, rank: int) -> dict[str, nn.Parameter]:
     """The parameters of torch's model on a rank, behind forward and backward."""
     parts = [Part(used) for used in case.used]
     with fake_mesh(rank, case.world_size) as mesh, quiet():
-        if case.face is Face.FSDP2:
+        if case.api is Api.FSDP2:
             model = nn.Sequential(*[_sharded(part, mesh) for part in parts])
         else:
             device = torch.device("cpu")

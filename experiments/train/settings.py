@@ -12,7 +12,7 @@ from experiments.models import ModelDefinition, model_named
 
 AUTO, NONE = "auto", "none"
 CHOICES = {
-    "face": ("fsdp1", "fsdp2"),
+    "api": ("fsdp1", "fsdp2"),
     "layout": ("per_param", "flat", "ragged"),
     "strategy": tuple(strategy.value for strategy in Strategy),
     "precision": ("float32", "bfloat16", "float64"),
@@ -22,7 +22,7 @@ CHOICES = {
 HOW = frozenset(
     {
         "output",
-        "face",
+        "api",
         "layout",
         "strategy",
         "shard",
@@ -41,7 +41,7 @@ class TrainSettings:
 
     Attributes:
         output: folder of checkpoints and metrics, which all ranks see.
-        face: the interface of torch_backend that shards the model.
+        api: the interface of torch_backend that shards the model.
         layout: how shards lie; None: as torch's do, "flat" under fsdp1, which has no other, and "per_param" under fsdp2.
         strategy: value of `crossframe.strategy.Strategy`.
         shard: under hybrid strategies, the ranks that hold one copy of the model; None: those of a machine.
@@ -64,7 +64,7 @@ class TrainSettings:
 
     output: Path
     model: str = "gpt"
-    face: str = "fsdp2"
+    api: str = "fsdp2"
     layout: str | None = None
     strategy: str = Strategy.FULL_SHARD.value
     shard: int | None = None
@@ -90,8 +90,8 @@ class TrainSettings:
             value = getattr(self, name)
             if value not in allowed and (name, value) != ("layout", None):
                 raise UsageError(f"{_flag(name)}: expected one of {', '.join(allowed)}, got {shown(value)}")
-        if self.face == "fsdp1" and self.layout not in (None, "flat"):
-            raise UsageError(f"--layout: fsdp1 has flat alone, got {self.layout}; pass --face fsdp2 for the others")
+        if self.api == "fsdp1" and self.layout not in (None, "flat"):
+            raise UsageError(f"--layout: fsdp1 has flat alone, got {self.layout}; pass --api fsdp2 for the others")
         least = {"steps": 1, "batch_size": 1, "warmup_steps": 0, "seed": 0, "checkpoint_every": 1, "keep": 1}
         optional = {name: 1 for name in ("shard", "micro_batch_size") if getattr(self, name) is not None}
         for name, smallest in (least | optional).items():

@@ -112,9 +112,9 @@ def build(settings: TrainSettings, device: torch.device) -> Sharded:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, settings.stored_dtype))  # in which values are drawn
     try:
-        with device if settings.face == "fsdp1" else torch.device("meta"):
+        with device if settings.api == "fsdp1" else torch.device("meta"):
             module, units = settings.definition.make_torch()
-        make = Fsdp1 if settings.face == "fsdp1" else Fsdp2
+        make = Fsdp1 if settings.api == "fsdp1" else Fsdp2
         return make(_with_dropout(module, units, settings.dropout), units, _mesh(settings, device), settings)
     finally:
         torch.set_default_dtype(before)
@@ -136,6 +136,6 @@ def _mesh(settings: TrainSettings, device: torch.device) -> DeviceMesh:
     strategy, world_size = Strategy(settings.strategy), dist.get_world_size()
     shard = (settings.shard or int(os.environ["LOCAL_WORLD_SIZE"])) if strategy.is_hybrid else None
     spec = strategy.mesh(world_size, shard)
-    if strategy.is_hybrid or (strategy is Strategy.NO_SHARD and settings.face == "fsdp2"):
+    if strategy.is_hybrid or (strategy is Strategy.NO_SHARD and settings.api == "fsdp2"):
         return init_device_mesh(device.type, (spec.replicate, spec.shard), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, assert_never
 import jax
 import jax.numpy as jnp
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
@@ -31,19 +31,19 @@ class Reduction:
 
     Attributes:
         mesh: the grid of ranks.
-        face: the API whose division and order are used.
+        api: the API whose division and order are used.
         factor: the user's divide factor (R27); None: the number of ranks.
         now: False leaves each rank's gradient as it is, for a later microbatch (R15).
     """
 
     mesh: MeshSpec
-    face: Face = Face.FSDP1
+    api: Api = Api.FSDP1
     factor: float | None = None
     now: bool = True
 
     def check(self) -> None:
         """Raise PlanError if the factor is invalid."""
-        factors_of(self.mesh, self.face, "float32", self.factor)
+        factors_of(self.mesh, self.api, "float32", self.factor)
 
     def __call__(self, label: str, grad: jax.Array, precision: Precision) -> jax.Array:
         """This rank's part of the mean over ranks of full gradients: (gathered_numel,) to (padded_shard_numel,).
@@ -65,8 +65,8 @@ class Reduction:
         all_reduce: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
         """The mean, by these collectives."""
-        factors = factors_of(self.mesh, self.face, precision.reduced, self.factor)
-        for each in reduction_steps(self.mesh, self.face):
+        factors = factors_of(self.mesh, self.api, precision.reduced, self.factor)
+        for each in reduction_steps(self.mesh, self.api):
             match each:
                 case ReductionStep.CAST_TO_REDUCED:
                     grad = grad.astype(precision.reduced)
@@ -166,7 +166,7 @@ def with_backward(
         with scope():
             own = joined(grads)
             if waiting is not None or not reduction.now:
-                own = own.astype(precision.accumulated(reduction.face))
+                own = own.astype(precision.accumulated(reduction.api))
             if waiting is not None:
                 own = own + waiting
             # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.

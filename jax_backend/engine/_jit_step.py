@@ -92,7 +92,7 @@ def run_under_jit(step: Step, sharded: ShardedParams, given: StepInputs) -> tupl
         for bucket in tree.trainable:
             line = grads[bucket.name]
             if bucket in tree.stacked:
-                factors = factors_of(reduction.mesh, reduction.face, str(line.dtype), reduction.factor)
+                factors = factors_of(reduction.mesh, reduction.api, str(line.dtype), reduction.factor)
                 line = _cut(divide(divide(line, factors.between), factors.after), mesh, None, SHARD_AXIS)
             made[bucket.name] = bucket.constrained(bucket.from_gathered(kept(bucket, line, tree.policy)), mesh)
         reduced = ShardedParams(made, tree)
@@ -159,7 +159,7 @@ def _layer(
 
     if not bucket.trainable:
         return whole(jax.lax.stop_gradient(source.line), here)
-    factors = factors_of(reduction.mesh, reduction.face, str(source.line.dtype), reduction.factor)
+    factors = factors_of(reduction.mesh, reduction.api, str(source.line.dtype), reduction.factor)
     return with_backward(
         source,
         whole,

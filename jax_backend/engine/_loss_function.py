@@ -10,8 +10,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from crossframe.api import Api
 from crossframe.errors import UsageError
-from crossframe.faces import Face
 from crossframe.precision import PrecisionPolicy
 from jax_backend.mesh._device_mesh import mesh_spec, num_ranks
 from jax_backend.shards._local_grads import LocalGrads
@@ -102,13 +102,13 @@ class LossFunction:
                 )
 
 
-def cast_batch(batch: Any, policy: PrecisionPolicy, face: Face) -> Any:
+def cast_batch(batch: Any, policy: PrecisionPolicy, api: Api) -> Any:
     """One rank's batch in the compute dtype, if the policy says so (R35). Integers are not cast."""
 
     def cast(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        return leaf.astype(policy.input_dtype(str(leaf.dtype), face, is_root=True))
+        return leaf.astype(policy.input_dtype(str(leaf.dtype), api, is_root=True))
 
     return jax.tree.map(cast, batch)
 

@@ -65,14 +65,14 @@ class Step:
     def rank_loss(self, params: Any, given: StepInputs, policy: PrecisionPolicy) -> Outcome:
         """The user's function on one rank, with this rank's batch, state and rng."""
         loss_fn = self.loss_fn if given.seed is None else other_rounding(self.loss_fn, given.seed)
-        return loss_fn(params, given.state, cast_batch(given.batch, policy, self.reduction.face), given.rng)
+        return loss_fn(params, given.state, cast_batch(given.batch, policy, self.reduction.api), given.rng)
 
     def frees(self, tree: ParamTree) -> dict[str, bool]:
         """For each unit, whether backward gathers it again (R13, R14)."""
         planned = plan_units(
             tree.units,
             self.strategy,
-            face=self.reduction.face,
+            api=self.reduction.api,
             reshard_after_forward=tree.reshard_after_forward,
             policy=tree.policy,
         )
@@ -144,7 +144,7 @@ def probes_of(tree: ParamTree, step: Step) -> dict[str, jax.Array]:
     found = {}
     for bucket in tree.trainable if step.probes else ():
         precision = tree.policy.resolve(bucket.layout.dtype)
-        dtype = precision.gathered if step.reduction.now else precision.accumulated(step.reduction.face)
+        dtype = precision.gathered if step.reduction.now else precision.accumulated(step.reduction.api)
         found[bucket.name] = jnp.zeros((*bucket.lead, bucket.layout.gathered_numel), dtype)
     return found
 

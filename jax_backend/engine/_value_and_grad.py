@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from crossframe.api import Api
 from crossframe.errors import UnsupportedError, UsageError
-from crossframe.faces import Face
 from crossframe.strategy import Strategy
 from jax_backend.engine._gather import Reduction
 from jax_backend.engine._jit_step import run_under_jit
@@ -47,7 +47,7 @@ def value_and_grad(
     *,
     mode: str = "shard_map",
     strategy: Strategy | None = None,
-    face: Face = Face.FSDP1,
+    api: Api = Api.FSDP1,
     gradient_divide_factor: float | None = None,
     has_state: bool = False,
     has_rng: bool = False,
@@ -70,7 +70,7 @@ def value_and_grad(
             HYBRID_SHARD or NO_SHARD, as the mesh allows. JAX removes, on all ranks, the second gather of a unit whose values
             backward does not need (biases, for example), and the reduction of a unit that the loss does not use, which gets zeros
             (R29).
-        face: the API whose division of gradients is used: FSDP1's around the sum, or FSDP2's mean (R26).
+        api: the API whose division of gradients is used: FSDP1's around the sum, or FSDP2's mean (R26).
         gradient_divide_factor: divisor of gradients instead of the number of ranks (R27).
         has_state: `loss_fn` takes one rank's state, without the rank axis, and returns state of the same shapes and dtypes:
             integers, rng keys, running statistics.
@@ -93,7 +93,7 @@ def value_and_grad(
         PlanError: a divide factor that is not above 0.
     """
     loss = LossFunction(loss_fn, has_state, has_rng, has_aux, has_weight)
-    return step_of(loss, mesh, mode, strategy, face, gradient_divide_factor, reduces, local_grads)
+    return step_of(loss, mesh, mode, strategy, api, gradient_divide_factor, reduces, local_grads)
 
 
 def step_of(
@@ -101,7 +101,7 @@ def step_of(
     mesh: Mesh,
     mode: str = "shard_map",
     strategy: Strategy | None = None,
-    face: Face = Face.FSDP1,
+    api: Api = Api.FSDP1,
     gradient_divide_factor: float | None = None,
     reduces: bool = True,
     local_grads: bool = False,
@@ -110,9 +110,9 @@ def step_of(
     check_mesh(mesh)
     if mode not in MODES:
         raise UsageError(f"mode: expected one of {tuple(MODES)}, got {mode!r}")
-    if not isinstance(face, Face):
-        raise UsageError(f"face: expected a crossframe Face, got {face!r}")
-    reduction = Reduction(mesh_spec(mesh), face, gradient_divide_factor, reduces)
+    if not isinstance(api, Api):
+        raise UsageError(f"api: expected a crossframe Api, got {api!r}")
+    reduction = Reduction(mesh_spec(mesh), api, gradient_divide_factor, reduces)
     reduction.check()
     settings = Step(loss_fn, mesh, _checked(strategy, mesh), reduction, local_grads)
 

@@ -9,7 +9,7 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import FlatLayout, Layout, reduced_layout
 from crossframe.precision import PrecisionPolicy
 from crossframe.reduction import Missing, missing_grad
@@ -62,7 +62,7 @@ class Bucket:
         device: torch.device,
         *,
         policy: PrecisionPolicy,
-        face: Face,
+        api: Api,
         limited: bool,
         make_registrar: Callable[[ShardStore, list[nn.Parameter]], Registrar],
     ) -> None:
@@ -72,12 +72,12 @@ class Bucket:
             mesh: the ranks that share the parameters.
             device: the compute device.
             policy: the mixed precision policy.
-            face: the API whose rules apply.
+            api: the API whose rules apply.
             limited: see `limit_all_gathers` in [Note: streams].
             make_registrar: creates the registrar from the shard and the unsharded parameters.
         """
         self.layout, self.store = store.layout, store
-        self.mesh, self._policy, self._face, self._limited = mesh, policy, face, limited
+        self.mesh, self._policy, self._api, self._limited = mesh, policy, api, limited
         self.reduction_choices = ReductionChoices()
         self._provide(device)
         self.registrar = make_registrar(store, self.buffer.leaves)
@@ -100,7 +100,7 @@ class Bucket:
         gathered = torch_dtype(self.precision.gathered)
         home = shard.device if shard.is_meta else device
         self.buffer = self.store.gather_buffer(gathered, home, self._streams, limited=self._limited)
-        grads = GradStore(self.layout, self.precision, self._face, self.mesh, self._streams, self.reduction_choices)
+        grads = GradStore(self.layout, self.precision, self._api, self.mesh, self._streams, self.reduction_choices)
         grads.partial = None if partial is None else partial.to(device, torch_dtype(self.precision.reduced))
         self.grads = grads
 
@@ -178,7 +178,7 @@ class Bucket:
     @property
     def accumulated(self) -> torch.dtype:
         """The dtype of unsharded gradients that are kept for a later backward (R15)."""
-        return torch_dtype(self.precision.accumulated(self._face))
+        return torch_dtype(self.precision.accumulated(self._api))
 
     def start_reduction(
         self, grads: Sequence[Tensor | None], *, unit: str, hook: CommHook | None, all_reduce: bool = True
@@ -189,7 +189,7 @@ class Bucket:
         parameters have none. In the per-parameter layout, frozen parameters are not communicated.
         """
         layout, self._reduced = self.layout, range(len(grads))
-        if missing_grad(self._face, unit_used=True) is Missing.NONE:
+        if missing_grad(self._api, unit_used=True) is Missing.NONE:
             present = [grad is not None for grad in grads]
             leaves = () if all(present) else self.buffer.leaves
             unused = [not some and leaf.requires_grad for some, leaf in zip(present, leaves, strict=False)]

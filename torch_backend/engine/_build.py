@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from crossframe.api import Api
 from crossframe.errors import LayoutError, UsageError
-from crossframe.faces import Face
 from crossframe.layout import Layout
 from crossframe.precision import PrecisionPolicy
 from crossframe.units import Order
@@ -74,13 +74,13 @@ def build_unit(
         LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
         UsageError: parameters on the meta device or on several devices.
     """
-    face = choices.face
-    order = Order.PRE_ORDER if face is Face.FSDP1 else Order.POST_ORDER
-    ignoring = "ignored_states" if face is Face.FSDP1 else "ignored_params"
+    api = choices.api
+    order = Order.PRE_ORDER if api is Api.FSDP1 else Order.POST_ORDER
+    ignoring = "ignored_states" if api is Api.FSDP1 else "ignored_params"
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     owned = owned_params(root, is_unit, order, ignored, ignoring=ignoring)
     for entry in owned:
-        _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], face)
+        _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], api)
     groups: dict[Hashable, list[OwnedParam]] = {}
     for entry in owned:
         groups.setdefault(parts.bucket_of(entry), []).append(entry)
@@ -98,7 +98,7 @@ def build_unit(
                 mesh,
                 compute,
                 policy=policy,
-                face=face,
+                api=api,
                 limited=limited,
                 make_registrar=lambda store, leaves, members=members: parts.registrar(members, store, leaves),
             )
@@ -115,19 +115,19 @@ def origin_of(param: nn.Parameter) -> object:
     return param._crossframe_origin  # type: ignore[attr-defined]
 
 
-def _check(entry: OwnedParam, first: OwnedParam, rank: int, face: Face) -> None:
+def _check(entry: OwnedParam, first: OwnedParam, rank: int, api: Api) -> None:
     name, param = entry.spec.name, entry.param
     if not param.shape:
         raise LayoutError(
             f"rank {rank}: parameter {name!r} has no dims, so there is nothing to shard; make it shape (1,)"
         )
-    if param.device.type == "meta" and face is Face.FSDP1:
+    if param.device.type == "meta" and api is Api.FSDP1:
         raise UsageError(
             f"rank {rank}: parameter {name!r} is on the meta device and has no values; materialise the module "
             "(to_empty, then initialise) before sharding it"
         )
     if param.device != first.param.device:
-        instead = ", or pass device_id" if face is Face.FSDP1 else ""
+        instead = ", or pass device_id" if api is Api.FSDP1 else ""
         raise LayoutError(
             f"rank {rank}: a unit lives on one device, but {first.spec.name!r} is on {first.param.device} and {name!r} "
             f"on {param.device}; move the module to one device first{instead}"

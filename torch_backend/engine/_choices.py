@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.step import StepSettings
 from torch_backend.ranks._comm_hook import CommHook
 
@@ -15,7 +15,7 @@ class Choices:
     """The user's options for a unit, some of which may change between steps.
 
     Attributes:
-        face: the API whose rules apply.
+        api: the API whose rules apply.
         step: the initial step settings; setters change those of the step machine.
         input_dtype, root_input_dtype: dtype to which floating-point inputs are cast, in general and if this unit is the root;
             None: not cast (R35).
@@ -25,7 +25,7 @@ class Choices:
         settings: descriptions of the options, which must be equal on all ranks.
     """
 
-    face: Face
+    api: Api
     step: StepSettings
     input_dtype: torch.dtype | None = None
     root_input_dtype: torch.dtype | None = None

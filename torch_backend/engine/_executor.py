@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from crossframe.api import Api
 from crossframe.errors import RunOrderError, UsageError
-from crossframe.faces import Face
 from crossframe.lifecycle import Activity
 from crossframe.step import ModelStep, StepCount
 from crossframe.step.model import Do
@@ -53,12 +53,12 @@ class StepExecutor:
         post_optim_event: the event that the gathers of the next step wait for, instead of all earlier work.
     """
 
-    def __init__(self, named_units: Sequence[NamedUnit], *, face: str) -> None:
+    def __init__(self, named_units: Sequence[NamedUnit], *, api: str) -> None:
         """Take over the units of a module tree before the first use of its root.
 
         Args:
             named_units: all units of the tree, the root's first.
-            face: the API in use, for the agreement between ranks.
+            api: the API in use, for the agreement between ranks.
 
         Raises:
             RunOrderError: a unit that ran as a root before. A unit that ran below another root moves to this one.
@@ -71,7 +71,7 @@ class StepExecutor:
                     f"unit {each.name!r} has already run on its own, as a root; run the forward of the outermost sharded "
                     "module first, so that its units run as one model"
                 )
-        check_agreement(named_units, face)
+        check_agreement(named_units, api)
         for each in named_units:
             unit = each.unit
             if unit.when_agreed is not None:
@@ -121,7 +121,7 @@ class StepExecutor:
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Signal that a unit's forward begins. Returns the inputs, cast as the user chose (R35) and, for the root, moved to its
         device."""
-        dtype = unit.choices.input_dtype if unit.buckets or unit.choices.face is Face.FSDP2 else None
+        dtype = unit.choices.input_dtype if unit.buckets or unit.choices.api is Api.FSDP2 else None
         if unit is self.root:
             dtype = unit.choices.root_input_dtype or dtype
             if not self._within_autograd:

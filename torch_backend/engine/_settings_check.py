@@ -9,18 +9,18 @@ from torch_backend.ranks._consensus import agree
 FIRST_USE = "first use of the root"
 
 
-def describe_units(named_units: Sequence[NamedUnit], face: str) -> list[tuple[str, dict[str, str]]]:
+def describe_units(named_units: Sequence[NamedUnit], api: str) -> list[tuple[str, dict[str, str]]]:
     """What must be the same everywhere: one subject a unit, then one a parameter.
 
     Args:
         named_units: every unit of the model. What its user chose in `settings` is described with it.
-        face: the interface in use.
+        api: the interface in use.
     """
     said: list[tuple[str, dict[str, str]]] = []
     for named in named_units:
         choices = named.unit.choices
         settings = {
-            "interface": face,
+            "interface": api,
             **choices.settings,
             "reshard_after_forward": str(named.unit.step.settings.reshard_after_forward),
         }
@@ -53,8 +53,8 @@ def _cuts(layout: Layout) -> list[dict[str, str]]:
     return [{} for _ in layout.params]
 
 
-def check_agreement(named_units: Sequence[NamedUnit], face: str) -> None:
+def check_agreement(named_units: Sequence[NamedUnit], api: str) -> None:
     """Raise AgreementError on every rank of the root's mesh unless all of them have the same units."""
     mesh = named_units[0].unit.mesh
     groups = [communicator.group for communicator in (mesh.shards, mesh.replicas) if communicator.size > 1]
-    agree(groups, FIRST_USE, describe_units(named_units, face))
+    agree(groups, FIRST_USE, describe_units(named_units, api))

@@ -444,5 +444,5 @@ UNIT = "_crossframe_unit"
 
 
 def unit_of(module: nn.Module) -> Unit:
-    """The unit of a module that either face has sharded."""
+    """The unit of a module that either API has sharded."""
     return module.__dict__[UNIT]

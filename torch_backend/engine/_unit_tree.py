@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from crossframe.api import Api
 from crossframe.errors import UsageError
-from crossframe.faces import Face
 from crossframe.layout import Layout
 from crossframe.params import ParamSpec
 from crossframe.state import state_key
@@ -71,22 +71,22 @@ class NamedUnit:
             )
 
 
-def units_in(model: nn.Module, face: Face | None = None) -> list[Unit]:
+def units_in(model: nn.Module, api: Api | None = None) -> list[Unit]:
     """The units of a model, each once, outer ones first.
 
     Args:
-        face: the API of the units; None for both.
+        api: the API of the units; None for both.
     """
-    return list(dict.fromkeys(unit for module in model.modules() if (unit := _unit_at(module, face)) is not None))
+    return list(dict.fromkeys(unit for module in model.modules() if (unit := _unit_at(module, api)) is not None))
 
 
 def named_units(
-    model: nn.Module, face: Face | None = None, *, rename: Callable[[str], str] = state_key
+    model: nn.Module, api: Api | None = None, *, rename: Callable[[str], str] = state_key
 ) -> list[NamedUnit]:
     """The named units of a model, each once, outer ones first; see [Note: names].
 
     Args:
-        face: the API of the units; None for both.
+        api: the API of the units; None for both.
         rename: maps paths of the tree to names, for example without wrappers.
     """
     paths: dict[nn.Module, list[tuple[int, str]]] = {}
@@ -94,7 +94,7 @@ def named_units(
         paths.setdefault(module, []).append((at, rename(path)))
     modules: dict[Unit, list[nn.Module]] = {}
     for module in paths:
-        if (unit := _unit_at(module, face)) is not None:
+        if (unit := _unit_at(module, api)) is not None:
             modules.setdefault(unit, []).append(module)
     found = []
     for unit, own in modules.items():
@@ -104,9 +104,9 @@ def named_units(
     return found
 
 
-def _unit_at(module: nn.Module, face: Face | None) -> Unit | None:
+def _unit_at(module: nn.Module, api: Api | None) -> Unit | None:
     unit: Unit | None = module.__dict__.get(UNIT)
-    return unit if unit is None or face is None or unit.choices.face is face else None
+    return unit if unit is None or api is None or unit.choices.api is api else None
 
 
 def _named(unit: Unit, bucket: Bucket, at: tuple[str, ...], paths: _Paths) -> Iterator[ParamSpec]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from crossframe.api import Api
 from crossframe.errors import StateError, UsageError
-from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Exposure, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.step import StepSettings
@@ -54,14 +54,14 @@ def choices_of(
     """Convert constructor arguments to the options of a unit."""
     policy = precision.policy
     return Choices(
-        Face.FSDP1,
+        Api.FSDP1,
         StepSettings.of_strategy(
             strategy.strategy,
             backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
             forward_prefetch=forward_prefetch,
         ),
         refuses_double_backward=True,
-        input_dtype=precision.param_dtype if policy.casts_inputs(Face.FSDP1, is_root=False) else None,
+        input_dtype=precision.param_dtype if policy.casts_inputs(Api.FSDP1, is_root=False) else None,
         # Apart from the other, because that one needs parameters of the unit's own.
         root_input_dtype=precision.param_dtype if precision.cast_root_forward_inputs else None,
         settings={

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import deprecated
 
+from crossframe.api import Api
 from crossframe.errors import (
     AssertedError,
     RunOrderError,
@@ -19,7 +20,6 @@ from crossframe.errors import (
     UsageError,
     WrongTypeError,
 )
-from crossframe.faces import Face
 from crossframe.lifecycle import Residency
 from crossframe.reduction import custom_factors
 from torch_backend.compat._fully_shard_api import AllGather, ReduceScatter
@@ -300,12 +300,12 @@ def begin_as_root(module: nn.Module) -> StepExecutor:
             f"unit of {unit.num_modules} modules: one of them runs first, outside of a sharded root; call fully_shard on a "
             "module around them and run that first"
         )
-    named = named_units(module, Face.FSDP2)
+    named = named_units(module, Api.FSDP2)
     _check_shared(named)
     for each in named:
         make_real(each.unit)
     check_real(named)
-    return StepExecutor(named, face="fully_shard")
+    return StepExecutor(named, api="fully_shard")
 
 
 def _check_shared(named: Sequence[NamedUnit]) -> None:
@@ -361,7 +361,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
 
 def _units(module: nn.Module, recurse: bool) -> Iterator[Unit]:
     """The unit of a module, and with `recurse` all inner units, each once."""
-    yield from units_in(module, Face.FSDP2) if recurse else [unit_of(module)]
+    yield from units_in(module, Api.FSDP2) if recurse else [unit_of(module)]
 
 
 def _units_of(modules: Any, method: str) -> list[Unit]:

@@ -7,7 +7,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import Column, Layout, PerParamLayout
 from crossframe.layout.line import LineLayout
 from crossframe.precision import Precision
@@ -49,20 +49,20 @@ class GradStore:
         self,
         layout: Layout,
         precision: Precision,
-        face: Face,
+        api: Api,
         mesh: UnitMesh,
         streams: Streams,
         choices: ReductionChoices,
     ) -> None:
         self.layout = layout
-        self._mesh, self._streams, self._choices, self._face = mesh, streams, choices, face
+        self._mesh, self._streams, self._choices, self._api = mesh, streams, choices, api
         self._reduced, self._kept = torch_dtype(precision.reduced), torch_dtype(precision.kept)
         self._reduced_name = precision.reduced
-        self._steps = reduction_steps(mesh.spec, face)
+        self._steps = reduction_steps(mesh.spec, api)
         self._steps_to_partial = self._steps
-        if face is Face.FSDP2 and mesh.spec.replicate > 1:
-            self._steps_to_partial = reduction_steps(mesh.spec, face, all_reduce=False)
-        self._factors = factors_of(mesh.spec, face, precision.reduced)
+        if api is Api.FSDP2 and mesh.spec.replicate > 1:
+            self._steps_to_partial = reduction_steps(mesh.spec, api, all_reduce=False)
+        self._factors = factors_of(mesh.spec, api, precision.reduced)
         self._under_way: Iterator[None] | None = None
         self.arrived: Tensor | None = None
         self.partial: Tensor | None = None
@@ -117,7 +117,7 @@ class GradStore:
         factors, choices = self._factors, self._choices
         if choices.divide_factor is not None or choices.sum_only:
             factors = factors_of(
-                self._mesh.spec, self._face, self._reduced_name, choices.divide_factor, sum_only=choices.sum_only
+                self._mesh.spec, self._api, self._reduced_name, choices.divide_factor, sum_only=choices.sum_only
             )
         for this in steps:
             match this:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from crossframe.api import Api
 from crossframe.dtypes import FLOATING
 from crossframe.errors import UnsupportedError
-from crossframe.faces import Face
 from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
@@ -118,7 +118,7 @@ def ours(model: nn.Module) -> Engine:
         }
 
     return Engine(
-        "crossframe FSDP1" if first.choices.face is Face.FSDP1 else "crossframe FSDP2",
+        "crossframe FSDP1" if first.choices.api is Api.FSDP1 else "crossframe FSDP2",
         _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1].unit.step.settings.reshard_after_forward),
         (mesh.replicas.rank, mesh.replicas.size),
         (mesh.shards.rank, mesh.shards.size),

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from crossframe.api import Api
 from crossframe.errors import StateDictError, UnsupportedError, UsageError
-from crossframe.faces import Face
 from crossframe.params import ParamSpec
 from crossframe.shown import shown
 from crossframe.state import Role, StateKind, rekeyed_groups, state_key
@@ -54,7 +54,7 @@ def owned_by(model: nn.Module) -> list[Owned]:
     Raises:
         UsageError: there are none, or wrappers differ in `use_orig_params`.
     """
-    named = named_units(model, Face.FSDP1)
+    named = named_units(model, Api.FSDP1)
     found = [
         Owned(each.bucket, each.layout, each.bucket.registrar.managed(), unit.modules[0])  # type: ignore[arg-type]
         for unit in named

@@ -67,7 +67,7 @@ class Case:
 
     Attributes:
         name: what is special.
-        face: "DDP", "FSDP1" or "FSDP2".
+        api: "DDP", "FSDP1" or "FSDP2".
         ours: whether it is ours.
         microbatches: of each which blocks it uses.
         unscaled: the blocks whose scale no microbatch uses.
@@ -81,7 +81,7 @@ class Case:
     """
 
     name: str
-    face: str
+    api: str
     ours: bool = False
     microbatches: tuple[tuple[int, ...], ...] = (ALL,)
     unscaled: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ class Case:
     @property
     def contestant(self) -> str:
         """What shards it."""
-        return f"{OURS if self.ours else THEIRS} {self.face}"
+        return f"{OURS if self.ours else THEIRS} {self.api}"
 
     @property
     def folder(self) -> str:
@@ -109,14 +109,14 @@ class Case:
 def _cases() -> list[Case]:
     found: list[Case] = []
 
-    def add(name: str, faces: Sequence[str] = ("DDP", "FSDP1", "FSDP2"), **rest: Any) -> None:
+    def add(name: str, apis: Sequence[str] = ("DDP", "FSDP1", "FSDP2"), **rest: Any) -> None:
         said = rest.pop("expected", {})
         options = rest.pop("options", {})
-        for face in faces:
-            for ours in (False, True) if face != "DDP" else (False,):
-                expected = said.get(face, "") if not ours or face in said.get("ours", ()) else ""
+        for api in apis:
+            for ours in (False, True) if api != "DDP" else (False,):
+                expected = said.get(api, "") if not ours or api in said.get("ours", ()) else ""
                 found.append(
-                    Case(name, face, ours, options=options.get(face, {}), **rest, expected=expected)  # type: ignore[arg-type]
+                    Case(name, api, ours, options=options.get(api, {}), **rest, expected=expected)  # type: ignore[arg-type]
                 )
 
     finds = {"DDP": {"find_unused_parameters": True}}
@@ -216,7 +216,7 @@ def _record(case: Case, rank: int, world_size: int, path: Path) -> None:
     alone = world_size == 1
     model: Any = module if alone else _sharded(case, module)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], 1e-2)
-    units = {Block} if alone or case.face == "DDP" else None
+    units = {Block} if alone or case.api == "DDP" else None
     with Recorder(
         path / ("alone" if alone else "ranks"),
         model=model,
@@ -256,13 +256,13 @@ def _samples(case: Case, step: int, microbatch: int, rank: int, world_size: int)
 
 def _sharded(case: Case, module: Any) -> nn.Module:
     options = dict(case.options)
-    if case.face == "DDP":
+    if case.api == "DDP":
         return DistributedDataParallel(module, **options)
     package = PACKAGES[case.contestant.partition(" ")[0]]
     if "mesh" in options:
         options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
     ignored = {p for name, p in module.named_parameters() if case.ignored and name.startswith(case.ignored)}
-    if case.face == "FSDP2":
+    if case.api == "FSDP2":
         options |= {"ignored_params": ignored} if ignored else {}
         for block in module.blocks:
             package.fully_shard(block, **options)

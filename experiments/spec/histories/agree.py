@@ -53,7 +53,7 @@ def check_grads(unit: LiveUnit, model: Simple, rank: int) -> None:
     """A rank's gradients: those that wait, the reduced ones, and those that its user is shown."""
     bucket, here = unit.buckets[0], f"unit {unit.name!r}, rank {rank}"
     replica, index = model.where(rank)
-    accumulated = model.precision.accumulated(model.face)
+    accumulated = model.precision.accumulated(model.api)
     same(model.waiting[rank], bucket.grads[rank], accumulated, f"{here}: gradients that wait")
     grad = bucket.sharded_grads[rank]
     equal(

@@ -82,7 +82,7 @@ class Pair:
         for unit in units:
             names = [spec.name for spec in unit.buckets[0].layout.params]
             truth = [{name: params[name].copy() for name in names} for _ in range(mesh.replicate)]
-            self.models[unit.name] = Simple(unit, mesh, unit.face, LR, truth)
+            self.models[unit.name] = Simple(unit, mesh, unit.api, LR, truth)
         for unit in self.world.units.values():
             self._record(unit)
             self._poison(unit, unit.buckets[0].unit.shards)

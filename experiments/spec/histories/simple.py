@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from crossframe.api import Api
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import CrossframeError, ParamError, PlanError, StateError, UnsupportedError
-from crossframe.faces import Face
 from crossframe.layout import Layout, post_forward
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit
@@ -49,7 +49,7 @@ class Simple:
 
     planned: PlannedUnit
     mesh: MeshSpec
-    face: Face
+    api: Api
     lr: float
     truth: list[Full]
     memory: str = "shard"
@@ -177,7 +177,7 @@ class Simple:
         """A backward that leaves gradients of each rank waiting."""
         self.unshard()
         self.shows = "shards"
-        dtype = numpy_dtype(self.precision.accumulated(self.face))
+        dtype = numpy_dtype(self.precision.accumulated(self.api))
         for rank in self.ranks:
             for name, grad in grads(rank).items():
                 self.waiting[rank][name] = (self.waiting[rank].get(name, 0) + grad).astype(dtype)
@@ -187,7 +187,7 @@ class Simple:
     def reduce(self) -> None:
         """The mean over all ranks, added to what is there. The gradients are such that all of it is exact."""
         used = {name for grads in self.waiting for name in grads}
-        if used and self.face is Face.FSDP1:
+        if used and self.api is Api.FSDP1:
             used = set(self.names)
         for name in used:
             total = np.sum([grads[name].astype(np.float64) for grads in self.waiting if name in grads], axis=0)

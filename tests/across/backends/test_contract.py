@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
@@ -33,16 +33,16 @@ def ragged(specs, question):
 
 # What runs, in which layout, by whose division.
 BACKENDS = {
-    "numpy flat": (on_numpy, flat, Face.FSDP1),
-    "numpy per_param": (on_numpy, per_param, Face.FSDP2),
-    "torch fsdp1": (on_torch("fsdp1", "flat"), flat, Face.FSDP1),
-    "torch per_param": (on_torch("fsdp2", "per_param"), per_param, Face.FSDP2),
-    "torch flat": (on_torch("fsdp2", "flat"), flat, Face.FSDP2),
-    "torch ragged": (on_torch("fsdp2", "ragged"), ragged, Face.FSDP2),
-    "jax shard_map flat": (on_jax("shard_map", "flat"), flat, Face.FSDP1),
-    "jax shard_map per_param": (on_jax("shard_map", "per_param"), per_param, Face.FSDP2),
-    "jax jit flat": (on_jax("jit", "flat"), flat, Face.FSDP1),
-    "jax jit ragged": (on_jax("jit", "ragged"), ragged, Face.FSDP2),
+    "numpy flat": (on_numpy, flat, Api.FSDP1),
+    "numpy per_param": (on_numpy, per_param, Api.FSDP2),
+    "torch fsdp1": (on_torch("fsdp1", "flat"), flat, Api.FSDP1),
+    "torch per_param": (on_torch("fsdp2", "per_param"), per_param, Api.FSDP2),
+    "torch flat": (on_torch("fsdp2", "flat"), flat, Api.FSDP2),
+    "torch ragged": (on_torch("fsdp2", "ragged"), ragged, Api.FSDP2),
+    "jax shard_map flat": (on_jax("shard_map", "flat"), flat, Api.FSDP1),
+    "jax shard_map per_param": (on_jax("shard_map", "per_param"), per_param, Api.FSDP2),
+    "jax jit flat": (on_jax("jit", "flat"), flat, Api.FSDP1),
+    "jax jit ragged": (on_jax("jit", "ragged"), ragged, Api.FSDP2),
 }
 HYBRID = MeshSpec(shard=2, replicate=2)
 QUESTIONS = {
@@ -93,9 +93,9 @@ PAIRS = [
 def test_the_contract(ranks, backend, question):
     if reason := CANNOT.get((backend, question)):
         pytest.skip(reason)
-    run, make, face = BACKENDS[backend]
+    run, make, api = BACKENDS[backend]
     asked = QUESTIONS[question]
-    answer, right = run(asked, make, face, ranks), on_numpy(asked, make, face)
+    answer, right = run(asked, make, api, ranks), on_numpy(asked, make, api)
     size = asked.mesh.world_size
     for rank in range(size):
         held, wanted = answer.before[rank], right.before[rank]
@@ -123,7 +123,7 @@ def _tolerance(question: Question) -> float:
 def test_questions_tell_apart_what_they_ask_of():
     """Each question's answer differs from that of the plain one, so that who ignores it is found out."""
     plain = Question(MeshSpec(3))
-    ask = lambda question: on_numpy(question, flat, Face.FSDP1)  # noqa: E731
+    ask = lambda question: on_numpy(question, flat, Api.FSDP1)  # noqa: E731
     before = ask(plain).after[0]
     for changes in ({"clip": 0.01}, {"divide_factor": 2.0}, {"microbatches": 3}, {"edits": "kept"}):
         after = ask(replace(plain, **changes)).after[0]

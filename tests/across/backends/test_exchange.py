@@ -1,4 +1,4 @@
-"""Shards go from torch to JAX and back by lines, bit for bit, under every face and layout."""
+"""Shards go from torch to JAX and back by lines, bit for bit, under every API and layout."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from crossframe.mesh import MeshSpec
 from crossframe.names import MapEntry, ParamMap
 from jax_backend import from_torch, load_checkpoint, make_mesh, save_checkpoint, shard, to_torch, unshard
 
-FACES = ("FSDP1", "per_param", "flat", "ragged")
+APIS = ("FSDP1", "per_param", "flat", "ragged")
 UNITS = ("0", "2")
 SIZES = {"0": (5, 3), "2": (5, 5), "4": (2, 5)}
 
 
-def model_of(face: Any, seed: int) -> Any:
+def model_of(api: Any, seed: int) -> Any:
     """A model in three units, which has run once, and so knows its parameters' names."""
     import torch
     from torch import nn
@@ -25,13 +25,13 @@ def model_of(face: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     net: Any = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
     full = {name: param.detach().numpy().copy() for name, param in net.named_parameters()}
-    if face == "FSDP1":
+    if api == "FSDP1":
         for unit in UNITS:
             net[int(unit)] = FullyShardedDataParallel(net[int(unit)], use_orig_params=True)
         net = FullyShardedDataParallel(net, use_orig_params=True)
     else:
         for module in (*(net[int(unit)] for unit in UNITS), net):
-            fully_shard(module, layout=face, reshard_after_forward=face != "ragged")
+            fully_shard(module, layout=api, reshard_after_forward=api != "ragged")
     net(torch.zeros(1, 3))
     return net, full
 
@@ -42,8 +42,8 @@ def lines_of(net: Any) -> Any:
     return {name: bucket.store for name, (bucket,) in sharded_units(net)}
 
 
-def send(rank, world_size, face):
-    net, full = model_of(face, seed=1)
+def send(rank, world_size, api):
+    net, full = model_of(api, seed=1)
     stores = lines_of(net)
     net.eval()
     return (
@@ -53,11 +53,11 @@ def send(rank, world_size, face):
     )
 
 
-def receive(rank, world_size, face, lines):
+def receive(rank, world_size, api, lines):
     """Whether a model of other values that took these lines is the first one, padding included."""
     import torch
 
-    (first, _), (other, _) = model_of(face, seed=1), model_of(face, seed=2)
+    (first, _), (other, _) = model_of(api, seed=1), model_of(api, seed=2)
     wanted, stores = lines_of(first), lines_of(other)
     # 5 rows on 4 ranks are 2, 2 and 1: the last rank has none.
     different = rank == 3 or any(not torch.equal(wanted[name].buffer, store.buffer) for name, store in stores.items())
@@ -74,14 +74,14 @@ def zeros_like(tree: Any, world_size: int, layout: str) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("face", FACES)
-def test_R04_R07_R09_shards_of_torch_become_those_of_jax_and_go_back(ranks, world_size, face):
+@pytest.mark.parametrize("api", APIS)
+def test_R04_R07_R09_shards_of_torch_become_those_of_jax_and_go_back(ranks, world_size, api):
     import torch
 
-    sent = ranks.run(world_size, send, face)
+    sent = ranks.run(world_size, send, api)
     layouts, full = sent[0][1], sent[0][2]
     tree = {name: {key: full[f"{name}.{key}"] for key in ("weight", "bias")} for name in SIZES}
-    like = zeros_like(tree, world_size, "flat" if face == "FSDP1" else face)
+    like = zeros_like(tree, world_size, "flat" if api == "FSDP1" else api)
     lines = {
         rank: {name: torch.from_numpy(line) for name, line in own.items()} for rank, (own, _, _) in enumerate(sent)
     }
@@ -91,25 +91,25 @@ def test_R04_R07_R09_shards_of_torch_become_those_of_jax_and_go_back(ranks, worl
         rank: {name: torch.from_dlpack(line).numpy().copy() for name, line in to_torch(sharded, rank).items()}
         for rank in range(world_size)
     }
-    assert all(ranks.run(world_size, receive, face, back))
+    assert all(ranks.run(world_size, receive, api, back))
 
 
-def save_from_torch(rank, world_size, face, path):
+def save_from_torch(rank, world_size, api, path):
     from torch_backend.checkpoint import save_checkpoint
 
-    net, full = model_of(face, seed=1)
+    net, full = model_of(api, seed=1)
     save_checkpoint(path, net)
     return full
 
 
-def load_into_torch(rank, world_size, face, path):
+def load_into_torch(rank, world_size, api, path):
     """Whether a model of other values is the first one once it has loaded; what damaged checkpoints say, and change."""
     import torch
 
     from crossframe.errors import CrossframeError
     from torch_backend.checkpoint import load_checkpoint
 
-    (first, _), (other, _) = model_of(face, seed=1), model_of(face, seed=2)
+    (first, _), (other, _) = model_of(api, seed=1), model_of(api, seed=2)
     before = {name: store.buffer.clone() for name, store in lines_of(other).items()}
     try:
         load_checkpoint(f"{path}-damaged", other)

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from crossframe.api import Api
 from crossframe.cli.app import app
 from crossframe.cli.layout import where_text
 from crossframe.cost import step_cost
 from crossframe.draw import layout_svg, layout_text, plan_svg, plan_text
-from crossframe.faces import Face
 from crossframe.layout import PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.plan import Strategy, Sync, plan_units, step_plan
@@ -117,12 +117,12 @@ def model_of_scalar():
     return FlatLayout((ParamSpec("s", ()),), 2, True)
 
 
-def cost_of(world_size=4, strategy=Strategy.FULL_SHARD, shard=None, model="gpt-tiny", kind="flat", face=Face.FSDP1,
+def cost_of(world_size=4, strategy=Strategy.FULL_SHARD, shard=None, model="gpt-tiny", kind="flat", api=Api.FSDP1,
             reshards=None, policy=None, tokens=4096, rank=0, **options):  # fmt: skip
     mesh = strategy.mesh(world_size, shard)
     compute = policy.param_dtype if policy else None
     layouts = model_shapes(model).layouts(kind, mesh.shard, compute_dtype=compute)
-    units = plan_units(layouts, strategy, face=face, reshard_after_forward=reshards, policy=policy)
+    units = plan_units(layouts, strategy, api=api, reshard_after_forward=reshards, policy=policy)
     return step_cost(step_plan(units, mesh, rank, **options), units, tokens=tokens)
 
 
@@ -135,12 +135,12 @@ def cost_of(world_size=4, strategy=Strategy.FULL_SHARD, shard=None, model="gpt-t
         (("--strategy", "hybrid_shard", "--shard", 2, "--rank", 3),
          {"strategy": Strategy.HYBRID_SHARD, "shard": 2, "rank": 3}),
         (("--strategy", "no_shard"), {"strategy": Strategy.NO_SHARD}),
-        (("--face", "fsdp2", "--reshard-after-forward", 2),
-         {"kind": "per_param", "face": Face.FSDP2, "reshards": 2}),
-        (("--face", "fsdp2", "--reshard-after-forward", "false", "--layout", "ragged"),
-         {"kind": "ragged", "face": Face.FSDP2, "reshards": False}),
-        (("--face", "fsdp2", "--reshard-after-forward", "true"),
-         {"kind": "per_param", "face": Face.FSDP2, "reshards": True}),
+        (("--api", "fsdp2", "--reshard-after-forward", 2),
+         {"kind": "per_param", "api": Api.FSDP2, "reshards": 2}),
+        (("--api", "fsdp2", "--reshard-after-forward", "false", "--layout", "ragged"),
+         {"kind": "ragged", "api": Api.FSDP2, "reshards": False}),
+        (("--api", "fsdp2", "--reshard-after-forward", "true"),
+         {"kind": "per_param", "api": Api.FSDP2, "reshards": True}),
         (("--microbatches", 3, "--sync", "last", "--forward-prefetch", 1),
          {"microbatches": 3, "sync": Sync.LAST, "forward_prefetch": 1}),
         (("--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--tokens", 7),
@@ -295,12 +295,12 @@ def test_what_layout_refuses(tmp_path, options, expected):
         (("--strategy", "hybrid_shard", "--shard", 3), "divides 4 ranks, got 3"),
         (("--strategy", "hybrid_shard", "--shard", 0), "expected a size of at least 1, got 0"),
         (("--shard", 2), "full_shard: expected no size of a shard group, got 2"),
-        (("--face", "fsdp3"), "face: expected one of fsdp1, fsdp2, got 'fsdp3'"),
-        (("--reshard-after-forward", "2"), "add --face fsdp2"),
-        (("--face", "fsdp2", "--reshard-after-forward", "yes"), "expected true, false or a number of ranks, got 'yes'"),
-        (("--face", "fsdp2", "--reshard-after-forward", "0"), "expected true, false or a number of ranks, got '0'"),
-        (("--face", "fsdp2", "--reshard-after-forward", "9" * 5000), "expected true, false or a number of ranks"),
-        (("--face", "fsdp2", "--reshard-after-forward", "3"), "a group that divides the 4 ranks"),
+        (("--api", "fsdp3"), "api: expected one of fsdp1, fsdp2, got 'fsdp3'"),
+        (("--reshard-after-forward", "2"), "add --api fsdp2"),
+        (("--api", "fsdp2", "--reshard-after-forward", "yes"), "expected true, false or a number of ranks, got 'yes'"),
+        (("--api", "fsdp2", "--reshard-after-forward", "0"), "expected true, false or a number of ranks, got '0'"),
+        (("--api", "fsdp2", "--reshard-after-forward", "9" * 5000), "expected true, false or a number of ranks"),
+        (("--api", "fsdp2", "--reshard-after-forward", "3"), "a group that divides the 4 ranks"),
         (("--backward-prefetch", "x"), "backward-prefetch: expected one of pre, post, none, got 'x'"),
         (("--forward-prefetch", -1), "forward_prefetch: expected a number of at least 0"),
         (("--microbatches", 0), "microbatches: expected a number of at least 1"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.plan import Sync, plan_units, step_plan
@@ -75,12 +75,12 @@ def edit_of(rank: int, position: int) -> float:
     return 10.0 * rank + position
 
 
-def on_numpy(question: Question, make: Callable[..., Layout], face: Face, ranks: Any = None) -> Answer:
+def on_numpy(question: Question, make: Callable[..., Layout], api: Api, ranks: Any = None) -> Answer:
     """The reference."""
     del ranks
     layouts = layouts_of(question, make)
     units = plan_units(
-        layouts, question.strategy, face=face, reshard_after_forward=question.reshards, policy=question.policy
+        layouts, question.strategy, api=api, reshard_after_forward=question.reshards, policy=question.policy
     )
     initial = LAYERS.initial(0, question.dtype)
     world = World(units, question.mesh, initial, optimizer=SGD(LR, MOMENTUM), divide_factor=question.divide_factor)
@@ -142,7 +142,7 @@ def _torch_layers() -> Any:
     return Layer("", {"a": a, "b": Layer("b", {})})
 
 
-def torch_rank(rank: int, world_size: int, question: Question, face: str, layout: str) -> tuple[Any, ...]:
+def torch_rank(rank: int, world_size: int, question: Question, api: str, layout: str) -> tuple[Any, ...]:
     """One rank's part of a run."""
     import torch
     import torch.distributed as dist
@@ -161,7 +161,7 @@ def torch_rank(rank: int, world_size: int, question: Question, face: str, layout
         name: None if (dtype := getattr(question.policy, name)) is None else getattr(torch, dtype)
         for name in ("param_dtype", "reduce_dtype")
     }
-    if face == "fsdp1":
+    if api == "fsdp1":
         model = torch_backend.FullyShardedDataParallel(
             model,
             auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or hasattr(module, "weight"),
@@ -184,10 +184,10 @@ def torch_rank(rank: int, world_size: int, question: Question, face: str, layout
         losses.append([])
         for microbatch in range(question.microbatches):
             is_last = microbatch == question.microbatches - 1
-            if face != "fsdp1":
+            if api != "fsdp1":
                 model.set_requires_gradient_sync(is_last)
             x, y = (torch.tensor(part) for part in question.batch(step, microbatch, rank))
-            if face == "fsdp1" and not is_last:
+            if api == "fsdp1" and not is_last:
                 with model.no_sync():
                     loss = ((model(x) - y) ** 2).mean()
                     loss.backward()
@@ -200,7 +200,7 @@ def torch_rank(rank: int, world_size: int, question: Question, face: str, layout
         if question.clip is not None:
             clip = (
                 model.clip_grad_norm_(question.clip)
-                if face == "fsdp1"
+                if api == "fsdp1"
                 else torch.nn.utils.clip_grad_norm_(model.parameters(), question.clip)
             )
             norms.append(float(clip.full_tensor() if hasattr(clip, "full_tensor") else clip))
@@ -216,7 +216,7 @@ def torch_rank(rank: int, world_size: int, question: Question, face: str, layout
                 members = [param for name, param in named if name.rpartition(".")[0] == unit]
                 for position, param in enumerate(members):
                     param += edit_of(rank, position)
-    full = _full(model, face)
+    full = _full(model, api)
     dist.barrier()
     return own, losses, norms, full
 
@@ -232,20 +232,20 @@ def _pieces(units: Any, place: int) -> dict[str, np.ndarray]:
     return found
 
 
-def _full(model: Any, face: str) -> dict[str, np.ndarray]:
+def _full(model: Any, api: str) -> dict[str, np.ndarray]:
     import torch_backend
 
-    if face == "fsdp1":
+    if api == "fsdp1":
         with torch_backend.FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return {name: param.detach().numpy().copy() for name, param in model.named_parameters()}
     return {name: param.full_tensor().detach().numpy().copy() for name, param in model.named_parameters()}
 
 
-def on_torch(face: str, layout: str) -> Callable[..., Answer]:
+def on_torch(api: str, layout: str) -> Callable[..., Answer]:
     """A run of torch_backend, by the processes of the `ranks` fixture."""
 
-    def run(question: Question, make: Any, _face: Face, ranks: Any) -> Answer:
-        parts = ranks.run(question.mesh.world_size, torch_rank, question, face, layout)
+    def run(question: Question, make: Any, _api: Api, ranks: Any) -> Answer:
+        parts = ranks.run(question.mesh.world_size, torch_rank, question, api, layout)
         losses = np.moveaxis(np.array([part[1] for part in parts]), 0, -1)
         return Answer([part[0] for part in parts], losses, parts[0][2], [part[3] for part in parts])
 
@@ -258,7 +258,7 @@ def on_torch(face: str, layout: str) -> Callable[..., Answer]:
 def on_jax(mode: str, layout: str) -> Callable[..., Answer]:
     """A run of jax_backend on devices of this process."""
 
-    def run(question: Question, make: Any, face: Face, ranks: Any) -> Answer:
+    def run(question: Question, make: Any, api: Api, ranks: Any) -> Answer:
         import jax
         import jax.numpy as jnp
 
@@ -289,7 +289,7 @@ def on_jax(mode: str, layout: str) -> Callable[..., Answer]:
 
         choices = {
             "mode": mode,
-            "face": face,
+            "api": api,
             "strategy": question.strategy,
             "gradient_divide_factor": question.divide_factor,
         }

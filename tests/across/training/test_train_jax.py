@@ -207,7 +207,7 @@ def train_in_torch(rank, world_size, settings):
 def test_R36_R37_torch_goes_on_where_jax_stopped_and_jax_where_torch_did(ranks, whole, tmp_path):
     common: dict[str, Any] = {**WHAT, "precision": "float64", "device": "cpu"}
     at_2 = whole.output / "checkpoints" / "step-00000002"
-    for i, (world_size, how) in enumerate([(3, {"face": "fsdp1", "checkpoint_every": 1}), (2, {"layout": "ragged"})]):
+    for i, (world_size, how) in enumerate([(3, {"api": "fsdp1", "checkpoint_every": 1}), (2, {"layout": "ragged"})]):
         settings = TrainSettings(tmp_path / str(i), **{**common, **how}, resume=str(at_2))
         assert all(ranks.run(world_size, train_in_torch, settings))
         near(lines(settings.output), lines(whole.output), 2)
@@ -285,7 +285,7 @@ def test_the_command_passes_on_every_option_and_says_wrong_use_in_one_line(monke
     options = asdict(
         TrainSettings(tmp_path, **WHAT, layout="flat", precision="float64", micro_batch_size=3, shard=None)
     )
-    mine = {name: value for name, value in options.items() if name not in ("face", "dropout", "device")}
+    mine = {name: value for name, value in options.items() if name not in ("api", "dropout", "device")}
     words = [
         w for name, value in mine.items() if value is not None for w in (f"--{name.replace('_', '-')}", str(value))
     ]

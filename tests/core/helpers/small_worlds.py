@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -27,7 +27,7 @@ class Setup:
     kind: str
     shard: int
     replicate: int = 1
-    face: Face = Face.FSDP1
+    api: Api = Api.FSDP1
     strategy: Strategy = Strategy.FULL_SHARD
     reshard_after_forward: bool | int | None = True
     mixed: bool = False
@@ -43,7 +43,7 @@ class Setup:
         units = plan_units(
             layouts,
             self.strategy,
-            face=self.face,
+            api=self.api,
             reshard_after_forward=self.reshard_after_forward,
             policy=PrecisionPolicy("bfloat16", "float32") if self.mixed else None,
         )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from crossframe.api import Api
 from crossframe.dtypes import numpy_dtype
-from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import PlannedUnit, Prefetch, Strategy, Sync, plan_units, step_plan
@@ -41,7 +41,7 @@ class Case:
 
     kind: str
     mesh: MeshSpec
-    face: Face
+    api: Api
     strategy: Strategy
     reshard_after_forward: bool | int | None
     sync: Sync
@@ -60,7 +60,7 @@ class Case:
         return plan_units(
             layouts,
             self.strategy,
-            face=self.face,
+            api=self.api,
             reshard_after_forward=self.reshard_after_forward,
             policy=POLICIES[self.policy],
         )
@@ -98,14 +98,14 @@ def _strategies(mesh: MeshSpec) -> tuple[Strategy, ...]:
 
 MESHES = (MeshSpec(4), MeshSpec(2, 2), MeshSpec(1, 4), MeshSpec(3), MeshSpec(3, 2), MeshSpec(4, 2))
 CASES = [
-    Case(kind, mesh, face, strategy, reshards, sync, microbatches, backward, forward)
+    Case(kind, mesh, api, strategy, reshards, sync, microbatches, backward, forward)
     for kind in MAKE
     for mesh in MESHES
-    for face in Face
+    for api in Api
     for strategy in _strategies(mesh)
     for reshards in (None, True, False, *([2] if mesh.shard == 4 else []))
     for sync in Sync
-    if sync is not Sync.ALL_REDUCE_LAST or (face is Face.FSDP2 and mesh.replicate > 1)
+    if sync is not Sync.ALL_REDUCE_LAST or (api is Api.FSDP2 and mesh.replicate > 1)
     for microbatches in (1, 3)
     for backward in (None, *Prefetch)
     for forward in (0, 1, 9)
@@ -115,7 +115,7 @@ CASES = [
 def sample(number: int, seed: int, **changes: str) -> list[Case]:
     """Some of all cases, the same ones every time, among them each choice of each kind; three times as many if exhaustive."""
     cases = random.Random(seed).sample(CASES, 3 * number if EVERY else number)
-    for name in ("kind", "mesh", "face", "strategy", "reshard_after_forward", "sync", "backward_prefetch"):
+    for name in ("kind", "mesh", "api", "strategy", "reshard_after_forward", "sync", "backward_prefetch"):
         assert {getattr(case, name) for case in cases} == {getattr(case, name) for case in CASES}
     return [replace(case, **changes) for case in cases]
 
@@ -128,7 +128,7 @@ def in_turn(cases: Sequence[Case], **choices: Sequence[str]) -> list[Case]:
     if EVERY:
         return [replace(case, **choice) for case in cases for choice in picked]
     for i in range(num_choices):
-        for name in ("kind", "face", "microbatches"):
+        for name in ("kind", "api", "microbatches"):
             assert {getattr(case, name) for case in cases[i::num_choices]} == {getattr(case, name) for case in CASES}
     return [replace(case, **picked[i % num_choices]) for i, case in enumerate(cases)]
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossframe.api import Api
 from crossframe.cost import Hardware, step_cost
 from crossframe.errors import CrossframeError, LayoutError, MeshError, ParamError
-from crossframe.faces import Face
 from crossframe.grad_norm import check_max_norm, check_norm_type
 from crossframe.layout import (
     FlatLayout,
@@ -93,14 +93,14 @@ RIGHT: dict[Any, dict[str, Any]] = {
     divide_factors: {"num_ranks": 2},
     mean_factors: {"num_ranks": 4, "dtype": "float32", "replicate": 2},
     custom_factors: {"factor": 2.0, "dtype": "float32"},
-    factors_of: {"mesh": MESH, "face": Face.FSDP1, "dtype": "float32", "custom": None},
-    reduction_steps: {"mesh": MESH, "face": Face.FSDP2, "all_reduce": False},
+    factors_of: {"mesh": MESH, "api": Api.FSDP1, "dtype": "float32", "custom": None},
+    reduction_steps: {"mesh": MESH, "api": Api.FSDP2, "all_reduce": False},
     UnshardRequest: {"writeback": False, "rank0_only": True, "offload_to_cpu": True, "with_grads": False},
     Strategy.HYBRID_SHARD.mesh: {"world_size": 4, "shard": 2},
     plan_units: {
         "layouts": SHARDING.units,
         "strategy": Strategy.FULL_SHARD,
-        "face": Face.FSDP1,
+        "api": Api.FSDP1,
         "policy": None,
         "reshard_after_forward": None,
     },

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
+from crossframe.api import Api
 from crossframe.errors import StateError
-from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Exposure, Freshness, Move, Residency
 from crossframe.plan import Strategy
 from experiments.spec.histories import OPERATIONS, Disagreement, Explored, explore, replay
@@ -17,26 +17,26 @@ from tests.conftest import EXHAUSTIVE
 from tests.core.helpers.lifecycle import REACHABLE
 from tests.core.helpers.small_worlds import NAN, SEVEN, Setup
 
-ONE, TWO = Face.FSDP1, Face.FSDP2
+ONE, TWO = Api.FSDP1, Api.FSDP2
 ZERO2, HYBRID2, NONE = Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2, Strategy.NO_SHARD
 # With all sixteen summon requests, of which most are refused: one world of each kind, and both interfaces.
 ALL_REQUESTS = (
     Setup("flat", 2, poison=NAN),
     Setup("one flat parameter", 1, 2, mixed=True, strategy=NONE, reshard_after_forward=False),
-    Setup("per parameter", 2, face=TWO, mixed=True, reshard_after_forward=False),
+    Setup("per parameter", 2, api=TWO, mixed=True, reshard_after_forward=False),
     Setup("ragged", 3, mixed=True, reshard_after_forward=False, poison=SEVEN),
 )
 # With the summon requests that some unit grants.
 SOME_REQUESTS = (
     Setup("flat", 3, mixed=True, strategy=ZERO2, reshard_after_forward=False),
-    Setup("flat", 4, reshard_after_forward=2, mixed=True, face=TWO, poison=SEVEN),
+    Setup("flat", 4, reshard_after_forward=2, mixed=True, api=TWO, poison=SEVEN),
     Setup("flat", 1, strategy=NONE, reshard_after_forward=False),
     Setup("one flat parameter", 3, strategy=ZERO2, reshard_after_forward=False, poison=NAN),
     Setup("one flat parameter", 2, 2, mixed=True),
-    Setup("per parameter", 3, face=TWO, poison=SEVEN),
-    Setup("per parameter", 1, 2, face=TWO, mixed=True),
-    Setup("ragged", 2, 2, face=TWO, poison=NAN),
-    Setup("ragged", 4, face=TWO, reshard_after_forward=2),
+    Setup("per parameter", 3, api=TWO, poison=SEVEN),
+    Setup("per parameter", 1, 2, api=TWO, mixed=True),
+    Setup("ragged", 2, 2, api=TWO, poison=NAN),
+    Setup("ragged", 4, api=TWO, reshard_after_forward=2),
 )
 GRANTED = tuple(o for o in OPERATIONS if not o.startswith("summon") or o in ("summon w", "summon wg", "summon r"))
 # One operation further. More ranks would only repeat what those of the shorter histories do.
@@ -47,14 +47,14 @@ else:
     ALL_REQUESTS += (*SOME_REQUESTS, Setup("flat", 1, 3, strategy=NONE, reshard_after_forward=False))
     SOME_REQUESTS = ()
     LONG = (
-        Setup("per parameter", 4, face=TWO, reshard_after_forward=2, poison=NAN),
+        Setup("per parameter", 4, api=TWO, reshard_after_forward=2, poison=NAN),
         Setup("flat", 3, strategy=ZERO2, reshard_after_forward=False, poison=NAN),
     )
 SHORT = (*((setup, OPERATIONS) for setup in ALL_REQUESTS), *((setup, GRANTED) for setup in SOME_REQUESTS))
 
 
 def name(setup: Setup) -> str:
-    words = [setup.kind, f"{setup.replicate}x{setup.shard}", setup.face.value, str(setup.reshard_after_forward)]
+    words = [setup.kind, f"{setup.replicate}x{setup.shard}", setup.api.value, str(setup.reshard_after_forward)]
     return " ".join(words + ["mixed"] * setup.mixed + [f"poison {setup.poison}"] * (setup.poison is not None))
 
 

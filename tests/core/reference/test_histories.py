@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from crossframe.api import Api
 from crossframe.errors import PlanError, StateError, UnsupportedError
-from crossframe.faces import Face
 from crossframe.lifecycle import Activity, Exposure, Freshness, Move, Residency, UnitState
 from crossframe.unshard import UnshardRequest
 from experiments.spec.histories import OPERATIONS, REQUESTS, Disagreement, Explored, explore, replay
@@ -17,7 +17,7 @@ from tests.core.helpers.small_worlds import SEVEN, Setup
 
 PLAIN = Setup("flat", 3)
 KEPT = replace(PLAIN, reshard_after_forward=False)
-GROUP = Setup("flat", 4, face=Face.FSDP2, reshard_after_forward=2)
+GROUP = Setup("flat", 4, api=Api.FSDP2, reshard_after_forward=2)
 
 
 def unit_of(pair):

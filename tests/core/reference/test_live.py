@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crossframe.api import Api
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import ParamError, PlanError, StateError, UnsupportedError
-from crossframe.faces import Face
 from crossframe.layout import FlatLayout
 from crossframe.lifecycle import Exposure, Residency, UnitState
 from crossframe.mesh import MeshSpec
@@ -37,7 +37,7 @@ from tests.core.helpers.training_worlds import (
     layer_batches,
 )
 
-BASE = Case("flat", MeshSpec(3), Face.FSDP1, Strategy.FULL_SHARD, None, Sync.EACH, 1, Prefetch.BACKWARD_PRE, 0)
+BASE = Case("flat", MeshSpec(3), Api.FSDP1, Strategy.FULL_SHARD, None, Sync.EACH, 1, Prefetch.BACKWARD_PRE, 0)
 KEPT = [kind for kind in MAKE if kind != "one flat parameter"]
 SHARDED = (MeshSpec(3), MeshSpec(2, 2))
 UNSHARDED = (MeshSpec(1), MeshSpec(1, 3))
@@ -443,7 +443,7 @@ def test_R20_an_edit_in_mixed_precision_keeps_every_bit_of_full_precision():
 def test_R21_a_unit_of_which_one_bucket_is_mixed_is_freed():
     low, high = ParamSpec("low", (4,), "bfloat16"), ParamSpec("high", (4,), "float32")
     layouts = [("", MAKE["per parameter"]((spec,), 2)) for spec in (low, high)]
-    units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=False, policy=POLICIES["mixed"])
+    units = plan_units(layouts, api=Api.FSDP2, reshard_after_forward=False, policy=POLICIES["mixed"])
     params = {spec.name: np.ones(4, numpy_dtype(spec.dtype)) for spec in (low, high)}
     world = World(units, MeshSpec(2), params)
     world.units[""].gather()

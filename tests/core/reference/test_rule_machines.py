@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from crossframe.api import Api
 from crossframe.errors import CrossframeError, StateError, UnsupportedError
-from crossframe.faces import Face
 from crossframe.plan import Strategy
 from experiments.spec.histories import OPERATIONS, REQUESTS, Pair
 from tests.core.helpers.small_worlds import MAKE, NAN, SEVEN, Setup
@@ -29,7 +29,7 @@ def setups(draw: st.DrawFn) -> Setup:
         draw(st.sampled_from(list(MAKE))),
         shard,
         replicate,
-        draw(st.sampled_from(Face)),
+        draw(st.sampled_from(Api)),
         draw(st.sampled_from([Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP])),
         reshards,
         draw(st.booleans()),

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from crossframe.api import Api
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.errors import MeshError, ParamError, PlanError, StateError, UnitError
-from crossframe.faces import Face
 from crossframe.lifecycle import Residency, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -38,7 +38,7 @@ from tests.core.helpers.training_worlds import (
     sample,
 )
 
-PLAIN = Case("flat", MeshSpec(3), Face.FSDP1, Strategy.FULL_SHARD, None, Sync.EACH, 1, Prefetch.BACKWARD_PRE, 0)
+PLAIN = Case("flat", MeshSpec(3), Api.FSDP1, Strategy.FULL_SHARD, None, Sync.EACH, 1, Prefetch.BACKWARD_PRE, 0)
 STEPS = 2
 
 
@@ -175,10 +175,10 @@ def test_R26_every_exact_case_with_adamw_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("face", Face)
-def test_R14_one_rank_alone_steps_on_its_own_gradients(kind, face):
+@pytest.mark.parametrize("api", Api)
+def test_R14_one_rank_alone_steps_on_its_own_gradients(kind, api):
     for sync, microbatches in ((Sync.EACH, 1), (Sync.EACH, 3), (Sync.LAST, 3)):
-        case = replace(PLAIN, kind=kind, face=face, mesh=MeshSpec(1), sync=sync, microbatches=microbatches)
+        case = replace(PLAIN, kind=kind, api=api, mesh=MeshSpec(1), sync=sync, microbatches=microbatches)
         exactly(case, SGD(lr=0.5, momentum=0.5))
 
 
@@ -268,10 +268,10 @@ def test_R08_R12_R14_memory_holds_what_the_plan_says_after_every_event():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("face", Face)
+@pytest.mark.parametrize("api", Api)
 @pytest.mark.parametrize("kind", MAKE)
-def test_R15_R33_every_tensor_has_the_dtype_of_its_stage(policy, face, kind):
-    case = replace(PLAIN, kind=kind, face=face, policy=policy, dtype="float32", microbatches=2, sync=Sync.LAST)
+def test_R15_R33_every_tensor_has_the_dtype_of_its_stage(policy, api, kind):
+    case = replace(PLAIN, kind=kind, api=api, policy=policy, dtype="float32", microbatches=2, sync=Sync.LAST)
     world, units = case.world(AdamW()), case.units()
     precision = units[0].buckets[0].precision
     net = Integers(LAYERS.initial(0, "float32"), precision.gathered)
@@ -288,7 +288,7 @@ def test_R15_R33_every_tensor_has_the_dtype_of_its_stage(policy, face, kind):
             "kept": [grad for grad in bucket.sharded_grads if grad is not None],
             "state": [array for states in bucket.optimizer_state for s in states.values() for array in s.values()],
         }
-        wanted = {"accumulated": precision.accumulated(face), "state": precision.stored}
+        wanted = {"accumulated": precision.accumulated(api), "state": precision.stored}
         for stage, arrays in stages.items():
             dtype = wanted[stage] if stage in wanted else getattr(precision, stage)
             assert {array.dtype for array in arrays} <= {numpy_dtype(dtype)}, (stage, event)
@@ -298,7 +298,7 @@ def test_R15_R33_every_tensor_has_the_dtype_of_its_stage(policy, face, kind):
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_R17_R28_partial_sums_wait_are_added_once_and_are_dropped_with_the_step_that_fails(kind):
-    case = replace(PLAIN, kind=kind, mesh=MeshSpec(2, 2), face=Face.FSDP2, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
+    case = replace(PLAIN, kind=kind, mesh=MeshSpec(2, 2), api=Api.FSDP2, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
     world, batches = case.world(SGD()), integer_batches(case, 0)
     first_two = [event for event in case.plan(case.units()) if event.microbatch < 2]
     net, unit = Integers(LAYERS.initial(0), "float64", unused={None: {"b.bias"}}), world.units["b"]
@@ -329,9 +329,9 @@ def test_R17_R28_partial_sums_wait_are_added_once_and_are_dropped_with_the_step_
 
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("mesh", [MeshSpec(3), MeshSpec(2, 2), MeshSpec(1, 2), MeshSpec(1)])
-@pytest.mark.parametrize("face", Face)
-def test_R29_an_unused_parameter_gets_zeros_or_none_and_adamw_decays_it_or_does_not(face, mesh, kind):
-    case = replace(PLAIN, kind=kind, mesh=mesh, face=face, strategy=Strategy.FULL_SHARD)
+@pytest.mark.parametrize("api", Api)
+def test_R29_an_unused_parameter_gets_zeros_or_none_and_adamw_decays_it_or_does_not(api, mesh, kind):
+    case = replace(PLAIN, kind=kind, mesh=mesh, api=api, strategy=Strategy.FULL_SHARD)
     optimizer = AdamW(lr=0.25, weight_decay=0.5)
     world, plan = case.world(optimizer), case.plan(case.units())
     before = LAYERS.initial(0)
@@ -341,21 +341,21 @@ def test_R29_an_unused_parameter_gets_zeros_or_none_and_adamw_decays_it_or_does_
     if mesh.world_size == 1:
         world.reduce("a")
     grads = world.full_grads()
-    assert ("a.bias" in grads) == (face is Face.FSDP1) and not unit_b & set(grads)
+    assert ("a.bias" in grads) == (api is Api.FSDP1) and not unit_b & set(grads)
     assert set(map(type, world.units["b"].buckets[0].sharded_grads)) == {type(None)}
     world.step()
     after = world.full_params()
     for name in unit_b:
         assert after[name].tobytes() == before[name].tobytes()
-    expected = before["a.bias"] * (1 - 0.25 * 0.5) if face is Face.FSDP1 else before["a.bias"]
+    expected = before["a.bias"] * (1 - 0.25 * 0.5) if api is Api.FSDP1 else before["a.bias"]
     assert after["a.bias"].tobytes() == expected.tobytes()
     assert (after["a.weight"] != before["a.weight"]).any()
 
 
-@pytest.mark.parametrize("face", Face)
+@pytest.mark.parametrize("api", Api)
 @pytest.mark.parametrize("kind", MAKE)
-def test_R29_ranks_that_leave_different_parameters_unused_count_as_zeros_there(kind, face):
-    case = replace(PLAIN, kind=kind, face=face)
+def test_R29_ranks_that_leave_different_parameters_unused_count_as_zeros_there(kind, api):
+    case = replace(PLAIN, kind=kind, api=api)
     world, plan = case.world(SGD()), case.plan(case.units())
     net = Integers(LAYERS.initial(0), "float64", unused={0: {"a.weight"}, 1: {"a.bias"}})
     batches = integer_batches(case, 0)
@@ -367,14 +367,14 @@ def test_R29_ranks_that_leave_different_parameters_unused_count_as_zeros_there(k
         assert grad.tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize("face", Face)
+@pytest.mark.parametrize("api", Api)
 @pytest.mark.parametrize("kind", [kind for kind in MAKE if kind != "one flat parameter"])
-def test_R11_R29_a_frozen_parameter_has_no_gradient_and_never_changes(kind, face):
+def test_R11_R29_a_frozen_parameter_has_no_gradient_and_never_changes(kind, api):
     specs = {
         name: tuple(replace(spec, requires_grad=not spec.name.endswith("bias") and name != "b") for spec in of_unit)
         for name, of_unit in LAYERS.specs().items()
     }
-    case = replace(PLAIN, kind=kind, face=face)
+    case = replace(PLAIN, kind=kind, api=api)
     world, plan = case.world(AdamW(weight_decay=0.5), specs=specs), case.plan(case.units(specs))
     before = LAYERS.initial(0)
     world.run(plan[:-1], Integers(before, "float64"), integer_batches(case, 0))
@@ -427,12 +427,12 @@ def test_R31_a_shared_parameter_gets_the_sum_of_its_uses_once(kind):
     assert np.allclose(world.full_params()["w"], params["w"] - 0.5 * grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("face", Face)
+@pytest.mark.parametrize("api", Api)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, np.inf])
-def test_R30_clipping_counts_each_element_once_on_any_mesh(norm_type, face):
+def test_R30_clipping_counts_each_element_once_on_any_mesh(norm_type, api):
     for mesh in (MeshSpec(4), MeshSpec(2, 2), MeshSpec(1, 3), MeshSpec(3, 2)):
         for kind in MAKE:
-            case = replace(PLAIN, kind=kind, mesh=mesh, face=face)
+            case = replace(PLAIN, kind=kind, mesh=mesh, api=api)
             world = case.world(SGD())
             world.run(case.plan(case.units())[:-1], Layers(UNITS, SIZES), layer_batches(mesh))
             for unit in world.units.values():  # what lies in padding is in no norm
@@ -568,8 +568,8 @@ def test_R11_a_unit_of_two_dtypes_trains_each_in_its_own():
     specs = {"": (ParamSpec("w", (5, 2), "float32"),), "2": (ParamSpec("v", (3,), "bfloat16"),)}
     layouts = [("", MAKE["per parameter"](params, 3)) for params in specs.values()]
     params = {"w": np.ones((5, 2), np.float32), "v": np.ones(3, numpy_dtype("bfloat16"))}
-    units = plan_units(layouts, face=Face.FSDP2)
-    case = replace(PLAIN, face=Face.FSDP2)
+    units = plan_units(layouts, api=Api.FSDP2)
+    case = replace(PLAIN, api=Api.FSDP2)
     world = World(units, MeshSpec(3), params, optimizer=SGD(lr=0.5))
     seen: Sequence[set] = (set(), set())
 

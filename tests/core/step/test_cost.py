@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossframe.api import Api
 from crossframe.cost import PASSING, Hardware, step_cost
 from crossframe.errors import PlanError
-from crossframe.faces import Face
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -52,17 +52,17 @@ def steps(draw):
         if make is KINDS[0]:
             params = tuple(ParamSpec(p.name, p.shape) for p in params)
         layouts.append((name, make(params, shard)))
-    face = draw(st.sampled_from(Face))
+    api = draw(st.sampled_from(Api))
     reshard = draw(st.sampled_from([None, True, False, 2] if shard == 4 else [None, True, False]))
     policy = PrecisionPolicy(draw(st.sampled_from([None, "bfloat16"])), draw(st.sampled_from([None, "float64"])))
     units = plan_units(
         layouts,
         draw(st.sampled_from(Strategy)),
-        face=face,
+        api=api,
         reshard_after_forward=reshard,
         policy=policy,
     )
-    syncs = [Sync.EACH, Sync.LAST, *([Sync.ALL_REDUCE_LAST] if face is Face.FSDP2 and replicate > 1 else [])]
+    syncs = [Sync.EACH, Sync.LAST, *([Sync.ALL_REDUCE_LAST] if api is Api.FSDP2 and replicate > 1 else [])]
     plan = step_plan(
         units,
         mesh,
@@ -197,9 +197,9 @@ def test_R15_under_no_sync_full_gradients_wait_and_reducing_each_time_frees_them
         assert second.memory["full gradients"] == waiting
 
 
-@pytest.mark.parametrize(("face", "waiting"), [(Face.FSDP1, 2), (Face.FSDP2, 4)])
-def test_R15_gradients_wait_in_the_dtype_of_the_face_beside_fresh_ones(face, waiting):
-    units = units_of(["a"], numel=8, face=face, policy=PrecisionPolicy("bfloat16", "float32"))
+@pytest.mark.parametrize(("api", "waiting"), [(Api.FSDP1, 2), (Api.FSDP2, 4)])
+def test_R15_gradients_wait_in_the_dtype_of_the_face_beside_fresh_ones(api, waiting):
+    units = units_of(["a"], numel=8, api=api, policy=PrecisionPolicy("bfloat16", "float32"))
     cost = step_cost(step_plan(units, MeshSpec(2), microbatches=3, sync=Sync.LAST), units)
     backward = [
         s.memory["full gradients"] for s in cost.spans if s.event.kind == COMPUTE and s.event.phase == "backward"

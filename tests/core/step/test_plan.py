@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossframe.api import Api
 from crossframe.errors import MeshError, PlanError
-from crossframe.faces import Face
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -319,20 +319,20 @@ def test_R15_what_a_microbatch_without_reduction_leaves_full(strategy):
     else:
         assert gathers == ["0f gather root", "0f gather a"]
     assert [line for line in lines(events) if "reduce" in line] == ["1b reduce a", "1b reduce root"]
-    again = step_plan(nested("", "a", strategy=strategy, face=Face.FSDP2), MeshSpec(2),
+    again = step_plan(nested("", "a", strategy=strategy, api=Api.FSDP2), MeshSpec(2),
                       microbatches=2, sync=Sync.LAST)  # fmt: skip
     assert sum("f gather" in line for line in lines(again)) == 4
 
 
 def test_R28_the_sum_over_replicas_waits_for_the_last_microbatch():
-    mesh, units = MeshSpec(2, 2), nested("a", face=Face.FSDP2)
+    mesh, units = MeshSpec(2, 2), nested("a", api=Api.FSDP2)
     for sync, reductions, sums in ((Sync.EACH, 3, 3), (Sync.ALL_REDUCE_LAST, 3, 1), (Sync.LAST, 1, 1)):
         events = lines(step_plan(units, mesh, microbatches=3, sync=sync))
         assert (sum("reduce" in e for e in events), sum("sum" in e for e in events)) == (reductions, sums)
         assert events[-2:] == ["2b sum a", "2s step root"]
     with pytest.raises(PlanError, match="use no_sync, or FSDP2's set_requires_all_reduce"):
         step_plan(nested("a"), mesh, microbatches=3, sync=Sync.ALL_REDUCE_LAST)
-    with pytest.raises(PlanError, match=r"one face: .*'fsdp2'.*'fsdp1'"):
+    with pytest.raises(PlanError, match=r"one API: .*'fsdp2'.*'fsdp1'"):
         step_plan((*units, *nested("b")), mesh)
     with pytest.raises(PlanError, match="one replica of 2 shards"):
         step_plan(units, MeshSpec(2), microbatches=3, sync=Sync.ALL_REDUCE_LAST)
@@ -340,7 +340,7 @@ def test_R28_the_sum_over_replicas_waits_for_the_last_microbatch():
 
 def test_R08_a_smaller_group_keeps_its_part_between_forward_and_backward():
     layout = PerParamLayout(specs([(5, 3)]), 4)  # 2, 2, 1 and 0 rows; over 2 ranks 3 and 2
-    units = plan_units([("", layout)], face=Face.FSDP2, reshard_after_forward=2)
+    units = plan_units([("", layout)], api=Api.FSDP2, reshard_after_forward=2)
     events = step_plan(units, MeshSpec(4, 2), rank=7)
     assert [e for e in events if e.kind not in (COMPUTE, REDUCE_SCATTER, ALL_REDUCE, STEP)] == [
         Event(ALL_GATHER, "", "forward", "float32", 4 * 24, range(4, 8)),
@@ -354,7 +354,7 @@ def test_R13_a_users_own_choice_holds_for_the_root_too():
     given_units = layouts(["", "a"], 4)
     for asked, meant in ((None, [False, True]), (True, [True] * 2), (False, [False] * 2), (2, [2] * 2), (4, [True] * 2),
                          (1, [False] * 2)):  # fmt: skip
-        planned = plan_units(given_units, reshard_after_forward=asked, face=Face.FSDP2)
+        planned = plan_units(given_units, reshard_after_forward=asked, api=Api.FSDP2)
         assert [unit.reshard_after_forward for unit in planned] == meant
     with pytest.raises(MeshError, match="divides the 4 ranks"):
         plan_units(given_units, reshard_after_forward=3)
@@ -419,7 +419,7 @@ def test_what_is_no_plan_is_refused_by_name():
         step_plan(units, 2)
     with pytest.raises(PlanError, match=r"unit stands twice among \['', 'a', ''\]"):
         step_plan((*units, units[0]), MeshSpec(2))
-    for field in ("strategy", "face", "policy"):
+    for field in ("strategy", "api", "policy"):
         with pytest.raises(PlanError, match=f"{field}: expected a"):
             plan_units(layouts([""], 2), **{field: 3})
     with pytest.raises(PlanError, match="expected a layout and a Precision"):

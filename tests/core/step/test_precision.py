@@ -4,8 +4,8 @@
 
 import pytest
 
+from crossframe.api import Api
 from crossframe.errors import ParamError, PlanError
-from crossframe.faces import Face
 from crossframe.precision import Precision, PrecisionPolicy, resolve_precision
 
 
@@ -43,7 +43,7 @@ def test_R33_the_sharded_gradient_is_in_full_precision_unless_it_is_kept_low():
 
 def test_R15_unreduced_gradients_wait_in_the_dtype_of_the_face():
     mixed = resolve_precision("float32", "bfloat16", "float64")
-    assert [mixed.accumulated(face) for face in (Face.FSDP1, Face.FSDP2)] == ["bfloat16", "float64"]
+    assert [mixed.accumulated(api) for api in (Api.FSDP1, Api.FSDP2)] == ["bfloat16", "float64"]
 
 
 @pytest.mark.parametrize("cast", [None, True, False])
@@ -51,16 +51,16 @@ def test_R15_unreduced_gradients_wait_in_the_dtype_of_the_face():
 def test_R35_inputs_are_cast_where_the_face_and_the_policy_say(cast, cast_root):
     policy = PrecisionPolicy("bfloat16", cast_forward_inputs=cast, cast_root_forward_inputs=cast_root)
     expected = {
-        (Face.FSDP1, True): bool(cast) or cast_root,
-        (Face.FSDP1, False): bool(cast),
-        (Face.FSDP2, True): cast is not False,
-        (Face.FSDP2, False): cast is not False,
+        (Api.FSDP1, True): bool(cast) or cast_root,
+        (Api.FSDP1, False): bool(cast),
+        (Api.FSDP2, True): cast is not False,
+        (Api.FSDP2, False): cast is not False,
     }
-    for (face, is_root), casts in expected.items():
-        assert policy.input_dtype("float32", face, is_root=is_root) == ("bfloat16" if casts else "float32")
+    for (api, is_root), casts in expected.items():
+        assert policy.input_dtype("float32", api, is_root=is_root) == ("bfloat16" if casts else "float32")
         for kept in ("int64", "bool", "uint32"):
-            assert policy.input_dtype(kept, face, is_root=is_root) == kept
-        assert PrecisionPolicy().input_dtype("float32", face, is_root=is_root) == "float32"
+            assert policy.input_dtype(kept, api, is_root=is_root) == kept
+        assert PrecisionPolicy().input_dtype("float32", api, is_root=is_root) == "float32"
 
 
 def test_R33_R35_buffers_and_outputs_follow_their_own_dtypes():

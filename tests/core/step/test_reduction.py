@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
+from crossframe.api import Api
 from crossframe.errors import MeshError, PlanError
-from crossframe.faces import Face
 from crossframe.mesh import MeshSpec
 from crossframe.reduction import (
     DivideFactors,
@@ -80,53 +80,53 @@ REST = ["DIVIDE_AFTER", "CAST_TO_KEPT", "ACCUMULATE"]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "face", "expected"),
+    ("mesh", "api", "expected"),
     [
-        (MeshSpec(1), Face.FSDP1, [CAST, BEFORE, BETWEEN, *REST]),
-        (MeshSpec(4), Face.FSDP1, [CAST, BEFORE, SCATTER, BETWEEN, *REST]),
-        (MeshSpec(4), Face.FSDP2, [CAST, BEFORE, SCATTER, BETWEEN, *REST]),
-        (MeshSpec(1, 4), Face.FSDP1, [CAST, BEFORE, BETWEEN, "ALL_REDUCE", *REST]),
-        (MeshSpec(2, 2), Face.FSDP1, [CAST, BEFORE, SCATTER, BETWEEN, "ALL_REDUCE", *REST]),
-        (MeshSpec(2, 2), Face.FSDP2, [CAST, BEFORE, SCATTER, BETWEEN, "ADD_PARTIAL", "ALL_REDUCE", *REST]),
+        (MeshSpec(1), Api.FSDP1, [CAST, BEFORE, BETWEEN, *REST]),
+        (MeshSpec(4), Api.FSDP1, [CAST, BEFORE, SCATTER, BETWEEN, *REST]),
+        (MeshSpec(4), Api.FSDP2, [CAST, BEFORE, SCATTER, BETWEEN, *REST]),
+        (MeshSpec(1, 4), Api.FSDP1, [CAST, BEFORE, BETWEEN, "ALL_REDUCE", *REST]),
+        (MeshSpec(2, 2), Api.FSDP1, [CAST, BEFORE, SCATTER, BETWEEN, "ALL_REDUCE", *REST]),
+        (MeshSpec(2, 2), Api.FSDP2, [CAST, BEFORE, SCATTER, BETWEEN, "ADD_PARTIAL", "ALL_REDUCE", *REST]),
     ],
 )
-def test_R28_the_order_of_a_reduction(mesh, face, expected):
-    assert [step.name for step in reduction_steps(mesh, face)] == expected
+def test_R28_the_order_of_a_reduction(mesh, api, expected):
+    assert [step.name for step in reduction_steps(mesh, api)] == expected
 
 
 def test_R28_a_sum_over_replicas_that_is_put_off_ends_with_what_waits():
-    steps = [step.name for step in reduction_steps(MeshSpec(2, 2), Face.FSDP2, all_reduce=False)]
+    steps = [step.name for step in reduction_steps(MeshSpec(2, 2), Api.FSDP2, all_reduce=False)]
     assert steps == [CAST, BEFORE, SCATTER, BETWEEN, "ADD_PARTIAL", "KEEP_PARTIAL"]
     with pytest.raises(PlanError, match="use no_sync"):
-        reduction_steps(MeshSpec(2, 2), Face.FSDP1, all_reduce=False)
+        reduction_steps(MeshSpec(2, 2), Api.FSDP1, all_reduce=False)
     with pytest.raises(PlanError, match="one replica of 2 shards"):
-        reduction_steps(MeshSpec(2), Face.FSDP2, all_reduce=False)
-    for wrong in ((4, Face.FSDP1), (MeshSpec(4), "fsdp1")):
-        with pytest.raises(PlanError, match="expected a MeshSpec and a Face"):
+        reduction_steps(MeshSpec(2), Api.FSDP2, all_reduce=False)
+    for wrong in ((4, Api.FSDP1), (MeshSpec(4), "fsdp1")):
+        with pytest.raises(PlanError, match="expected a MeshSpec and an Api"):
             reduction_steps(*wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("face", Face)
+@pytest.mark.parametrize("api", Api)
 @pytest.mark.parametrize(("shard", "replicate"), [(1, 1), (4, 1), (1, 4), (3, 2), (2, 3), (8, 8)])
-def test_R26_the_factors_of_a_mesh_multiply_to_its_ranks(shard, replicate, face, dtype):
+def test_R26_the_factors_of_a_mesh_multiply_to_its_ranks(shard, replicate, api, dtype):
     mesh = MeshSpec(shard, replicate)
-    factors = factors_of(mesh, face, dtype)
+    factors = factors_of(mesh, api, dtype)
     assert factors.before * factors.between * factors.after == mesh.world_size
-    if face is Face.FSDP2 and dtype in ("float32", "bfloat16") and replicate > 1:
+    if api is Api.FSDP2 and dtype in ("float32", "bfloat16") and replicate > 1:
         # Each collective averages over its own ranks.
         assert (factors.before, factors.between, factors.after) == (1, shard, replicate)
-    elif face is Face.FSDP1 or dtype in ("float64", "float16"):
+    elif api is Api.FSDP1 or dtype in ("float64", "float16"):
         assert (factors.before, factors.between) == (divide_factors(mesh.world_size).before, 1)
 
 
 def test_R27_a_custom_factor_takes_the_place_of_the_number_of_ranks_in_either_face():
-    for face in Face:
-        assert factors_of(MeshSpec(3, 2), face, "float32", 5.0) == DivideFactors(5.0, 1.0)
+    for api in Api:
+        assert factors_of(MeshSpec(3, 2), api, "float32", 5.0) == DivideFactors(5.0, 1.0)
         # Where a sum may overflow it is split as the number of ranks is: by the power of two about its root.
-        assert factors_of(MeshSpec(3, 2), face, "float16", 8.0) == DivideFactors(4.0, 2.0)
+        assert factors_of(MeshSpec(3, 2), api, "float16", 8.0) == DivideFactors(4.0, 2.0)
     with pytest.raises(PlanError, match="above 0"):
-        factors_of(MeshSpec(2), Face.FSDP1, "float32", 0.0)
+        factors_of(MeshSpec(2), Api.FSDP1, "float32", 0.0)
 
 
 def test_a_number_of_replicas_that_does_not_divide_the_ranks_is_refused():
@@ -137,6 +137,6 @@ def test_a_number_of_replicas_that_does_not_divide_the_ranks_is_refused():
 
 
 def test_R29_what_an_unused_parameter_gets():
-    found = {(face, used): missing_grad(face, unit_used=used) for face in Face for used in (True, False)}
-    assert [key for key, missing in found.items() if missing is Missing.ZEROS] == [(Face.FSDP1, True)]
+    found = {(api, used): missing_grad(api, unit_used=used) for api in Api for used in (True, False)}
+    assert [key for key, missing in found.items() if missing is Missing.ZEROS] == [(Api.FSDP1, True)]
     assert set(found.values()) == {Missing.ZEROS, Missing.NONE}

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossframe import MeshSpec, reduction
+from crossframe.api import Api
 from crossframe.dtypes import numpy_dtype
-from crossframe.faces import Face
 from crossframe.reduction import DivideFactors, divide_factors
 from crossframe.reference import ReferenceUnit
 from jax_backend import make_mesh, shard, shards_of, unshard, value_and_grad
@@ -58,7 +58,7 @@ def test_R26_FSDP2_divides_between_the_two_sums_of_a_hybrid_mesh(mode):
     mesh = make_mesh(MeshSpec(shard=2, replicate=2))
     sharded = shard(small_params("float32"), mesh, units=UNITS, param_map=small_map())
     batch = jax.tree.map(lambda *leaves: np.stack(leaves), *grads)
-    result = value_and_grad(linear_loss, mesh, mode=mode, face=Face.FSDP2)(sharded, batch)
+    result = value_and_grad(linear_loss, mesh, mode=mode, api=Api.FSDP2)(sharded, batch)
     mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *grads)
     jax.tree.map(np.testing.assert_array_equal, unshard(result.grads), mean)
 

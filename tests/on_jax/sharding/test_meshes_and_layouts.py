@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from crossframe import MeshSpec
+from crossframe.api import Api
 from crossframe.errors import LayoutError, UnitError, UnsupportedError, UsageError
-from crossframe.faces import Face
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy, Sync
@@ -124,8 +124,8 @@ def test_R11_a_unit_of_two_dtypes_has_two_buckets_or_is_refused():
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(2), MeshSpec(shard=2, replicate=2)], ids=ids)
-@pytest.mark.parametrize("face", Face)
-def test_R26_R33_precision_is_the_policys(spec, face):
+@pytest.mark.parametrize("api", Api)
+def test_R26_R33_precision_is_the_policys(spec, api):
     policy = PrecisionPolicy("bfloat16", reduce_dtype="float32")
     mesh = make_mesh(spec)
     sharded = shard(small_params("float32"), mesh, units=UNITS, mp_policy=policy)
@@ -135,13 +135,13 @@ def test_R26_R33_precision_is_the_policys(spec, face):
         seen.append((params["inp"]["kernel"].dtype, batch["x"].dtype))
         return small_loss(params, batch).astype(jnp.float32)
 
-    step = value_and_grad(loss, mesh, face=face)
+    step = value_and_grad(loss, mesh, api=api)
     args = sharded, small_batch(dtype="float32")
     result = step(*args)
     assert seen[-1] == (jnp.bfloat16, jnp.bfloat16)
     assert all(grad.dtype == jnp.float32 for grad in jax.tree.leaves(result.grads))
     strategy = Strategy.FULL_SHARD if spec.replicate == 1 else Strategy.HYBRID_SHARD
-    units = plan_units(sharded.tree.units, strategy, face=face, policy=policy)
+    units = plan_units(sharded.tree.units, strategy, api=api, policy=policy)
     assert (
         difference(
             collectives(step_plan(units, spec)), trace_of(step, *args, mesh=mesh), ordered=False, kinds=COLLECTIVES
@@ -219,25 +219,25 @@ def test_R31_a_shared_parameter_gets_the_sum_of_its_uses_gradients():
 # Microbatches
 
 
-@pytest.mark.parametrize(("face", "mode"), some(product(Face, MODES), [(Face.FSDP1, "shard_map"), (Face.FSDP2, "jit")]))
-def test_R15_microbatches_that_reduce_nothing_accumulate_and_are_reduced_once(face, mode):
+@pytest.mark.parametrize(("api", "mode"), some(product(Api, MODES), [(Api.FSDP1, "shard_map"), (Api.FSDP2, "jit")]))
+def test_R15_microbatches_that_reduce_nothing_accumulate_and_are_reduced_once(api, mode):
     spec, params = MeshSpec(shard=2, replicate=2), small_params()
     mesh = make_mesh(spec)
     first, second = small_batch(seed=1), small_batch(seed=2)
     sharded = shard(params, mesh, units=UNITS)
-    waits = value_and_grad(small_loss, mesh, mode=mode, face=face, reduces=False)
+    waits = value_and_grad(small_loss, mesh, mode=mode, api=api, reduces=False)
     waiting = waits(sharded, first).grads
     assert isinstance(waiting, LocalGrads)
     assert mode == "jit" or not [
         event for event in trace_of(waits, sharded, first, mesh=mesh) if event.kind != "all_gather"
     ]
-    step = value_and_grad(small_loss, mesh, mode=mode, face=face)
+    step = value_and_grad(small_loss, mesh, mode=mode, api=api)
     result = step(sharded, second, accumulated=waiting + waits(sharded, second).grads)
     wanted = [expected(small_loss, params, batch, 4)[1] for batch in (first, second, second)]
     close(unshard(result.grads), jax.tree.map(lambda *grads: sum(grads), *wanted), atol=3 * ATOL)
     if mode == "jit":
         return
-    units = plan_units(sharded.tree.units, Strategy.HYBRID_SHARD, face=face)
+    units = plan_units(sharded.tree.units, Strategy.HYBRID_SHARD, api=api)
     last = [e for e in step_plan(units, spec, microbatches=2, sync=Sync.LAST) if e.microbatch == 1]
     found = trace_of(step, sharded, second, mesh=mesh, accumulated=waiting)
     reductions = [e for e in found if e.kind != "all_gather"]

@@ -25,10 +25,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from crossframe.state import state_key
 from tests.on_torch.helpers.beside_plain import (
     ADAMW,
+    APIS,
     CLOSE,
     EVERY_WAY,
     F64,
-    FACES,
     FSDP1,
     FSDP2,
     SGD,
@@ -55,25 +55,25 @@ from torch_backend.sharded_grad_scaler import ShardedGradScaler
 
 
 def _compiled(rank, world_size):
-    def inside(model, face, backend="eager"):
+    def inside(model, api, backend="eager"):
         for block in model.blocks:
             block.compile(backend=backend, fullgraph=True)
-        return shard(model, face)
+        return shard(model, api)
 
-    def inside_ahead_of_time(model, face):
-        return inside(model, face, "aot_eager")
+    def inside_ahead_of_time(model, api):
+        return inside(model, api, "aot_eager")
 
-    def around_each(model, face):
-        model = shard(model, face)
+    def around_each(model, api):
+        model = shard(model, api)
         for i, block in enumerate(model.blocks):
             model.blocks[i] = torch.compile(block, backend="eager")
         return model
 
-    def around(model, face):
-        return torch.compile(shard(model, face), backend="eager")
+    def around(model, api):
+        return torch.compile(shard(model, api), backend="eager")
 
-    def in_place(model, face):
-        model = shard(model, face)
+    def in_place(model, api):
+        model = shard(model, api)
         model.compile(backend="eager")
         return model
 
@@ -84,11 +84,11 @@ def _compiled(rank, world_size):
     ways = {"orig": (inside_ahead_of_time, in_place), "per_param": (inside_ahead_of_time, around_each)}
     if EVERY_WAY:
         ways = dict.fromkeys(ways, (inside_ahead_of_time, around_each, around, in_place))
-    for face in FACES:
-        for way in ways.get(face, (inside,)):
+    for api in APIS:
+        for way in ways.get(api, (inside,)):
             torch._dynamo.reset()
-            names = differing(trained(build, SGD, functools.partial(way, face=face), rank), plain)
-            wrong += [(face, way.__name__, names)] if names else []
+            names = differing(trained(build, SGD, functools.partial(way, api=api), rank), plain)
+            wrong += [(api, way.__name__, names)] if names else []
     torch._dynamo.reset()
     return wrong
 
@@ -99,18 +99,18 @@ def test_compiled_blocks_and_models_train_as_plain_ones(ranks):
 
 
 def _checkpointed(rank, world_size):
-    def inside(model, face, wrap):
+    def inside(model, api, wrap):
         apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Block))
-        return shard(model, face)
+        return shard(model, api)
 
-    def outside(model, face, wrap):
-        model = shard(model, face)
+    def outside(model, api, wrap):
+        model = shard(model, api)
         for i, block in enumerate(model.blocks):
             model.blocks[i] = wrap(block)
         return model
 
-    def applied_after(model, face, wrap):
-        model = shard(model, face)
+    def applied_after(model, api, wrap):
+        model = shard(model, api)
         apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Block))
         return model
 
@@ -119,12 +119,12 @@ def _checkpointed(rank, world_size):
     tries = [(way, kind) for way in (inside, outside, applied_after) for kind in wraps] + [(outside, "offloaded")]
     wraps["offloaded"] = offload_wrapper
     plain, wrong = trained_plain(build, SGD), []
-    for i, face in enumerate(FACES):
+    for i, api in enumerate(APIS):
         # All of them under one layout of each interface, and under the other three each once.
-        for way, kind in tries if EVERY_WAY or face in ("orig", "per_param") else tries[i // 2 :: 3]:
-            change = functools.partial(way, face=face, wrap=wraps[kind])
+        for way, kind in tries if EVERY_WAY or api in ("orig", "per_param") else tries[i // 2 :: 3]:
+            change = functools.partial(way, api=api, wrap=wraps[kind])
             names = differing(trained(build, SGD, change, rank), plain)
-            wrong += [(face, way.__name__, kind, names)] if names else []
+            wrong += [(api, way.__name__, kind, names)] if names else []
     return wrong
 
 
@@ -138,30 +138,30 @@ def test_activation_checkpointing_inside_and_outside_of_units(ranks):
 def _averaged(rank, world_size):
     """An averaged model is copied before sharding and sharded alike; it is evaluated after each step."""
     wrong, ways = [], ({"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {})
-    for i, face in enumerate(FACES):
+    for i, api in enumerate(APIS):
         # Both under one layout of each interface, and under the others one in turn.
-        for options in ways if EVERY_WAY or face in ("orig", "per_param") else (ways[i % 2],):
+        for options in ways if EVERY_WAY or api in ("orig", "per_param") else (ways[i % 2],):
             plain, model = build_net(F64, depth=2), build_net(F64, depth=2)
             plain_average, average = AveragedModel(plain, **options), AveragedModel(model, **options)
-            average.module, model = shard(average.module, face), shard(model, face)
+            average.module, model = shard(average.module, api), shard(model, api)
             optimizers = SGD(plain.parameters()), SGD(model.parameters())
             for step in range(2):
                 train_plain(plain, optimizers[0], range(step, step + 1))
                 train(model, optimizers[1], rank, range(step, step + 1))
                 plain_average.update_parameters(plain)
                 # The outermost unit stays full behind an evaluation; what it holds is renewed by hand, since no optimizer steps.
-                if face in FSDP2:
+                if api in FSDP2:
                     average.module.reshard()
                 average.update_parameters(model)
-                if face in FSDP1:
+                if api in FSDP1:
                     with FSDP.summon_full_params(average.module, recurse=False, writeback=False):
                         pass
                 with torch.no_grad():
                     outputs = average(batch(step, rank)[0]), plain_average(batch(step, rank)[0])
-                wrong += [] if torch.allclose(*outputs, rtol=1e-12) else [(face, len(options), step)]
+                wrong += [] if torch.allclose(*outputs, rtol=1e-12) else [(api, len(options), step)]
             names = differing(full(average.module), full(plain_average.module))
             names += [refusal(lambda model=model: AveragedModel(model), "copied", "before")]
-            wrong += [(face, names)] if any(names) else []
+            wrong += [(api, names)] if any(names) else []
     return wrong
 
 
@@ -172,9 +172,9 @@ def test_averaged_models_are_copied_before_sharding(ranks):
 def _averaged_by_hand(rank, world_size):
     """Averages in a list of shards, which are put into the model and taken out again."""
     wrong = []
-    for face in FACES:
+    for api in APIS:
         results = []
-        for model in (build_net(F64, depth=1), shard(build_net(F64, depth=1), face)):
+        for model in (build_net(F64, depth=1), shard(build_net(F64, depth=1), api)):
             optimizer = SGD(model.parameters())
             average = [param.detach().clone() for param in model.parameters()]
             for step in range(2):
@@ -187,14 +187,14 @@ def _averaged_by_hand(rank, world_size):
                 for param, mean in zip(model.parameters(), average, strict=True):
                     param.copy_(mean)
                 results.append([model(batch(0, rank)[0]), full(model)])
-                if results[1:] and face in FSDP2:
+                if results[1:] and api in FSDP2:
                     model.reshard()
                 for param, value in zip(model.parameters(), kept, strict=True):
                     param.copy_(value)
             results[-1].append(full(model))
         (plain_output, *plain_params), (output, *params) = results
-        wrong += [] if torch.allclose(output, plain_output, rtol=1e-12) else [face]
-        wrong += [face for a, b in zip(params, plain_params, strict=True) if differing(a, b)]
+        wrong += [] if torch.allclose(output, plain_output, rtol=1e-12) else [api]
+        wrong += [api for a, b in zip(params, plain_params, strict=True) if differing(a, b)]
     return wrong
 
 
@@ -214,16 +214,16 @@ def _batch_norms(rank, world_size):
     generator = torch.Generator().manual_seed(rank)
     loader = [torch.randn(6, 4, generator=generator, dtype=F64) for _ in range(3)]
     wrong = []
-    for face in FACES:
+    for api in APIS:
         found = []
         for sharded in (False, True):
             torch.manual_seed(1)
             model = _Normed().to(F64)
             if sharded:
-                model = FSDP(model, use_orig_params=face == "orig") if face in FSDP1 else fully_shard(model)
+                model = FSDP(model, use_orig_params=api == "orig") if api in FSDP1 else fully_shard(model)
             update_bn(loader, model)
             found.append({state_key(name): buffer for name, buffer in model.named_buffers()})
-        wrong += [face] if differing(found[1], found[0]) else []
+        wrong += [api] if differing(found[1], found[0]) else []
     return wrong
 
 
@@ -246,19 +246,19 @@ NOT_OF_DTENSORS = {("SGD", "fused"), ("Adagrad", "fused"), ("Rprop", "foreach")}
 
 def _optimized(rank, world_size):
     wrong, build = [], functools.partial(build_net, F64, depth=1)
-    others = [face for face in FACES if face != "per_param"]
+    others = [api for api in APIS if api != "per_param"]
     for i, (name, flags) in enumerate(OPTIMIZERS.items()):
         for j, flag in enumerate(flags):
             make = functools.partial(getattr(torch.optim, name), lr=1e-2, **{flag: True})
             plain = trained_plain(build, make)
             # All with DTensors, which have operators of their own; with plain shards each under one of the others in turn.
-            for face in FACES if EVERY_WAY else ("per_param", others[(i + j) % len(others)]):
+            for api in APIS if EVERY_WAY else ("per_param", others[(i + j) % len(others)]):
                 try:
-                    names = differing(trained(build, make, lambda m, face=face: shard(m, face), rank), plain)
+                    names = differing(trained(build, make, lambda m, api=api: shard(m, api), rank), plain)
                 except NotImplementedError as error:
                     names = [str(error)]
-                if bool(names) != (face == "per_param" and (name, flag) in NOT_OF_DTENSORS):
-                    wrong.append((face, name, flag, names))
+                if bool(names) != (api == "per_param" and (name, flag) in NOT_OF_DTENSORS):
+                    wrong.append((api, name, flag, names))
     return wrong
 
 
@@ -276,10 +276,10 @@ def _scheduled(rank, world_size):
         ),
     }
     wrong = []
-    for i, face in enumerate(FACES):
+    for i, api in enumerate(APIS):
         # A scheduler sees groups of parameters, in which no layout shows: one in turn.
         for name, schedule in list(schedulers.items()) if EVERY_WAY else [list(schedulers.items())[i % 3]]:
-            plain, model = build_net(F64, depth=1), shard(build_net(F64, depth=1), face)
+            plain, model = build_net(F64, depth=1), shard(build_net(F64, depth=1), api)
             optimizers = ADAMW(plain.parameters()), ADAMW(model.parameters())
             scheduled = [schedule(optimizer) for optimizer in optimizers]
             for step in range(3):
@@ -287,7 +287,7 @@ def _scheduled(rank, world_size):
                 train(model, optimizers[1], rank, range(step, step + 1))
                 for one in scheduled:
                     one.step()
-            wrong += [(face, name)] if differing(full(model), full(plain)) else []
+            wrong += [(api, name)] if differing(full(model), full(plain)) else []
     return wrong
 
 
@@ -298,8 +298,8 @@ def test_learning_rates_are_scheduled(ranks):
 def _in_backward(rank, world_size):
     """An optimizer for each parameter, which steps as soon as its gradient is there."""
     wrong = []
-    for face in FACES:
-        plain, model = build_net(F64, depth=1), shard(build_net(F64, depth=1), face)
+    for api in APIS:
+        plain, model = build_net(F64, depth=1), shard(build_net(F64, depth=1), api)
         train_plain(plain, ADAMW(plain.parameters()))
         optimizers = {param: ADAMW([param]) for param in model.parameters()}
 
@@ -311,7 +311,7 @@ def _in_backward(rank, world_size):
             param.register_post_accumulate_grad_hook(step)
         for number in range(2):
             loss_of(model, number, rank).backward()
-        wrong += [face] if differing(full(model), full(plain)) else []
+        wrong += [api] if differing(full(model), full(plain)) else []
     return wrong
 
 
@@ -324,22 +324,22 @@ def test_optimizers_step_inside_backward(ranks):
 
 def _clipped(rank, world_size):
     wrong = []
-    for face in FACES:
-        plain, model = build_net(F64), shard(build_net(F64), face)
+    for api in APIS:
+        plain, model = build_net(F64), shard(build_net(F64), api)
         backward_of_both(plain, 0)
         loss_of(model, 0, rank).backward()
         norms = [get_total_norm([param.grad for param in plain.parameters()])]
-        if face in FSDP2:
+        if api in FSDP2:
             norms += [get_total_norm([param.grad for param in model.parameters()])]
             norms += [clip_grad_norm_(model.parameters(), 0.5)]
         else:  # torch's function would see this rank's shards alone
             norms += [model.clip_grad_norm_(0.5)]
         norms += [clip_grad_norm_(plain.parameters(), 0.5)]
-        wrong += [face] if any(not torch.allclose(whole(norm), norms[0], **CLOSE) for norm in norms) else []
+        wrong += [api] if any(not torch.allclose(whole(norm), norms[0], **CLOSE) for norm in norms) else []
         for one in (plain, model):
             clip_grad_value_(one.parameters(), 1e-3)
             SGD(one.parameters()).step()
-        wrong += [face] if differing(full(model), full(plain)) else []
+        wrong += [api] if differing(full(model), full(plain)) else []
     return wrong
 
 
@@ -350,9 +350,9 @@ def test_R30_gradients_are_clipped_by_norm_and_by_value(ranks):
 def _scaled(rank, world_size):
     """A step with an infinity in one rank's shard, which no rank takes, and a good one, which all do."""
     wrong = []
-    for face in FACES:
-        for scaler_of in (ShardedGradScaler, torch.amp.GradScaler) if face in FSDP2 else (ShardedGradScaler,):
-            plain, model = build_net(depth=1), shard(build_net(depth=1), face)
+    for api in APIS:
+        for scaler_of in (ShardedGradScaler, torch.amp.GradScaler) if api in FSDP2 else (ShardedGradScaler,):
+            plain, model = build_net(depth=1), shard(build_net(depth=1), api)
             optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
             scaler = scaler_of("cpu", init_scale=4.0, growth_interval=1)
             before = full(model)
@@ -376,7 +376,7 @@ def _scaled(rank, world_size):
             scaler.step(optimizers[1])
             scaler.update()
             went = scaler.get_scale() == 4.0 and not differing(full(model), full(plain))
-            wrong += [] if skipped and went else [(face, scaler_of.__name__, skipped, went)]
+            wrong += [] if skipped and went else [(api, scaler_of.__name__, skipped, went)]
     return wrong
 
 

@@ -234,10 +234,10 @@ def test_dtensors_are_checked_as_shards_in_the_same_one_collective(ranks):
     assert ranks.run(2, _dtensors) == [(1, [[1.0, 1.0]] * 2)] * 2
 
 
-def _train(rank, world_size, face, bad):
+def _train(rank, world_size, api, bad):
     """Losses of a sharded model, at the step `bad` of which one element of rank 1's shard is infinite; and the scales."""
     model = build_net(width=5)
-    if face == "fsdp1":
+    if api == "fsdp1":
         policy = torch_backend.ModuleWrapPolicy({Block})
         model = torch_backend.FullyShardedDataParallel(model, auto_wrap_policy=policy)
     else:
@@ -261,10 +261,10 @@ def _train(rank, world_size, face, bad):
     return losses, scales
 
 
-@pytest.mark.parametrize("face", ["fsdp1", "fsdp2"])
-def test_a_sharded_model_skips_the_step_as_a_whole(ranks, face):
-    good = ranks.run(2, _train, face, None)
-    for rank, (losses, scales) in enumerate(ranks.run(2, _train, face, 1)):
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_a_sharded_model_skips_the_step_as_a_whole(ranks, api):
+    good = ranks.run(2, _train, api, None)
+    for rank, (losses, scales) in enumerate(ranks.run(2, _train, api, 1)):
         # Powers of two scale exactly: after the skipped step everything is as one step earlier.
         before = good[rank][0]
         assert losses == [*before[:2], before[1], before[2]] and before[1] != before[2]

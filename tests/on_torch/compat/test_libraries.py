@@ -81,14 +81,14 @@ def forget_accelerate() -> None:
     GradientState._reset_state()
 
 
-def _accelerated(rank, world_size, version, kind, face):
+def _accelerated(rank, world_size, version, kind, api):
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     with launched(rank, world_size) as folder:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=version,
-            auto_wrap_policy="NO_WRAP" if face else "TRANSFORMER_BASED_WRAP",
-            transformer_cls_names_to_wrap=None if face else ["Block"],
+            auto_wrap_policy="NO_WRAP" if api else "TRANSFORMER_BASED_WRAP",
+            transformer_cls_names_to_wrap=None if api else ["Block"],
             cpu_ram_efficient_loading=False,
             state_dict_type=kind,
             use_orig_params=True if version == 1 else None,
@@ -96,8 +96,8 @@ def _accelerated(rank, world_size, version, kind, face):
         allow_cpu()
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         model: Any = build_net(torch.float64)
-        if face:
-            model = shard(model, face)
+        if api:
+            model = shard(model, api)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -126,7 +126,7 @@ def _accelerated(rank, world_size, version, kind, face):
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 @pytest.mark.parametrize(
-    ("version", "kind", "face"),
+    ("version", "kind", "api"),
     [
         (1, "SHARDED_STATE_DICT", ""),
         (1, "FULL_STATE_DICT", "flat"),
@@ -134,9 +134,9 @@ def _accelerated(rank, world_size, version, kind, face):
         (2, "FULL_STATE_DICT", "per_param"),
     ],
 )
-def test_R36_R37_accelerate_shards_trains_clips_saves_and_resumes(ranks, version, kind, face):
-    """What is sharded already (`face`) is left as it is."""
-    found = ranks.run(2, _accelerated, version, kind, face, seconds=SECONDS)
+def test_R36_R37_accelerate_shards_trains_clips_saves_and_resumes(ranks, version, kind, api):
+    """What is sharded already (`api`) is left as it is."""
+    found = ranks.run(2, _accelerated, version, kind, api, seconds=SECONDS)
     assert found == [([], "Net" if version == 1 else "FSDPNet", 4)] * 2
 
 
@@ -254,7 +254,7 @@ def test_R36_R37_transformers_trainer_trains_saves_and_resumes(ranks):
 # lightning
 
 
-def _trained_by_fabric(rank, world_size, face, kind):
+def _trained_by_fabric(rank, world_size, api, kind):
     """How far from the plain model, after two steps, and after a second one that is taken again from a checkpoint."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies.fsdp import FSDPStrategy
@@ -270,8 +270,8 @@ def _trained_by_fabric(rank, world_size, face, kind):
 
     with launched(rank, world_size) as folder:
         os.environ.update(TORCHELASTIC_RUN_ID="a run", GROUP_RANK="0")  # so it takes the ranks that there are
-        if face in ("orig", "flat"):
-            strategy: Any = OnCpu(auto_wrap_policy={Block}, state_dict_type=kind, use_orig_params=face == "orig")
+        if api in ("orig", "flat"):
+            strategy: Any = OnCpu(auto_wrap_policy={Block}, state_dict_type=kind, use_orig_params=api == "orig")
         else:
             strategy = ModelParallelStrategy(parallelize, world_size, 1, save_distributed_checkpoint=kind == "sharded")
         fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, precision="32-true")
@@ -300,7 +300,7 @@ def _trained_by_fabric(rank, world_size, face, kind):
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 @pytest.mark.parametrize(
-    ("face", "kind"),
+    ("api", "kind"),
     [
         pytest.param("orig", "sharded", marks=pytest.mark.exhaustive),
         pytest.param("flat", "full", marks=pytest.mark.exhaustive),
@@ -308,8 +308,8 @@ def _trained_by_fabric(rank, world_size, face, kind):
         ("per_param", "sharded"),
     ],
 )
-def test_R36_R37_lightnings_fabric_shards_trains_clips_saves_and_resumes(ranks, face, kind):
-    for far, units in ranks.run(2, _trained_by_fabric, face, kind, seconds=SECONDS):
+def test_R36_R37_lightnings_fabric_shards_trains_clips_saves_and_resumes(ranks, api, kind):
+    for far, units in ranks.run(2, _trained_by_fabric, api, kind, seconds=SECONDS):
         # float32, in steps of 0.01 that AdamW takes by the sign of the gradient, more or less; the same both times.
         assert max(far) < 1e-6
         assert far[0] == far[1]

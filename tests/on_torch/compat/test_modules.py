@@ -17,9 +17,9 @@ from crossframe.errors import LayoutError, UsageError
 from crossframe.state import state_key
 from tests.on_torch.helpers.beside_plain import (
     ADAMW,
+    APIS,
     EVERY_WAY,
     F64,
-    FACES,
     SGD,
     backward_of_both,
     differing,
@@ -59,9 +59,9 @@ def _parametrized(rank, world_size):
     for i, kind in enumerate(PARAMETRIZATIONS):
         plain = trained_plain(functools.partial(build, kind), SGD)
         # All under one layout of each interface, and under the others in turn.
-        for face in [face for j, face in enumerate(FACES) if EVERY_WAY or j in (0, 2) or (i + j) % 3 == 0]:
-            found = trained(functools.partial(build, kind), SGD, lambda model, face=face: shard(model, face), rank)
-            wrong += [(kind, face)] if differing(found, plain) else []
+        for api in [api for j, api in enumerate(APIS) if EVERY_WAY or j in (0, 2) or (i + j) % 3 == 0]:
+            found = trained(functools.partial(build, kind), SGD, lambda model, api=api: shard(model, api), rank)
+            wrong += [(kind, api)] if differing(found, plain) else []
     return wrong
 
 
@@ -100,14 +100,14 @@ def _adapters(rank, world_size):
     plain = adapted()
     train_plain(plain, ADAMW(trained_params(plain)))
     wrong = []
-    for face in FACES:
-        if face == "flat":
-            said = refusal(functools.partial(shard, adapted(), face), "use_orig_params=True", kind=LayoutError)
-            wrong += [(face, said)] if said else []
+    for api in APIS:
+        if api == "flat":
+            said = refusal(functools.partial(shard, adapted(), api), "use_orig_params=True", kind=LayoutError)
+            wrong += [(api, said)] if said else []
             continue
-        model = shard(adapted(), face)
+        model = shard(adapted(), api)
         train(model, ADAMW(trained_params(model)), rank)
-        wrong += [face] if differing(full(model), full(plain)) or len(trained_params(model)) != 12 else []
+        wrong += [api] if differing(full(model), full(plain)) or len(trained_params(model)) != 12 else []
     return wrong
 
 
@@ -135,15 +135,15 @@ class Measured(type(build_net(depth=1))):  # type: ignore[misc]
 
 def _measured(rank, world_size):
     wrong = []
-    for face in FACES:
+    for api in APIS:
         found = []
-        for change in (lambda model: model, lambda model, face=face: shard(model, face)):
+        for change in (lambda model: model, lambda model, api=api: shard(model, api)):
             torch.manual_seed(0)
             model = change(Measured())
             for step in range(2):
                 model(batch(step, rank)[0])
             found.append({state_key(name): buffer for name, buffer in model.named_buffers()})
-        wrong += [face] if differing(found[1], found[0]) else []
+        wrong += [api] if differing(found[1], found[0]) else []
     return wrong
 
 
@@ -175,19 +175,19 @@ def _watch(model):
 def _hooked(rank, world_size):
     wrong = []
     x = batch(0, rank)[0]
-    for face in FACES:
+    for api in APIS:
         # Hooks that look on, from before and from after sharding.
         for late in (False, True):
             plain, model = build_net(F64, depth=1), build_net(F64, depth=1)
             expected = _watch(plain)
             seen = [] if late else _watch(model)
-            model = shard(model, face)
+            model = shard(model, api)
             seen = _watch(model) if late else seen
             for one in (plain, model):
                 one(x).sum().backward()
-            wrong += [] if seen == expected else [(face, late)]
+            wrong += [] if seen == expected else [(api, late)]
         # Hooks of the whole that change what goes in and comes out.
-        plain, model = build_net(F64, depth=1), shard(build_net(F64, depth=1), face)
+        plain, model = build_net(F64, depth=1), shard(build_net(F64, depth=1), api)
         for one in (plain, model):
             one.register_forward_pre_hook(lambda module, args: (args[0].flip(1),))
             one.register_forward_hook(lambda module, args, output: output * 2)
@@ -195,7 +195,7 @@ def _hooked(rank, world_size):
         loss_of(model, 0, rank).backward()
         for one in (plain, model):
             SGD(one.parameters()).step()
-        wrong += [(face, "changed")] if differing(full(model), full(plain)) else []
+        wrong += [(api, "changed")] if differing(full(model), full(plain)) else []
     return wrong
 
 
@@ -206,20 +206,20 @@ def test_hooks_of_modules_are_called_as_on_a_plain_model(ranks):
 def _called(rank, world_size):
     wrong = []
     x = batch(0, rank)[0]
-    for face in FACES:
-        plain, model = build_net(F64), shard(build_net(F64), face)
+    for api in APIS:
+        plain, model = build_net(F64), shard(build_net(F64), api)
         own = functional_call(model, dict(model.named_parameters()), (x,))
         buffers = functional_call(model, {name: buffer * 3 for name, buffer in model.named_buffers()}, (x,))
-        wrong += [] if torch.allclose(own, plain(x), rtol=1e-12) else [face]
-        wrong += [] if torch.allclose(buffers, plain(x) * 3, rtol=1e-12) else [(face, "buffers")]
-        if face == "flat":
+        wrong += [] if torch.allclose(own, plain(x), rtol=1e-12) else [api]
+        wrong += [] if torch.allclose(buffers, plain(x) * 3, rtol=1e-12) else [(api, "buffers")]
+        if api == "flat":
             continue  # whose parameters have no names of their own
-        model = shard(build_net(F64), face)
+        model = shard(build_net(F64), api)
         weight = {
             name: torch.zeros(11, 7, dtype=F64) for name, _ in model.named_parameters() if name.endswith("head.weight")
         }
         said = refusal(functools.partial(functional_call, model, weight, (x,)), "head.weight", "replaced", "expected")
-        wrong += [(face, said)] if said else []
+        wrong += [(api, said)] if said else []
     return wrong
 
 
@@ -229,12 +229,12 @@ def test_R25_functional_calls_take_buffers_and_shards_and_refuse_full_parameters
 
 def _profiled(rank, world_size):
     wrong = []
-    for face in FACES:
-        model = shard(build_net(F64, depth=1), face)
+    for api in APIS:
+        model = shard(build_net(F64, depth=1), api)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             train(model, SGD(model.parameters()), rank, range(1))
         names = {event.key for event in profiled.key_averages()}
-        wrong += [] if {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"} <= names else [face]
+        wrong += [] if {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"} <= names else [api]
     return wrong
 
 
@@ -244,8 +244,8 @@ def test_a_profile_shows_the_collectives(ranks):
 
 def _refused(rank, world_size):
     wrong = []
-    for face in FACES:
-        model = shard(build_net(F64), face)
+    for api in APIS:
+        model = shard(build_net(F64), api)
         refused = {
             "copy": refusal(lambda model=model: copy.deepcopy(model), "copied", "before"),
             "pickle": refusal(lambda model=model: pickle.dumps(model), "state_dict"),
@@ -256,7 +256,7 @@ def _refused(rank, world_size):
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
         loss_of(model, 0, rank).backward()
         refused["zero"] = refusal(optimizer.step, "ZeroRedundancyOptimizer", "by itself", kind=UsageError)
-        wrong += [(face, what, said) for what, said in refused.items() if said]
+        wrong += [(api, what, said) for what, said in refused.items() if said]
     return wrong
 
 

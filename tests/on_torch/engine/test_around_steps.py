@@ -128,14 +128,14 @@ def _trained_under_autocast(rank, world_size):
     for strategy in STRATEGIES:
         for use_orig_params in (False, True):
             found = []
-            for face, options in ((torch_fsdp, {"device_id": torch.device("cpu")}), (torch_backend, {})):
+            for api, options in ((torch_fsdp, {"device_id": torch.device("cpu")}), (torch_backend, {})):
                 options = options | {
-                    "sharding_strategy": face.ShardingStrategy[strategy],
+                    "sharding_strategy": api.ShardingStrategy[strategy],
                     "use_orig_params": use_orig_params,
                 }
                 model = _plain(dtype=torch.float32)
-                model.u = face.FullyShardedDataParallel(model.u, **options)
-                model = face.FullyShardedDataParallel(model, **options)
+                model.u = api.FullyShardedDataParallel(model.u, **options)
+                model = api.FullyShardedDataParallel(model, **options)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 x, history = _inputs(torch.float32) + rank, []
                 with torch.autocast("cpu", torch.bfloat16):
@@ -408,15 +408,15 @@ def test_R35_containers_that_cannot_be_built_from_their_items():
 
 def _torchs_own_names(rank, world_size):
     found = []
-    for face in (torch_backend, torch_fsdp):
+    for api in (torch_backend, torch_fsdp):
         model = _plain(dtype=torch.float32)
         model = FSDP(
             model,
             auto_wrap_policy=torch_backend.ModuleWrapPolicy({Part}),
-            sharding_strategy=face.ShardingStrategy.SHARD_GRAD_OP,
-            cpu_offload=face.CPUOffload(offload_params=True),
-            mixed_precision=face.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            backward_prefetch=face.BackwardPrefetch.BACKWARD_POST,
+            sharding_strategy=api.ShardingStrategy.SHARD_GRAD_OP,
+            cpu_offload=api.CPUOffload(offload_params=True),
+            mixed_precision=api.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            backward_prefetch=api.BackwardPrefetch.BACKWARD_POST,
         )
         for unit in FSDP.fsdp_modules(model):
             assert unit.sharding_strategy is torch_backend.ShardingStrategy.SHARD_GRAD_OP

@@ -28,7 +28,7 @@ from tests.on_torch.helpers.chains import (
     shard,
     square,
 )
-from tests.on_torch.helpers.interfaces import FACES, local_tensor, our_fsdp2
+from tests.on_torch.helpers.interfaces import APIS, local_tensor, our_fsdp2
 from tests.on_torch.helpers.models import build_net, loss_of
 from tests.on_torch.helpers.raising import Boom
 from torch_backend.engine._unit import unit_of
@@ -240,7 +240,7 @@ def test_a_model_that_is_deleted_is_gone(ranks, mode):
 
 def _assign(rank, world_size):
     losses = []
-    for wrap in (FACES["fsdp2"][0], our_fsdp2):
+    for wrap in (APIS["fsdp2"][0], our_fsdp2):
         model = wrap(build_net(), strategy="FULL_SHARD")
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)

@@ -1,4 +1,4 @@
-"""On GPUs: both faces over NCCL beside torch's, and the parity run. Skipped where there is no CUDA device."""
+"""On GPUs: both APIs over NCCL beside torch's, and the parity run. Skipped where there is no CUDA device."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_backend
-from tests.on_torch.helpers.interfaces import FACES, OPTIONS, local_tensor
+from tests.on_torch.helpers.interfaces import APIS, OPTIONS, local_tensor
 from tests.on_torch.helpers.models import Block, build_net, loss_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,9 +33,9 @@ class _OnCpu(torch.nn.Module):
         return self.model(tokens).cpu()
 
 
-def _train(rank, world_size, face, options):
+def _train(rank, world_size, api, options):
     histories = []
-    for wrap in FACES[face]:
+    for wrap in APIS[api]:
         model = wrap(build_net().cuda(), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         history = []
@@ -52,20 +52,20 @@ def _train(rank, world_size, face, options):
     return True
 
 
-@pytest.mark.parametrize(("face", "options"), OPTIONS)
-def test_R26_nccl_bit_for_bit(ranks, face, options):
-    assert all(ranks.run(WORLD_SIZE, _train, face, options, backend="nccl"))
+@pytest.mark.parametrize(("api", "options"), OPTIONS)
+def test_R26_nccl_bit_for_bit(ranks, api, options):
+    assert all(ranks.run(WORLD_SIZE, _train, api, options, backend="nccl"))
 
 
-def _settings(face):
+def _settings(api):
     """Arguments of FSDP1's constructor that say something on a device alone, or say it otherwise there."""
-    low = face.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    low = api.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
     return {
-        "no_shard": {"sharding_strategy": face.ShardingStrategy.NO_SHARD},
+        "no_shard": {"sharding_strategy": api.ShardingStrategy.NO_SHARD},
         "bfloat16": {"mixed_precision": low, "use_orig_params": True},
-        "offload": {"cpu_offload": face.CPUOffload(True), "use_orig_params": True},
-        "offload_bfloat16": {"cpu_offload": face.CPUOffload(True), "mixed_precision": low},
-        "post": {"backward_prefetch": face.BackwardPrefetch.BACKWARD_POST},
+        "offload": {"cpu_offload": api.CPUOffload(True), "use_orig_params": True},
+        "offload_bfloat16": {"cpu_offload": api.CPUOffload(True), "mixed_precision": low},
+        "post": {"backward_prefetch": api.BackwardPrefetch.BACKWARD_POST},
         "forward_prefetch": {"forward_prefetch": True, "backward_prefetch": None},
         "unlimited": {"limit_all_gathers": False},
         "accumulated": {},
@@ -90,11 +90,11 @@ def _configured(rank, world_size, setting):
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     ends = []
-    for face, policy in ((theirs, ModuleWrapPolicy({Block})), (torch_backend, torch_backend.ModuleWrapPolicy({Block}))):
+    for api, policy in ((theirs, ModuleWrapPolicy({Block})), (torch_backend, torch_backend.ModuleWrapPolicy({Block}))):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = face.FullyShardedDataParallel(
-                build_net(width=33, depth=6), auto_wrap_policy=policy, device_id=rank, **_settings(face)[setting]
+            model = api.FullyShardedDataParallel(
+                build_net(width=33, depth=6), auto_wrap_policy=policy, device_id=rank, **_settings(api)[setting]
             )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         end = []
@@ -107,7 +107,7 @@ def _configured(rank, world_size, setting):
                 optimizer.step()
                 optimizer.zero_grad()
             end.append(loss.item())
-        with face.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        with api.FullyShardedDataParallel.summon_full_params(model, writeback=False):
             end += [param.detach().cpu().clone() for param in model.parameters()]
         ends.append(end)
     for a, b in zip(*ends, strict=True):
@@ -122,7 +122,7 @@ def test_R14_R16_R33_settings_over_nccl_bit_for_bit(ranks, setting):
 
 def _memory(rank, world_size):
     """Bytes that stay allocated after a step, beside the shards, their gradients and the optimizer's state."""
-    model = FACES["fsdp1"][1](build_net(width=256).cuda(), strategy="FULL_SHARD", use_orig_params=True)
+    model = APIS["fsdp1"][1](build_net(width=256).cuda(), strategy="FULL_SHARD", use_orig_params=True)
     _loss(model, 0, rank).backward()
     model.zero_grad()
     torch.cuda.synchronize()

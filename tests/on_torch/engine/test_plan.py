@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units, step_plan
 from crossframe.strategy import Strategy, Sync
 from crossframe.trace import collectives, difference
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers.collectives import LOW, WORLD_SIZE, Collectives
-from tests.on_torch.helpers.interfaces import FACES, our_fsdp1, our_fsdp2
+from tests.on_torch.helpers.interfaces import APIS, our_fsdp1, our_fsdp2
 from tests.on_torch.helpers.models import Block, build_net, loss_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of
@@ -106,15 +106,15 @@ def _fsdp2(rank, world_size, shard, reshard, low, microbatches, sync):
     ours = our_fsdp2(build_net(), strategy="FULL_SHARD")
     layouts = [(name, layout.over(mesh.shard)) for name, layout in layouts_of(ours)]
     policy = LOW if low else None
-    units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=reshard, policy=policy)
+    units = plan_units(layouts, api=Api.FSDP2, reshard_after_forward=reshard, policy=policy)
     plan = _planned(units, mesh, rank, microbatches=microbatches, sync=sync)
     return watcher.seen, plan
 
 
-def _ours(rank, world_size, face, strategy, microbatches, sync):
+def _ours(rank, world_size, api, strategy, microbatches, sync):
     """The engine's own trace, and the plan's."""
     options = {"strategy": strategy}
-    if face is Face.FSDP1:
+    if api is Api.FSDP1:
         model = our_fsdp1(build_net(), use_orig_params=True, **options)
     else:
         model = our_fsdp2(build_net(), **options)
@@ -122,36 +122,36 @@ def _ours(rank, world_size, face, strategy, microbatches, sync):
         with record_trace() as events:
             for microbatch in range(microbatches):
                 waits = sync is Sync.LAST and microbatch < microbatches - 1
-                if face is Face.FSDP2:
+                if api is Api.FSDP2:
                     model.set_requires_gradient_sync(not waits)
-                with model.no_sync() if waits and face is Face.FSDP1 else nullcontext():
+                with model.no_sync() if waits and api is Api.FSDP1 else nullcontext():
                     loss_of(model, microbatch, rank).backward()
     layouts = layouts_of(model)
-    units = plan_units(layouts, Strategy[strategy], face=face)
+    units = plan_units(layouts, Strategy[strategy], api=api)
     plan = step_plan(units, MeshSpec(world_size), rank, microbatches=microbatches, sync=sync)
     return difference(plan, events, ordered=True)
 
 
-def _frozen(rank, world_size, face):
+def _frozen(rank, world_size, api):
     """The engine's trace, the plan's, and torch's count where the first blocks are frozen."""
     seen = []
-    for wrap in FACES[face]:
+    for wrap in APIS[api]:
         net = build_net()
         for part in (net.embedding, net.blocks[0], net.blocks[1]):
             part.requires_grad_(False)
-        model = wrap(net, **{"strategy": "FULL_SHARD"} | ({"use_orig_params": True} if face == "fsdp1" else {}))
+        model = wrap(net, **{"strategy": "FULL_SHARD"} | ({"use_orig_params": True} if api == "fsdp1" else {}))
         for _ in range(2):
             with record_trace() as events, Collectives() as watcher:
                 loss_of(model, 0, rank).backward()
         seen.append(watcher.seen)
     layouts = layouts_of(model)
-    plan = step_plan(plan_units(layouts, face=Face(face)), MeshSpec(world_size), rank)
+    plan = step_plan(plan_units(layouts, api=Api(api)), MeshSpec(world_size), rank)
     return difference(plan, events, ordered=True), seen[0].total(), seen[1].total()
 
 
-@pytest.mark.parametrize("face", ["fsdp1", "fsdp2"])
-def test_R14_units_ahead_of_all_that_is_trained_have_no_backward(ranks, face):
-    for differences, theirs, ours in ranks.run(2, _frozen, face):
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_R14_units_ahead_of_all_that_is_trained_have_no_backward(ranks, api):
+    for differences, theirs, ours in ranks.run(2, _frozen, api):
         assert differences == []
         # 4 gathers in forward, one of the trained block in backward, 2 reductions; torch also gathers frozen blocks for a
         # backward that never comes.
@@ -167,13 +167,13 @@ def _alternate(rows: Sequence[Any], columns: Iterable[Any], values: tuple[Any, A
 
 
 @pytest.mark.parametrize(
-    ("face", "strategy", "microbatches", "sync", "world_size"),
+    ("api", "strategy", "microbatches", "sync", "world_size"),
     _alternate(
-        list(product(Face, ("FULL_SHARD", "SHARD_GRAD_OP"))), [(1, Sync.EACH), (3, Sync.EACH), (3, Sync.LAST)], (1, 3)
+        list(product(Api, ("FULL_SHARD", "SHARD_GRAD_OP"))), [(1, Sync.EACH), (3, Sync.EACH), (3, Sync.LAST)], (1, 3)
     ),
 )
-def test_R14_R15_the_engines_trace_is_the_plan_in_order(ranks, face, strategy, microbatches, sync, world_size):
-    assert ranks.run(world_size, _ours, face, strategy, microbatches, sync) == [[]] * world_size
+def test_R14_R15_the_engines_trace_is_the_plan_in_order(ranks, api, strategy, microbatches, sync, world_size):
+    assert ranks.run(world_size, _ours, api, strategy, microbatches, sync) == [[]] * world_size
 
 
 FSDP1 = [

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_backend
 from crossframe.errors import AgreementError, UsageError
 from crossframe.trace import ALL_GATHER, collectives
-from tests.on_torch.helpers.interfaces import FACES, OPTIONS, local_tensor, our_fsdp1, our_fsdp2, torch_fsdp1
+from tests.on_torch.helpers.interfaces import APIS, OPTIONS, local_tensor, our_fsdp1, our_fsdp2, torch_fsdp1
 from tests.on_torch.helpers.models import Block, Net, build_net, loss_of
 from tests.on_torch.helpers.raising import Boom
 from torch_backend.engine._unit import UNIT
@@ -73,7 +73,7 @@ def test_R17_after_an_exception_the_next_iteration_is_right(ranks, mode, where):
 
 def _no_sync(rank, world_size, options):
     results = []
-    for wrap in FACES["fsdp1"]:
+    for wrap in APIS["fsdp1"]:
         model = wrap(build_net(), **options)
         with model.no_sync():
             loss_of(model, 0, rank).backward()
@@ -85,7 +85,7 @@ def _no_sync(rank, world_size, options):
 
 def _no_sync_fsdp2(rank, world_size, options):
     results = []
-    for wrap in FACES["fsdp2"]:
+    for wrap in APIS["fsdp2"]:
         model = wrap(build_net(), **options)
         model.set_requires_gradient_sync(False)
         loss_of(model, 0, rank).backward()
@@ -95,9 +95,9 @@ def _no_sync_fsdp2(rank, world_size, options):
     return _same(*results)
 
 
-@pytest.mark.parametrize(("face", "options"), OPTIONS)
-def test_R15_no_sync_accumulates_as_torch_does(ranks, face, options):
-    fn = _no_sync if face == "fsdp1" else _no_sync_fsdp2
+@pytest.mark.parametrize(("api", "options"), OPTIONS)
+def test_R15_no_sync_accumulates_as_torch_does(ranks, api, options):
+    fn = _no_sync if api == "fsdp1" else _no_sync_fsdp2
     assert ranks.run(2, fn, options) == [True, True]
 
 

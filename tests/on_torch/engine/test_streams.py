@@ -260,8 +260,8 @@ def _watch(device):
     return streams, lambda: [setattr(*entry) for entry in reversed(undo)]
 
 
-def _sharded(model, face):
-    if face == "fsdp1":
+def _sharded(model, api):
+    if api == "fsdp1":
         return torch_backend.FullyShardedDataParallel(
             model,
             auto_wrap_policy=torch_backend.ModuleWrapPolicy({Block}),
@@ -269,27 +269,27 @@ def _sharded(model, face):
             use_orig_params=True,
         )
     options = {}
-    if face == "fsdp2 group":
+    if api == "fsdp2 group":
         options["reshard_after_forward"] = 2
-    if face == "fsdp2 hybrid":
+    if api == "fsdp2 hybrid":
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         options["mp_policy"] = torch_backend.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:
         torch_backend.fully_shard(block, **options)
     torch_backend.fully_shard(model, **options)
-    if face == "fsdp2 buffers":
+    if api == "fsdp2 buffers":
         model.set_reduce_scatter_max_input_buffers(3)
     return model
 
 
-def _run(rank, world_size, face, fault):
+def _run(rank, world_size, api, fault):
     device = Device()
     streams, undo = _watch(device)
     torch.manual_seed(0)
     try:
         model = build_net(depth=4)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear | nn.LayerNorm)]
-        model = _sharded(model, face)
+        model = _sharded(model, api)
         if fault:
             instead = {"settle": lambda work: work, "before_collect": lambda: streams._held.clear()}
             setattr(streams, fault, instead.get(fault, lambda *_, **__: None))
@@ -312,15 +312,15 @@ def _run(rank, world_size, face, fault):
         undo()
 
 
-# Face, with what needs other waits: shards of 2 of the 4 ranks between forward and backward (R08), three buffers of collected
+# API, with what needs other waits: shards of 2 of the 4 ranks between forward and backward (R08), three buffers of collected
 # gradients, 2 replicas of 2 shards. Ranks, and how many such buffers are held at most.
-FACES = {"fsdp1": (2, 1), "fsdp2": (2, 1), "fsdp2 group": (4, 1), "fsdp2 buffers": (2, 3), "fsdp2 hybrid": (4, 1)}
+APIS = {"fsdp1": (2, 1), "fsdp2": (2, 1), "fsdp2 group": (4, 1), "fsdp2 buffers": (2, 3), "fsdp2 hybrid": (4, 1)}
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_streams_wait_for_what_they_use(ranks, face):
-    world_size, held = FACES[face]
-    for problems, num_accesses, num_waits, most_held in ranks.run(world_size, _run, face, None):
+@pytest.mark.parametrize("api", APIS)
+def test_streams_wait_for_what_they_use(ranks, api):
+    world_size, held = APIS[api]
+    for problems, num_accesses, num_waits, most_held in ranks.run(world_size, _run, api, None):
         assert problems == []
         assert num_accesses > 250 and num_waits > 0  # the host does not run ahead
         assert most_held == held
@@ -330,7 +330,7 @@ FAULTS = ["shards_written", "settle", "before_collect", "begin_reduction", "end_
 
 
 @pytest.mark.parametrize(
-    ("face", "fault"),
+    ("api", "fault"),
     [
         *itertools.product(["fsdp1", "fsdp2"], FAULTS),
         ("fsdp2 group", "gather_after"),
@@ -340,12 +340,12 @@ FAULTS = ["shards_written", "settle", "before_collect", "begin_reduction", "end_
         ("fsdp2 hybrid", "begin_reduction"),
     ],
 )
-def test_every_wait_is_needed(ranks, face, fault):
+def test_every_wait_is_needed(ranks, api, fault):
     """Without any one of them the check above fails. FSDP2 casts nothing here, so that no memory ends with its gather."""
-    if (face, fault) == ("fsdp2", "settle"):
+    if (api, fault) == ("fsdp2", "settle"):
         return
     try:
-        for problems, *_ in ranks.run(FACES[face][0], _run, face, fault):
+        for problems, *_ in ranks.run(APIS[api][0], _run, api, fault):
             assert problems
     except RankError as error:
         assert fault == "begin_reduction" and "reduction_read" in str(error)  # of what was never held

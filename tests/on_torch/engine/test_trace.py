@@ -14,7 +14,7 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER, collectives, difference, summary
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.helpers.interfaces import FACES, OPTIONS, our_fsdp1
+from tests.on_torch.helpers.interfaces import APIS, OPTIONS, our_fsdp1
 from tests.on_torch.helpers.models import build_net, loss_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of
@@ -40,11 +40,11 @@ class Watcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _trace(rank, world_size, face, options):
+def _trace(rank, world_size, api, options):
     """One step: the plan, the trace, the watcher's and CommDebugMode's accounts, and the watcher's of torch's FSDP."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    peer, model = (wrap(build_net(), **options) for wrap in FACES[face])
+    peer, model = (wrap(build_net(), **options) for wrap in APIS[api])
     loss_of(model, 0, rank).backward()  # the first step also agrees on the units
     loss_of(peer, 0, rank).backward()
     with record_trace() as events, Watcher() as watcher, CommDebugMode() as debug:
@@ -69,9 +69,9 @@ def _trace(rank, world_size, face, options):
 
 # Three ranks pad what two need not.
 @pytest.mark.parametrize("world_size", [2, 3] if EXHAUSTIVE in os.environ else [3])
-@pytest.mark.parametrize(("face", "options"), OPTIONS)
-def test_R14_trace_equals_plan_and_never_moves_more_than_torch(ranks, world_size, face, options):
-    assert all(ranks.run(world_size, _trace, face, options))
+@pytest.mark.parametrize(("api", "options"), OPTIONS)
+def test_R14_trace_equals_plan_and_never_moves_more_than_torch(ranks, world_size, api, options):
+    assert all(ranks.run(world_size, _trace, api, options))
 
 
 def _order(rank, world_size, prefetch):

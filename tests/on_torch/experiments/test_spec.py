@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor import DTensor
 
 from crossframe import plan, precision, reduction
+from crossframe.api import Api
 from crossframe.errors import UsageError
-from crossframe.faces import Face
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -445,7 +445,7 @@ def test_the_table_says_which_sides_were_compared():
 
 @pytest.mark.parametrize("kind", ["flat", "one flat parameter"])
 def test_R12_R24_an_operation_counts_for_the_rules_that_it_exercises(kind):
-    found = explore(SmallWorld(kind, MeshSpec(2), Face.FSDP1, True, False).pair(), 2)
+    found = explore(SmallWorld(kind, MeshSpec(2), Api.FSDP1, True, False).pair(), 2)
     cases, granted = cases_of(found), found.tried - found.refused
     forbidden, lawful = [], []
     for flags in REQUESTS:

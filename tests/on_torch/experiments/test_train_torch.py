@@ -76,17 +76,17 @@ def expected():
 @pytest.mark.parametrize(
     ("world_size", "how"),
     [
-        (1, {"face": "fsdp2"}),
-        (2, {"face": "fsdp2", "layout": "flat", "micro_batch_size": 2}),
-        (3, {"face": "fsdp2", "layout": "ragged", "strategy": "shard_grad_op"}),
+        (1, {"api": "fsdp2"}),
+        (2, {"api": "fsdp2", "layout": "flat", "micro_batch_size": 2}),
+        (3, {"api": "fsdp2", "layout": "ragged", "strategy": "shard_grad_op"}),
         pytest.param(
             4,
-            {"face": "fsdp2", "strategy": "hybrid_shard", "shard": 2, "micro_batch_size": 1},
+            {"api": "fsdp2", "strategy": "hybrid_shard", "shard": 2, "micro_batch_size": 1},
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(2, {"face": "fsdp2", "strategy": "no_shard"}, marks=pytest.mark.exhaustive),
-        pytest.param(2, {"face": "fsdp1", "micro_batch_size": 3}, marks=pytest.mark.exhaustive),
-        (4, {"face": "fsdp1", "strategy": "hybrid_shard", "shard": 2}),
+        pytest.param(2, {"api": "fsdp2", "strategy": "no_shard"}, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"api": "fsdp1", "micro_batch_size": 3}, marks=pytest.mark.exhaustive),
+        (4, {"api": "fsdp1", "strategy": "hybrid_shard", "shard": 2}),
     ],
 )
 def test_the_run_is_that_of_a_plain_loop_however_it_is_sharded(ranks, tmp_path, expected, world_size, how):
@@ -109,10 +109,10 @@ def _settings_reach(rank, world_size, settings):
     return found
 
 
-@pytest.mark.parametrize("face", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize(("strategy", "precision"), [("full_shard", "bfloat16"), ("shard_grad_op", "float32")])
-def test_R08_R15_R33_strategy_precision_and_microbatches_are_what_was_asked_for(ranks, face, strategy, precision):
-    for first, last in ranks.run(2, _settings_reach, replace(SMALL, face=face, strategy=strategy, precision=precision)):
+def test_R08_R15_R33_strategy_precision_and_microbatches_are_what_was_asked_for(ranks, api, strategy, precision):
+    for first, last in ranks.run(2, _settings_reach, replace(SMALL, api=api, strategy=strategy, precision=precision)):
         again = {dtype for kind, phase, dtype in first if (kind, phase) == (ALL_GATHER, "backward")}
         assert again == ({precision} if strategy == "full_shard" else set())
         assert {dtype for kind, _, dtype in first if kind == ALL_GATHER} == {precision}
@@ -338,8 +338,8 @@ def test_a_failed_save_leaves_no_trace_and_training_goes_on(ranks, tmp_path, nam
     ("wrong", "named"),
     [
         ({"model": "bert"}, "unknown model 'bert'"),
-        ({"face": "fsdp3"}, "--face: expected one of fsdp1, fsdp2, got 'fsdp3'"),
-        ({"face": "fsdp1", "layout": "ragged"}, "--layout: fsdp1 has flat alone"),
+        ({"api": "fsdp3"}, "--api: expected one of fsdp1, fsdp2, got 'fsdp3'"),
+        ({"api": "fsdp1", "layout": "ragged"}, "--layout: fsdp1 has flat alone"),
         ({"strategy": "zero"}, "--strategy: expected one of full_shard"),
         ({"shard": 2}, "--shard: only hybrid strategies"),
         ({"steps": 0}, "--steps: expected an integer of at least 1"),

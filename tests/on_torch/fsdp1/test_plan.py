@@ -1,4 +1,4 @@
-"""FSDP1's face under every strategy: the engine's trace is the core's plan, an observer that the engine knows nothing of sees the
+"""FSDP1's API under every strategy: the engine's trace is the core's plan, an observer that the engine knows nothing of sees the
 same, and torch's FSDP1 never sends less (R14, R15, R16, R28, R33)."""
 
 # pyright: reportAttributeAccessIssue=false
@@ -29,22 +29,22 @@ CASES = [
 ]
 
 
-def _wrapped(face, strategy, mesh, low, **options):
-    """A Net under a face's FullyShardedDataParallel, one unit a block."""
+def _wrapped(api, strategy, mesh, low, **options):
+    """A Net under one API's FullyShardedDataParallel, one unit a block."""
     if strategy.is_hybrid:
         sizes = (mesh.replicate, mesh.shard)
         options["device_mesh"] = torch.distributed.device_mesh.init_device_mesh(
             "cpu", sizes, mesh_dim_names=("replicate", "shard")
         )
     if low:
-        options["mixed_precision"] = face.MixedPrecision(torch.bfloat16, torch.float32)
+        options["mixed_precision"] = api.MixedPrecision(torch.bfloat16, torch.float32)
     name = "_HYBRID_SHARD_ZERO2" if strategy is Strategy.HYBRID_SHARD_ZERO2 else strategy.name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return face.FullyShardedDataParallel(
+        return api.FullyShardedDataParallel(
             build_net(),
-            sharding_strategy=face.ShardingStrategy[name],
-            auto_wrap_policy=face.ModuleWrapPolicy({Block}),
+            sharding_strategy=api.ShardingStrategy[name],
+            auto_wrap_policy=api.ModuleWrapPolicy({Block}),
             device_id=torch.device("cpu"),
             **options,
         )
@@ -76,11 +76,11 @@ def _compare(rank, world_size, strategy, shard, cases):
         prefetch, forward_prefetch, microbatches, sync, asks_torch = case
 
         def wrapped(
-            face, prefetch=prefetch, forward_prefetch=forward_prefetch, low=low, use_orig_params=use_orig_params
+            api, prefetch=prefetch, forward_prefetch=forward_prefetch, low=low, use_orig_params=use_orig_params
         ):
-            backward_prefetch = None if prefetch is None else face.BackwardPrefetch[prefetch.name]
+            backward_prefetch = None if prefetch is None else api.BackwardPrefetch[prefetch.name]
             settings = {"forward_prefetch": forward_prefetch, "use_orig_params": use_orig_params}
-            return _wrapped(face, strategy, mesh, low, backward_prefetch=backward_prefetch, **settings)
+            return _wrapped(api, strategy, mesh, low, backward_prefetch=backward_prefetch, **settings)
 
         model = wrapped(torch_backend)
         events, seen = _seen(model, rank, microbatches, sync)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     reason="torch's fully_shard has all options since 2.13",
 )
 SEED = 1
-# Seeds by world size: a sample of what `python -m tests.on_torch.programs.differential --face fsdp2` runs.
+# Seeds by world size: a sample of what `python -m tests.on_torch.programs.differential --api fsdp2` runs.
 NUM_CASES = {2: 10, 3: 5, 4: 5} if os.environ.get(EXHAUSTIVE) else {2: 3, 3: 1, 4: 1}
 EACH = 5
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import torch_backend
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
@@ -132,8 +132,8 @@ def _on_last_dim(shards):
     return place
 
 
-def _sharded(face, case):
-    """A Net under a face's fully_shard, one unit a block and one for the rest."""
+def _sharded(api, case):
+    """A Net under one API's fully_shard, one unit a block and one for the rest."""
     net = build_net(width=8)
     if case.mixed:
         norm: nn.LayerNorm = net.blocks[1].norm  # type: ignore[assignment]
@@ -145,18 +145,18 @@ def _sharded(face, case):
         part.requires_grad_(False)
     options = {"mesh": _mesh(*case.mesh), "reshard_after_forward": case.reshard}
     if case.low:
-        options["mp_policy"] = face.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options["mp_policy"] = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if case.across:
         options["shard_placement_fn"] = _on_last_dim(case.mesh[-1])
     if case.layout != "per_param":
         options["layout"] = case.layout
     if case.frozen == "start":
-        face.fully_shard(net.embedding, **options)
+        api.fully_shard(net.embedding, **options)
     for block in net.blocks:
         for part in (block.up, block.down) if case.nested else ():
-            face.fully_shard(part, **options)
-        face.fully_shard(block, **options)
-    return face.fully_shard(net, **options)
+            api.fully_shard(part, **options)
+        api.fully_shard(block, **options)
+    return api.fully_shard(net, **options)
 
 
 def _step(model, rank, case):
@@ -186,7 +186,7 @@ def _compare(rank, world_size, cases):
         events, seen = _seen(model, rank, case)
         layouts = layouts_of(model)
         policy = LOW if case.low else PrecisionPolicy()
-        units = plan_units(layouts, face=Face.FSDP2, reshard_after_forward=case.reshard, policy=policy)
+        units = plan_units(layouts, api=Api.FSDP2, reshard_after_forward=case.reshard, policy=policy)
         plan = step_plan(units, case.spec, rank, microbatches=case.microbatches, sync=case.sync)
         planned, traced = by_group(plan), by_group(events)
         if planned.keys() != traced.keys():

@@ -16,21 +16,21 @@ from torch_backend import FullyShardedDataParallel as FSDP
 from torch_backend import fully_shard
 
 FSDP1, FSDP2 = ("orig", "flat"), ("per_param", "flat layout", "ragged layout")
-FACES = (*FSDP1, *FSDP2)
+APIS = (*FSDP1, *FSDP2)
 F64 = torch.float64
 EVERY_WAY = bool(os.environ.get(EXHAUSTIVE))
 # Vector instructions round otherwise than what is left at the end of a row: a few roundings of values of about 1, in few steps.
 CLOSE: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-15}
 
 
-def shard(model: nn.Module, face: str, **options: Any) -> Any:
+def shard(model: nn.Module, api: str, **options: Any) -> Any:
     """The blocks of a model and itself as units."""
-    if face in FSDP1:
+    if api in FSDP1:
         for i, block in enumerate(model.blocks):  # type: ignore[arg-type]
-            model.blocks[i] = FSDP(block, use_orig_params=face == "orig", **options)  # type: ignore[operator]
-        return FSDP(model, use_orig_params=face == "orig", **options)
+            model.blocks[i] = FSDP(block, use_orig_params=api == "orig", **options)  # type: ignore[operator]
+        return FSDP(model, use_orig_params=api == "orig", **options)
     for module in (*model.blocks, model):  # type: ignore[misc]
-        fully_shard(module, layout=face.removesuffix(" layout"), **options)  # type: ignore[arg-type]
+        fully_shard(module, layout=api.removesuffix(" layout"), **options)  # type: ignore[arg-type]
     return model
 
 

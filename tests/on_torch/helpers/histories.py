@@ -37,7 +37,7 @@ class Options:
         watches: full parameters are looked at after each step, not just at the end.
     """
 
-    face: ClassVar[str]
+    api: ClassVar[str]
     optimizer: str = "sgd"
     micro: tuple[bool, ...] = (True,)
     forwards: int = 1
@@ -147,15 +147,15 @@ def loss_of(case: Case, output: Any, weights: Tensor) -> Tensor:
 class Run:
     """One training run and its history: what happened, in order, each with a label of which the first word is the operation."""
 
-    def __init__(self, case: Case, face: ModuleType, rank: int) -> None:
-        self.case, self.face, self.rank = case, face, rank
+    def __init__(self, case: Case, api: ModuleType, rank: int) -> None:
+        self.case, self.api, self.rank = case, api, rank
         self.history: History = []
         self.turn = 0
         self.step = 0
         self.call: Callable[..., Any]
 
     def wrap(self, root: nn.Module) -> Any:
-        """The tree's module as a sharded model of `face`."""
+        """The tree's module as a sharded model of `api`."""
         raise NotImplementedError
 
     def entry(self) -> Any:

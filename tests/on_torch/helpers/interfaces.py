@@ -49,7 +49,7 @@ def our_fsdp2(model, **options):
     return _fsdp2(torch_backend.fully_shard, model, **options)
 
 
-FACES = {"fsdp1": (torch_fsdp1, our_fsdp1), "fsdp2": (torch_fsdp2, our_fsdp2)}
+APIS = {"fsdp1": (torch_fsdp1, our_fsdp1), "fsdp2": (torch_fsdp2, our_fsdp2)}
 
 
 def local_tensor(tensor):

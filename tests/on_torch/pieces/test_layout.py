@@ -17,11 +17,9 @@ from torch_backend.engine._unit_tree import named_units, units_in
 FSDP1 = [{"strategy": "FULL_SHARD", "use_orig_params": keep} for keep in (False, True)]
 
 
-def _shards_equal_reference(rank, world_size, face, options, tied):
+def _shards_equal_reference(rank, world_size, api, options, tied):
     full = {name: p.detach().numpy().copy() for name, p in build_net(tied=tied).named_parameters()}
-    model = (
-        our_fsdp1(build_net(tied=tied), **options) if face == "fsdp1" else our_fsdp2(build_net(tied=tied), **options)
-    )
+    model = our_fsdp1(build_net(tied=tied), **options) if api == "fsdp1" else our_fsdp2(build_net(tied=tied), **options)
     checked = 0
     for named in named_units(model):
         name, unit = named.name, named.unit
@@ -42,10 +40,10 @@ def _shards_equal_reference(rank, world_size, face, options, tied):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("face", ["flat", "orig", "fsdp2"])
-def test_R04_R07_shards_and_gathered_parameters_equal_the_reference(ranks, world_size, face, tied):
-    options = {"strategy": "FULL_SHARD"} | ({} if face == "fsdp2" else {"use_orig_params": face == "orig"})
-    interface = "fsdp2" if face == "fsdp2" else "fsdp1"
+@pytest.mark.parametrize("api", ["flat", "orig", "fsdp2"])
+def test_R04_R07_shards_and_gathered_parameters_equal_the_reference(ranks, world_size, api, tied):
+    options = {"strategy": "FULL_SHARD"} | ({} if api == "fsdp2" else {"use_orig_params": api == "orig"})
+    interface = "fsdp2" if api == "fsdp2" else "fsdp1"
     assert ranks.run(world_size, _shards_equal_reference, interface, options, tied) == [21 - tied] * world_size
 
 

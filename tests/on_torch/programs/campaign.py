@@ -52,17 +52,17 @@ SESSION_SECONDS = 120.0
 
 # How a run is sharded, and what it computes. Those in float64, without dropout, are the same on any number of ranks.
 CONFIGS: tuple[dict[str, Any], ...] = (
-    {"face": "fsdp2", "dropout": 0.1},
-    {"face": "fsdp2", "layout": "flat", "micro_batch_size": 3},
-    {"face": "fsdp2", "layout": "ragged", "strategy": "shard_grad_op", "precision": "bfloat16"},
-    {"face": "fsdp1", "dropout": 0.1, "micro_batch_size": 2},
-    {"face": "fsdp1", "strategy": "no_shard"},
+    {"api": "fsdp2", "dropout": 0.1},
+    {"api": "fsdp2", "layout": "flat", "micro_batch_size": 3},
+    {"api": "fsdp2", "layout": "ragged", "strategy": "shard_grad_op", "precision": "bfloat16"},
+    {"api": "fsdp1", "dropout": 0.1, "micro_batch_size": 2},
+    {"api": "fsdp1", "strategy": "no_shard"},
 )
 EXACT: tuple[dict[str, Any], ...] = (
-    {"face": "fsdp2", "precision": "float64"},
-    {"face": "fsdp2", "layout": "flat", "precision": "float64", "strategy": "shard_grad_op"},
-    {"face": "fsdp2", "layout": "ragged", "precision": "float64"},
-    {"face": "fsdp1", "precision": "float64"},
+    {"api": "fsdp2", "precision": "float64"},
+    {"api": "fsdp2", "layout": "flat", "precision": "float64", "strategy": "shard_grad_op"},
+    {"api": "fsdp2", "layout": "ragged", "precision": "float64"},
+    {"api": "fsdp1", "precision": "float64"},
 )
 KINDS = (
     *("one rank killed", "all ranks killed", "one rank killed in a save", "all ranks killed in a save"),
@@ -444,7 +444,7 @@ class Trials:
                 harm = Harm(victim, everyone, draw.uniform(0.05, 1))
             self._session(settings, WORLD_SIZE, harm, outcome)
         if kind == "other world":
-            how = {name: value for name, value in draw.choice(EXACT).items() if name in ("face", "layout", "strategy")}
+            how = {name: value for name, value in draw.choice(EXACT).items() if name in ("api", "layout", "strategy")}
             settings = self._settings({"precision": "float64", **how}, output)
             self._to_the_end(settings, draw.choice((1, 3, 4)), outcome)
         else:

@@ -1,7 +1,7 @@
 """Random training runs by `torch.distributed.fsdp` and by `torch_backend`, side by side in the same ranks.
 
 Both train a case for a few steps, and their histories must be equal bit for bit at 2 ranks, and at 3 and 4 where the tree is
-exact (R32). `python -m tests.on_torch.programs.differential --face fsdp2 --cases 500 --seed 1` runs many cases of one interface;
+exact (R32). `python -m tests.on_torch.programs.differential --api fsdp2 --cases 500 --seed 1` runs many cases of one interface;
 a case that fails is made smaller and printed as an expression.
 """
 
@@ -51,19 +51,19 @@ EXCEPTED: dict[str, tuple[Departure, ...]] = {
 
 def around_departures(case: Case) -> Case:
     """The case without any operation whose results are known to differ; leading it around one may lead it to another."""
-    found = [departure for departure in EXCEPTED[case.options.face] if departure.when(case)]
+    found = [departure for departure in EXCEPTED[case.options.api] if departure.when(case)]
     for departure in found:
         case = departure.avoid(case)
     return around_departures(case) if found else case
 
 
-def run(case: Case, face: ModuleType, rank: int, *saver: ModuleType) -> History:
+def run(case: Case, api: ModuleType, rank: int, *saver: ModuleType) -> History:
     """The history of a case by one of the two, without what torch prints before it raises. A case of state dicts may be saved by
     one and loaded by the other."""
     nowhere = io.StringIO()
     with warnings.catch_warnings(), redirect_stdout(nowhere), redirect_stderr(nowhere):
         warnings.simplefilter("ignore")
-        return RUNS[case.options.face](case, face, rank, *saver).go()
+        return RUNS[case.options.api](case, api, rank, *saver).go()
 
 
 def compare(rank: int, world_size: int, case: Case) -> tuple[str, str]:
@@ -74,7 +74,7 @@ def compare(rank: int, world_size: int, case: Case) -> tuple[str, str]:
     theirs = run(case, fsdp, rank)
     raised = theirs[-1][1] if theirs and isinstance(theirs[-1][1], Exception) else None
     text = difference(theirs, run(case, torch_backend, rank), case)
-    if case.options.face == "state":
+    if case.options.api == "state":
         for loader, saver, what in (
             (torch_backend, fsdp, "ours loads torch's"),
             (fsdp, torch_backend, "torch loads ours"),
@@ -136,7 +136,7 @@ def main() -> int:
     """Run cases of many seeds; print and count those that differ."""
     parser = argparse.ArgumentParser(prog="python -m tests.on_torch.programs.differential", description=__doc__)
     parser.add_argument(
-        "--face", choices=list(DRAWS), default="fsdp1", help="FullyShardedDataParallel, fully_shard, or state dicts"
+        "--api", choices=list(DRAWS), default="fsdp1", help="FullyShardedDataParallel, fully_shard, or state dicts"
     )
     parser.add_argument("--cases", type=int, default=100, help="how many cases")
     parser.add_argument("--seed", type=int, default=1, help="the first seed is 1000 times this")
@@ -150,7 +150,7 @@ def main() -> int:
         for number in range(given.cases):
             world_size = given.ranks[number % len(given.ranks)]
             named = f"seed {1000 * given.seed + number}, {world_size} ranks"
-            case = around_departures(DRAWS[given.face](1000 * given.seed + number, world_size))
+            case = around_departures(DRAWS[given.api](1000 * given.seed + number, world_size))
             try:
                 text = check(ranks, case, named=named, limit=given.shrinks)
                 raised[text[:100]] += 1

@@ -55,7 +55,7 @@ class WrapOptions(Options):
         sees_grads: full gradients are looked at before each step.
     """
 
-    face: ClassVar[str] = "fsdp1"
+    api: ClassVar[str] = "fsdp1"
     sharding_strategy: str = "FULL_SHARD"
     use_orig_params: bool = True
     backward_prefetch: str | None = "BACKWARD_PRE"
@@ -209,31 +209,31 @@ def _policy(options: WrapOptions, wrap_module: ModuleType) -> Any:
     return None
 
 
-def _mixed(mixed: Mixed, face: ModuleType) -> Any:
+def _mixed(mixed: Mixed, api: ModuleType) -> Any:
     values = {f.name: getattr(mixed, f.name) for f in fields(mixed) if f.name != "ignores"}
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         values[name] = dtype_named(values[name])
     if mixed.ignores is not None:
         values["_module_classes_to_ignore"] = tuple(getattr(trees, n, getattr(nn, n, None)) for n in mixed.ignores)
-    return face.MixedPrecision(**values)
+    return api.MixedPrecision(**values)
 
 
-def wrap(root: nn.Module, options: WrapOptions, face: ModuleType) -> nn.Module:
-    """The tree's module as a model of `face`: torch.distributed.fsdp or torch_backend."""
+def wrap(root: nn.Module, options: WrapOptions, api: ModuleType) -> nn.Module:
+    """The tree's module as a model of `api`: torch.distributed.fsdp or torch_backend."""
     world_size = dist.get_world_size()
 
     def arguments(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
         strategy = options.sharding_strategy if is_root or not options.inner else options.inner
         given: dict[str, Any] = {"device_id": torch.device("cpu")}
-        given["sharding_strategy"] = face.ShardingStrategy[strategy]
+        given["sharding_strategy"] = api.ShardingStrategy[strategy]
         given["use_orig_params"] = options.use_orig_params
         prefetch = options.backward_prefetch
-        given["backward_prefetch"] = None if prefetch is None else face.BackwardPrefetch[prefetch]
+        given["backward_prefetch"] = None if prefetch is None else api.BackwardPrefetch[prefetch]
         for name in ("forward_prefetch", "limit_all_gathers"):
             if getattr(options, name) != getattr(WrapOptions, name):
                 given[name] = getattr(options, name)
         if options.mixed is not None and options.mixed_in in ("all", "root" if is_root else "inner"):
-            given["mixed_precision"] = _mixed(options.mixed, face)
+            given["mixed_precision"] = _mixed(options.mixed, api)
         replicate = world_size // options.shard_size if options.shard_size else 1
         if options.mesh == "mesh":
             shape = (replicate, options.shard_size) if options.shard_size else (world_size,)
@@ -249,8 +249,8 @@ def wrap(root: nn.Module, options: WrapOptions, face: ModuleType) -> nn.Module:
         return given
 
     if options.wrap != "hand":
-        policy = _policy(options, import_module(f"{face.__name__}.wrap"))
-        return face.FullyShardedDataParallel(root, auto_wrap_policy=policy, **arguments(root, is_root=True))
+        policy = _policy(options, import_module(f"{api.__name__}.wrap"))
+        return api.FullyShardedDataParallel(root, auto_wrap_policy=policy, **arguments(root, is_root=True))
     wrapped: dict[nn.Module, nn.Module] = {}
 
     def visit(module: nn.Module) -> None:
@@ -260,11 +260,11 @@ def wrap(root: nn.Module, options: WrapOptions, face: ModuleType) -> nn.Module:
                 visit(child)
                 wrapped[child] = child
                 if _is_unit(child):
-                    wrapped[child] = face.FullyShardedDataParallel(child, **arguments(child, is_root=False))
+                    wrapped[child] = api.FullyShardedDataParallel(child, **arguments(child, is_root=False))
             module._modules[name] = wrapped[child]
 
     visit(root)
-    return face.FullyShardedDataParallel(root, **arguments(root, is_root=True))
+    return api.FullyShardedDataParallel(root, **arguments(root, is_root=True))
 
 
 # Training
@@ -275,7 +275,7 @@ class WrappedRun(Run):
 
     def wrap(self, root: nn.Module) -> Any:
         """By the options."""
-        return wrap(root, self.case.options, self.face)
+        return wrap(root, self.case.options, self.api)
 
     def microbatch(self, number: int) -> AbstractContextManager:
         """Under no_sync unless it is reduced."""
@@ -296,7 +296,7 @@ class WrappedRun(Run):
 
     def edit(self) -> None:
         """Change full parameters, on each rank in another way."""
-        summon = self.face.FullyShardedDataParallel.summon_full_params
+        summon = self.api.FullyShardedDataParallel.summon_full_params
         with summon(self.model), torch.no_grad():
             if self.case.options.edits == "load":
                 state = {name: value * 0.5 for name, value in self.model.state_dict().items()}
@@ -307,7 +307,7 @@ class WrappedRun(Run):
 
     def note_full(self, *, with_grads: bool = False) -> None:
         """Full parameters, and with `with_grads` their gradients."""
-        summon = self.face.FullyShardedDataParallel.summon_full_params
+        summon = self.api.FullyShardedDataParallel.summon_full_params
         with summon(self.model, writeback=False, **({"with_grads": True} if with_grads else {})):
             for name, param in self.params():
                 self.note("full", param, name)

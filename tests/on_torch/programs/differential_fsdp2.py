@@ -64,7 +64,7 @@ class ShardOptions(Options):
         comms: all-gathers and reduce-scatters are the user's. `hook`: so is something after the reduction.
     """
 
-    face: ClassVar[str] = "fsdp2"
+    api: ClassVar[str] = "fsdp2"
     reshard: bool | int | None = None
     inner_reshard: bool | int | None = None
     replicate: int = 0
@@ -204,8 +204,8 @@ def _last_dim(size: int, param: nn.Parameter) -> Shard | None:
     return Shard(param.ndim - 1) if param.numel() and param.shape[-1] % size == 0 else None
 
 
-def shard(root: nn.Module, options: ShardOptions, face: Any) -> Any:
-    """The tree's module as a model of `face`: torch.distributed.fsdp or torch_backend."""
+def shard(root: nn.Module, options: ShardOptions, api: Any) -> Any:
+    """The tree's module as a model of `api`: torch.distributed.fsdp or torch_backend."""
     world_size = dist.get_world_size()
     ignored = {p for m in root.modules() if isinstance(m, Part) and m.node.ignored for p in m.parameters()}
     units: list[Any] = [m for m in root.modules() if isinstance(m, Unit)]
@@ -223,9 +223,9 @@ def shard(root: nn.Module, options: ShardOptions, face: Any) -> Any:
             values = {f.name: getattr(options.precision, f.name) for f in fields(Precision)}
             for name in ("param_dtype", "reduce_dtype", "output_dtype"):
                 values[name] = dtype_named(values[name])
-            given["mp_policy"] = face.MixedPrecisionPolicy(**values)
+            given["mp_policy"] = api.MixedPrecisionPolicy(**values)
         if options.offload:
-            given["offload_policy"] = face.CPUOffloadPolicy(pin_memory=False)
+            given["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
         if options.last_dim:
             given["shard_placement_fn"] = partial(_last_dim, world_size // (options.replicate or 1))
         if ignored:
@@ -242,13 +242,13 @@ def shard(root: nn.Module, options: ShardOptions, face: Any) -> Any:
                     units_here.append(child)
         groups = [units_here] if options.grouped and len(units_here) > 1 else units_here
         for group in groups:
-            face.fully_shard(group, **arguments(is_root=False))
+            api.fully_shard(group, **arguments(is_root=False))
 
     visited = {root}
     visit(root)
-    face.fully_shard(root, **arguments(is_root=True))
+    api.fully_shard(root, **arguments(is_root=True))
     for number, unit in enumerate(units):
-        assert isinstance(unit, face.FSDPModule)
+        assert isinstance(unit, api.FSDPModule)
         if options.forward_prefetch:
             unit.set_modules_to_forward_prefetch(units[number + 1 :][: options.forward_prefetch])
         if options.backward_prefetch:
@@ -260,14 +260,14 @@ def shard(root: nn.Module, options: ShardOptions, face: Any) -> Any:
         if options.no_unshard and _reads_nothing(unit):
             unit.set_unshard_in_backward(False)
         if options.comms:
-            unit.set_custom_all_gather(_all_gather(face))
-            unit.set_custom_reduce_scatter(_reduce_scatter(face))
+            unit.set_custom_all_gather(_all_gather(api))
+            unit.set_custom_reduce_scatter(_reduce_scatter(api))
         if options.hook:
             unit.set_all_reduce_hook(_halve)
     model: Any = root
     # Where ranks use different parameters, torch mixes up gradients unless it is told to send zeros (R29).
     skips = any(m.node.skipped_by >= 0 for m in root.modules() if isinstance(m, Part))
-    if options.zeros_unused or (skips and face.__name__ != "torch_backend"):
+    if options.zeros_unused or (skips and api.__name__ != "torch_backend"):
         model.set_reduce_scatter_unused_params(True)
     if options.separate_group:
         model.set_separate_reduce_scatter_group(True)
@@ -286,10 +286,10 @@ def _halve(reduced: torch.Tensor) -> None:
     reduced.mul_(0.5)
 
 
-def _all_gather(face: Any) -> Any:
+def _all_gather(api: Any) -> Any:
     """An all-gather by the user. torch's base classes are not public."""
 
-    base: Any = getattr(face, "AllGather", object)
+    base: Any = getattr(api, "AllGather", object)
 
     class Gather(base):
         def allocate(self, size, *, dtype, device):  # type: ignore[no-untyped-def]
@@ -301,10 +301,10 @@ def _all_gather(face: Any) -> Any:
     return Gather()
 
 
-def _reduce_scatter(face: Any) -> Any:
+def _reduce_scatter(api: Any) -> Any:
     """A reduce-scatter by the user."""
 
-    base: Any = getattr(face, "ReduceScatter", object)
+    base: Any = getattr(api, "ReduceScatter", object)
 
     class Scatter(base):
         def allocate(self, size, *, dtype, device):  # type: ignore[no-untyped-def]
@@ -331,19 +331,19 @@ class ShardedRun(Run):
 
     def wrap(self, root: nn.Module) -> Any:
         """By the options."""
-        return shard(root, self.case.options, self.face)
+        return shard(root, self.case.options, self.api)
 
     def entry(self) -> Any:
         """Forward, or another method."""
         if not self.case.options.method:
             return self.model
-        self.face.register_fsdp_forward_method(self.model, "along")
+        self.api.register_fsdp_forward_method(self.model, "along")
         return self.model.along
 
     @property
     def units(self) -> list[Any]:
         """All of them, parents first."""
-        return [m for m in self.model.modules() if isinstance(m, self.face.FSDPModule)]
+        return [m for m in self.model.modules() if isinstance(m, self.api.FSDPModule)]
 
     @contextmanager
     def _set(self, number: int) -> Iterator[None]:

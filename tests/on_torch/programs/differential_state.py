@@ -46,7 +46,7 @@ class StateOptions(WrapOptions):
         spoilt: what is wrong with the state dict that is loaded, without `strict`: "missing" or "extra" keys, "dtype".
     """
 
-    face: ClassVar[str] = "state"
+    api: ClassVar[str] = "state"
     optimizer: str = "adam"
     steps: int = 1
     kind: str = "FULL"
@@ -179,11 +179,11 @@ def has_second_names(model: nn.Module) -> bool:
 
 
 class StateRun(WrappedRun):
-    """A run that saves with `saver` and loads with `face`."""
+    """A run that saves with `saver` and loads with `api`."""
 
-    def __init__(self, case: Case, face: ModuleType, rank: int, saver: ModuleType | None = None) -> None:
-        super().__init__(case, face, rank)
-        self.loader, self.face = face, saver or face
+    def __init__(self, case: Case, api: ModuleType, rank: int, saver: ModuleType | None = None) -> None:
+        super().__init__(case, api, rank)
+        self.loader, self.api = api, saver or api
 
     @property
     def options(self) -> StateOptions:
@@ -201,7 +201,7 @@ class StateRun(WrappedRun):
         self.step = 100
         self.one_step()
         self.note_entries("after another step", saved)
-        self.face = self.loader
+        self.api = self.loader
         self.begin(other=True)
         self.load(state, optim_state)
         for step in range(200, 200 + STEPS_AFTER):
@@ -252,14 +252,14 @@ class StateRun(WrappedRun):
         """Forward, backward and the optimizer's step; with `drops` without the gradients of one unit."""
         self.forward_backward(f"step {self.step}")
         if drops:
-            for param in unit_params(self.model, self.face):
+            for param in unit_params(self.model, self.api):
                 param.grad = None
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts, noted."""
-        options, fsdp = self.options, self.face.FullyShardedDataParallel
+        options, fsdp = self.options, self.api.FullyShardedDataParallel
         owned = storages_of(self.model)
         with fsdp.state_dict_type(self.model, *self.settings()):
             if options.amid == "summoned":
@@ -290,11 +290,11 @@ class StateRun(WrappedRun):
         """Note the optimizer's state by the numbers of parameters of the model without wrappers, and by names again."""
         torch.manual_seed(0)
         plain, _ = build_tree(self.case.tree)
-        optimizer, types = self.optimizer_over(plain), self.face.OptimStateKeyType
+        optimizer, types = self.optimizer_over(plain), self.api.OptimStateKeyType
         rekeyed: Any = full
         for kind in (types.PARAM_ID, types.PARAM_NAME):
             try:
-                rekeyed = self.face.FullyShardedDataParallel.rekey_optim_state_dict(
+                rekeyed = self.api.FullyShardedDataParallel.rekey_optim_state_dict(
                     rekeyed, kind, plain, optim=optimizer
                 )
             except RuntimeError as error:  # several names for one parameter
@@ -316,12 +316,12 @@ class StateRun(WrappedRun):
 
     def settings(self) -> tuple[Any, Any, Any]:
         """The type of state dicts and its configurations."""
-        options, face = self.options, self.face
+        options, api = self.options, self.api
         name = options.kind.capitalize()
         rank0 = {"rank0_only": options.rank0_only} if options.kind == "FULL" else {}
-        config = getattr(face, f"{name}StateDictConfig")(offload_to_cpu=options.offload, **rank0)
-        optim_config = getattr(face, f"{name}OptimStateDictConfig")(offload_to_cpu=options.offload, **rank0)
-        return face.StateDictType[f"{options.kind}_STATE_DICT"], config, optim_config
+        config = getattr(api, f"{name}StateDictConfig")(offload_to_cpu=options.offload, **rank0)
+        optim_config = getattr(api, f"{name}OptimStateDictConfig")(offload_to_cpu=options.offload, **rank0)
+        return api.StateDictType[f"{options.kind}_STATE_DICT"], config, optim_config
 
     def save_optimizer(self, fsdp: Any) -> dict[str, Any]:
         """The optimizer's state dict."""
@@ -335,7 +335,7 @@ class StateRun(WrappedRun):
 
     def load(self, state: dict[str, Any], optim_state: dict[str, Any]) -> None:
         """Into the model and the optimizer that were just begun."""
-        options, fsdp = self.options, self.face.FullyShardedDataParallel
+        options, fsdp = self.options, self.api.FullyShardedDataParallel
         self.spoil(state)
         with fsdp.state_dict_type(self.model, *self.settings()):
             local = options.kind == "LOCAL" and options.use_orig_params  # torch loads these, and then refuses them
@@ -397,9 +397,9 @@ def checkpoint(model: nn.Module) -> None:
     checkpointing.apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
 
 
-def unit_params(model: nn.Module, face: ModuleType) -> list[nn.Parameter]:
+def unit_params(model: nn.Module, api: ModuleType) -> list[nn.Parameter]:
     """The parameters of the last unit that has some."""
-    units = [m for m in model.modules() if isinstance(m, face.FullyShardedDataParallel)]
+    units = [m for m in model.modules() if isinstance(m, api.FullyShardedDataParallel)]
     for unit in reversed(units):
         inside = {id(p) for m in unit.modules() if m is not unit and m in units for p in m.parameters()}
         own = [p for p in unit.parameters() if id(p) not in inside]

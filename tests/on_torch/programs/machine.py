@@ -1373,7 +1373,7 @@ def drive(
 
     Args:
         first_seed: what programs are drawn from; None: always the same.
-        rules: the machine of a face.
+        rules: the state machine of an API.
     """
 
     def machine() -> Machine:
@@ -1399,13 +1399,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.on_torch.programs.machine", description=inspect.getdoc(sys.modules[__name__])
     )
-    parser.add_argument("--face", choices=("fsdp1", "fsdp2"), default="fsdp1")
+    parser.add_argument("--api", choices=("fsdp1", "fsdp2"), default="fsdp1")
     parser.add_argument("--examples", type=int, default=100, help="programs, shared out over the world sizes")
     parser.add_argument("--steps", type=int, default=40, help="the longest program")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="world sizes, one after the other")
     given = parser.parse_args()
-    rules = importlib.import_module(f"tests.on_torch.programs.machine{'_fsdp2' * (given.face == 'fsdp2')}").SideBySide
+    rules = importlib.import_module(f"tests.on_torch.programs.machine{'_fsdp2' * (given.api == 'fsdp2')}").SideBySide
     counts, failed, start = Counts(), 0, time.monotonic()
     for world_size in given.ranks:
         with started_ranks() as ranks:

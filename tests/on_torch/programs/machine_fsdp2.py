@@ -2,7 +2,7 @@
 it has. What a user may do is another: there are no summons, full parameters are shown between `unshard` and `reshard`, and behind
 a forward that does not reshard.
 
-`python -m tests.on_torch.programs.machine --face fsdp2 --examples 300 --seed 1` runs many long programs.
+`python -m tests.on_torch.programs.machine --api fsdp2 --examples 300 --seed 1` runs many long programs.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from torch.distributed.tensor import DTensor
 
-from crossframe.faces import Face
+from crossframe.api import Api
 from crossframe.layout import PerParamLayout, post_forward, post_forward_group
 from crossframe.lifecycle import Exposure, Residency
 from crossframe.mesh import MeshSpec
@@ -271,7 +271,7 @@ class ExpectedFSDP2(Expected):
         if params is None:
             params = {full_name(unit, name): initial(unit, name) for unit in UNITS for name in SHAPES[unit]}
         units = plan_units(
-            layouts, face=Face.FSDP2, reshard_after_forward=setup.reshard, policy=PrecisionPolicy(*setup.mixed)
+            layouts, api=Api.FSDP2, reshard_after_forward=setup.reshard, policy=PrecisionPolicy(*setup.mixed)
         )
         return World(units, setup.spec, params, optimizer=self.optimizer)
 
@@ -306,7 +306,7 @@ class ExpectedFSDP2(Expected):
                 self.unsettled = self._bends("learns late")
                 self._fail()
                 raise
-        steps = reduction_steps(self.mesh, Face.FSDP2, all_reduce=all_reduces or self.mesh.replicate == 1)
+        steps = reduction_steps(self.mesh, Api.FSDP2, all_reduce=all_reduces or self.mesh.replicate == 1)
         for unit in self.world.units.values():
             for bucket in unit.buckets if syncs else ():
                 if any(bucket.grads):
@@ -369,7 +369,7 @@ class ExpectedFSDP2(Expected):
                 # Replicas and ranks may hold what one rank's user wrote.
                 new.unit.shards = [shard.astype(dtype) for shard in old.unit.shards]
                 new.sharded_grads = [None if g is None else _to(g, new.precision.kept) for g in old.sharded_grads]
-                waits = new.precision.accumulated(Face.FSDP2)
+                waits = new.precision.accumulated(Api.FSDP2)
                 new.grads = [{key: _to(grad, waits) for key, grad in grads.items()} for grads in old.grads]
                 new.partials = old.partials and [_to(partial, new.precision.reduced) for partial in old.partials]
                 new.under_way, new.reached, new.steps = old.under_way, old.reached, old.steps

@@ -1,4 +1,4 @@
-"""Checkpoints in crossframe's own format, of a model and its optimizer: from every face and layout into every other."""
+"""Checkpoints in crossframe's own format, of a model and its optimizer: from every API and layout into every other."""
 
 # pyright: reportArgumentType=false
 
@@ -13,20 +13,20 @@ from crossframe.errors import CrossframeError
 from tests.on_torch.programs.campaign import content
 from torch_backend import FullyShardedDataParallel, fully_shard, load_checkpoint, save_checkpoint
 
-FACES = ("original", "per_param", "flat_param", "ragged", "flat")
+APIS = ("original", "per_param", "flat_param", "ragged", "flat")
 WORLDS = (3, 2, 4, 1, 2)
 
 
-def model_of(face: str, seed: int) -> Any:
+def model_of(api: str, seed: int) -> Any:
     """Three units, one of which holds fewer rows than there are ranks; it has not run."""
     torch.manual_seed(seed)
     net: Any = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Tanh(), nn.Linear(2, 2))
-    if face in ("original", "flat_param"):
-        keep = face == "original"
+    if api in ("original", "flat_param"):
+        keep = api == "original"
         net[2] = FullyShardedDataParallel(net[2], use_orig_params=keep)
         return FullyShardedDataParallel(net, use_orig_params=keep)
     for module in (net[0], net[2], net):
-        fully_shard(module, layout=face)
+        fully_shard(module, layout=api)
     return net
 
 
@@ -37,21 +37,21 @@ def step(net: Any, optimizer: Any, number: int, rank: int) -> None:
     optimizer.zero_grad()
 
 
-def made(face: str, seed: int = 1, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
-    net = model_of(face, seed)
+def made(api: str, seed: int = 1, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
+    net = model_of(api, seed)
     return net, kind(net.parameters(), lr=0.1, **options)
 
 
-def save_trained(rank, world_size, face, path):
-    net, optimizer = made(face)
+def save_trained(rank, world_size, api, path):
+    net, optimizer = made(api)
     for number in range(2):
         step(net, optimizer, number, rank)
     save_checkpoint(path, net, optimizer, about={"step": 2})
 
 
-def load_and_save(rank, world_size, face, path, other, stepped):
+def load_and_save(rank, world_size, api, path, other, stepped):
     """Into a model of other values, whose optimizer has stepped or not; and what is saved of it then."""
-    net, optimizer = made(face, seed=2)
+    net, optimizer = made(api, seed=2)
     if stepped:
         step(net, optimizer, 0, rank)
     load_checkpoint(path, net, optimizer)
@@ -59,25 +59,25 @@ def load_and_save(rank, world_size, face, path, other, stepped):
 
 
 def test_R36_R37_model_and_optimizer_go_from_every_face_and_layout_to_another(ranks, tmp_path):
-    ranks.run(3, save_trained, FACES[0], tmp_path / "0")
+    ranks.run(3, save_trained, APIS[0], tmp_path / "0")
     first = content(tmp_path / "0")
     assert read(tmp_path / "0").about == {"step": 2}
     assert len(first) == 3 * 6 + 1 and first["optimizer.step"] == 2
     assert all(value.any() for name, value in first.items() if name != "optimizer.step")
     for i in range(1, 6):
-        face, world_size = FACES[i % 5], WORLDS[i % 5]
-        ranks.run(world_size, load_and_save, face, tmp_path / str(i - 1), tmp_path / str(i), i % 2 == 0)
+        api, world_size = APIS[i % 5], WORLDS[i % 5]
+        ranks.run(world_size, load_and_save, api, tmp_path / str(i - 1), tmp_path / str(i), i % 2 == 0)
         again = content(tmp_path / str(i))
         assert again.keys() == first.keys() and again["optimizer.step"] == 2
-        assert all(torch.equal(again[name], first[name]) for name in first if name != "optimizer.step"), face
+        assert all(torch.equal(again[name], first[name]) for name in first if name != "optimizer.step"), api
 
 
-def train_on(rank, world_size, face, path):
+def train_on(rank, world_size, api, path):
     """Whether a run that loads goes on as the one that saved: the same bits after the next step."""
-    net, optimizer = made(face)
+    net, optimizer = made(api)
     step(net, optimizer, 0, rank)
     save_checkpoint(path, net, optimizer)
-    other, loaded = made(face, seed=2)
+    other, loaded = made(api, seed=2)
     load_checkpoint(path, other, loaded)
     for model, own in ((net, optimizer), (other, loaded)):
         step(model, own, 1, rank)
@@ -85,9 +85,9 @@ def train_on(rank, world_size, face, path):
     save_checkpoint(f"{path}-2", other, loaded)
 
 
-@pytest.mark.parametrize("face", ["original", "flat_param", "per_param"])
-def test_R37_a_run_that_was_loaded_goes_on_bit_for_bit(ranks, tmp_path, face):
-    ranks.run(2, train_on, face, tmp_path / "c")
+@pytest.mark.parametrize("api", ["original", "flat_param", "per_param"])
+def test_R37_a_run_that_was_loaded_goes_on_bit_for_bit(ranks, tmp_path, api):
+    ranks.run(2, train_on, api, tmp_path / "c")
     a, b = content(tmp_path / "c-1"), content(tmp_path / "c-2")
     assert a.keys() == b.keys() and a["optimizer.step"] == b["optimizer.step"] == 2
     assert all(torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a)

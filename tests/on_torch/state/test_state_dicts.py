@@ -21,7 +21,7 @@ from tests.on_torch.programs.differential_state import OPTIMIZERS, TYPES, StateO
 from tests.on_torch.programs.exceptions_state import BUGS, DEPARTURES, MENDED
 
 SEED = 3
-# Seeds by world size: a sample of what `python -m tests.on_torch.programs.differential --face state` runs.
+# Seeds by world size: a sample of what `python -m tests.on_torch.programs.differential --api state` runs.
 NUM_CASES = {1: 1, 2: 4 if EXHAUSTIVE in os.environ else 2, 3: 1, 4: 1}
 
 
@@ -107,18 +107,18 @@ def test_values_that_differ_in_kind_are_told_apart():
 class Model(nn.Module):
     """Two units: an inner one with two parameters, the root with two and a buffer."""
 
-    def __init__(self, face: ModuleType, *, wide: int = 3, fill: float | None = None, **arguments: Any) -> None:
+    def __init__(self, api: ModuleType, *, wide: int = 3, fill: float | None = None, **arguments: Any) -> None:
         super().__init__()
         torch.manual_seed(1)
         arguments = {"device_id": torch.device("cpu"), **arguments}
-        inner = face.FullyShardedDataParallel(nn.Linear(2, wide), **arguments)
+        inner = api.FullyShardedDataParallel(nn.Linear(2, wide), **arguments)
         root = nn.Sequential(inner, nn.Linear(wide, 2), nn.BatchNorm1d(2))
         if fill is not None:
             with torch.no_grad():
                 for param in root.parameters():
                     param.fill_(fill)
-        self.fsdp = face.FullyShardedDataParallel
-        self.types = face.StateDictType
+        self.fsdp = api.FullyShardedDataParallel
+        self.types = api.StateDictType
         self.wrapped = self.fsdp(root, **arguments)
 
     def saved(self, kind: str) -> dict[str, Any]:
@@ -134,11 +134,11 @@ class Model(nn.Module):
 
 def _there_and_back(rank: int, world_size: int, kind: str, orig: bool) -> list[bool]:
     """Whether a model of other values has those of the state dict once it has loaded it; plainly, and by assignment."""
-    face = import_module("torch_backend")
-    source = Model(face, use_orig_params=orig)
+    api = import_module("torch_backend")
+    source = Model(api, use_orig_params=orig)
     expected, found = source.saved("FULL"), []
     for assign in (False, kind != "LOCAL"):  # a local one that is assigned is not taken over, neither by torch
-        other = Model(face, use_orig_params=orig, fill=0.25)
+        other = Model(api, use_orig_params=orig, fill=0.25)
         other.load(kind, source.saved(kind), assign=assign)
         loaded = other.saved("FULL")
         found.append(list(loaded) == list(expected) and all(torch.equal(loaded[key], expected[key]) for key in loaded))
@@ -153,9 +153,9 @@ def test_R36_a_state_dict_of_each_type_gives_a_model_its_values(ranks, kind, ori
 
 def _low_buffers(rank: int, world_size: int, package: str, kind: str) -> tuple[list[Any], list[Any]]:
     """The dtypes of buffers in low precision, and in a state dict."""
-    face = import_module(package)
-    low = face.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, _module_classes_to_ignore=())
-    model = Model(face, mixed_precision=low)
+    api = import_module(package)
+    low = api.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, _module_classes_to_ignore=())
+    model = Model(api, mixed_precision=low)
     model.wrapped(torch.ones(2, 2))
     state = model.saved(kind)
     names = [name for name in state if "running" in name]
@@ -189,9 +189,9 @@ UNFIT: dict[str, Callable[[dict], dict]] = {
 
 def _load_unfit(rank: int, world_size: int, package: str, unfit: str, orig: bool, strict: bool) -> tuple[str, Any, Any]:
     """What came of loading: the kind of error or "", what it returned or said, and what the model's parameters are then."""
-    face = import_module(package)
-    state = UNFIT[unfit](Model(face, use_orig_params=orig).saved("FULL"))
-    model = Model(face, use_orig_params=orig, fill=0.25)
+    api = import_module(package)
+    state = UNFIT[unfit](Model(api, use_orig_params=orig).saved("FULL"))
+    model = Model(api, use_orig_params=orig, fill=0.25)
     error, found = "", None
     try:
         reported = model.load("FULL", state, strict=strict)
@@ -232,44 +232,44 @@ UNFIT_NAMES = {
 }
 
 
-def _local_with_mesh(face: ModuleType) -> Any:
-    return Model(face, device_mesh=init_device_mesh("cpu", (2,))).saved("LOCAL")
+def _local_with_mesh(api: ModuleType) -> Any:
+    return Model(api, device_mesh=init_device_mesh("cpu", (2,))).saved("LOCAL")
 
 
-def _other_world_local(face: ModuleType) -> Any:
-    state = Model(face, use_orig_params=False, wide=5).saved("LOCAL")
-    return Model(face, use_orig_params=False).load("LOCAL", state)
+def _other_world_local(api: ModuleType) -> Any:
+    state = Model(api, use_orig_params=False, wide=5).saved("LOCAL")
+    return Model(api, use_orig_params=False).load("LOCAL", state)
 
 
-def _local_without_flat(face: ModuleType) -> Any:
-    state = Model(face, use_orig_params=False).saved("LOCAL")
-    return Model(face, use_orig_params=False).load("LOCAL", _without("0._flat_param")(state))
+def _local_without_flat(api: ModuleType) -> Any:
+    state = Model(api, use_orig_params=False).saved("LOCAL")
+    return Model(api, use_orig_params=False).load("LOCAL", _without("0._flat_param")(state))
 
 
-def _wrong_config(face: ModuleType) -> Any:
-    model = Model(face)
-    return model.fsdp.set_state_dict_type(model.wrapped, model.types.SHARDED_STATE_DICT, face.FullStateDictConfig())
+def _wrong_config(api: ModuleType) -> Any:
+    model = Model(api)
+    return model.fsdp.set_state_dict_type(model.wrapped, model.types.SHARDED_STATE_DICT, api.FullStateDictConfig())
 
 
-def _wrong_optimizer_config(face: ModuleType) -> Any:
-    model = Model(face)
-    wrong = face.FullOptimStateDictConfig()
+def _wrong_optimizer_config(api: ModuleType) -> Any:
+    model = Model(api)
+    wrong = api.FullOptimStateDictConfig()
     return model.fsdp.set_state_dict_type(model.wrapped, model.types.SHARDED_STATE_DICT, None, wrong)
 
 
-def _no_type(face: ModuleType) -> Any:
-    model = Model(face)
+def _no_type(api: ModuleType) -> Any:
+    model = Model(api)
     return model.fsdp.set_state_dict_type(model.wrapped, "sharded")
 
 
-def _types_differ(face: ModuleType) -> Any:
-    model = Model(face)
+def _types_differ(api: ModuleType) -> Any:
+    model = Model(api)
     model.fsdp.set_state_dict_type(model.wrapped[0], model.types.SHARDED_STATE_DICT)
     return model.fsdp.get_state_dict_type(model.wrapped)
 
 
-def _optimizer(face: ModuleType, **arguments: Any) -> tuple[Model, torch.optim.Optimizer]:
-    model = Model(face, **arguments)
+def _optimizer(api: ModuleType, **arguments: Any) -> tuple[Model, torch.optim.Optimizer]:
+    model = Model(api, **arguments)
     optimizer = torch.optim.Adam(model.wrapped.parameters())
     model.wrapped(torch.ones(2, 2)).sum().backward()
     optimizer.step()
@@ -278,8 +278,8 @@ def _optimizer(face: ModuleType, **arguments: Any) -> tuple[Model, torch.optim.O
 
 def _state_and_back(rank: int, world_size: int, strategy: str) -> list[bool]:
     """Of each parameter's state whether it is, once saved and loaded, what it was, shaped like the parameter."""
-    face = import_module("torch_backend")
-    model, optimizer = _optimizer(face, use_orig_params=True, sharding_strategy=face.ShardingStrategy[strategy])
+    api = import_module("torch_backend")
+    model, optimizer = _optimizer(api, use_orig_params=True, sharding_strategy=api.ShardingStrategy[strategy])
     before = {param: dict(entries) for param, entries in optimizer.state.items()}
     saved = model.fsdp.optim_state_dict(model.wrapped, optimizer)
     optimizer.load_state_dict(model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, saved))
@@ -317,42 +317,42 @@ def test_R37_state_loads_under_any_name_of_a_parameter(ranks):
     assert ranks.run(2, _under_a_second_name) == [True, True]
 
 
-def _unequal_steps(face: ModuleType) -> Any:
-    model, optimizer = _optimizer(face, use_orig_params=False)
+def _unequal_steps(api: ModuleType) -> Any:
+    model, optimizer = _optimizer(api, use_orig_params=False)
     state = model.fsdp.optim_state_dict(model.wrapped, optimizer)
     state["state"]["0.bias"]["step"] = torch.tensor(7.0)
     return model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, state)
 
 
-def _misshapen_state(face: ModuleType) -> Any:
-    model, optimizer = _optimizer(face, use_orig_params=False)
+def _misshapen_state(api: ModuleType) -> Any:
+    model, optimizer = _optimizer(api, use_orig_params=False)
     state = model.fsdp.optim_state_dict(model.wrapped, optimizer)
     state["state"]["0.bias"]["exp_avg"] = torch.ones(7)
     return model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, state)
 
 
-def _no_state(face: ModuleType) -> Any:
-    model, optimizer = _optimizer(face)
+def _no_state(api: ModuleType) -> Any:
+    model, optimizer = _optimizer(api)
     return model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, {"param_groups": []})
 
 
-def _strange_name_in_group(face: ModuleType) -> Any:
-    model, optimizer = _optimizer(face)
+def _strange_name_in_group(api: ModuleType) -> Any:
+    model, optimizer = _optimizer(api)
     state = model.fsdp.optim_state_dict(model.wrapped, optimizer)
     state["param_groups"][0]["params"].append("strange")
     return model.fsdp.optim_state_dict_to_load(model.wrapped, optimizer, state)
 
 
-def _mixed_keys(face: ModuleType) -> Any:
-    model, optimizer = _optimizer(face)
+def _mixed_keys(api: ModuleType) -> Any:
+    model, optimizer = _optimizer(api)
     mixed = {"state": {0: {}, "0.weight": {}}, "param_groups": []}
-    keys = face.OptimStateKeyType
+    keys = api.OptimStateKeyType
     return model.fsdp.rekey_optim_state_dict(mixed, keys.PARAM_ID, model.wrapped, optim=optimizer)
 
 
-def _strange_key(face: ModuleType) -> Any:
-    model, optimizer = _optimizer(face, use_orig_params=True)
-    keys = face.OptimStateKeyType
+def _strange_key(api: ModuleType) -> Any:
+    model, optimizer = _optimizer(api, use_orig_params=True)
+    keys = api.OptimStateKeyType
     strange = {"state": {"strange": {}}, "param_groups": []}
     return model.fsdp.rekey_optim_state_dict(strange, keys.PARAM_ID, model.wrapped, optim=optimizer)
 
@@ -407,8 +407,8 @@ def test_R37_what_one_rank_alone_refuses_all_refuse(ranks):
     assert all("0.bias" in text for text in ranks.run(2, _misshapen_on_one_rank, seconds=20))
 
 
-def _names_for_libraries(rank: int, world_size: int, face: str) -> list[Any]:
-    package, found = import_module(face), []
+def _names_for_libraries(rank: int, world_size: int, api: str) -> list[Any]:
+    package, found = import_module(api), []
     for use_orig_params in (True, False):
         wrap = partial(package.FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
         outer = wrap(nn.Sequential(wrap(nn.Linear(3, 2))))
@@ -419,5 +419,5 @@ def _names_for_libraries(rank: int, world_size: int, face: str) -> list[Any]:
 
 def test_a_unit_without_parameters_has_no_flat_parameter(ranks):
     """Libraries ask for it (transformers, accelerate)."""
-    told = [ranks.run(2, _names_for_libraries, face)[0] for face in ("torch.distributed.fsdp", "torch_backend")]
+    told = [ranks.run(2, _names_for_libraries, api)[0] for api in ("torch.distributed.fsdp", "torch_backend")]
     assert told[0] == told[1] and told[1][:2] == [False, None]

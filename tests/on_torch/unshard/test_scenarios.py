@@ -76,24 +76,24 @@ class Setup:
         """Whether edits remain (R20)."""
         return request.writeback or self.shard_size == 1
 
-    def wrap(self, model: nn.Module, face: Any = torch_backend) -> nn.Module:
+    def wrap(self, model: nn.Module, api: Any = torch_backend) -> nn.Module:
         """The model under `torch_backend`, or under `torch.distributed.fsdp`."""
         options: dict[str, Any] = {
-            "sharding_strategy": face.ShardingStrategy[self.strategy],
+            "sharding_strategy": api.ShardingStrategy[self.strategy],
             "use_orig_params": self.use_orig_params,
-            "cpu_offload": face.CPUOffload(self.cpu_offload),
+            "cpu_offload": api.CPUOffload(self.cpu_offload),
             "device_id": torch.device("cpu"),
-            "auto_wrap_policy": import_module(f"{face.__name__}.wrap").ModuleWrapPolicy({Block, nn.LayerNorm}),
+            "auto_wrap_policy": import_module(f"{api.__name__}.wrap").ModuleWrapPolicy({Block, nn.LayerNorm}),
         }
         if self.mixed:
-            options["mixed_precision"] = face.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            options["mixed_precision"] = api.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if self.over == (1,):
             options["process_group"] = alone()
         elif self.over:
             options["device_mesh"] = mesh_of(self.over)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return face.FullyShardedDataParallel(model, **options)
+            return api.FullyShardedDataParallel(model, **options)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 
-def shown(rank: int, face: str) -> float:
+def shown(rank: int, api: str) -> float:
     """The gradient to which rank r brings r + 1, so that the average is 1.5."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    if face == "FSDP1":
+    if api == "FSDP1":
         model = FullyShardedDataParallel(
             nn.Linear(1, 1, bias=False),
             device_mesh=mesh,
@@ -31,14 +31,14 @@ def shown(rank: int, face: str) -> float:
         fully_shard(model, mesh=mesh)
     model(torch.full((1, 1), rank + 1.0)).sum().backward()
     grad = next(model.parameters()).grad
-    return (grad if face == "FSDP1" else grad.to_local()).item()  # type: ignore[union-attr]
+    return (grad if api == "FSDP1" else grad.to_local()).item()  # type: ignore[union-attr]
 
 
 def _rank(rank: int, store: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for face in ("FSDP1", "FSDP2"):
-        print(f"{face}, rank {rank}: expected 1.5, got {shown(rank, face)}", flush=True)
+    for api in ("FSDP1", "FSDP2"):
+        print(f"{api}, rank {rank}: expected 1.5, got {shown(rank, api)}", flush=True)
     dist.destroy_process_group()
 
 

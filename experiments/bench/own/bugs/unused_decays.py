@@ -27,13 +27,13 @@ class Model(nn.Module):
         return (x * self.used).sum()
 
 
-def shown(face: str) -> float:
+def shown(api: str) -> float:
     """The unused weight after ten steps of AdamW with a decay of 0.1: it was 1."""
     model = Model()
     wrapped: nn.Module = model
-    if face == "FSDP1":
+    if api == "FSDP1":
         wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    elif face == "FSDP2":
+    elif api == "FSDP2":
         fully_shard(model)
     else:
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
@@ -42,17 +42,17 @@ def shown(face: str) -> float:
         wrapped(torch.ones(2)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if face == "FSDP1":
+    if api == "FSDP1":
         with FullyShardedDataParallel.summon_full_params(wrapped):
             return model.unused[0].item()
-    return (model.unused.full_tensor() if face == "FSDP2" else model.unused)[0].item()  # type: ignore[operator]
+    return (model.unused.full_tensor() if api == "FSDP2" else model.unused)[0].item()  # type: ignore[operator]
 
 
 def _rank(rank: int, store: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for face in ("DDP", "FSDP2", "FSDP1"):
-        print(f"{face}, rank {rank}: expected 1.0, got {shown(face):.6f}", flush=True)
+    for api in ("DDP", "FSDP2", "FSDP1"):
+        print(f"{api}, rank {rank}: expected 1.0, got {shown(api):.6f}", flush=True)
     dist.destroy_process_group()
 
 

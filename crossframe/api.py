@@ -3,7 +3,7 @@
 from enum import Enum
 
 
-class Face(Enum):
+class Api(Enum):
     """The API whose behavior applies.
 
     | | FSDP1, `FullyShardedDataParallel` | FSDP2, `fully_shard` |
