@@ -123,7 +123,7 @@ def explained(
 
     Args:
         folder, timeout: as of `explain`.
-        console: None: says nothing of what goes on.
+        console: prints progress; None: prints nothing.
 
     Raises:
         UsageError: as of `explain`.

@@ -14,7 +14,7 @@ from crossframe.mesh import MeshSpec
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements `start:start + numel` of what a rank holds of parameter `index` under a layout."""
+    """Elements `start:start + numel` of a rank's shard of parameter `index` under a layout."""
 
     index: int
     start: int

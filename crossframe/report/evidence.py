@@ -16,10 +16,10 @@ class Worst:
     """Summary of some quantities by their largest fraction of a bound.
 
     Attributes:
-        num: how many they are.
-        num_equal, num_beyond: how many are equal bit for bit, and how many are outside of what rounding may reach.
-        used: the largest difference / what rounding may reach; None where there is no bound for any of them.
-        name: whose that is.
+        num: number of quantities.
+        num_equal, num_beyond: how many are equal bit for bit, and how many exceed their rounding bound.
+        used: the largest ratio of a difference to its rounding bound; None if no quantity has a bound.
+        name: the quantity with that ratio.
     """
 
     num: int
@@ -117,8 +117,8 @@ def _together(things: Sequence[T], most: int) -> tuple[tuple[T, ...], ...]:
     return tuple(tuple(things[i : i + size]) for i in range(0, len(things), size))
 
 
-# A cell's class is a letter and a number; a colour belongs to each. Up to the number, this is what is used of what rounding may
-# reach: "in" 0.01, 0.1 and 1 of it, "out" 10, 1000 and a million times that, and more.
+# A cell's class is a letter and a number, and each has a colour. The number is an upper limit of difference / rounding bound:
+# "in" 0.01, 0.1 and 1, "out" 10, 1000, a million, and more.
 INSIDE, OUTSIDE = (0.01, 0.1, math.inf), (10.0, 1e3, 1e6, math.inf)
 
 

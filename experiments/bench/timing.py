@@ -66,7 +66,7 @@ def fastest(times: Times, names: Sequence[str]) -> str:
 
 
 def ratios(times: Times, name: str, other: str, bare: str | None = None) -> list[float]:
-    """Time of `name` to that of `other`, round by round; with `bare`, of what each takes longer than that.
+    """Time of `name` to that of `other`, round by round; with `bare`, after subtracting the time of that.
 
     >>> ratios({"a": [3.0, 4.0], "b": [6.0, 2.0], "c": [1.0, 1.0]}, "a", "b")
     [0.5, 2.0]

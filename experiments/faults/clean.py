@@ -109,7 +109,7 @@ def runs_of(model: str, dtype: str, seed: int) -> list[Run]:
 
 
 def pairs_of(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """Each of the first three runs, which have perturbed runs below float64, with all behind it."""
+    """Each of the first three runs, which have perturbed runs below float64, with every later one."""
     for i, first in enumerate(runs[:3]):
         for second in runs[i + 1 :]:
             same = first.settings.world_size == second.settings.world_size

@@ -19,7 +19,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 @jax.custom_vjp
 def squared_relu(x: jax.Array) -> jax.Array:
-    """The square of what is above 0."""
+    """Squared ReLU."""
     return jnp.maximum(x, 0) ** 2
 
 

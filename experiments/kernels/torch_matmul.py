@@ -17,7 +17,7 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 
 class SquaredRelu(torch.autograd.Function):
-    """The square of what is above 0."""
+    """Squared ReLU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def define(
 
 
 def initial_by_shape(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Biases 0, the scales of norms 1, and all else of a size that keeps that of what goes through."""
+    """Biases 0, scales of norms 1, and weights of a size that preserves the size of activations."""
     if len(shape) == 1:
         return np.zeros(shape) if name.endswith("bias") else np.ones(shape)
     return generator.normal(0.0, 1.0, shape) / np.sqrt(np.prod(shape[1:]))

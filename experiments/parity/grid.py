@@ -1,8 +1,8 @@
 """`python -m experiments grid`: many small runs in both frameworks, and how far the two part, as one table.
 
 A cell is a model on a mesh, under a strategy, with an optimizer. In float64, how far two runs are apart is the largest difference
-of a parameter at any recorded step, as `crossframe.verdict` measures it; in lower precision it is how much they use up of what
-perturbed runs of torch's run reach. All cells of one number of ranks share the processes of torch, so that a cell costs seconds.
+of a parameter at any recorded step, as `crossframe.verdict` measures it; in lower precision it is the ratio of that difference
+to the spread of perturbed runs of torch. All cells of one world size share the processes of torch, so a cell costs seconds.
 """
 
 import tempfile
@@ -81,7 +81,7 @@ def cells(
     """The runs of the grid: each combination once, clipped and accumulated under one strategy of two.
 
     Raises:
-        UsageError: models, ranks, strategies or optimizers that are none, or of which no cell is left.
+        UsageError: unknown models, ranks, strategies or optimizers, or a selection without cells.
     """
     asked = (
         ("ranks", ranks, RANKS),

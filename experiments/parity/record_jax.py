@@ -38,7 +38,7 @@ def record_jax(settings: RunSettings, output: Path, *, twins: int = 0, overwrite
     """Train and record. JAX must not have been used before in this process, since its devices are made here.
 
     Args:
-        twins: how many perturbed runs of the run are recorded behind it, inside its folder.
+        twins: number of perturbed runs that are recorded after it, inside its folder.
 
     Raises:
         UsageError: fewer devices than ranks.

@@ -38,7 +38,7 @@ def record_torch(settings: RunSettings, output: Path, *, twins: int = 0, overwri
     """Train and record; returns when all ranks have finished.
 
     Args:
-        twins: how many perturbed runs of the run are recorded behind it, inside its folder.
+        twins: number of perturbed runs that are recorded after it, inside its folder.
 
     Raises:
         UsageError: fewer devices than ranks.

@@ -48,7 +48,7 @@ def options() -> list[Options]:
 
 
 class Probe(nn.Module):
-    """Notes the dtypes of what it is given, calls the module inside it with inputs of every dtype, and notes what comes back."""
+    """Records the dtypes of inputs and outputs, and calls the module inside it with inputs of every dtype."""
 
     def __init__(self, inner: nn.Module | None) -> None:
         super().__init__()

@@ -142,7 +142,7 @@ def _compare_parts(tallies: Tallies, case: Case, by_name: dict[str, Any]) -> Non
         tallies["R37"].compare(core.unfit_state(layout.params, told, as_one=not case.keep_original), [], here)
         parts = _parts(layout, own, unit, case.keep_original)
         for rank, (ours, torchs) in enumerate(zip(parts, theirs, strict=True)):
-            # Of what it holds no element of, a rank has nothing but scalars to load.
+            # A rank loads only scalars for a parameter of which it holds no element.
             held = {piece.name for piece in layout.pieces(rank)} if case.keep_original else {core.local_key(unit)}
             mine, its = ({n: s for n, s in side.items() if n in held} for side in (ours, torchs))
             tallies["R37"].compare(_bits(mine), _bits(its), (*here, f"rank {rank}"))

@@ -1,4 +1,4 @@
-"""R25: data put in the place of a sharded parameter's, adopted or refused, in torch's FSDP1, in the core and in its reference."""
+"""R25: replaced data of a sharded parameter, adopted or refused, in torch's FSDP1, in the core and in its reference."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A rank of a world, one of the parameters there, and the shape and dtype of what is put in its place."""
+    """A rank of a world, one of the parameters there, and the shape and dtype of its replacement."""
 
     world_size: int
     rank: int

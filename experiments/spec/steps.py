@@ -32,13 +32,13 @@ ONE_SHARD = (
 )
 PREFETCHED_VIEWS = (
     "torch's FSDP1 makes the views of a unit when it gathers it, so that autograd comes later to those of a unit prefetched in "
-    "the middle of another's forward, and its reduction is issued behind a gather that the plan has behind it; gathers and "
+    "the middle of another's forward, and its reduction is issued after a gather that the plan has later; gathers and "
     "reductions, each in their own order, are the plan's"
 )
 
 
 def flat_plans(tallies: Tallies, scope: Scope) -> None:
-    """FSDP1: what one rank sends in a step, and what it keeps in full between forward and backward and behind them."""
+    """FSDP1: what one rank sends in a step, and what it keeps in full between forward and backward and after backward."""
     for step in scope.take(flat_steps(), num_quick=12):
         _compare(tallies, step)
 

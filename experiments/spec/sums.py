@@ -19,7 +19,7 @@ ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bflo
 
 
 def sums_in_order(tallies: Tallies, scope: Scope) -> None:
-    """Up to 8 ranks, every dtype, many draws: each element of what every rank receives."""
+    """Up to 8 ranks, every dtype, many draws: each element that a rank receives."""
     cases = list(product(range(1, 9), ROUNDOFF, range(100)))
     for num_ranks, dtype, seed in scope.take(cases, num_quick=120):
         case = f"{num_ranks} ranks, {dtype}, seed {seed}"

@@ -23,12 +23,12 @@ class Ranks(Protocol):
     size: int
 
     def gather(self, value: Any) -> list[Any]:
-        """What each of them passes, of what JSON has. All call it."""
+        """The JSON values that the ranks pass, in order. A collective call."""
         ...
 
 
 def together(ranks: Ranks, what: str, act: Callable[[], T]) -> list[T]:
-    """What `act` returns on each rank, of what JSON has.
+    """Returns the results of `act` on all ranks; they are JSON values.
 
     Args:
         what: is being done, in words, for the message.

@@ -1,4 +1,4 @@
-"""The user's loss function in one form, and checks of what it returns and of what a step is given."""
+"""The user's loss function in one form, and checks of its results and of a step's arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

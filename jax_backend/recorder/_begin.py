@@ -1,4 +1,4 @@
-"""The beginning of a recording: the directory, and a manifest of what is known before the first step."""
+"""The beginning of a recording: the directory, and a manifest of the settings known before the first step."""
 
 import importlib.metadata
 import os

@@ -96,7 +96,7 @@ def test_own_packages_are_found_from_any_folder(tmp_path):
     for name in ("crossframe", "experiments", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('of the user')")
-    # The user's folder is on PYTHONPATH of what is started, not of what starts it.
+    # The user's folder is on PYTHONPATH of the started process, not of the one that starts it.
     code = (
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); os.environ['PYTHONPATH'] = '.'\n"
         "from crossframe.processes import module_command, run\n"

@@ -1,6 +1,6 @@
 """The tests of the core on a copy of the repository, run in forks of one process that has imported what they need.
 
-The fork of a mutant compiles the mutated source in the place of the module's own when that is imported; no file is changed.
+The fork of a mutant compiles the mutated source instead of the module's own when that is imported; no file is changed.
 """
 
 import importlib.abc
@@ -32,7 +32,7 @@ COPIED = ("crossframe", "experiments", "tests", "torch_backend", "jax_backend", 
 # Tests that start processes of their own look at files, which stay as they are.
 LEFT_OUT = ("tests/core/test_imports.py",)
 MEMORY_BYTES = 6 * 2**30
-# What a test may take, in seconds of the processor, above a multiple of what it takes without a fault.
+# The limit of a test's CPU time: a number of seconds, and a multiple of its time without a fault.
 LEAST_SECONDS, TIMES = 5.0, 5.0
 # With plain assertions pytest imports no module in a way of its own, past the one here.
 PYTEST = ["--assert=plain", "-q", "-x", "--no-header", "--no-summary", "--tb=no", "-p", "no:cacheprovider"]

@@ -207,7 +207,7 @@ class OperatorTrace(TorchDispatchMode):
         return signature_of(wide.numpy(), dtype_name(local.dtype), sketched=not self._request.in_bits)
 
     def _place(self, phase: str) -> tuple[str, SourceLine | None]:
-        """The module and line of what runs now; in backward those of its forward operator, or of a backward of the user's."""
+        """The module and line that run now; in backward those of the forward operator, or of the user's own backward."""
         if phase == BACKWARD:
             node = torch._C._current_autograd_node()
             known = self._forward.get(node._sequence_nr()) if node is not None else None

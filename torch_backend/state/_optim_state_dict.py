@@ -114,7 +114,7 @@ class Names:
         return name in self._first
 
     def of(self, param: nn.Parameter) -> list[str]:
-        """The names of what a parameter of the optimizer holds: several for a flat parameter.
+        """The names of the model's parameters in one parameter of the optimizer: several for a flat parameter.
 
         Raises:
             UsageError: it is not in the model.
@@ -143,7 +143,7 @@ class Names:
         return found
 
     def keys(self, named: Optimizer | None = None) -> dict[int, Hashable]:
-        """The keys of what the optimizer holds, by the parameter's identity, in its order.
+        """The keys of the optimizer's parameters, by the parameter's identity, in the optimizer's order.
 
         Args:
             named: an optimizer whose keys are names: those in its own state dict, or else the registered ones.
@@ -271,7 +271,7 @@ def _whole(each: Owned, line: Tensor, indices: list[int], *, kept: bool, offload
     if not each.is_flat or bucket.registrar.wholes:
         spent = not each.is_flat  # then the line is a copy
         return full_values(bucket, line, indices, kept=kept, offload=offload, unit=unit, spent=spent)
-    # Views of what was gathered, as in torch: copies would hold as much again while they are made.
+    # Views of the gathered buffer, as in torch: copies would double the memory while they are made.
     line, layout = line.to(bucket.device), bucket.layout
     gathered = line.new_empty(layout.gathered_numel)
     bucket.mesh.shards.all_gather(gathered, line, unit=unit, phase=PHASE).wait()

@@ -154,7 +154,7 @@ def _groups(names: Names, source: Communicator | None) -> list[dist.ProcessGroup
 def _of_bucket(
     each: Owned, state: Mapping[Any, Any], described: _Described, source: Communicator | None
 ) -> dict[int, dict[str, Any]]:
-    """The state on this rank of what the optimizer holds of a bucket, by its index there."""
+    """This rank's optimizer state of a bucket's parameters, by their index in the optimizer."""
     found: dict[int, dict[str, Any]] = {}
     elementwise: dict[tuple[str, str], dict[int, Any]] = {}
     for i, spec in enumerate(each.shown):

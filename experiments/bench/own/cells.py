@@ -88,7 +88,7 @@ def sets(
     gradients reduced in float32, there are only contestants that can do so, and FSDP1 on one rank stands for one device.
 
     Raises:
-        UsageError: a model, a number of ranks, a dtype or a setting that is none of those known, or too few steps.
+        UsageError: a model, a number of ranks, a dtype or a setting that is unknown, or too few steps.
     """
     for what, given, known in (
         ("model", models, tuple(MODELS)),

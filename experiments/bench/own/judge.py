@@ -19,14 +19,14 @@ Of = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Judged:
-    """One line of what was found.
+    """One line of the results.
 
     Attributes:
         kind, a, b: as in `Both`; what the runs are called.
         verdict: that of the comparison; ANOTHER where runs that compute different functions by definition were found to part;
             NOT_COMPARED where one of both failed.
         difference: the largest of any parameter, relative; None if not taken, or not finite.
-        used: how much of what perturbed runs reach was used where it was most; None without perturbed runs.
+        used: the largest ratio of a difference to the spread of perturbed runs; None without perturbed runs.
         where, signature: the first divergence, and what it looks like.
         why: the verdict's reason.
     """

@@ -87,7 +87,7 @@ def _largest(pairs: Sequence[Judged]) -> str:
     """How far pairs that agree are apart."""
     used = [pair.used for pair in pairs if pair.used is not None]
     if used:
-        return f"Of what perturbed runs reach, pairs that agree use up at most {max(used):.2f}."
+        return f"Pairs that agree differ by at most {max(used):.2f} of the bound from perturbed runs."
     apart = [pair.difference for pair in pairs if pair.difference is not None]
     return f"Parameters of pairs that agree differ by at most {max(apart, default=0.0):.1e}."
 

@@ -13,7 +13,7 @@ AT = 3
 
 
 def _loads(framework: str, load: Callable[[Callable[..., Any], Path, Any, Any], Any]) -> Iterator[None]:
-    """`load(right, path, params, state)` in the place of what loads."""
+    """Replaces the function that loads by `load(right, path, params, state)`."""
     from experiments.train import resume
 
     name = f"load_{framework}"

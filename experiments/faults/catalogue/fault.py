@@ -110,7 +110,7 @@ class Family:
 
 @contextmanager
 def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Put something in the place of an attribute, of a module, a class or an instance, while the context lasts."""
+    """Replaces an attribute of a module, a class or an instance inside the context."""
     own = vars(owner)
     was_own, before = name in own, own.get(name)
     setattr(owner, name, new)

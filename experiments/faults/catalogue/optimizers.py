@@ -121,7 +121,7 @@ def dampened() -> Iterator[None]:
 
 
 def adamw(make: Callable[..., Any]) -> Iterator[None]:
-    """`make(right, rate, decay)` in the place of optax.adamw."""
+    """Replaces optax.adamw by `make(right, rate, decay)`."""
     import optax
 
     right = optax.adamw

@@ -110,8 +110,8 @@ def test_a_wrong_output_is_found_and_put_right(tmp_path):
     ("parts", "right"),
     [
         (("code:print('a ')", "text:a"), ("code:print('a ')", "text:a ")),
-        (("code:print('a')", "Behind it."), ("code:print('a')", "text:a", "Behind it.")),
-        (("code:x = 1", "text:1", "Behind it."), None),
+        (("code:print('a')", "After it."), ("code:print('a')", "text:a", "After it.")),
+        (("code:x = 1", "text:1", "After it."), None),
         (("code:x = 1", "code:print(x)", "text:2"), ("code:x = 1", "code:print(x)", "text:1")),
         (("code:print('a', end='')", "text:b"), ("code:print('a', end='')", "text:a")),
     ],

@@ -79,7 +79,7 @@ class TorchScale(nn.Module):
 
 
 class TorchImages(nn.Module):
-    """Two convolutions, with a module between them that is none."""
+    """Two convolutions, with a module of another kind between them."""
 
     def __init__(self, channels, dims):
         super().__init__()

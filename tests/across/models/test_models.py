@@ -19,8 +19,8 @@ from jax_backend import make_mesh, pieces_of, shard, unshard, value_and_grad, wr
 from jax_backend.nnx import with_params
 from jax_backend.tree import leaves_by_path
 
-# A gradient of some thousand terms of order 1, each rounded to 1e-16; of what a model gets wrong (an epsilon, the order of
-# heads, the exact GELU) the smallest is some 1e-7.
+# A gradient of some thousand terms of order 1, each rounded to 1e-16; the smallest mistake of a model (an epsilon, the order of
+# heads, the exact GELU) changes it by some 1e-7.
 ATOL = 1e-12
 
 

@@ -123,7 +123,7 @@ def test_two_processes_go_on_where_one_was_killed_and_stop_when_asked(whole, tmp
         file.write('{"step": 5, "lo')
     (folder / "settings.json").write_text(json.dumps(asdict(whole), default=str))
     found, said = in_two_processes(folder, "training")
-    # The second process was asked to stop in the third step; the first one, which was not, stopped behind it too.
+    # The second process was asked to stop in the third step; the first one, which was not asked, stopped after that step too.
     names = ["damaged-step-00000004", "step-00000002", "step-00000003"]
     assert [each["training"] for each in found] == [[True, names, True, True]] * 2
     assert "DAMAGED" in said[0] and "rank00001.safetensors has other content" in said[0]

@@ -22,7 +22,7 @@ TWO = (ParamSpec("w", (3, 2)), ParamSpec("b", (2,)))
 
 
 def outlines(drawing):
-    """(x, y, width) of what is marked."""
+    """(x, y, width) of each mark."""
     found = [each for each in parse(drawing).iter(f"{SVG}rect") if each.get("class") == "outline"]
     return [tuple(float(each.get(name)) for name in ("x", "y", "width")) for each in found]
 

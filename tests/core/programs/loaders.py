@@ -20,6 +20,7 @@ import numpy as np
 
 from crossframe import checkpoint
 from crossframe.checkpoint import MODEL
+from crossframe.dtypes import numpy_dtype
 from crossframe.errors import CrossframeError
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
@@ -34,13 +35,13 @@ SPARSE = 1 << 40
 DEEP: Any = []
 for _ in range(500):
     DEEP = [DEEP]
-RAW = "raw text in the place of a value: "
+RAW = "raw text instead of a value: "
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 0.5, 2**31, 2**63, 2**80, math.nan, math.inf, "", "x", "float32", "float8_e4m3fn", "../../../etc/passwd",
     "\ud800", "\x00\x1b[2J", "n" * 100_000, [], [0], [-1, "a"], [2**62, 2**62], [1] * 65, {}, {"a": 1}, DEEP,
     RAW + "1" * 400, RAW + "-" + "9" * 5000, RAW + "1e999", RAW + "[" * 5000,
 )  # fmt: skip
-"""What stands in the place of any value of a JSON text, its checksums made right."""
+"""Replacements for any value of a JSON text, with corrected checksums."""
 
 
 def make_checkpoint(path: Path) -> None:
@@ -54,7 +55,7 @@ def make_checkpoint(path: Path) -> None:
     values = {"step": np.array(3, np.int32), "scale": np.array([0.5, 2], np.float32)}
     token = checkpoint.begin(path)
     for rank in range(2):
-        lines = [np.ones(layout.padded_shard_numel, checkpoint.numpy_dtype(layout.dtype)) for _, layout in units]
+        lines = [np.ones(layout.padded_shard_numel, numpy_dtype(layout.dtype)) for _, layout in units]
         checkpoint.write_rank(path, token, rank, {MODEL: sharding}, {MODEL: lines}, values if rank == 0 else None)
     checkpoint.finish(path, token, {MODEL: sharding}, values, {"step": 3})
 

@@ -87,7 +87,7 @@ def check_writeback(meshes) -> None:
                     for name in unit.shown(rank):
                         unit.edit(rank, name, own_values(world, rank, name, 100))
         persists = request.writeback or case.mesh.shard == 1
-        # Each rank's slice of what it wrote, in every replica: ranks that wrote different values merge (R20).
+        # Each rank's slice of its own edit, in every replica: different edits of ranks merge (R20).
         for unit in world.units.values():
             for rank, full in enumerate(unit.buckets[0].unit.unshard()):
                 first = case.mesh.shard_group(rank)[0]

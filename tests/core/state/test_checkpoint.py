@@ -197,7 +197,7 @@ def test_what_its_writer_told_of_it_is_given_back_and_what_json_has_not_is_refus
     path = saved(tmp_path / "c", made("flat", 2), about=about)
     assert read(path).about == about and read(saved(tmp_path / "d", made("flat", 2))).about == {}
     for wrong in ({"at": (1, 2)}, {3: "x"}, {"x": object()}, [1]):
-        with pytest.raises(CheckpointError, match="about: expected a dict of what JSON has"):
+        with pytest.raises(CheckpointError, match="about: expected a dict of JSON values"):
             check_about(wrong)  # type: ignore[arg-type]
 
 

@@ -105,7 +105,7 @@ def linear_loss(params, batch):
 
 
 def saved_for_backward(step, *args):
-    """Shapes of what the forward hands to the remat of the backward."""
+    """Shapes of the residuals that forward hands to the remat of backward."""
     shapes = []
 
     def walk(jaxpr):

@@ -265,8 +265,7 @@ def test_named_parameters_and_buffers_of_a_module():
 
 @pytest.mark.parametrize(("kind", "spec"), cases(SHARDED[:1]))
 def test_unshard_submodule(kind, spec):
-    """R19, R20: the units of a submodule alone are shown and written back: of one that is a unit, of one that holds units, and of
-    one that is none, which has none."""
+    """R19, R20: only the units of a submodule are shown and written back: a unit, a module with units, a module without."""
     sharded, mesh = sharded_of(kind, spec), make_mesh(spec)
     for unit, recurse, units in (
         ("blocks.0", True, UNITS),

@@ -1,4 +1,4 @@
-"""The trainers that people have, with torch_backend in the place of torch's FSDP: accelerate, transformers' Trainer and
+"""The trainers that people have, with torch_backend instead of torch's FSDP: accelerate, transformers' Trainer and
 lightning's Fabric, on 2 ranks, beside plain models.
 
 accelerate shards on accelerators alone; here it is told that it may on the CPU, by the two lines that decide it.

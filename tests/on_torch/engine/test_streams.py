@@ -1,4 +1,4 @@
-"""The order of work on a device, checked where there is none: streams that keep vector clocks in the place of CUDA's.
+"""The order of work on a device, checked without a device: streams that keep vector clocks instead of CUDA's.
 
 Every access of the engine's memory is noted with the clock of the stream that makes it. An access must come after the writes
 that it depends on, in the order that waiting streams establish, and memory that was freed may be written again only after
@@ -115,7 +115,7 @@ class Device:
         self.lasting[_key(tensor)] = (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
     def known(self, tensor):
-        """Which memory it is in; a part of what lasts may have a storage of its own."""
+        """The memory it lies in; a slice of a lasting tensor may have a storage of its own."""
         at = tensor.data_ptr()
         return next((key for key, (start, stop) in self.lasting.items() if start <= at < stop), _key(tensor))
 
@@ -348,4 +348,4 @@ def test_every_wait_is_needed(ranks, api, fault):
         for problems, *_ in ranks.run(APIS[api][0], _run, api, fault):
             assert problems
     except RankError as error:
-        assert fault == "begin_reduction" and "reduction_read" in str(error)  # of what was never held
+        assert fault == "begin_reduction" and "reduction_read" in str(error)  # of memory that was never held

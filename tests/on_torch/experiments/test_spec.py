@@ -323,7 +323,7 @@ WRONG = {
     "wrappers stay in names": ("R36", clean_names, "canonical_name", lambda right: lambda name: name),
     "every state dict is full": ("R36", model_state, "target_of", _always_full),
     "state stays where it is": ("R37", optim_state, "overlay", _instead(())),
-    "modules draw ahead of what is in them": ("R38", initial, "init_plan", _with(order=Order.PRE_ORDER)),
+    "modules draw before their children": ("R38", initial, "init_plan", _with(order=Order.PRE_ORDER)),
 }
 
 
@@ -424,7 +424,7 @@ def test_an_interrupted_run_leaves_no_process_behind():
 
 
 def runs(pid):
-    """Whether a process does, and is not merely waiting to be fetched by a parent that is none."""
+    """Whether a process runs, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Random module trees and options beside torch.distributed.fsdp, and the list of what is not the same."""
+"""Random module trees and options beside torch.distributed.fsdp, and the list of differences."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from tests.on_torch.programs.differential_fsdp1 import HYBRIDS, STRATEGIES, Wrap
 from tests.on_torch.programs.exceptions import BUGS, DEPARTURES, MENDED
 
 SEED = 1
-# Seeds by world size: a sample of what `python -m tests.on_torch.programs.differential` runs.
+# Seeds by world size: a sample of the seeds of `python -m tests.on_torch.programs.differential`.
 NUM_CASES = {2: 10, 3: 5, 4: 5} if os.environ.get(EXHAUSTIVE) else {2: 3, 3: 1, 4: 1}
 EACH = 5
 

@@ -285,7 +285,7 @@ def wrap_inside_enable_wrap(side):
 
 @scenario
 def a_group_that_only_says_its_rank_and_size(side):
-    """What PyTorch's own tests of wrapping give in the place of a process group."""
+    """The object that PyTorch's own tests of wrapping pass instead of a process group."""
 
     class Group:
         def rank(self):
@@ -1424,7 +1424,7 @@ def _after_forward(side: Side, low: torch.dtype | None, before: str) -> Any:
 
 
 def _departs(rank: int, world_size: int, use_orig_params: bool) -> list[tuple[bool, bool]]:
-    """Whether a forward that no backward followed changes nothing of what comes after: under torch, and with ours."""
+    """Whether a forward without a backward leaves later steps unchanged: with torch's, and with ours."""
     results = []
     for low, before in ((None, "forward"), (torch.bfloat16, "forward"), (None, "inference")):
         same = []

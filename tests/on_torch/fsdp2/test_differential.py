@@ -1,4 +1,4 @@
-"""Random module trees and options of fully_shard beside torch's, and the list of what is not the same."""
+"""Random module trees and options of fully_shard beside torch's, and the list of differences."""
 
 import os
 from dataclasses import fields
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     reason="torch's fully_shard has all options since 2.13",
 )
 SEED = 1
-# Seeds by world size: a sample of what `python -m tests.on_torch.programs.differential --api fsdp2` runs.
+# Seeds by world size: a sample of the seeds of `python -m tests.on_torch.programs.differential --api fsdp2`.
 NUM_CASES = {2: 10, 3: 5, 4: 5} if os.environ.get(EXHAUSTIVE) else {2: 3, 3: 1, 4: 1}
 EACH = 5
 

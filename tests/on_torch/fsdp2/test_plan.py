@@ -137,7 +137,7 @@ def _sharded(api, case):
     net = build_net(width=8)
     if case.mixed:
         norm: nn.LayerNorm = net.blocks[1].norm  # type: ignore[assignment]
-        norm.to(torch.float64).requires_grad_(False)  # of what is trained torch wants one dtype
+        norm.to(torch.float64).requires_grad_(False)  # torch wants one dtype of all trained parameters
         norm.register_forward_pre_hook(lambda _, args: (args[0].double(),))
         norm.register_forward_hook(lambda *args: args[-1].float())
     first = [net.embedding, net.blocks[0], net.blocks[1]]

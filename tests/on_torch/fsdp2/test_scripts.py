@@ -691,7 +691,7 @@ def outputs_that_are_views(side):
     """torch 2.13 warns of them."""
 
     class View(nn.Module):
-        """Returns a part of what it computes."""
+        """Returns a view of its result."""
 
         def __init__(self):
             super().__init__()
@@ -941,7 +941,7 @@ def _accumulated(side: Side, reduce: str, reshard: bool, last: bool, low: bool) 
                 model.set_reshard_after_backward(micro == 2)
             loss = loss_of(model, 3 * step + micro, side.rank)
             loss.backward()
-            # Of what is not resharded torch shows the gradients that wait to be reduced.
+            # Without resharding torch shows the gradients that wait to be reduced.
             results += [loss.detach(), grads(model) if reshard or micro == 2 else None]
         model.zero_grad()
     return results

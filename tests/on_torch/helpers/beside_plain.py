@@ -65,7 +65,7 @@ def train(
 
 
 def backward_of_both(model: nn.Module, step: int) -> None:
-    """In a plain model the mean of what two ranks compute; halves are exact."""
+    """Backward of the mean of both ranks' losses, in a plain model; halves are exact."""
     for rank in (0, 1):
         (loss_of(model, step, rank) / 2).backward()
 

@@ -145,7 +145,7 @@ DEPARTURES = (
     ),
     Departure(
         "buffers of an ignored module in a unit that a policy wraps",
-        "torch tells the inner unit nothing of what is ignored, and casts them; ours leaves them alone",
+        "torch does not tell the inner unit what is ignored, and casts them; ours leaves them alone",
         Case(
             Tree(Node(children=(Node(children=(Node("buffers", ignored=True), _LONG), unit=True), _LONG), unit=True)),
             WrapOptions(steps=1, mixed=Mixed(buffer_dtype="float16"), wrap="module"),
@@ -174,7 +174,7 @@ DEPARTURES = (
     ),
     Departure(
         "full gradients of another dtype than float32, where a rank has no part of a unit",
-        "that rank sends zeros of float32 under torch, and the others end their processes over the size of what comes",
+        "that rank sends zeros of float32 under torch, and the others end their processes because the size is wrong",
         _one(Node("vector", shape=(1,), dtype="float64"), sees_grads=True),
         "EOFError",
         lambda case: (
@@ -246,7 +246,7 @@ DEPARTURES = (
     ),
     Departure(
         "a gradient accumulated over reductions, not sharded",
-        "torch adds one rank's gradient to the sum of what was reduced before, and reduces that again; ours reduces, then "
+        "torch adds one rank's gradient to the reduced sum of earlier ones, and reduces that again; ours reduces, then "
         "adds, as under the other strategies (R28). The same but for rounding",
         _one(Node("mlp"), sharding_strategy="NO_SHARD", micro=(True, True)),
         "grad (step 0, ",

@@ -143,7 +143,7 @@ DEPARTURES: tuple[Departure, ...] = (
     ),
     Departure(
         "a divide factor where collectives average",
-        "torch asks gloo for a sum of what is multiplied first, which gloo does not have; ours divides by itself (R27)",
+        "torch asks gloo for a sum that multiplies first, which gloo does not have; ours divides by itself (R27)",
         _one(Node("vector"), divide=3.0),
         "Cannot use ReduceOp.PREMUL_SUM with Gloo",
         lambda case: case.options.divide is not None and not case.options.force_sum,

@@ -56,7 +56,7 @@ DEPARTURES = (
     ),
     Departure(
         "a full state dict moved to the CPU, where it lies already",
-        "torch frees the memory of what it moved, which is what it returns: it raises, or ends the process; ours returns it",
+        "torch frees the memory of the tensor that it returns: it raises, or ends the process; ours returns it",
         _one(Node("vector"), use_orig_params=False, offload=True, steps=0),
         "out of bounds for storage of size 0",
         lambda case: case.options.kind == "FULL" and case.options.offload,

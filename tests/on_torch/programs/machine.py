@@ -433,7 +433,7 @@ class Real:
             )
 
     def assign(self, unit: str, name: str, value: int, by: int | None) -> None:
-        """Another object in the place of a sharded parameter, which the next gather takes the values of."""
+        """Replaces a sharded parameter by another object, whose values the next gather takes."""
         self.edit(unit, name, value, by, "object")
         self.summon(unit, False, (False, False, False, False))
         self.leave(False)
@@ -503,7 +503,7 @@ class Real:
         return {name: to_numpy(p).reshape(-1) for name in SHAPES[unit] if (p := self.param(unit, name)).numel()}
 
     def grads(self, unit: str) -> dict[str, np.ndarray | None]:
-        """The gradients of what `shown` shows."""
+        """The gradients of the parameters that `shown` returns."""
         if self._flat(unit):
             flat = self.parts[unit]._parameters["_flat_param"]
             assert flat is not None
@@ -881,7 +881,7 @@ class Expected:
                 live.edit(rank, full_name(unit, name), values)
 
     def assign(self, unit: str, name: str, value: int, by: int | None) -> None:
-        """Another object in the place of a sharded parameter: it brings its own gradient, which is none."""
+        """Replaces a sharded parameter by another object, which brings its own gradient, None."""
         self.edit(unit, name, value, by, "object")
         for rank in self.ranks if by is None else (by,):
             if self.setup.use_orig_params:

@@ -324,7 +324,7 @@ class ExpectedFSDP2(Expected):
         self.steps += 1
 
     def zero_grad(self, how: str) -> None:
-        """Of what the module shows, of the optimizer, or with zeros instead of None."""
+        """Clears the gradients of the module, of the optimizer, or sets zeros instead of None."""
         for unit in self.world.units.values():
             for bucket in unit.buckets:
                 for grad in bucket.sharded_grads if how == "zeros" else ():
@@ -489,7 +489,7 @@ class SideBySide(Machine):
 
     @rule(job=jobs(), unit=UNIT, edits=EDITS, reshards=st.booleans(), first=st.booleans())
     def use_between(self, job: Job, unit: str, edits: list, reshards: bool, first: bool) -> None:
-        """Full parameters for the user between a forward and its backward; and edits of what is shown ahead of the forward."""
+        """Unshards for the user between a forward and its backward; edits the visible parameters before the forward."""
         if not self.expected.unsettled and first:
             self.edits(edits)
         self.take("forward", job=replace(self._lawful(job), training=True))
@@ -555,7 +555,7 @@ class SideBySide(Machine):
     @precondition(settled)
     @rule(first=jobs(), second=jobs(), edits=EDITS)
     def evaluate(self, first: Job, second: Job, edits: list) -> None:
-        """Forwards without gradients, and edits of what is shown in between."""
+        """Runs forwards without gradients, and edits the visible parameters in between."""
         for job in (first, second):
             self.take("forward", job=replace(self._lawful(job), training=False))
             self.edits(edits)

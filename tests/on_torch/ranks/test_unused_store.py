@@ -25,7 +25,7 @@ class Half(nn.Module):
 
 
 class Late:
-    """A store that hears of what a rank sets no sooner than that rank asks it something, as a TCPStore may."""
+    """A store that applies a rank's `set` only when that rank asks it something, as a TCPStore may."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store

@@ -38,8 +38,8 @@ from torch_backend.recorder.tree import choose_units, named_modules
 FINE = (Verdict.EQUAL, Verdict.ROUNDING)
 PARALLEL = [kind for kind in KINDS if kind != "one"]
 LONG = EXHAUSTIVE in os.environ
-# One kind of each origin of what is recorded: replicas, our flat and our ragged shards, torch's. What does not follow from the
-# kind is tried with these; pytest --exhaustive takes all.
+# One kind of each source of recorded values: replicas, our flat and our ragged shards, torch's. Tests that do not depend on the
+# kind use these; pytest --exhaustive takes all.
 FEW = PARALLEL if LONG else ["ddp", "ours fsdp1 flat", "ours fsdp2 ragged", "torch fsdp1"]
 NAMES = ["embed.weight", "scale"] + [
     f"blocks.{i}.{name}"

@@ -144,7 +144,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name_and_changes_nothing(r
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adam", "bare"]
     for said, unchanged in found:
         assert unchanged, said
-        assert "about: expected a dict of what JSON has" in said["about"]
+        assert "about: expected a dict of JSON values" in said["about"]
         assert "expected the root of a sharded model, got Linear" in said["no root"]
         assert "expected the root of a sharded model, got int" in said["no module"]
         assert "expected the folder of a checkpoint as a path with a name, got 5" in said["no path"]

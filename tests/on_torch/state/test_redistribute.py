@@ -143,7 +143,7 @@ def _shows(rank: int, world_size: int, kind: str, tied: bool) -> None:
         if before_first_use:
             loss_of(model, 0, rank).backward()
             model.zero_grad()
-    # What the user put in the place of data is shown too.
+    # Data that the user replaced is shown too.
     model.head.bias.data = model.head.bias.data + 1
     assert torch.equal(model.state_dict()["head.bias"].full_tensor(), plain.head.bias.detach() + 1)
     # As scripts do that keep their best state.

@@ -21,7 +21,7 @@ from tests.on_torch.programs.differential_state import OPTIMIZERS, TYPES, StateO
 from tests.on_torch.programs.exceptions_state import BUGS, DEPARTURES, MENDED
 
 SEED = 3
-# Seeds by world size: a sample of what `python -m tests.on_torch.programs.differential --api state` runs.
+# Seeds by world size: a sample of the seeds of `python -m tests.on_torch.programs.differential --api state`.
 NUM_CASES = {1: 1, 2: 4 if EXHAUSTIVE in os.environ else 2, 3: 1, 4: 1}
 
 
@@ -357,7 +357,7 @@ def _strange_key(api: ModuleType) -> Any:
     return model.fsdp.rekey_optim_state_dict(strange, keys.PARAM_ID, model.wrapped, optim=optimizer)
 
 
-# What both refuse, and a part of what ours says of it.
+# Calls that both refuse, and a part of our message.
 REFUSED: dict[Callable[[ModuleType], Any], str] = {
     _local_with_mesh: "SHARDED_STATE_DICT",
     _other_world_local: "_flat_param",

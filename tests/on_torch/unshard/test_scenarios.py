@@ -531,7 +531,7 @@ def test_named_parameters_and_buffers(ranks):
 
 
 def submodule(model: Any, setup: Setup, request: Request, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A submodule that is a unit, one that holds units, and one that is none: no other unit is touched."""
+    """A submodule that is a unit, one with units inside, and one without: no other unit is touched."""
     observed, expected = {}, {}
     block = model.module.blocks[0]
     for key, of, units in (
@@ -615,7 +615,7 @@ def reshard(model: Any, setup: Setup, _: Request, rank: int) -> tuple[dict[str, 
         observed["end"], expected["end"] = allocated(model), sharded
     if (
         setup.shard_size == 1 and setup.mixed
-    ):  # whether a cast of what is not sharded is kept is each implementation's own affair
+    ):  # each implementation decides whether it keeps the cast of an unsharded parameter
         observed, expected = {}, {}
     return {**observed, "grads": grads(model)}, expected
 
@@ -800,7 +800,7 @@ def taken_grads(rank: int, world_size: int, setups: list[Setup]) -> list[str]:
 
 
 def test_R22_gradients_that_a_user_takes_away_replaces_or_never_had(ranks):
-    """Beyond torch, which keeps what was there before in the place of both, and shows zeros for what is frozen."""
+    """Beyond torch, which keeps the earlier gradient in both cases, and shows zeros for frozen parameters."""
     for world_size, some in ALL.items():
         some = [setup for setup in some if setup.use_orig_params and setup.over != (2, 1)]
         wrong = [line for lines in ranks.run(world_size, taken_grads, some) for line in lines]
