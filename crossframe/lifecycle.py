@@ -24,7 +24,7 @@ class Residency(IntEnum):
     """The parameters in a unit's memory."""
 
     SHARD = 0
-    K_GROUP = 1
+    RESHARD_GROUP = 1
     FULL = 2
 
 
@@ -109,7 +109,7 @@ class UnitState:
 
 _HOLDS = {
     Residency.SHARD: "the shard alone",
-    Residency.K_GROUP: "a smaller group's shard",
+    Residency.RESHARD_GROUP: "a reshard group's shard",
     Residency.FULL: "the full parameters",
 }
 _SHOWS = {
@@ -123,7 +123,7 @@ _SAYS = {
     Move.EXPOSE: "expose the full parameters",
     Move.CONCEAL: "show the shards",
     Move.RESHARD: "reshard",
-    Move.RESHARD_TO_GROUP: "reshard to a smaller group",
+    Move.RESHARD_TO_GROUP: "reshard to a group",
     Move.BEGIN_FORWARD: "begin a forward",
     Move.END_FORWARD: "end a forward",
     Move.BEGIN_BACKWARD: "begin a backward",
@@ -169,7 +169,7 @@ def _follow(state: UnitState, move: Move) -> UnitState | None:
             held = residency != Residency.SHARD and exposure != Exposure.FULL
             return to(r=Residency.SHARD, f=Freshness.SAME) if held else None
         case Move.RESHARD_TO_GROUP:
-            return to(r=Residency.K_GROUP) if sharded and full and not freshness else None
+            return to(r=Residency.RESHARD_GROUP) if sharded and full and not freshness else None
         case Move.BEGIN_FORWARD:
             # Recomputation in backward (activation checkpointing) does not begin a forward.
             return to(a=Activity.FORWARD) if exposure != Exposure.SUMMONED and idle else None

@@ -37,7 +37,7 @@ from torch_backend.fsdp2._fsdp_module import (
     share_comm_ctx,
 )
 from torch_backend.fsdp2._shard_parts import BlockFn, ShardParts
-from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.mesh._device_mesh import DataMesh, find_mesh
 from torch_backend.mesh._placement import PlacementFn
 from torch_backend.modules._materialise import move_to_mesh
@@ -200,11 +200,11 @@ def _reshard_choice(asked: Any, num_shards: int) -> bool | int:
 
 
 def _keep_parts(unit: Unit, data: DataMesh, group_size: int) -> None:
-    """Let a unit reshard to a smaller group between forward and backward (R08)."""
+    """Let a unit reshard to a group between forward and backward (R08)."""
     mesh = data.group_mesh(group_size)
     group = Communicator(mesh.get_group(1))
     for bucket in unit.buckets:
-        bucket.part = GroupShard(bucket.layout, group, mesh)
+        bucket.group_shard = ReshardGroupShard(bucket.layout, group, mesh)
 
 
 def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy) -> dict[str, str]:

@@ -110,7 +110,7 @@ def show_layout(
         unit, rank: only these. The root is "" or, as tables print it, "(root)".
         where: elements as "NAME[INDEX]"; then the table is not printed.
         svg: where the drawing goes; None: nowhere.
-        as_json: print `layout_json` instead of a table.
+        as_json: print `layout_json` instead of a table, or a list of `where_json` for `where`.
 
     Raises:
         CrossframeError: a model, an option or an element that does not exist.
@@ -121,13 +121,14 @@ def show_layout(
         check_rank(rank, options.world_size)
     unit = "" if unit == ROOT else unit
     text = layout_text(sharding, unit=unit, rank=rank, width=width_of(console))  # refuses an unknown unit
-    found = [where_text(sharding, each) for each in where]
+    said = "\n".join(where_text(sharding, each) for each in where) or text
     if svg is not None:
         write_svg(svg, layout_svg(sharding, unit=unit, rank=rank))
     if as_json:
-        print(json.dumps(layout_json(sharding, unit=unit, rank=rank), indent=1))
+        elements = [where_json(sharding, each) for each in where]
+        print(json.dumps(elements or layout_json(sharding, unit=unit, rank=rank), indent=1))
         return
-    put(console, "\n".join(found) or text)
+    put(console, said)
     if svg is not None:
         put(console, f"\ndrawing: {svg}")
 
@@ -216,8 +217,11 @@ def layout_json(sharding: Sharding, *, unit: str | None = None, rank: int | None
     return {"world_size": sharding.mesh.world_size, "replicas": sharding.mesh.replicate, "units": units}
 
 
-def where_text(sharding: Sharding, asked: str) -> str:
-    """Which ranks hold an element, and at which offset of their shards.
+def where_json(sharding: Sharding, asked: str) -> dict[str, Any]:
+    """The place of an element as a JSON object.
+
+    Its fields: "asked"; "element", the index in the flattened parameter of "numel" elements; "unit"; "ranks" that hold it, one
+    for each replica; "offset" in the shard of these ranks.
 
     Args:
         asked: "NAME[INDEX]" with an index for each dim, or with one for the parameter as a row-major line.
@@ -225,6 +229,32 @@ def where_text(sharding: Sharding, asked: str) -> str:
     Raises:
         UsageError: another form, or an index out of range.
         LayoutError: no such parameter.
+    """
+    parts = re.fullmatch(r"(.+?)(?:\[([^\[\]]*)\])?", asked)
+    name, inside = (parts[1], parts[2]) if parts else (asked, None)
+    found = sharding.find(name)
+    if found is None:
+        raise LayoutError(
+            f"where: no parameter is named {shown(name)}: expected NAME[INDEX], the name as the table has it"
+        )
+    bucket, i = found
+    shape = sharding.units[bucket][1].params[i].shape
+    element = _element(asked, shape, inside)
+    places = sharding.where(name, element)
+    _, unit, offset = places[0]
+    ranks = [rank for rank, _, _ in places]
+    return {
+        "asked": asked,
+        "element": element,
+        "numel": math.prod(shape),
+        "unit": unit,
+        "ranks": ranks,
+        "offset": offset,
+    }
+
+
+def where_text(sharding: Sharding, asked: str) -> str:
+    """Which ranks hold an element, and at which offset of their shards: `where_json` as a sentence.
 
     >>> from crossframe.layout import FlatLayout
     >>> from crossframe.params import ParamSpec
@@ -232,22 +262,11 @@ def where_text(sharding: Sharding, asked: str) -> str:
     >>> where_text(Sharding((("", layout),), MeshSpec(4)), "w[4,1]")
     "w[4,1]: element 13 of 15, in unit '', on rank 3 at offset 1 of its shard"
     """
-    parts = re.fullmatch(r"(.+?)(?:\[([^\[\]]*)\])?", asked)
-    name, inside = (parts[1], parts[2]) if parts else (asked, None)
-    if sharding.find(name) is None:
-        raise LayoutError(
-            f"where: no parameter is named {shown(name)}: expected NAME[INDEX], the name as the table has it"
-        )
-    bucket, i = sharding.find(name) or (0, 0)
-    unit, layout = sharding.units[bucket]
-    shape = layout.params[i].shape
-    element = _element(asked, shape, inside)
-    (piece,) = layout.find(i, element, element + 1)
-    ranks = sharding.mesh.replicate_group(piece.rank)
-    them = f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+    place = where_json(sharding, asked)
+    several = len(place["ranks"]) > 1
     return (
-        f"{asked}: element {element:,} of {math.prod(shape):,}, in unit {unit!r}, on {them} at offset "
-        f"{piece.shard_start:,} of {'their shards' if len(ranks) > 1 else 'its shard'}"
+        f"{asked}: element {place['element']:,} of {place['numel']:,}, in unit {place['unit']!r}, on rank{'s' * several} "
+        f"{ranks_text(place['ranks'])} at offset {place['offset']:,} of {'their shards' if several else 'its shard'}"
     )
 
 

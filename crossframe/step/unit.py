@@ -206,7 +206,7 @@ class UnitStep:
             return _REUSE if state.exposure == Exposure.SHARDED else _NONE
         self.move(Move.GATHER)
         self._steps_seen, self._kept = self._steps.num, False
-        return _GATHER_FROM_GROUP if state.residency == Residency.K_GROUP and not state.freshness else _GATHER
+        return _GATHER_FROM_GROUP if state.residency == Residency.RESHARD_GROUP and not state.freshness else _GATHER
 
     def gather_failed(self) -> None:
         """Signal: the all-gather could not be issued, so only the shard is in memory. Drops pending actions."""
@@ -405,7 +405,7 @@ class UnitStep:
                 return _NONE
             case Residency.FULL:
                 return self.unshard()
-            case Residency.K_GROUP:
+            case Residency.RESHARD_GROUP:
                 return self.unshard() + self.reshard_to_group()
             case _:
                 assert_never(self._before)

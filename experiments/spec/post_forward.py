@@ -22,7 +22,7 @@ from experiments.spec.tally import Tallies
 
 Shape = tuple[int, ...]
 WRONG_ROWS = (
-    "torch cuts its padded gathered buffer, and so its k-group DTensors hold wrong rows; "
+    "torch cuts its padded gathered buffer, and so its DTensors over the reshard group hold wrong rows; "
     "the core's chunks put together are the parameter"
 )
 

@@ -20,7 +20,7 @@ from torch_backend.compat._dtypes import dtype_name, torch_dtype
 from torch_backend.engine._unused_params import Unused
 from torch_backend.memory._gather import GatherBuffer, views_of
 from torch_backend.memory._grads import GradStore, ReductionChoices
-from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.memory._streams import streams_of
 from torch_backend.observe import observers
@@ -52,7 +52,7 @@ class Bucket:
         origins: the identity of each original parameter, to detect sharing after sharding.
         unused: under FSDP2, detects parameters that no rank used in backward (R29).
         reduction_choices: the user's options for gradient reduction.
-        part: the reshard group's shard between forward and backward (R08); None without a reshard group.
+        group_shard: the reshard group's shard between forward and backward (R08); None without a reshard group.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Bucket:
         self._reduced: Sequence[int] = ()
         self._layouts: dict[tuple[bool, ...], Layout] = {}
         self.origins: list[object] = []
-        self.part: GroupShard | None = None
+        self.group_shard: ReshardGroupShard | None = None
         # The parameters that the user sees, and their buffer: the bucket's unless it is in low precision.
         self._shown: GatherBuffer | None = None
         self._shown_grads: list[Tensor | None] | None = None
@@ -127,11 +127,11 @@ class Bucket:
 
     def gather(self, *, unit: str, phase: str) -> None:
         """Issue the all-gather of the shards, or of the reshard group's shards."""
-        part = self.part
-        if part is not None and part.buffer is not None:
+        kept = self.group_shard
+        if kept is not None and kept.buffer is not None:
             self.registrar.show_sharded()
-            self._streams.gather_after(self._part_taken)
-            self.buffer.start(part.give(), part.communicator, unit=unit, phase=phase, layout=part.layout)
+            self._streams.gather_after(self._group_shard_taken)
+            self.buffer.start(kept.give(), kept.communicator, unit=unit, phase=phase, layout=kept.layout)
         else:
             self.buffer.start(self.store.buffer, self.mesh.shards, unit=unit, phase=phase)
 
@@ -144,9 +144,9 @@ class Bucket:
 
     def free(self, *, unit: str, phase: str) -> None:
         """Free the unsharded parameters, or the reshard group's shard."""
-        if self.part is not None and self.part.buffer is not None:
+        if self.group_shard is not None and self.group_shard.buffer is not None:
             self.registrar.show_sharded()
-            self.part.give()
+            self.group_shard.give()
             return
         self.buffer.free()
         if not self.buffer.is_shard:
@@ -154,13 +154,13 @@ class Bucket:
 
     def free_to_part(self, *, unit: str, phase: str) -> None:
         """Free the unsharded parameters and keep the reshard group's shard (R08)."""
-        assert self.part is not None
-        self.part.take(self.buffer.full, self.buffer.leaves)
-        self._part_taken = self._streams.moment()
-        self.registrar.show_part(self.part)
+        assert self.group_shard is not None
+        self.group_shard.take(self.buffer.full, self.buffer.leaves)
+        self._group_shard_taken = self._streams.moment()
+        self.registrar.show_group_shard(self.group_shard)
         self.buffer.free()
-        assert self.part.buffer is not None
-        self._tell(RESHARD_TO_GROUP, unit, phase, self.layout.gathered_numel - self.part.buffer.numel())
+        assert self.group_shard.buffer is not None
+        self._tell(RESHARD_TO_GROUP, unit, phase, self.layout.gathered_numel - self.group_shard.buffer.numel())
 
     def _tell(self, kind: str, unit: str, phase: str, numel: int) -> None:
         if observers:
@@ -226,8 +226,8 @@ class Bucket:
     def reset(self) -> None:
         """Free unsharded parameters and discard pending reductions (R17)."""
         self.registrar.show_sharded()
-        if self.part is not None and self.part.buffer is not None:
-            self.part.give()
+        if self.group_shard is not None and self.group_shard.buffer is not None:
+            self.group_shard.give()
         self.buffer.free()
         self.grads.abandon()
         self.unused.forget()

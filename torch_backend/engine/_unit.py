@@ -254,7 +254,7 @@ class Unit:
     def show_shards(self) -> None:
         """Let the module show its shards, whatever memory holds."""
         self.run(self.step.conceal(), "summon")
-        if self.state.residency == Residency.K_GROUP:
+        if self.state.residency == Residency.RESHARD_GROUP:
             self._conceal("summon")
 
     def free_before_edit(self) -> None:

@@ -144,11 +144,11 @@ class FSDPModule(nn.Module):
             unit.step.choose(all_reduce_grads=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether unsharded parameters are freed between forward and backward, also for the root, and instead of resharding
-        to a smaller group (R08)."""
+        """Set whether unsharded parameters are freed between forward and backward, also for the root. It replaces a reshard
+        group (R08)."""
         _check_bool("set_reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
-            if unit.state.residency == Residency.K_GROUP:
+            if unit.state.residency == Residency.RESHARD_GROUP:
                 unit.reshard("summon")
             unit.step.choose(keep_root=False, reshard_after_forward=reshard_after_forward)
 

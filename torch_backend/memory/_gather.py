@@ -73,7 +73,7 @@ class GatherBuffer:
         """Allocate and issue the all-gather; the leaves may be read after `finish`.
 
         Args:
-            layout: the layout of the shard, if it is of a smaller group (R08).
+            layout: the layout of the shard, if it is of a reshard group (R08).
         """
         if self.is_shard:
             return

@@ -1,4 +1,4 @@
-"""The shards that a bucket keeps between forward and backward when it reshards to a smaller group (R08)."""
+"""The shards that a bucket keeps between forward and backward when it reshards to a group of fewer ranks (R08)."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from torch_backend.memory._store import ShardStore
 from torch_backend.ranks._collectives import Communicator
 
 
-class GroupShard:
+class ReshardGroupShard:
     """This rank's shard of the unsharded parameters over the reshard group, in the compute dtype.
 
     Attributes:

@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from crossframe.errors import ReplacedError
 from crossframe.layout import PerParamLayout
 from torch_backend.compat._composable import replaced_by_replicate
-from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._placement import Placed
 from torch_backend.modules._owned_params import OwnedParam
@@ -73,19 +73,19 @@ class DTensorRegistrar(ShardedParams):
             each._is_param = True  # type: ignore[attr-defined]  # what a module looks up is an nn.Parameter
         return used
 
-    def show_part(self, part: GroupShard) -> None:
+    def show_group_shard(self, group_shard: ReshardGroupShard) -> None:
         """Register DTensors over the reshard group; under tensor parallelism the shards stay registered."""
-        mesh, layout = part.mesh, part.layout
+        mesh, layout = group_shard.mesh, group_shard.layout
         if self.wholes or not isinstance(layout, PerParamLayout):
             return
-        rank, parts = part.communicator.rank, []
+        rank, shown = group_shard.communicator.rank, []
         with torch.no_grad():
-            for i, (piece, leaf) in enumerate(zip(part.pieces, self._leaves, strict=True)):
+            for i, (piece, leaf) in enumerate(zip(group_shard.pieces, self._leaves, strict=True)):
                 placements = (Replicate(), Shard(layout.shard_dims[i]))
                 local = piece.view(layout.shard_shape(i, rank))
                 meta = TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)
-                parts.append(_parameter(local, DTensorSpec(mesh, placements, meta), self.params[i].requires_grad))
-        register(self._places, parts)
+                shown.append(_parameter(local, DTensorSpec(mesh, placements, meta), self.params[i].requires_grad))
+        register(self._places, shown)
 
     def adopt(self) -> None:
         """Adopt local tensors that were moved or assigned, and parameters that were replaced."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from crossframe.state import FLAT_PARAM
-from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._tensor_parallel import in_use, wholes_of
 from torch_backend.modules._owned_params import OwnedParam
@@ -167,7 +167,7 @@ class FlatRegistrar:
             grad[run.start : run.stop] = 0
         return [grad]
 
-    def show_part(self, part: GroupShard) -> None:
+    def show_group_shard(self, group_shard: ReshardGroupShard) -> None:
         """The flat parameter stays the shard."""
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from crossframe.layout import Layout
 from torch_backend.memory._optimizer_steps import count_like
-from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore, copy_into
 from torch_backend.mesh._tensor_parallel import Wholes, as_params, in_use
 from torch_backend.modules._owned_params import OwnedParam
@@ -197,7 +197,7 @@ class RegisteredParams:
         """Register the sharded parameters again."""
         register(self._places, self.params)
 
-    def show_part(self, part: GroupShard) -> None:
+    def show_group_shard(self, group_shard: ReshardGroupShard) -> None:
         """The shards over all ranks stay registered."""
 
     def deregister(self) -> None:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from torch_backend.memory._reshard_group import GroupShard
+from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.mesh._tensor_parallel import Wholes
 
 
@@ -104,7 +104,7 @@ class Registrar(Protocol):
         """End `put_back`."""
         ...
 
-    def show_part(self, part: GroupShard) -> None:
+    def show_group_shard(self, group_shard: ReshardGroupShard) -> None:
         """Register the reshard group's shard between forward and backward, if the API does."""
         ...
 

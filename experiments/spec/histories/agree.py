@@ -11,7 +11,7 @@ from crossframe.reference.live import LiveUnit
 from experiments.spec.histories.simple import Full, Simple
 
 SHOWS = {Exposure.SHARDED: "shards", Exposure.FULL: "full", Exposure.SUMMONED: "summoned"}
-HOLDS = {Residency.SHARD: "shard", Residency.K_GROUP: "part", Residency.FULL: "full"}
+HOLDS = {Residency.SHARD: "shard", Residency.RESHARD_GROUP: "part", Residency.FULL: "full"}
 
 
 class Disagreement(AssertionError):

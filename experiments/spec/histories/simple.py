@@ -101,7 +101,7 @@ class Simple:
         return StateError if self.shows == "summoned" else None
 
     def refusal_of_group(self) -> Refusal:
-        """Of resharding to a smaller group."""
+        """Of resharding to a reshard group."""
         if type(self.group) is not int:
             return PlanError
         return None if self.memory == "full" and not self.stale and self.shows != "summoned" else StateError
@@ -133,7 +133,7 @@ class Simple:
     # What is done
 
     def gather(self, dtype: str) -> None:
-        """Full parameters in memory: those of the truth, or, from a smaller group, those that it kept."""
+        """Full parameters in memory: those of the truth, or, from a reshard group, those that it kept."""
         if self.memory == "part" and not self.stale:
             kept, size = self.copy, int(self.group)
             merged = [{name: kept[rank][name].copy() for name in self.names} for rank in self.ranks]
@@ -161,7 +161,7 @@ class Simple:
         self.memory, self.stale, self.shows = "shard", False, "shards"
 
     def keep_group(self) -> None:
-        """A smaller group's shard."""
+        """The reshard group's shard."""
         self.memory, self.shows = "part", "shards"
 
     def forward(self) -> None:

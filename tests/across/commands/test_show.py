@@ -104,6 +104,16 @@ def test_where_prints_lines_alone():
     assert said.startswith("head.weight[0,3]: element 3 of 2,560, in unit '', on rank ")
 
 
+def test_where_as_json():
+    status, said = run("layout", "gpt-tiny", "--world-size", 4, "--replicate", 2, "--where", "norm.bias[1]", "--json")
+    (place,) = json.loads(said)
+    assert status == 0 and (place["element"], place["numel"], place["unit"]) == (1, 32, "")
+    sharding = Sharding(model_shapes("gpt-tiny").layouts("flat", 2), MeshSpec(2, 2))
+    assert [[rank, place["offset"]] for rank in place["ranks"]] == [
+        [rank, offset] for rank, _, offset in sharding.where("norm.bias", 1)
+    ]
+
+
 def test_where_of_a_single_element():
     sharding = Sharding((("", model_of_scalar()),), MeshSpec(2))
     assert "element 0 of 1, in unit '', on rank 0 at offset 0" in where_text(sharding, "s")

@@ -1,4 +1,4 @@
-"""A whole model on a mesh (R10), the smaller groups between forward and backward (R08), and how fast both answer."""
+"""A whole model on a mesh (R10), the reshard groups between forward and backward (R08), and how fast both answer."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 

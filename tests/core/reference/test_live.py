@@ -172,7 +172,7 @@ def test_unshard_params_respects_reshard(reshards, policy):
             net = Integers(initial(), POLICIES[policy].param_dtype or "float32")
             forward = [event for event in plan if event.phase == "forward"]
             world.run(forward, net, integer_batches(case, 0))
-            before = {True: Residency.SHARD, False: Residency.FULL, 2: Residency.K_GROUP}[reshards]
+            before = {True: Residency.SHARD, False: Residency.FULL, 2: Residency.RESHARD_GROUP}[reshards]
             for unit in world.units.values():
                 assert {state.residency for state in unit.states} == {before}
             try:
@@ -189,7 +189,7 @@ def test_unshard_params_respects_reshard(reshards, policy):
                 assert {state.residency for state in unit.states} == {Residency.SHARD if freed else before}
                 for full, part in zip(unit.buckets[0].full, unit.buckets[0].parts, strict=True):
                     assert (full is not None) == (not freed and before is Residency.FULL)
-                    assert (part is not None) == (not freed and before is Residency.K_GROUP)
+                    assert (part is not None) == (not freed and before is Residency.RESHARD_GROUP)
 
 
 def test_R21_a_kept_copy_holds_what_the_user_wrote_and_backward_computes_with_it():

@@ -246,7 +246,7 @@ def test_R08_R16_R28_the_collectives_that_are_made_are_those_of_the_plan_in_ever
 def test_R08_R12_R14_memory_holds_what_the_plan_says_after_every_event():
     held = {
         FREE: Residency.SHARD,
-        RESHARD_TO_GROUP: Residency.K_GROUP,
+        RESHARD_TO_GROUP: Residency.RESHARD_GROUP,
         COMPUTE: Residency.FULL,
         ALL_GATHER: Residency.FULL,
     }

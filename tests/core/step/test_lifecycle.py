@@ -37,7 +37,7 @@ LAW = {
         (SHOWS_SHARDS | SUMMONED) - where(residency=Residency.SHARD),
         {"residency": Residency.SHARD, "freshness": Freshness.SAME},
     ),
-    Move.RESHARD_TO_GROUP: (SHOWS_SHARDS & FULL_AND_FRESH, {"residency": Residency.K_GROUP}),
+    Move.RESHARD_TO_GROUP: (SHOWS_SHARDS & FULL_AND_FRESH, {"residency": Residency.RESHARD_GROUP}),
     Move.BEGIN_FORWARD: (IDLE - SUMMONED, {"activity": Activity.FORWARD}),
     Move.END_FORWARD: (where(activity=Activity.FORWARD), {"activity": Activity.IDLE}),
     Move.BEGIN_BACKWARD: (set(ALL) - SUMMONED, {"activity": Activity.BACKWARD}),
@@ -88,7 +88,7 @@ def test_R12_what_the_module_shows_is_in_memory_and_fresh():
         if (
             state.exposure == Exposure.SUMMONED
         ):  # on the ranks to which nothing is shown, memory may hold the shard alone
-            assert state.freshness == Freshness.SAME and state.residency != Residency.K_GROUP
+            assert state.freshness == Freshness.SAME and state.residency != Residency.RESHARD_GROUP
 
 
 def test_R12_after_an_edit_of_the_shards_nothing_is_shown_before_a_gather():
@@ -144,7 +144,7 @@ def test_R12_R14_after_a_forward_that_keeps_memory_full_the_module_shows_shards_
 
 def test_R08_a_smaller_group_holds_its_shard_between_forward_and_backward():
     between = run(*FULL_FORWARD, Move.RESHARD_TO_GROUP)
-    assert between == UnitState(Residency.K_GROUP)
+    assert between == UnitState(Residency.RESHARD_GROUP)
     assert not between.allows(Move.EXPOSE) and not between.allows(Move.SUMMON)
     assert run(Move.GATHER, state=between) == UnitState(Residency.FULL)
     assert run(Move.RESHARD, state=run(Move.EDIT_SHARDS, state=between)) == START

@@ -27,7 +27,7 @@ class Memory:
                 assert self.holds is Residency.SHARD
                 self.holds, self.readable = Residency.FULL, False
             case Action.GATHER_FROM_GROUP:
-                assert self.holds is Residency.K_GROUP
+                assert self.holds is Residency.RESHARD_GROUP
                 self.holds, self.readable = Residency.FULL, False
             case Action.REUSE:
                 assert self.holds is Residency.FULL
@@ -49,11 +49,11 @@ class Memory:
                 assert self.holds is Residency.FULL and not self.shows_full
                 self.holds, self.readable = Residency.SHARD, False
             case Action.FREE_GROUP_SHARD:
-                assert self.holds is Residency.K_GROUP
+                assert self.holds is Residency.RESHARD_GROUP
                 self.holds = Residency.SHARD
             case Action.RESHARD_TO_GROUP:
                 assert self.readable and not self.shows_full
-                self.holds, self.readable = Residency.K_GROUP, False
+                self.holds, self.readable = Residency.RESHARD_GROUP, False
             case _:
                 pass
 
@@ -261,7 +261,7 @@ def test_R21_a_summon_returns_memory_to_what_it_held(before, mixed):
     unit = UnitStep("", StepSettings(reshard_after_forward=2), mixed=mixed)
     if before is not Residency.SHARD:
         unit.unshard()
-    if before is Residency.K_GROUP:
+    if before is Residency.RESHARD_GROUP:
         unit.reshard_to_group()
     unit.summon(visible=True)
     unit.dismiss()

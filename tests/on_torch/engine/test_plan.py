@@ -201,7 +201,7 @@ def test_R14_R15_R28_R33_the_plan_is_what_torchs_fsdp1_sends(ranks, strategy, sh
 )
 def test_R08_R13_R15_R28_R34_the_plan_is_what_torchs_fsdp2_sends(ranks, shard, reshard, low, microbatches, sync):
     for seen, plan in ranks.run(WORLD_SIZE, _fsdp2, shard, reshard, low, microbatches, sync):
-        # Between forward and backward torch cuts its padded buffer over the smaller group, where ours cuts the parameter
+        # Between forward and backward torch cuts its padded buffer over the reshard group, where ours cuts the parameter
         # itself (R08): torch's gather is as large as that over all ranks, ours is at most that.
         if reshard == 2:
             assert _small_groups(plan).total() == _small_groups(seen).total() == 4 * microbatches

@@ -151,7 +151,7 @@ def _watch(device):
     from torch_backend.engine import _executor as executor
     from torch_backend.memory._gather import GatherBuffer
     from torch_backend.memory._grads import GradStore
-    from torch_backend.memory._reshard_group import GroupShard
+    from torch_backend.memory._reshard_group import ReshardGroupShard
     from torch_backend.memory._streams import DeviceStreams
     from torch_backend.ranks._collectives import Communicator
 
@@ -159,7 +159,7 @@ def _watch(device):
     torch.get_device_module = lambda _: device
     streams = DeviceStreams(torch.device("cpu"))
     torch.get_device_module = real
-    undo, parts = [], {}  # what is undone at the end; shards of smaller groups, until they are gathered
+    undo, parts = [], {}  # what is undone at the end; shards of reshard groups, until they are gathered
 
     def patch(owner, name, make):
         undo.append((owner, name, getattr(owner, name)))
@@ -240,9 +240,9 @@ def _watch(device):
     def take(original):
         def take(self, full, views):
             original(self, full, views)
-            device.access(full, "keeping a smaller group's shard, reading", write=False)
+            device.access(full, "keeping a reshard group's shard, reading", write=False)
             device.allocated(self.buffer)
-            device.access(self.buffer, "keeping a smaller group's shard", write=True)
+            device.access(self.buffer, "keeping a reshard group's shard", write=True)
             parts[_key(self.buffer)] = weakref.finalize(self.buffer, device.free, _key(self.buffer))
 
         return take
@@ -256,7 +256,7 @@ def _watch(device):
     patch(GatherBuffer, "finish", finish)
     patch(GatherBuffer, "free", free)
     patch(GradStore, "_collect", collect)
-    patch(GroupShard, "take", take)
+    patch(ReshardGroupShard, "take", take)
     return streams, lambda: [setattr(*entry) for entry in reversed(undo)]
 
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from crossframe import checkpoint
-from crossframe.checkpoint import CheckpointError
+from crossframe.checkpoint import CheckpointError, writing
 from crossframe.errors import AgreementError, CrossframeError, UsageError
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER
 from crossframe.verdict.measure.bounds import bounds_for
@@ -310,7 +309,7 @@ def test_what_fails_on_one_rank_fails_on_all_in_the_same_words(ranks):
 
 def _breaks(rank, world_size, settings, name, broken_rank):
     """A save in which one act of one rank fails, the first time."""
-    owner = Journal if name == "_flush" else checkpoint
+    owner = Journal if name == "_flush" else writing
     original, failed = getattr(owner, name), []
 
     def fails(*arguments):
@@ -326,7 +325,7 @@ def _breaks(rank, world_size, settings, name, broken_rank):
         setattr(owner, name, original)
 
 
-@pytest.mark.parametrize(("name", "broken_rank"), [("write_tensors", 1), ("flush", 1), ("_digest", 0), ("_flush", 0)])
+@pytest.mark.parametrize(("name", "broken_rank"), [("write_tensors", 1), ("flush", 1), ("digest_of", 0), ("_flush", 0)])
 def test_a_failed_save_leaves_no_trace_and_training_goes_on(ranks, tmp_path, name, broken_rank):
     settings = replace(SMALL, output=tmp_path)
     assert ranks.run(2, _breaks, settings, name, broken_rank) == [True, True]

@@ -306,7 +306,7 @@ def _says_what_is_gathered_later(rank: int, world_size: int) -> list[str]:
 
 
 def test_R33_a_gather_of_ones_own_is_refused_where_it_cannot_be(ranks):
-    """Methods put on a shard after fully_shard, and smaller groups: torch takes the first and raises in the second's backward."""
+    """Methods put on a shard after fully_shard, and reshard groups: torch takes the first and raises in the second's backward."""
     for later, parts in ranks.run(4, _says_what_is_gathered_later):
         assert "'weight'" in later and "before fully_shard" in later
         assert "'weight'" in parts and "reshard_after_forward" in parts

@@ -52,13 +52,13 @@ class Case:
 
     @property
     def asks_torch(self) -> bool:
-        """Whether torch can do it. It has no other layouts; to a smaller group it cuts on dim 0 what lies cut on another, and
+        """Whether torch can do it. It has no other layouts; to a reshard group it cuts on dim 0 what lies cut on another, and
         goes beyond its memory."""
         return self.layout == "per_param" and not (self.across and type(self.reshard) is int)
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is such a case: a line has no dims, a smaller group divides the shards, and a sum over replicas can be
+        """Whether there is such a case: a line has no dims, a reshard group divides the shards, and a sum over replicas can be
         put off where there are replicas. The block of two dtypes casts by itself."""
         puts_off = self.sync is Sync.ALL_REDUCE_LAST
         shards, replicas = self.spec.shard, self.spec.replicate
@@ -73,7 +73,7 @@ class Case:
 
 
 # Each mesh with each way to reshard, to reduce and to lay out shards; nested units, low precision and two dtypes with shards of
-# several ranks and of one; each way to freeze; cut on other dims with a smaller group, replicas and one shard.
+# several ranks and of one; each way to freeze; cut on other dims with a reshard group, replicas and one shard.
 CASES = {
     "shards": [
         Case(),

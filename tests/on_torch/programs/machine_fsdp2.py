@@ -56,7 +56,7 @@ EXPLAINED = {
 }
 NOT_DRIVEN = {
     "`.data = ...`": "torch: a DTensor's data is what it wraps, which that does not reach.",
-    "edits of a smaller group's shards": "R08: they are memory between forward and backward, not parameters.",
+    "edits of a reshard group's shards": "R08: they are memory between forward and backward, not parameters.",
     "unshard, edits and state dicts behind a backward that failed": "R17: before the next forward, move or reset_iter_state.",
     "other dtypes with momentum": "torch's optimizers do not convert what they keep.",
     "a backward of a forward before a step, an edit, a move or a reset": "torch itself refuses it by version counters.",
@@ -179,7 +179,7 @@ class RealFSDP2(Real):
         """The user writes into what the module shows of a parameter."""
         self.pending.clear()
         state = self._unit(unit).state
-        if (by is not None and by != self.rank) or state.residency is Residency.K_GROUP:
+        if (by is not None and by != self.rank) or state.residency is Residency.RESHARD_GROUP:
             return
         param = self.param(unit, name)
         with torch.no_grad():
@@ -212,7 +212,7 @@ class RealFSDP2(Real):
                 found[name] = to_numpy(param)
                 continue
             assert isinstance(param, DTensor) and param.shape == SHAPES[unit][name], (unit, name)
-            if state.residency is Residency.K_GROUP:
+            if state.residency is Residency.RESHARD_GROUP:
                 assert param.device_mesh.shape[-1] == self.setup.reshard, (unit, name)
             else:
                 assert param is self.owned[unit, name], (unit, name)
@@ -230,11 +230,11 @@ class RealFSDP2(Real):
         return found
 
     def memory(self, unit: str) -> tuple[bool, ...]:
-        """Whether full parameters, what a smaller group holds of them, and full gradients that wait are in memory."""
+        """Whether full parameters, what a reshard group holds of them, and full gradients that wait are in memory."""
         real = self._unit(unit)
         bucket = real.buckets[0]
         full = not bucket.buffer.is_shard and bucket.buffer.full.untyped_storage().nbytes() > 0
-        return full, bucket.part is not None and bucket.part.buffer is not None, real.has_grads
+        return full, bucket.group_shard is not None and bucket.group_shard.buffer is not None, real.has_grads
 
     def look(self) -> list[dict[str, Any]]:
         """All that there is to see on a rank, unit by unit."""
@@ -330,7 +330,9 @@ class ExpectedFSDP2(Expected):
                 for grad in bucket.sharded_grads if how == "zeros" else ():
                     if grad is not None:
                         grad[:] = 0
-            shows_shards = unit.state.exposure is Exposure.SHARDED and unit.state.residency is not Residency.K_GROUP
+            shows_shards = (
+                unit.state.exposure is Exposure.SHARDED and unit.state.residency is not Residency.RESHARD_GROUP
+            )
             if how == "optimizer" or (how == "model" and shows_shards):
                 unit.zero_grad()
 
@@ -380,7 +382,7 @@ class ExpectedFSDP2(Expected):
         """The user writes into what the module shows of a parameter."""
         self.pending.clear()
         live = self.world.units[unit]
-        if live.state.residency is Residency.K_GROUP:
+        if live.state.residency is Residency.RESHARD_GROUP:
             return
         for rank in self.ranks if by is None else (by,):
             shown = self._shown(live, rank).get(full_name(unit, name))
@@ -422,7 +424,7 @@ class ExpectedFSDP2(Expected):
             found.append(
                 {
                     "state": (state.residency.name, state.exposure.name, state.activity.name),
-                    "memory": (full, state.residency is Residency.K_GROUP, bool(bucket.grads[rank])),
+                    "memory": (full, state.residency is Residency.RESHARD_GROUP, bool(bucket.grads[rank])),
                     "shown": {name.rpartition(".")[2]: value for name, value in self._shown(live, rank).items()},
                     "grads": {
                         name.rpartition(".")[2]: own[name] if name in bucket.reached[rank] else None for name in held

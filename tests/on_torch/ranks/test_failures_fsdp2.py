@@ -82,7 +82,7 @@ DIFFERENT = {
         lambda: fsdp2_net(changed_net(width=8), reshard_after_forward=False),
         "the reshard_after_forward of unit 'blocks.0' differs: rank 0, 2, 3: True; rank 1: False",
     ),
-    "a smaller group": (
+    "a reshard group": (
         lambda: fsdp2_net(changed_net(width=8), reshard_after_forward=2),
         "the reshard_after_forward of unit 'blocks.0' differs: rank 0, 2, 3: True; rank 1: 2",
     ),
@@ -116,7 +116,7 @@ def _grid():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-# World size, what is built, and how many collectives a step has; going over to a smaller group's shard counts too. Without
+# World size, what is built, and how many collectives a step has; going over to a reshard group's shard counts too. Without
 # options it is in test_failures.py.
 BUILT = {
     "low": (2, lambda net: _each(net, reshard_after_forward=True, mp_policy=LOW), 9),
