@@ -69,7 +69,7 @@ class PlanOptions:
         tokens: of one rank and microbatch.
 
     Raises:
-        UsageError: a word that is none of those expected.
+        UsageError: an unknown word.
         MeshError, PlanError: a world that does not exist, or that the strategy cannot cut.
     """
 

@@ -57,7 +57,7 @@ def check_real(named: Sequence[NamedUnit]) -> None:
     if names:
         raise InitialisationError(
             f"still on the meta device: {', '.join(names)}; make them real before the first forward: "
-            "torch_backend.initialise_sharded(model) gives them the values that the model built in full has; or "
+            "torch_backend.initialise_sharded(model) gives them the values that an unsharded model would have; or call "
             "model.to_empty(device=...) and initialise them; or load a state dict with assign=True"
         )
 
@@ -116,7 +116,8 @@ def _plan(
                     continue
                 if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 2:
                     raise UnsupportedError(
-                        f"initialise_sharded: {name}.{attribute} is cut by tensor parallelism too; initialise it by hand"
+                        f"initialise_sharded: {name}.{attribute} is also sharded by tensor parallelism; initialise it "
+                        "by hand"
                     )
                 full = shapes.get(f"{name}.{attribute}".lstrip("."), tuple(tensor.shape))
                 found.append(Slot(name, attribute, id(tensor), full, dtype_name(tensor.dtype), tensor.requires_grad))

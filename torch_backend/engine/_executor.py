@@ -219,9 +219,8 @@ class StepExecutor:
         opaque = not tensors and not isinstance(output, _WITHOUT_TENSORS)
         if opaque and unit.trained and unit.step.settings.reshard_after_forward:
             raise UsageError(
-                f"unit {unit.name!r} returned a {type(output).__name__}, in which no tensor can be seen, so that its "
-                "backward would begin unnoticed, without its parameters; return tensors, as they are or in a tuple, list, "
-                "dict, set or dataclass"
+                f"unit {unit.name!r} returned a {type(output).__name__}, in which FSDP finds no tensor, so it could not "
+                "unshard the parameters for backward; return tensors, alone or in a tuple, list, dict, set or dataclass"
             )
 
     def abandon_forward(self, unit: Unit) -> None:

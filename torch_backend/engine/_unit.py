@@ -288,9 +288,9 @@ class Unit:
         if self.state.activity != Activity.BACKWARD:
             if self.step.settings.reshard_after_forward or self.executor is None:
                 raise StateError(
-                    f"unit {self.name!r}: gradients of its parameters came, but none of its output, so that they were "
-                    "computed without the parameters; return the tensors that the loss is made of, as they are or in a "
-                    "tuple, list, dict, set or dataclass"
+                    f"unit {self.name!r}: backward reached its parameters but not its output, so they were not "
+                    "unsharded; return the tensors that the loss is computed from, alone or in a tuple, list, dict, "
+                    "set or dataclass"
                 )
             self.executor.begin_backward(self)
         self._grads.add(indices, grads)

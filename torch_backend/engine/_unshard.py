@@ -92,8 +92,8 @@ def _end_on_first(units: Sequence[Unit], failed: bool) -> None:
         raise refusal
     if first_failed and not failed:
         raise StateError(
-            "the first rank raised inside the context in which it alone may edit full parameters: no rank's parameters were "
-            "changed; look at its traceback"
+            "the first rank raised inside the context in which it alone may edit full parameters: no rank's parameters "
+            "were changed; see its traceback"
         )
 
 

@@ -10,7 +10,7 @@ from crossframe.errors import UsageError
 def refuse_to_pickle(module: nn.Module, protocol: Any) -> NoReturn:
     """The `__reduce_ex__` of sharded modules."""
     raise UsageError(
-        f"a sharded {type(module).__name__} cannot be pickled: it holds process groups, and a part of the parameters. Save "
+        f"a sharded {type(module).__name__} cannot be pickled: it holds process groups and one rank's shards. Save "
         "model.state_dict(), and load it into a model that is built and sharded again"
     )
 

@@ -297,8 +297,8 @@ def begin_as_root(module: nn.Module) -> StepExecutor:
     unit = unit_of(module)
     if unit.num_modules > 1:
         raise RunOrderError(
-            f"unit of {unit.num_modules} modules: one of them runs first, outside of a sharded root; call fully_shard on a "
-            "module around them and run that first"
+            f"unit of {unit.num_modules} modules: the first of them runs outside a sharded root; call fully_shard on a "
+            "module that contains them all, and run that"
         )
     named = named_units(module, Api.FSDP2)
     _check_shared(named)

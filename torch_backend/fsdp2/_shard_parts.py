@@ -53,14 +53,12 @@ class ShardParts:
         if self.kind not in LAYOUT_KINDS:
             raise UsageError(f"fully_shard: expected layout to be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}")
         if self.block_fn is not None and self.kind != "ragged":
-            raise UsageError(
-                f"fully_shard: block_fn says what stays whole under layout='ragged', and the layout is {self.kind!r}"
-            )
+            raise UsageError(f"fully_shard: block_fn applies only to layout='ragged', got layout={self.kind!r}")
         cut_otherwise = self.placement_fn is not None or not self.data.shards or self.data.spmd is not None
         if self.kind != "per_param" and cut_otherwise:
             raise UnsupportedError(
-                f"fully_shard: layout={self.kind!r} cuts parameters as one line, on meshes (shard) and (replicate, shard); "
-                "with shard_placement_fn or dp_mesh_dims use layout='per_param'"
+                f"fully_shard: layout={self.kind!r} shards all parameters as one buffer, and supports only meshes "
+                "(shard) and (replicate, shard); with shard_placement_fn or dp_mesh_dims use layout='per_param'"
             )
 
     def bucket_of(self, entry: OwnedParam) -> Hashable:
@@ -69,8 +67,8 @@ class ShardParts:
             return entry.param.dtype
         if self.step.reshards_to_group:
             raise UnsupportedError(
-                f"parameter {entry.spec.name!r} says by fsdp_pre_all_gather what is gathered of its shard, but not of parts that "
-                f"{self.step.reshard_after_forward} ranks keep; pass reshard_after_forward=True or False"
+                f"parameter {entry.spec.name!r} defines fsdp_pre_all_gather, which does not support a reshard group of "
+                f"{self.step.reshard_after_forward} ranks; pass reshard_after_forward=True or False"
             )
         return entry.spec.name
 
@@ -82,8 +80,8 @@ class ShardParts:
         for entry in owned:
             if isinstance(entry.param, DTensor):
                 raise UnsupportedError(
-                    f"parameter {entry.spec.name!r} is a DTensor (tensor parallelism), of which layout={self.kind!r} would "
-                    "lose the placements; use layout='per_param'"
+                    f"parameter {entry.spec.name!r} is a DTensor (tensor parallelism), whose placements "
+                    f"layout={self.kind!r} cannot keep; use layout='per_param'"
                 )
         if self.kind == "flat":
             policy = as_ours(self.policy, MixedPrecisionPolicy).policy

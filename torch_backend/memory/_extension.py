@@ -32,8 +32,8 @@ def is_extended(tensor: Tensor) -> bool:
     methods = [hasattr(tensor, name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")]
     if any(methods) and not all(methods):
         raise AssertedError(
-            f"a {type(tensor).__name__} has one of the methods fsdp_pre_all_gather and fsdp_post_all_gather; expected both, or "
-            "none"
+            f"a {type(tensor).__name__} has only one of the methods fsdp_pre_all_gather and fsdp_post_all_gather; "
+            "define both, or neither"
         )
     return all(methods)
 
@@ -168,9 +168,9 @@ class ExtendedBuffer:
                     ]
                 elif sizes != [output.numel() for output in self._outputs]:
                     raise AssertedError(
-                        f"unit {unit!r}, parameter {self.layout.params[0].name!r}: fsdp_pre_all_gather gave tensors of shapes "
-                        f"{[tuple(tensor.shape) for tensor in inputs]}; expected as many elements on every rank and every time, "
-                        "so that a chunk that is short must be padded to the first one's size"
+                        f"unit {unit!r}, parameter {self.layout.params[0].name!r}: fsdp_pre_all_gather returned tensors "
+                        f"of shapes {[tuple(tensor.shape) for tensor in inputs]}; expected the same number of elements "
+                        "on every rank in every call; pad short chunks to the size of the first"
                     )
                 self._allocate()
                 if len(inputs) == 1:

@@ -41,8 +41,8 @@ def _refuse_partitions(optimizer: Any, *_: object) -> None:
         return
     if any(hasattr(param, _ATTRIBUTE) for group in optimizer.param_groups for param in group["params"]):
         raise UsageError(
-            f"{_PARTITIONING} over sharded parameters would broadcast some from each rank, where each rank has its part of all. "
-            "Its state is sharded as the parameters are: use the optimizer inside of it by itself"
+            f"{_PARTITIONING} broadcasts whole parameters between ranks, but each rank holds only its shards. Optimizer "
+            "state is sharded like the parameters: use the inner optimizer directly"
         )
 
 

@@ -61,8 +61,9 @@ class ShardStore:
     def check_extended(self, i: int) -> None:
         """Raise UnsupportedError because parameter i became an extension after it was sharded as a plain tensor."""
         raise UnsupportedError(
-            f"parameter {self.layout.params[i].name!r}, rank {self.rank}: its local tensor has got a method fsdp_pre_all_gather "
-            "since it was sharded; make the parameter a tensor subclass with that method before fully_shard"
+            f"parameter {self.layout.params[i].name!r}, rank {self.rank}: its local tensor gained a method "
+            "fsdp_pre_all_gather after it was sharded; make the parameter a tensor subclass with that method before "
+            "fully_shard"
         )
 
     def take(self, i: int, value: Tensor, shape: tuple[int, ...]) -> None:

@@ -53,8 +53,8 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
     size = data.mesh.size(data.mesh.ndim - 1) if data.shards else 1
     if dim and local_of(param).shape[dim] % size:
         raise UnsupportedError(
-            f"parameter {name!r} of shape {tuple(param.shape)}: dim {dim} is no multiple of the {size} ranks of the shard axis; "
-            "shard it on dim 0, which may be uneven, or pad its size"
+            f"parameter {name!r} of shape {tuple(param.shape)}: dim {dim} is not a multiple of the {size} ranks of the "
+            "shard axis; shard it on dim 0, which may be uneven, or pad its size"
         )
     shard: tuple[Placement, ...] = (Shard(dim),) if data.shards else ()
     replicate = tuple(Replicate() for _ in range(data.mesh.ndim - len(shard)))
@@ -73,8 +73,8 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
         return _place_spmd(name, whole, data, dim)
     if whole.mesh.ndim > 2:
         raise UnsupportedError(
-            f"parameter {name!r} is a DTensor on a mesh of {whole.mesh.ndim} axes; expected one or two beside the data "
-            "parallel ones"
+            f"parameter {name!r} is a DTensor on a mesh of {whole.mesh.ndim} axes; expected one or two besides the data "
+            "parallel axes"
         )
     return Placed(dim, sharded_spec(whole, data.mesh, dim, shards=data.shards), Whole(whole))
 

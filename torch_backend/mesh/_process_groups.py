@@ -29,7 +29,7 @@ def find_groups(
         UsageError: both are given, or the given one does not fit the strategy.
     """
     if process_group is not None and device_mesh is not None:
-        raise UsageError("process_group and device_mesh both say which ranks take part; pass one of them")
+        raise UsageError("process_group and device_mesh cannot be combined; pass one of them")
     if device_mesh is not None:
         return _groups_of(strategy, device_mesh)
     if not strategy.is_hybrid:
@@ -44,7 +44,7 @@ def find_groups(
     if process_group is None:
         if not wraps_inside:
             raise UsageError(
-                f"{strategy.name} without auto_wrap_policy: each wrapped module would make groups of its own; pass "
+                f"{strategy.name} without auto_wrap_policy: each wrapped module would create its own groups; pass "
                 "process_group=(shard, replicate) or a device_mesh of two axes to all of them"
             )
         return groups_by_machine(ranks_per_machine())
@@ -101,8 +101,8 @@ def groups_by_machine(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     world_size = default_process_group().size()
     if world_size % size:
         raise UsageError(
-            f"hybrid sharding: {world_size} ranks cannot be cut into machines of {size}; pass "
-            "process_group=(shard, replicate) or a device_mesh of two axes"
+            f"hybrid sharding: {world_size} ranks cannot be divided into machines of {size}; pass process_group=(shard, "
+            "replicate) or a device_mesh of two axes"
         )
     shard, _ = dist.new_subgroups(size)
     places = [list(range(place, world_size, size)) for place in range(size)]

@@ -39,7 +39,7 @@ def find_ignored(
         UsageError: both are given, a mixture of modules and parameters, other objects, or a unit.
     """
     if modules is not None and states is not None:
-        raise UsageError("ignored_modules and ignored_states say the same; pass ignored_states alone")
+        raise UsageError("ignored_modules and ignored_states cannot be combined; pass only ignored_states")
     params: set[nn.Parameter] = set()
     chosen: list[nn.Module] = []
     if states is not None:

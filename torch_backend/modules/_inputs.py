@@ -80,8 +80,8 @@ def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         except TypeError as error:
             raise UsageError(
-                f"an input has tensors in a {type(value).__name__}, which cannot be built anew from its items to cast or "
-                "move these; pass them in a tuple, list or dict, or in the dtype and on the device of compute"
+                f"an input has tensors in a {type(value).__name__}, which cannot be rebuilt to cast or move them; pass "
+                "them in a tuple, list or dict, or already in the compute dtype and on the compute device"
             ) from error
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         came = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}

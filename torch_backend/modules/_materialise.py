@@ -78,9 +78,9 @@ def materialise(
     left = [f"{names[module]}.{name}".lstrip(".") for module in modules for name in _on_meta(module, ignored.params)]
     if left:
         raise InitialisationError(
-            f"still on the meta device once {type(root).__name__} was initialised: {', '.join(left)}; param_init_fn must "
-            "make every parameter and buffer of the module that it is given real (module.to_empty(device=..., recurse=False), "
-            "then set the values)"
+            f"still on the meta device after {type(root).__name__} was initialised: {', '.join(left)}; param_init_fn "
+            "must make every parameter and buffer of the module that it is given real (module.to_empty(device=..., "
+            "recurse=False), then set the values)"
         )
 
 

@@ -88,8 +88,8 @@ def _check_group(optimizer: Optimizer, group: dict[str, Any], pieces: Sequence[P
             others = [_stepped(cls, options, shapes, like, *change) for change in CHANGES]
     except Exception as error:
         raise UsageError(
-            f"{cls.__name__} holds parameter {name!r}, a PieceTensor, and could not be tried on small tensors, to tell whether "
-            f'it treats each element by itself ({type(error).__name__}: {error}); use layout="per_param", or an optimizer whose '
+            f"{cls.__name__} holds parameter {name!r}, a PieceTensor, and could not be tested on small tensors for "
+            f'being elementwise ({type(error).__name__}: {error}); use layout="per_param", or an optimizer whose '
             "constructor takes the options of its groups and whose step takes no closure"
         ) from error
     for changed in others:
@@ -98,9 +98,9 @@ def _check_group(optimizer: Optimizer, group: dict[str, Any], pieces: Sequence[P
             same[CHANGED[i]] = True
             if not same.all():
                 raise UsageError(
-                    f"{cls.__name__} holds parameter {name!r}, a PieceTensor, and looks beyond single elements: a change of "
-                    "one element changes others. Each rank would do so with its own part of the parameter, and be wrong; use "
-                    'layout="per_param", whose DTensors it may understand, or an optimizer that treats elements one by one'
+                    f"{cls.__name__} holds parameter {name!r}, a PieceTensor, and is not elementwise: changing one "
+                    "element changes the update of others, so each rank would compute a wrong update from its own "
+                    'piece; use layout="per_param", whose DTensors it may support, or an elementwise optimizer'
                 )
     _passed.add(known)
 

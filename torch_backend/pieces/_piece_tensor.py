@@ -63,7 +63,7 @@ class PieceTensor(Tensor):
         """
         raise UsageError(
             f"parameter {self.place.name!r}: a PieceTensor has no memory of its own; that of its elements here is "
-            '.local.data_ptr(). accelerate tells parameters by their memory: shard with layout="per_param" for it'
+            '.local.data_ptr(). accelerate identifies parameters by their memory: shard with layout="per_param" for it'
         )
 
     @property
@@ -130,9 +130,10 @@ class PieceTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            f"parameter {self.place.name!r}: a PieceTensor cannot be pickled, since it is one rank's part of a layout that the "
-            "file would not know. Save model.state_dict(), which holds DTensors, with torch.distributed.checkpoint; of other "
-            "tensors, optimizer state among them, save to_dtensor() or full_tensor()"
+            f"parameter {self.place.name!r}: a PieceTensor cannot be pickled, since it is one rank's part of a layout "
+            "that the file would not describe. Save model.state_dict(), which holds DTensors, with "
+            "torch.distributed.checkpoint; for other tensors, such as optimizer state, save to_dtensor() or "
+            "full_tensor()"
         )
 
     def _refuse(self, what: str) -> Any:

@@ -42,7 +42,8 @@ def set_comm_hook(units: Sequence["Unit"], state: object, hook: Callable[..., An
         raise UsageError(f"register_comm_hook: expected a function (state, full, shard), got {hook!r}")
     if hybrid:
         raise StateError(
-            "register_comm_hook under hybrid sharding: a hook has no part in the sum over replicas; use another strategy"
+            "register_comm_hook under hybrid sharding: a hook cannot take part in the all-reduce over replicas; use "
+            "another strategy"
         )
     for unit in units:
         if unit.choices.comm_hook is not None:

@@ -293,7 +293,7 @@ def first_difference(sides: Sequence[Sequence[int]], texts: Sequence[Sequence[An
             values = [settings.get(name, "not set") for _, settings in lines]
             if len(set(values)) > 1:
                 return f"the {name} of {subjects[0]} differs: {_opposed(sides, values)}"
-    raise AssertionError("texts of different hashes say the same")
+    raise AssertionError("equal texts have different hashes")
 
 
 def _opposed(sides: Sequence[Sequence[int]], values: Sequence[str]) -> str:

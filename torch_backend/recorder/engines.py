@@ -93,7 +93,7 @@ def ours(model: nn.Module) -> Engine:
     named = named_units(model, rename=canonical_name)
     first = named[0].unit
     if any(each.unit.mesh.spec != first.mesh.spec for each in named):
-        raise UnsupportedError("units of one model on meshes of other sizes are not recorded")
+        raise UnsupportedError("units of one model on meshes of different sizes cannot be recorded")
     buckets = []
     for unit in named:
         unit.check_whole()
@@ -194,7 +194,7 @@ def torch_fsdp2(model: nn.Module, found: Sequence[tree.NamedModule]) -> Engine:
     params = {name: each for name, each in _registrations(model).items() if isinstance(each[0], DTensor)}
     meshes = {param.device_mesh: param for param, _, _ in params.values()}
     if len(meshes) != 1:
-        raise UnsupportedError("parameters of one model on several device meshes are not recorded")
+        raise UnsupportedError("parameters of one model on several device meshes cannot be recorded")
     mesh = next(iter(meshes))
     for name, (param, _, _) in params.items():
         *before, last = param.placements

@@ -115,7 +115,7 @@ def view_of(model: nn.Module, units: Any = None) -> ModelView:
     else:
         return _view(model, places, unsharded(model, tree.choose_units(model, units)))
     if units is not None:
-        raise UsageError("units: these are given by how the model is sharded; leave the argument out")
+        raise UsageError("units: a sharded model has its own units; leave the argument out")
     return _view(model, places, engine)
 
 

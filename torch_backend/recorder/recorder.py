@@ -230,7 +230,7 @@ class Recorder(Sink, Listener):
         with quietly():
             keeper = self._begun()
             if self._microbatches:
-                raise UsageError("Recorder.open_window: call it between steps, right behind Recorder.step")
+                raise UsageError("Recorder.open_window: call it between steps, right after Recorder.step")
             self._write_waiting()
             keeper.writer.open_window(self._step + num_steps)
             self._begin_step()

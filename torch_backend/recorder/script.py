@@ -128,8 +128,8 @@ class ScriptRecorder:
         if all(optimizer is not own for own in self._optimizers):
             if not _params_of(optimizer) & self._params:
                 raise UsageError(
-                    f"the script trains more than one model: a {type(optimizer).__name__} stepped whose parameters are none of "
-                    f"those of the first model that was trained; {_USE_RECORDER}"
+                    f"the script trains more than one model: a {type(optimizer).__name__} updated parameters that are "
+                    f"not in the first model that was trained; {_USE_RECORDER}"
                 )
             self._optimizers.append(optimizer)
         self._stepped.add(id(optimizer))

@@ -205,9 +205,9 @@ def _trained(unit: str, bucket: Bucket, layout: Any, held: set[int]) -> _Trained
         if not isinstance(layout, PerParamLayout):
             frozen = [spec.name for i, spec in enumerate(layout.params) if i not in indices]
             raise UnsupportedError(
-                f"{frozen[:LISTED]} are not trained and lie in one line with {layout.params[indices[0]].name!r}, which is: "
-                "expected a unit trained as a whole or not at all; wrap them apart, or save by state_dict and "
-                "torch.distributed.checkpoint"
+                f"{frozen[:LISTED]} are frozen and share a buffer with {layout.params[indices[0]].name!r}, which is "
+                "trained: expected units that are trained or frozen as a whole; wrap them separately, or save by "
+                "state_dict and torch.distributed.checkpoint"
             )
         some, dims = (tuple(each[i] for i in indices) for each in (layout.params, layout.shard_dims))
         layout = replace(layout, params=some, dims=dims)

@@ -125,7 +125,7 @@ class Names:
         if id(param) not in self.unmanaged:
             raise UsageError(
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model: build it with "
-                "model.parameters() once the model is wrapped, and pass the same model"
+                "model.parameters() after wrapping the model, and pass the same model"
             )
         return [self.unmanaged[id(param)]]
 

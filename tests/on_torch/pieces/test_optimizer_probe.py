@@ -1,4 +1,4 @@
-"""Optimizers that look beyond single elements are found before they step on pieces (pieces/_optimizer_probe.py)."""
+"""Optimizers that are not elementwise are found before they step on pieces (pieces/_optimizer_probe.py)."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
@@ -112,11 +112,11 @@ def _finds(rank: int, world_size: int) -> None:
         before = [param.local.clone() for param in params]
         optimizer = make(params)
         for _ in range(2):  # again, if the user goes on
-            with pytest.raises(UsageError, match=rf"^{name} holds parameter 'p0'.*beyond single.*layout=\"per_param\""):
+            with pytest.raises(UsageError, match=rf"^{name} holds parameter 'p0'.*is not elementwise.*layout=\"per_param\""):
                 optimizer.step()
         assert not optimizer.state and all(torch.equal(a.local, b) for a, b in zip(params, before, strict=True)), name
     for optimizer, why in ((torch.optim.LBFGS(_given()), "closure"), (Demanding(_given(), nn.Linear(1, 1)), "model")):
-        with pytest.raises(UsageError, match=rf"^{type(optimizer).__name__} .*'p0'.*could not be tried.*{why}"):
+        with pytest.raises(UsageError, match=rf"^{type(optimizer).__name__} .*'p0'.*could not be tested.*{why}"):
             optimizer.step(lambda: torch.zeros(()))
     # One group of several, and one that is added later.
     plain, (piece, *_) = [nn.Parameter(torch.ones(2, 2))], _given()
