@@ -107,7 +107,7 @@ def test_where_prints_lines_alone():
 def test_where_as_json():
     status, said = run("layout", "gpt-tiny", "--world-size", 4, "--replicate", 2, "--where", "norm.bias[1]", "--json")
     (place,) = json.loads(said)
-    assert status == 0 and (place["element"], place["numel"], place["unit"]) == (1, 32, "")
+    assert status == 0 and (place["element"], place["numel"], place["unit"]) == (1, 10, "")
     sharding = Sharding(model_shapes("gpt-tiny").layouts("flat", 2), MeshSpec(2, 2))
     assert [[rank, place["offset"]] for rank in place["ranks"]] == [
         [rank, offset] for rank, _, offset in sharding.where("norm.bias", 1)
