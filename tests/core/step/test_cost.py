@@ -198,7 +198,7 @@ def test_R15_under_no_sync_full_gradients_wait_and_reducing_each_time_frees_them
 
 
 @pytest.mark.parametrize(("api", "waiting"), [(Api.FSDP1, 2), (Api.FSDP2, 4)])
-def test_R15_gradients_wait_in_the_dtype_of_the_face_beside_fresh_ones(api, waiting):
+def test_R15_gradients_wait_in_the_dtype_of_the_api_beside_fresh_ones(api, waiting):
     units = units_of(["a"], numel=8, api=api, policy=PrecisionPolicy("bfloat16", "float32"))
     cost = step_cost(step_plan(units, MeshSpec(2), microbatches=3, sync=Sync.LAST), units)
     backward = [

@@ -41,14 +41,14 @@ def test_R33_the_sharded_gradient_is_in_full_precision_unless_it_is_kept_low():
     assert [resolve_precision("float32", p).is_mixed for p in (None, "float32", "bfloat16")] == [False, False, True]
 
 
-def test_R15_unreduced_gradients_wait_in_the_dtype_of_the_face():
+def test_R15_unreduced_gradients_wait_in_the_dtype_of_the_api():
     mixed = resolve_precision("float32", "bfloat16", "float64")
     assert [mixed.accumulated(api) for api in (Api.FSDP1, Api.FSDP2)] == ["bfloat16", "float64"]
 
 
 @pytest.mark.parametrize("cast", [None, True, False])
 @pytest.mark.parametrize("cast_root", [True, False])
-def test_R35_inputs_are_cast_where_the_face_and_the_policy_say(cast, cast_root):
+def test_R35_inputs_are_cast_where_the_api_and_the_policy_say(cast, cast_root):
     policy = PrecisionPolicy("bfloat16", cast_forward_inputs=cast, cast_root_forward_inputs=cast_root)
     expected = {
         (Api.FSDP1, True): bool(cast) or cast_root,

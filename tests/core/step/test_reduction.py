@@ -120,7 +120,7 @@ def test_R26_the_factors_of_a_mesh_multiply_to_its_ranks(shard, replicate, api, 
         assert (factors.before, factors.between) == (divide_factors(mesh.world_size).before, 1)
 
 
-def test_R27_a_custom_factor_takes_the_place_of_the_number_of_ranks_in_either_face():
+def test_R27_a_custom_factor_takes_the_place_of_the_number_of_ranks_in_either_api():
     for api in Api:
         assert factors_of(MeshSpec(3, 2), api, "float32", 5.0) == DivideFactors(5.0, 1.0)
         # Where a sum may overflow it is split as the number of ranks is: by the power of two about its root.

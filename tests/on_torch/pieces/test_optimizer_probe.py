@@ -112,7 +112,9 @@ def _finds(rank: int, world_size: int) -> None:
         before = [param.local.clone() for param in params]
         optimizer = make(params)
         for _ in range(2):  # again, if the user goes on
-            with pytest.raises(UsageError, match=rf"^{name} holds parameter 'p0'.*is not elementwise.*layout=\"per_param\""):
+            with pytest.raises(
+                UsageError, match=rf"^{name} holds parameter 'p0'.*is not elementwise.*layout=\"per_param\""
+            ):
                 optimizer.step()
         assert not optimizer.state and all(torch.equal(a.local, b) for a, b in zip(params, before, strict=True)), name
     for optimizer, why in ((torch.optim.LBFGS(_given()), "closure"), (Demanding(_given(), nn.Linear(1, 1)), "model")):

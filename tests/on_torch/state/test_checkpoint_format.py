@@ -58,7 +58,7 @@ def load_and_save(rank, world_size, api, path, other, stepped):
     save_checkpoint(other, net, optimizer)
 
 
-def test_R36_R37_model_and_optimizer_go_from_every_face_and_layout_to_another(ranks, tmp_path):
+def test_R36_R37_model_and_optimizer_go_from_every_api_and_layout_to_another(ranks, tmp_path):
     ranks.run(3, save_trained, APIS[0], tmp_path / "0")
     first = content(tmp_path / "0")
     assert read(tmp_path / "0").about == {"step": 2}
