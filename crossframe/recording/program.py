@@ -19,6 +19,8 @@ PROGRAM = "program"
 SOURCE, ENVIRONMENT = "source", "environment"
 """Digests in hex. They may differ between programs that compute the same bits."""
 DEVICE, DETERMINISTIC, COMPILED = "device", "deterministic", "compiled"
+OPTIMIZER_KERNEL = "optimizer_kernel"
+"""How the optimizer computes its step, such as "fused". It affects the bits of optimizer states and updates only."""
 
 _MOST_FILES, _LARGEST = 4096, 1 << 22
 # Variables that launchers, shells and schedulers set to other values in each run.

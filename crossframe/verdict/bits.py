@@ -18,7 +18,8 @@ from typing import Any
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.program import COMPILED, DETERMINISTIC, ENVIRONMENT, PROGRAM, SOURCE
+from crossframe.recording.lines import STATE, UPDATE
+from crossframe.recording.program import COMPILED, DETERMINISTIC, ENVIRONMENT, OPTIMIZER_KERNEL, PROGRAM, SOURCE
 from crossframe.shown import shown
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
@@ -113,7 +114,7 @@ def _stated(a: Recording, b: Recording) -> list[tuple[str, Any, Any]]:
     ]
     found = [(name, str(x), str(y)) if name == "mesh" else (name, x, y) for name, x, y in found]
     programs = [manifest.settings[PROGRAM] for manifest in (first, second)]
-    for kept, left_out in ((programs, _DIGESTS), ([first.settings, second.settings], _LABELS)):
+    for kept, left_out in ((programs, _DIGESTS | {OPTIMIZER_KERNEL}), ([first.settings, second.settings], _LABELS)):
         names = [name for name in {**kept[0], **kept[1]} if name not in left_out]
         found += [(name, kept[0].get(name), kept[1].get(name)) for name in names]
     return [("layout", "one", "another") if name == "units" and x != y else (name, x, y) for name, x, y in found]
@@ -130,13 +131,18 @@ def is_repetition(a: Recording, b: Recording) -> bool:
 
 def operator_difference(pair: Pair, first: Quantity) -> str | None:
     """A clause saying that different operators computed the quantity; None if the operators are the same or not known."""
+    names = labels(pair.a, pair.b)
+    if first.phase in (STATE, UPDATE):
+        kernels = [(r.manifest.settings.get(PROGRAM) or {}).get(OPTIMIZER_KERNEL) for r in (pair.a, pair.b)]
+        if kernels[0] == kernels[1] or not all(kernels):
+            return None
+        return f"the optimizer's step is {kernels[0]} in {names[0]} and {kernels[1]} in {names[1]}, a different kernel"
     if first.kind != ACTIVATION or first.rank is None:
         return None
     at = (first.microbatch, first.module, first.use)
     found = [recording.activation_operator(first.step, first.rank, *at) for recording in (pair.a, pair.b)]
     if found[0] == found[1] or not all(found):
         return None
-    names = labels(pair.a, pair.b)
     return (
         f"the {first.name} is computed by {found[0]} in {names[0]} and by {found[1]} in {names[1]}, a different kernel"
     )

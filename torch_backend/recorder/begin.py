@@ -16,7 +16,7 @@ from crossframe.recording import Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND, GROUPS, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.perturbed_runs import perturbed_values
-from crossframe.recording.program import PROGRAM, program_of
+from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.ranks._consensus import agree, withdraw
@@ -79,6 +79,9 @@ def manifest_of(
     if twin:
         found["twin"] = twin
     names = [spec.name for _, layout in view.units for spec in layout.params]
+    described = program(device, compiled=_is_compiled(model)) | {"channels_last": _is_channels_last(model)}
+    if optimizers:
+        described[OPTIMIZER_KERNEL] = _optimizer_kernel(optimizers[0], on_cpu=device == "cpu")
     return Manifest(
         framework="torch",
         model=name or class_name(innermost(model)),
@@ -93,7 +96,7 @@ def manifest_of(
         units=view.units,
         strategy=view.strategy.value,
         versions={package: importlib.metadata.version(package) for package in _PACKAGES},
-        settings=found | {COMMAND: _command(), PROGRAM: program(device, compiled=_is_compiled(model))} | dict(settings),
+        settings=found | {COMMAND: _command(), PROGRAM: described} | dict(settings),
         detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
     )
 
@@ -107,6 +110,23 @@ def _is_compiled(model: nn.Module) -> bool:
     return any(
         "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) for module in model.modules()
     )
+
+
+def _is_channels_last(model: nn.Module) -> bool:
+    """Whether weights of convolutions are stored with channels last, for which other kernels are used."""
+    weights = (param for param in model.parameters() if param.ndim == 4 and not param.is_contiguous())
+    return any(param.is_contiguous(memory_format=torch.channels_last) for param in weights)
+
+
+def _optimizer_kernel(optimizer: torch.optim.Optimizer, *, on_cpu: bool) -> str:
+    """The implementation of the optimizer's step, by its flags; without any, torch uses foreach on accelerators only."""
+    flags = optimizer.param_groups[0]
+    if flags.get("fused"):
+        return "fused"
+    foreach = flags.get("foreach")
+    is_foreach = "foreach" in flags and (not on_cpu if foreach is None else foreach)
+    kernel = "foreach" if is_foreach else "for-loop"
+    return f"{kernel} on tensors" if flags.get("capturable") or flags.get("differentiable") else kernel
 
 
 def program(device: str, *, compiled: bool = False, threads: int | None = None) -> dict[str, Any]:

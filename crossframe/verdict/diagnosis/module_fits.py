@@ -92,6 +92,50 @@ def norm_epsilons(
     return None
 
 
+_USUAL = tuple(10.0**-k for k in range(3, 13))
+"""Usual epsilons of norms."""
+_ALIKE = 0.99
+"""The share of elements that must be equal: a sum in float32 rounds some of them to the neighbouring value."""
+
+
+def rounded_epsilons(
+    sides: Contrast,
+    inputs: tuple[np.ndarray, np.ndarray],
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    dtype: str,
+) -> Epsilons | None:
+    """The usual epsilons with which a norm gives both sides bit for bit after rounding to a coarse dtype, if they differ.
+
+    In such a dtype the effect of an epsilon is as small as rounding, so `norm_epsilons` cannot fit it. Norms in coarse dtypes
+    compute in float32 and round the result, with the weight applied before or after that.
+    """
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32).astype(numpy_dtype(dtype)).astype(np.float64)
+
+    for kind in norm_kinds(sides.right.shape, weight.size):
+        shape = [weight.size if dim == kind.weight_dim else 1 for dim in range(sides.right.ndim)]
+        w, b = weight.reshape(shape), 0.0 if bias is None else bias.reshape(shape)
+        found: list[tuple[float, float] | None] = []
+        for x, y in zip(inputs, (sides.right, sides.wrong), strict=True):
+            centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
+            square = np.square(centred).mean(axis=kind.dims, keepdims=True)
+            fits = []
+            for epsilon in _USUAL:
+                normed = centred / _below(square, epsilon, under_root=True)
+                for value in (rounded(normed * w + b), rounded(rounded(normed) * w + b)):
+                    fits.append((float((value == y).mean()), epsilon, distance(value, y)))
+            share, epsilon, residual = max(fits)
+            found.append((epsilon, residual) if share >= _ALIKE else None)
+        right, wrong = found
+        if right is None or wrong is None or right[0] == wrong[0]:
+            continue
+        if accepted(wrong[1], sides.difference, math.inf):
+            return Epsilons(kind.text, Epsilon(right[0], 0.0, True), Epsilon(wrong[0], 0.0, True), wrong[1])
+    return None
+
+
 def one_side(
     kind: Normed, x: np.ndarray, y: np.ndarray, w: np.ndarray, b: np.ndarray | float, roundoff: float, limit: float
 ) -> tuple[Epsilon, float] | None:
@@ -333,6 +377,53 @@ def branch_of(sides: Contrast, through: np.ndarray) -> Branch | None:
     return Branch(1 + more, tolerance / size, residual) if accepted(residual, sides.difference, tolerance) else None
 
 
+_STRIDES = (1, 2, 3, 4)
+
+
+def paddings_of(
+    sides: Contrast, inputs: tuple[np.ndarray, np.ndarray], weight: np.ndarray, bias: np.ndarray | None, roundoff: float
+) -> tuple[int, tuple[int, int], float] | None:
+    """(stride, zeros before each spatial dim on both sides, residual) of a convolution whose sides pad their input differently.
+
+    The tolerance is that of `kernel_reordered`.
+    """
+    if not all(x.ndim == 4 and weight.ndim == 4 and x.shape[1] == weight.shape[1] for x in inputs):
+        return None
+    size = max(weight.shape[2:])
+    added = 0.0 if bias is None else bias[:, None, None]
+    maps = [_correlated(x, weight, (size - 1,) * 2) + added for x in inputs]
+    magnitude = _correlated(np.abs(inputs[0]), np.abs(weight), (size - 1,) * 2) + np.abs(added)
+    for stride in _STRIDES:
+        found: list[tuple[int, float] | None] = []
+        for whole, side in zip(maps, (sides.right, sides.wrong), strict=True):
+            fits = []
+            for padding in range(size):
+                values, terms = (_every(each, size - 1 - padding, stride, side.shape) for each in (whole, magnitude))
+                if values is not None and terms is not None:
+                    tolerance = sides.limit + (weight[0].size + 2) * roundoff * norm(terms)
+                    fits.append((distance(side, values), padding, tolerance))
+            residual, padding, tolerance = min(fits, default=(math.inf, 0, 0.0))
+            found.append((padding, residual) if accepted(residual, sides.difference, tolerance) else None)
+        if found[0] is not None and found[1] is not None and found[0][0] != found[1][0]:
+            return stride, (found[0][0], found[1][0]), found[1][1]
+    return None
+
+
+def _correlated(x: np.ndarray, weight: np.ndarray, zeros: tuple[int, ...]) -> np.ndarray:
+    """The convolution with stride 1 of an input with so many zeros on both sides of height and width."""
+    padded = np.pad(x, ((0, 0), (0, 0), *((count, count) for count in zeros)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, weight.shape[2:], axis=(2, 3))
+    return np.einsum("bihwyx,oiyx->bohw", windows, weight, optimize=True)
+
+
+def _every(whole: np.ndarray, start: int, stride: int, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Every `stride`-th position from `start` on, for an output of this shape; None if there are not enough."""
+    found = whole[:, :, start::stride, start::stride]
+    if len(shape) != 4 or found.shape[:2] != shape[:2] or found.shape[2] < shape[2] or found.shape[3] < shape[3]:
+        return None
+    return found[:, :, : shape[2], : shape[3]]
+
+
 def convolved(x: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
     """A convolution with stride 1 and same padding: (batch, channels, height, width) with a weight of shape (out channels, in
     channels, height, width), odd height and width; None for other shapes.
@@ -349,7 +440,4 @@ def convolved(x: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
         or weight.shape[3] % 2 == 0
     ):
         return None
-    half = [size // 2 for size in weight.shape[2:]]
-    padded = np.pad(x, ((0, 0), (0, 0), (half[0], half[0]), (half[1], half[1])))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, weight.shape[2:], axis=(2, 3))
-    return np.einsum("bihwyx,oiyx->bohw", windows, weight, optimize=True)
+    return _correlated(x, weight, tuple(size // 2 for size in weight.shape[2:]))

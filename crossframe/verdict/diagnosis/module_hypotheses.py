@@ -17,6 +17,8 @@ from crossframe.verdict.diagnosis.module_fits import (
     functions_of,
     kernel_reordered,
     norm_epsilons,
+    paddings_of,
+    rounded_epsilons,
     two_masks_of,
 )
 from crossframe.verdict.diagnosis.reduction_fits import on_grid
@@ -28,6 +30,8 @@ NEARBY = 6
 """The number of earlier activations that are tried as inputs of an activation function."""
 GATES = 3
 """The number of these that are tried as gates."""
+COARSE = 2.0**-12
+"""The unit roundoff from which on the epsilon of a norm is found by exact repetition."""
 FEWEST = 4
 """The smallest number of differing elements: a random float32 value is a bfloat16 value with probability 2^-16."""
 MOST_ROUNDINGS = 64
@@ -42,13 +46,15 @@ def norm_epsilon(case: Case) -> Iterator[Fit]:
     if case.swapped or given is None or params is None or params[0].ndim != 1:
         return
     found = norm_epsilons(case.sides, given, *params, case.compute_roundoff)
+    if found is None and case.compute_roundoff >= COARSE and case.quantity.dtypes[0] == case.quantity.dtypes[1]:
+        found = rounded_epsilons(case.sides, given, *params, case.quantity.dtypes[0])
     if found is not None:
         uncertainty = found.right.uncertainty + found.wrong.uncertainty
         text = f"{case.quantity.module} is a {found.text} with different epsilons"
         if abs(found.right.value - found.wrong.value) > uncertainty:
             text = (
                 f"{case.quantity.module} is a {found.text} with an epsilon of {found.right} in {case.names[0]} and "
-                f"{found.wrong} in {case.names[1]} (+- {uncertainty:.0e})"
+                f"{found.wrong} in {case.names[1]}{f' (+- {uncertainty:.0e})' if uncertainty else ''}"
             )
         yield Fit(
             "norm_epsilon", text, found.residual, 0.0, Claim("epsilon", found.wrong.value, found.wrong.uncertainty)
@@ -108,6 +114,20 @@ def transposed_kernel(case: Case) -> Iterator[Fit]:
             f"{case.names[0]} uses the weight of {case.quantity.module} unchanged, {case.names[1]} uses it {found[0]}"
         )
         yield Fit("transposed", text, found[1], 0.0, Claim("kernel"))
+
+
+def convolution_padding(case: Case) -> Iterator[Fit]:
+    """A convolution pads its input differently. Symmetric, so tried with one assignment of sides only."""
+    given, params = input_of(case), parameters_of(case)
+    if case.swapped or given is None or params is None or params[0].ndim != 4:
+        return
+    if found := paddings_of(case.sides, given, *params, case.compute_roundoff):
+        stride, (first, second), residual = found
+        text = (
+            f"{case.quantity.module} is a convolution with stride {stride} and {first} zeros before height and width in "
+            f"{case.names[0]}, {second} in {case.names[1]}"
+        )
+        yield Fit("padding_shift", text, residual, 0.0, Claim("padding"))
 
 
 def factor_of_branch(case: Case) -> Iterator[Fit]:
@@ -186,4 +206,4 @@ def low_precision(case: Case) -> Iterator[Fit]:
                 return
 
 
-ALL = (low_precision, norm_epsilon, tanh_gelu, dropout, transposed_kernel, factor_of_branch)
+ALL = (low_precision, norm_epsilon, tanh_gelu, dropout, transposed_kernel, convolution_padding, factor_of_branch)

@@ -25,6 +25,8 @@ from crossframe.verdict.diagnosis.module_fits import (
     functions_of,
     kernel_reordered,
     norm_epsilons,
+    paddings_of,
+    rounded_epsilons,
     two_masks_of,
 )
 from crossframe.verdict.diagnosis.moment_deviations import Moment, moment_deviations
@@ -499,6 +501,30 @@ def test_epsilons_of_norms_are_read_off_their_outputs(kind: str, first: tuple, s
     assert norm_epsilons(Contrast.of(outputs[0], 1.001 * outputs[0] ** 3, 1e-7), (x, x), w, b, 2.0**-24) is None
 
 
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("late", [False, True], ids=["weight before the cast", "weight after the cast"])
+def test_epsilons_within_the_rounding_of_bfloat16_are_found(kind: str, late: bool) -> None:
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32).astype(ml_dtypes.bfloat16)
+
+    dim = 1 if kind == "batch norm" else -1
+    shape = NORMS[kind][0]
+    x, w = rounded(0.05 * drawn(1, *shape)).astype(np.float64), rounded(drawn(2, shape[dim])).astype(np.float64)
+    b, ones, zeros = np.zeros_like(w), np.ones_like(w), np.zeros_like(w)
+
+    def output(epsilon: float) -> np.ndarray:
+        if not late:
+            return rounded(normed(kind, x, w, b, epsilon, True))
+        first = rounded(normed(kind, x, ones, zeros, epsilon, True)).astype(np.float64)
+        return rounded(first * w.reshape((1, -1, 1, 1) if kind == "batch norm" else (-1,)))
+
+    outputs = [output(epsilon) for epsilon in (1e-6, 1e-5)]
+    found = rounded_epsilons(Contrast.of(*outputs, 1e-2 * norm(outputs[0])), (x, x), w, None, "bfloat16")
+    assert found is not None and (found.text, found.right.value, found.wrong.value) == (kind, 1e-6, 1e-5)
+    other = rounded(outputs[0].astype(np.float64) * (1 + 0.004 * drawn(5, *shape)))
+    assert rounded_epsilons(Contrast.of(outputs[0], other, 1.0), (x, x), w, None, "bfloat16") is None
+
+
 @pytest.mark.parametrize(("first", "second"), list(product(FUNCTIONS, repeat=2)))
 @pytest.mark.parametrize("gated", [False, True])
 def test_activation_functions_are_told_apart(first: str, second: str, gated: bool) -> None:
@@ -561,6 +587,23 @@ def test_kernels_of_convolutions_in_another_order(order: tuple[int, ...]) -> Non
     assert (
         kernel_reordered(contrast(right, right + 0.01 * drawn(5, *right.shape)), (x, x), weight, bias, 2.0**-24) is None
     )
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_that_pads_on_one_side_is_found(stride: int) -> None:
+    x, weight, bias = drawn(1, 2, 3, 8, 8), drawn(2, 4, 3, 3, 3), drawn(3, 4)
+
+    def output(before: int) -> np.ndarray:
+        padded = np.pad(x, ((0, 0), (0, 0), (before, 2 - before), (before, 2 - before)))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))[:, :, ::stride, ::stride]
+        return np.einsum("bihwyx,oiyx->bohw", windows, weight) + bias[:, None, None]
+
+    sides = contrast(output(1), output(0))
+    found = paddings_of(sides, (x, x), weight, bias, 2.0**-24)
+    assert found is not None and found[:2] == (stride, (1, 0)) and found[2] < 1e-4 * sides.difference
+    other = contrast(output(1), output(1) + 0.1 * drawn(4, *output(1).shape))
+    assert paddings_of(other, (x, x), weight, bias, 2.0**-24) is None
+    assert paddings_of(sides, (x[:, :2], x[:, :2]), weight, bias, 2.0**-24) is None
 
 
 def test_a_square_kernel_transposed() -> None:

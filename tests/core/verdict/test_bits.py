@@ -115,6 +115,15 @@ def test_bits_are_no_evidence_between_other_programs(pair, second, why):
     assert why in found.bits or why in found.bits.replace("torch", "a").replace("jax", "b")
 
 
+@pytest.mark.parametrize(("phase", "verdict"), [("state", Verdict.ROUNDING), ("reduce", Verdict.DIFFERENT)])
+def test_another_kernel_of_the_optimizer_rounds_its_steps_otherwise(pair, phase, verdict):
+    first, second = (made(optimizer_kernel=kernel, source=kernel) for kernel in ("for-loop", "fused"))
+    found = compare(*pair(nudged(phase, "block.w"), first=first, second=second, twins=4))
+    assert found.verdict is verdict, found.reason
+    if verdict is Verdict.ROUNDING:
+        assert found.bits and "the optimizer's step is for-loop in a and fused in b" in found.bits
+
+
 def test_an_accelerator_needs_deterministic_algorithms(pair, tmp_path):
     gpu = {"device": "cuda H200", "deterministic": False}
     a, b = pair(nudged("output", "block"), first=made(**gpu), second=made(**gpu, source="2"))

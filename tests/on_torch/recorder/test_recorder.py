@@ -15,6 +15,7 @@ from torch import nn
 from crossframe.errors import AgreementError, RecordingError, UsageError
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.diagnosis.reduction_fits import sum_error
 from crossframe.verdict.diagnosis.stated_optimizer import stated_rule
@@ -239,6 +240,29 @@ def test_what_groups_of_parameters_have_of_their_own_is_stated_of_each(tmp_path)
     rules = {name: stated.rule for name in made.params if (stated := stated_rule(made, "AdamW", 1, name))}
     for name, rule in rules.items():
         assert (rule.rate, rule.decay) == ((1e-3, 0.0) if len(made.params[name].shape) == 1 else (1e-2, 0.1)), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "kernel"),
+    [({}, "for-loop"), ({"foreach": True}, "foreach"), ({"fused": True}, "fused"), ({"foreach": False}, "for-loop")],
+)
+def test_the_kernel_of_the_optimizer_is_stated(tmp_path, flags, kernel):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), **flags)
+    with Recorder(tmp_path, model=model, optimizer=optimizer) as recorder:
+        model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        recorder.step()
+    stated = Recording.open(tmp_path).manifest.settings[PROGRAM]
+    assert (stated[OPTIMIZER_KERNEL], stated["channels_last"]) == (kernel, False)
+
+
+def test_convolutions_with_channels_last_are_stated(tmp_path):
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with Recorder(tmp_path, model=model) as recorder:
+        model(torch.ones(2, 2, 5, 5)).sum().backward()
+        recorder.step()
+    assert Recording.open(tmp_path).manifest.settings[PROGRAM]["channels_last"] is True
 
 
 def _in_microbatches(directory, microbatches, *, use_labels=False):
