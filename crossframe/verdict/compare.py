@@ -145,6 +145,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         reason = f"{reason}; {hint}"
     if pair.coarser is not None:
         reason = f"{reason}; {describe_precisions(pair, names)}: {_IMPLIED[verdict].format(dtype)}"
+    elif first is not None and pair.of_other_shapes:
+        reason = f"{reason}; {next(iter(pair.of_other_shapes.values()))}"
     elif first is not None and findings.other_dtype is not None:
         reason = f"{reason}; before it, {other_dtype(findings.other_dtype, names)}"
     return PairVerdict(
@@ -233,6 +235,9 @@ def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
             f"from step {step} on, ranks received the same samples in a different order, in other microbatches or with further "
             "arrays; activations are matched by sample"
         )
+    if texts := list(pair.of_other_shapes.values()):
+        more = f", and so do {len(texts) - 1} more activations" if len(texts) > 1 else ""
+        yield f"{texts[0]}{more}; these are not compared"
     for step in pair.steps:
         if (clipped := clipped_on_one_side(pair, step)) is not None:
             yield clipped.describe(names, step)

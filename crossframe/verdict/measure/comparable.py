@@ -20,6 +20,8 @@ _FREE = {
 # Settings of parameter groups.
 _OF_GROUPS = {"weight_decay": STATE, "momentum": STATE, "betas": STATE, "eps": UPDATE}
 _ORDER = (FORWARD, STATE, UPDATE)
+MOST_REASONS = 8
+"""The number of reasons that are listed in full."""
 BATCH = "batch"
 """The name of the setting that stands for different samples."""
 
@@ -159,14 +161,16 @@ def labels(a: Recording, b: Recording) -> tuple[str, str]:
 
 
 def why_incomparable(a: Recording, b: Recording) -> str | None:
-    """Why the recordings cannot be compared, as a sentence; None if they can.
+    """Why the recordings cannot be compared: all reasons, as clauses; None if they can.
 
     Parameters must agree in name and shape; dtypes may differ (`crossframe.verdict.precision`). At different world sizes, all
     ranks together must have the same samples, with the same number on each rank, and no module may normalise over the samples of
     its rank, as batch norm does: otherwise a mean over ranks is not a mean over samples. At equal world sizes, other samples are
     like a setting that differs (`differing_batches`).
     """
-    return next(_reasons(a, b), None)
+    found = list(_reasons(a, b))
+    more = [f"and {len(found) - MOST_REASONS} more differences"] if len(found) > MOST_REASONS else []
+    return "; ".join([*found[:MOST_REASONS], *more]) or None
 
 
 def _reasons(a: Recording, b: Recording) -> Iterator[str]:

@@ -27,6 +27,7 @@ class Pair:
         coarser: the side with the coarser compute or parameter dtype, 0 for a and 1 for b; None if the dtypes are equal
             (`crossframe.verdict.precision`).
         noise: parameters whose gradient is noise according to the perturbed runs (`crossframe.verdict.envelope`).
+        of_other_shapes: by (module, use), a clause on an activation that was not compared because its shapes differ.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
     """
 
@@ -42,6 +43,7 @@ class Pair:
         self.losses = (a.losses(), b.losses())
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
         self.noise: tuple[str, ...] = ()
+        self.of_other_shapes: dict[tuple[str, str], str] = {}
         self._update_norms: dict[str, float] = {}
 
     @cached_property

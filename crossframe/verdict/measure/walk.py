@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
-from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.lines import (
@@ -31,6 +30,7 @@ from crossframe.recording.step_runs import Run
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.measure.aligned import At, aligned
 from crossframe.verdict.measure.clipping import clipped_on_one_side
+from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
@@ -221,6 +221,7 @@ def _gathered(recording: Recording, step: int, run: Run, name: str) -> Sides | N
 
 
 def _activations(pair: Pair, step: int) -> Iterator[Group]:
+    """Activations of all ranks; those whose shapes differ are noted in the pair instead."""
     theirs = set(pair.b.activations(step))
     for at in pair.a.activations(step):
         if at not in theirs:
@@ -229,22 +230,24 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
         for rank in range(pair.a.manifest.world_size):
             shapes = [recording.activation_shape(step, rank, *at) for recording in (pair.a, pair.b)]
             if shapes[0] != shapes[1]:
-                _, module, use = at
-                raise RecordingError(
-                    f"step {step}, rank {rank}: the {use} of module {module!r} has shape {shapes[0]} in {pair.a.directory} and "
-                    f"{shapes[1]} in {pair.b.directory}{_reordered(shapes)}"
+                first, second = labels(pair.a, pair.b)
+                pair.of_other_shapes[at[1:]] = (
+                    f"at step {step} the {at[2]} of module {at[1]!r} has shape {shapes[0]} in {first} and {shapes[1]} in "
+                    f"{second}{_reordered(shapes)}"
                 )
+                break
             sides = (activation_values(recording, step, rank, at) for recording in (pair.a, pair.b))
             group.append(
                 _activation(pair, step, at, rank, match_values(activation_name(at), *sides, by_sketch=pair.sketched))
             )
-        yield group
+        else:
+            yield group
 
 
 def _reordered(shapes: list[tuple[int, ...]]) -> str:
     """A hint for shapes that differ."""
     if sorted(shapes[0]) != sorted(shapes[1]):
-        return "; the models, or their batches, differ there"
+        return ""
     return (
         ", also with channels moved from the last dim to dim 1; use the same order of dims in both models, or name the modules "
         "with channels last in JAX: Recorder(channels_last=[...])"

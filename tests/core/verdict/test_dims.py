@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -123,17 +124,14 @@ def test_order_is_told_at_other_world_sizes(tmp_path, shape, moves):
     assert difference(a, b).equal
 
 
-def test_shapes_that_fit_in_no_order_are_refused(tmp_path):
+def test_shapes_that_fit_in_no_order_are_noted(tmp_path):
     value = values_of((2, 5, 6, 3))
     a, b = pair_of(tmp_path, value.transpose(0, 2, 1, 3), value, Order.UNSTATED)
-    with pytest.raises(RecordingError, match=r"\(2, 6, 5, 3\) in .* \(2, 5, 6, 3\) in .*channels_last="):
-        compare(a, b)
+    assert re.search(r"\(2, 6, 5, 3\) in .* \(2, 5, 6, 3\) in .*channels_last=", compare(a, b).notes[0])
     c = write(tmp_path / "known", "jax", channels_first(value))
-    with pytest.raises(RecordingError, match="channels moved from the last dim to dim 1"):
-        compare(a, c)
+    assert "channels moved from the last dim to dim 1" in compare(a, c).notes[0]
     d = write(tmp_path / "other", "jax", values_of((2, 5, 6, 4)))
-    with pytest.raises(RecordingError, match="the models, or their batches, differ there"):
-        compare(a, d)
+    assert "channels moved" not in compare(a, d).notes[0] and "are not compared" in compare(a, d).notes[0]
 
 
 def test_perturbed_runs_are_moved_with_their_run(tmp_path):

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from crossframe.errors import RecordingError
 from crossframe.layout import FlatLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
@@ -69,8 +68,12 @@ def test_of_outputs_only_those_of_one_world_are_compared_and_only_in_one_order_o
 
     three = versus(tmp_path / "3", other, b=synthetic.manifest(3, framework="jax"))
     assert three.verdict is Verdict.ROUNDING
-    with pytest.raises(RecordingError, match=r"the output of module 'block' has shape \(3, 4\) in .* and \(4, 3\) in "):
-        versus(tmp_path / "2", other)
+    two = versus(tmp_path / "2", other)
+    assert two.verdict is Verdict.EQUAL
+    assert two.notes[0].startswith("at step 0 the output of module 'block' has shape (3, 4) in torch and (4, 3) in jax")
+    assert "and so do 1 more activations" in two.notes[0]
+    later = versus(tmp_path / "later", synthetic.both(other, only("forward", "", lambda loss: 2 * loss)))
+    assert later.verdict is Verdict.BUG and "the output of module 'block' has shape" in later.reason
 
 
 def test_rounding(tmp_path):
@@ -283,7 +286,7 @@ def _fewer():
     ("b", "match"),
     [
         (_renamed(), "parameter 'block.w' has shape (5, 3) in a, (3, 5) in b"),
-        (_fewer(), "parameter 'block.w' is only in a"),
+        (_fewer(), "parameter 'block.w' is only in a; parameter 'block.k_bias' is only in a"),
     ],
 )
 def test_other_parameters_are_incomparable(tmp_path, monkeypatch, b, match):
