@@ -380,13 +380,16 @@ def test_a_parameter_that_only_the_second_has(tmp_path, monkeypatch):
     a = synthetic.record(tmp_path / "a", fewer)
     for first, second in ((a, b), (b, a)):
         found = compare(first, second)
-        assert (found.verdict, found.reason) == (Verdict.INCOMPARABLE, "parameter 'block.w' is only in b")
+        reason = "parameter 'block.w' is only in b; parameter 'block.k_bias' is only in b"
+        assert (found.verdict, found.reason) == (Verdict.INCOMPARABLE, reason)
 
 
 def test_a_parameter_that_one_side_freezes_is_incomparable(tmp_path):
     found = compare(*pair(tmp_path, synthetic.manifest(kind="per_param"), other_specs("block", requires_grad=False)))
     assert found.verdict is Verdict.INCOMPARABLE
-    assert found.reason == "parameter 'block.w' has requires_grad True in a, False in b"
+    assert found.reason == "; ".join(
+        f"parameter {name!r} has requires_grad True in a, False in b" for name in ("block.w", "block.k_bias")
+    )
 
 
 def test_a_parameter_without_elements_is_not_compared(tmp_path, monkeypatch):
