@@ -22,12 +22,12 @@ class Run:
 
     Attributes:
         script: name of the script, without .py.
-        arguments: the variant, and further arguments after it, separated by spaces.
+        variant: names of the script's tables CLEAN and FAULTS, joined by +.
         dtype, seed, world: of the run; `world` is the number of ranks.
     """
 
     script: str
-    arguments: str
+    variant: str
     dtype: str
     seed: int
     world: int
@@ -39,18 +39,17 @@ class Run:
     @property
     def variants(self) -> list[str]:
         """Names of variants that are joined by +."""
-        return self.arguments.split()[0].split("+")
+        return self.variant.split("+")
 
     @property
     def options(self) -> list[str]:
         """The script's command line."""
-        variant, *rest = self.arguments.split()
-        return ["--variant", variant, *rest, "--dtype", self.dtype, "--seed", str(self.seed)]
+        return ["--variant", self.variant, "--dtype", self.dtype, "--seed", str(self.seed)]
 
     @property
     def is_jax(self) -> bool:
         """Whether the script records itself, as scripts of JAX do."""
-        return self.script in ("nnx_transformer", "equinox_mixer", "decoder_nnx")
+        return self.script in ("linen_groupnorm", "equinox_gru")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class Fault:
         settings: names of settings; a reason that names one of them is located too.
         rank: where one rank alone is wrong.
         diagnosis: the name that it must get; "unnamed" where no name fits, and then names are not counted.
-        needs: what the public tools lack for this case; "" if nothing.
     """
 
     name: str
@@ -87,13 +85,10 @@ class Fault:
     diagnosis: str
     settings: list[str] = field(default_factory=list)
     rank: int | None = None
-    right_script: str = ""
-    needs: str = ""
 
     def runs(self, dtype: str) -> tuple[Run, Run]:
         """The right run and the wrong one."""
-        right = Run(self.right_script or self.script, self.right, dtype, 0, self.world)
-        return right, Run(self.script, self.wrong, dtype, 0, self.world)
+        return Run(self.script, self.right, dtype, 0, self.world), Run(self.script, self.wrong, dtype, 0, self.world)
 
 
 @dataclass(frozen=True)
@@ -126,15 +121,14 @@ class Axis:
     seeds: list[int]
     perturbed: int
     expected: list[str]
-    other_script: str = ""
 
     def pairs(self) -> list[CleanPair]:
         """The pairs of the axis."""
         return [
             CleanPair(
-                f"{self.name}/{'-'.join(other.split()).replace('---', '-')}/{world}/{dtype}/{seed}",
+                f"{self.name}/{other}/{world}/{dtype}/{seed}",
                 Run(self.script, self.base, dtype, seed, self.world),
-                Run(self.other_script or self.script, other, dtype, seed, world),
+                Run(self.script, other, dtype, seed, world),
                 self.perturbed,
                 tuple(self.expected),
             )

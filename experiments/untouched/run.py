@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -120,7 +121,7 @@ def record(command: Command, run: Run, path: Path, perturbed: int, log: Path) ->
 
 
 def _devices(run: Run) -> list[str]:
-    return [] if run.script == "nnx_transformer" else ["--devices", str(run.world)]
+    return [] if run.script == "linen_groupnorm" else ["--devices", str(run.world)]
 
 
 def _compare(recordings: Recordings, case: Case, report: Path) -> dict[str, Any]:
@@ -154,6 +155,11 @@ def place_of(said: dict[str, Any]) -> str:
         return ""
     name = where.get("module") or where.get("parameter") or _module_in(said.get("reason", ""))
     return f"{where['phase']}/{where['event']} {name}".strip()
+
+
+def _names(reason: str, setting: str) -> bool:
+    """Whether a reason names a setting, as a word: "eps" is not in "steps"."""
+    return re.search(rf"(?<!\w){re.escape(setting)}(?!\w)", reason) is not None
 
 
 def _module_in(reason: str) -> str:
@@ -192,7 +198,7 @@ def judge_fault(fault: Fault, dtype: str, said: dict[str, Any]) -> dict[str, Any
             "reason": reason,
         },
         "found": found,
-        "located": found and (is_there or any(setting in reason for setting in fault.settings)),
+        "located": found and (is_there or any(_names(reason, setting) for setting in fault.settings)),
         "named": None if fault.diagnosis == UNNAMED else found and name == fault.diagnosis,
     }
 
@@ -339,9 +345,9 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
     of_faults = [each for each in results if "named" in each]
     of_pairs = [each for each in results if "named" not in each]
     lines = [
-        f"| dtype | faults | found | of these as {DIFFERENT} | located | named | clean pairs | right | {DIFFERENT} |"
-        " false alarms |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| dtype | faults | found | of these as {DIFFERENT} | located | named | clean pairs | right | of these as {DIFFERENT} |"
+        f" other {DIFFERENT} | no answer | false alarms |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for dtype in DTYPES:
         some = [each for each in of_faults if each["dtype"] == dtype]
@@ -355,7 +361,11 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
             f"{sum(each['named'] for each in named)} of {len(named)}",
             len(clean),
             sum(each["right"] for each in clean),
-            sum(each["said"]["verdict"] == DIFFERENT for each in clean),
+            sum(each["right"] and each["said"]["verdict"] == DIFFERENT for each in clean),
+            sum(not each["right"] and each["said"]["verdict"] == DIFFERENT for each in clean),
+            sum(
+                not each["right"] and not each["false_alarm"] and each["said"]["verdict"] != DIFFERENT for each in clean
+            ),
             sum(each["false_alarm"] for each in clean),
         )
         lines.append(f"| {dtype} | " + " | ".join(map(str, counts)) + " |")
@@ -374,10 +384,10 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
 def _smoke(folder: Path, jobs: int, console: Console) -> int:
     """Run each script and variant once, without recording."""
     failed: list[str] = []
-    first = list({(run.script, run.arguments, run.world): run for run in reversed(runs())}.values())
+    first = list({(run.script, run.variant, run.world): run for run in reversed(runs())}.values())
     for run, result in _side_by_side(_unrecorded, first, jobs, folder):
         status, text = result or (1, "")
-        name = f"{run.script} {run.arguments} {run.dtype} on {run.world}"
+        name = f"{run.script} {run.variant} {run.dtype} on {run.world}"
         console.print(f"{name}: {text if status else 'ended'}", markup=False)
         failed += [name] if status else []
     console.print(
