@@ -166,10 +166,10 @@ class TensorFile:
 
     def _checked(self, name: str, fields: Any, first: int) -> _Entry:
         """An entry of the header, after a check that its bytes are inside the file and match its shape."""
-        said = fields if isinstance(fields, dict) else {}
-        dtype: Any = said.get("dtype")
-        shape: Any = said.get("shape")
-        offsets: Any = said.get("data_offsets")
+        entry = fields if isinstance(fields, dict) else {}
+        dtype: Any = entry.get("dtype")
+        shape: Any = entry.get("shape")
+        offsets: Any = entry.get("data_offsets")
         found = _DTYPES.get(dtype) if isinstance(dtype, str) else None
         if found is None or not _are_sizes(shape, MOST_DIMS) or not _are_sizes(offsets, 2) or len(offsets) != 2:
             raise FileError(self.path, f"tensor {shown(name)}: its header has {shown(fields)}")

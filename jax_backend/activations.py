@@ -31,7 +31,7 @@ class Activations:
     names: tuple[tuple[str, str], ...] = field(metadata={"static": True})
 
 
-_told: ContextVar[dict[tuple[str, str], Any] | None] = ContextVar("told", default=None)
+_reported: ContextVar[dict[tuple[str, str], Any] | None] = ContextVar("reported", default=None)
 
 
 def tell(module: str, use: str, value: Any) -> None:
@@ -44,12 +44,12 @@ def tell(module: str, use: str, value: Any) -> None:
         value: an array, or a pytree whose first floating array is recorded; tokens, which have none, are not. Of a module that
             runs several times in a forward, the first run is recorded.
     """
-    told = _told.get()
-    if told is None or (module, use) in told:
+    reported = _reported.get()
+    if reported is None or (module, use) in reported:
         return
     floating = (leaf for leaf in jax.tree.leaves(value) if _is_floating(leaf))
     if (first := next(floating, None)) is not None:
-        told[module, use] = first
+        reported[module, use] = first
 
 
 _SCOPE = re.compile(r"crossframe_module\[([^\]]*)\]")
@@ -76,18 +76,18 @@ def module_in(scopes: str) -> str:
 
 @contextmanager
 def listening() -> Iterator[dict[tuple[str, str], Any]]:
-    """The values that are told inside the context, by (module, use)."""
-    told: dict[tuple[str, str], Any] = {}
-    token = _told.set(told)
+    """The values that are reported inside the context, by (module, use)."""
+    reported: dict[tuple[str, str], Any] = {}
+    token = _reported.set(reported)
     try:
-        yield told
+        yield reported
     finally:
-        _told.reset(token)
+        _reported.reset(token)
 
 
 def is_anyone_listening() -> bool:
-    """Whether told values are kept."""
-    return _told.get() is not None
+    """Whether reported values are kept."""
+    return _reported.get() is not None
 
 
 def _is_floating(leaf: Any) -> bool:

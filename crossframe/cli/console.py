@@ -135,8 +135,8 @@ def _message(error: Exception) -> str:
         of_arguments := getattr(error, "format_message", None)
     ) is not None:  # click's, of which typer may have its own copy
         path = getattr(getattr(error, "ctx", None), "command_path", "crossframe")
-        said = of_arguments().strip().rstrip(".")
-        return f"{said}; see {path} --help" if said else ""  # where help was printed
+        message = of_arguments().strip().rstrip(".")
+        return f"{message}; see {path} --help" if message else ""  # where help was printed
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").partition(".")[0]
         return f"needs {name}: pip install 'crossframe[{EXTRAS.get(name, 'all')}]'"

@@ -121,14 +121,14 @@ def show_layout(
         check_rank(rank, options.world_size)
     unit = "" if unit == ROOT else unit
     text = layout_text(sharding, unit=unit, rank=rank, width=width_of(console))  # refuses an unknown unit
-    said = "\n".join(where_text(sharding, each) for each in where) or text
+    output = "\n".join(where_text(sharding, each) for each in where) or text
     if svg is not None:
         write_svg(svg, layout_svg(sharding, unit=unit, rank=rank))
     if as_json:
         elements = [where_json(sharding, each) for each in where]
         print(json.dumps(elements or layout_json(sharding, unit=unit, rank=rank), indent=1))
         return
-    put(console, said)
+    put(console, output)
     if svg is not None:
         put(console, f"\ndrawing: {svg}")
 

@@ -79,8 +79,8 @@ def record_script(
         command += ["--nproc-per-node", str(nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]
     command += window_arguments(windows)
-    said = shlex.join(command + (["--", *arguments] if arguments else []))
-    first = _missing(directory, said, twins) if top_up else 0
+    command_text = shlex.join(command + (["--", *arguments] if arguments else []))
+    first = _missing(directory, command_text, twins) if top_up else 0
     for twin in range(first, twins + 1):
         options = {
             "directory": str(directory.resolve()),
@@ -89,7 +89,7 @@ def record_script(
             "windows": windows,
             "twin": twin,
             "overwrite": overwrite or twin > 0,
-            "settings": {COMMAND: said},
+            "settings": {COMMAND: command_text},
         }
         status, _ = run(script_command(script, arguments, options, nproc_per_node))
         if status:

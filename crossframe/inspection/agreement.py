@@ -49,9 +49,9 @@ class Disagreement:
         """
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks[:8]))}"
         where = f"on {ranks} differs from the other ranks'" if self.by_majority else f"differs between {ranks}"
-        said = f"step {self.step}: the {self.name} {where} by {self.difference:.3g} (relative)"
+        text = f"step {self.step}: the {self.name} {where} by {self.difference:.3g} (relative)"
         return (
-            f"{said}, which is rounding; ranks that share a value should hold the same bits" if self.rounding else said
+            f"{text}, which is rounding; ranks that share a value should hold the same bits" if self.rounding else text
         )
 
     def to_json(self) -> dict:

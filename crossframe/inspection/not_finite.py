@@ -45,16 +45,16 @@ class NotFinite:
         at = f"step {self.step}, rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks[:8]))}"
         if self.module and self.microbatch:
             at += f", microbatch {self.microbatch}"
-        said = f"{at}: the {self.name} is the first value that is not finite ({self.num_not_finite} of {self.numel} elements)"
+        text = f"{at}: the {self.name} is the first value that is not finite ({self.num_not_finite} of {self.numel} elements)"
         if self.inputs:
-            said += f"; it was computed from the {'; '.join(each.describe() for each in self.inputs)}"
+            text += f"; it was computed from the {'; '.join(each.describe() for each in self.inputs)}"
         if self.skipped:
-            said += "; the optimizer left all parameters as they were, as a gradient scaler does"
+            text += "; the optimizer left all parameters as they were, as a gradient scaler does"
         if self.unseen is not None:
             start, stop = self.unseen
             window = f"windows=[({start}, {stop})] (--window {start}:{stop})"
-            said += f"; what causes it at steps {start} to {stop - 1} was not all recorded: record again with {window}"
-        return said
+            text += f"; what causes it at steps {start} to {stop - 1} was not all recorded: record again with {window}"
+        return text
 
     def to_json(self) -> dict:
         """The finding as a JSON object."""

@@ -109,7 +109,7 @@ class _Notes:
         (self._scales if slot else self._rates).append((step, factor))
 
     def sentences(self) -> list[str]:
-        said = []
+        lines = []
         for what, factors in (
             ("the step is {} times the one at the stated learning rate, as under a schedule", self._rates),
             ("gradients were multiplied by {} between the reduction and the optimizer, as clipping does", self._scales),
@@ -117,8 +117,8 @@ class _Notes:
             if factors:
                 (step, factor), steps = factors[0], {step for step, _ in factors}
                 more = f" (likewise at {len(steps) - 1} more steps)" if len(steps) > 1 else ""
-                said.append(f"step {step}: {what.format(f'{factor:.6g}')}{more}")
-        return said
+                lines.append(f"step {step}: {what.format(f'{factor:.6g}')}{more}")
+        return lines
 
 
 def _is_whole(recording: Recording, step: int, name: str) -> bool:
@@ -225,9 +225,11 @@ def _findings(
             notes.add(step, slot, usual)
         what = "the input of the moment is" if slot else "the step is"
         for each in moved:
-            said = f"{what} {each.factor / usual if usual else each.factor:.6g} times as large as for other parameters"
+            evidence = (
+                f"{what} {each.factor / usual if usual else each.factor:.6g} times as large as for other parameters"
+            )
             apart.append(
-                replace(each, share=abs(each.factor - usual) / max(abs(usual), abs(each.factor)), evidence=said)
+                replace(each, share=abs(each.factor - usual) / max(abs(usual), abs(each.factor)), evidence=evidence)
             )
     kinds: dict[str, list[_Checked]] = {}
     for each in apart:

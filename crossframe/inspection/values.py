@@ -158,10 +158,10 @@ class Range:
         'input from -2 to 3.5 (root mean square 1)'
         """
         if self.low is None or self.high is None:
-            said = f"{self.name} with a root mean square of {self.root_mean_square:.4g}"
+            text = f"{self.name} with a root mean square of {self.root_mean_square:.4g}"
         else:
-            said = f"{self.name} from {self.low:.4g} to {self.high:.4g} (root mean square {self.root_mean_square:.4g})"
-        return f"{said}, {self.num_not_finite} elements not finite" if self.num_not_finite else said
+            text = f"{self.name} from {self.low:.4g} to {self.high:.4g} (root mean square {self.root_mean_square:.4g})"
+        return f"{text}, {self.num_not_finite} elements not finite" if self.num_not_finite else text
 
 
 def ranges_before(recording: Recording, value: Value) -> tuple[Range, ...]:

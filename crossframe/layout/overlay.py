@@ -131,8 +131,8 @@ def _matched(source: Sharding, target: Sharding) -> dict[str, tuple[int, int]]:
         if (bucket, i) not in used
     ]
     complaints = [
-        f"{said} {_listed(names)}"
-        for said, names in (
+        f"{problem} {_listed(names)}"
+        for problem, names in (
             ("missing in the source:", missing),
             ("missing in the target:", extra),
             ("of another shape or dtype:", different),

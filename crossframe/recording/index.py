@@ -112,10 +112,10 @@ class RankIndex:
 
     def count(self, step: int, name: str) -> float | None:
         """The optimizer's count of its steps for a parameter; None if it has none."""
-        said, place = self.counts.get(step), self.lines[step].counted.get(name)
-        if said is None or place is None:
+        count, place = self.counts.get(step), self.lines[step].counted.get(name)
+        if count is None or place is None:
             return None
-        return said[place] if isinstance(said, tuple) else said
+        return count[place] if isinstance(count, tuple) else count
 
 
 def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:

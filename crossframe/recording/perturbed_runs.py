@@ -49,10 +49,10 @@ def perturbed_run_number(given: int | None) -> int:
     Raises:
         UsageError: not an int of at least 0.
     """
-    said: Any = os.environ.get(NUMBER_VARIABLE, "0") if given is None else given
-    if isinstance(said, str) and said.isdecimal():
-        said = int(said)
-    if type(said) is not int or said < 0:
+    number: Any = os.environ.get(NUMBER_VARIABLE, "0") if given is None else given
+    if isinstance(number, str) and number.isdecimal():
+        number = int(number)
+    if type(number) is not int or number < 0:
         where = NUMBER_VARIABLE if given is None else "twin"
-        raise UsageError(f"{where}: expected 0, or the number of a perturbed run, got {said!r}")
-    return said
+        raise UsageError(f"{where}: expected 0, or the number of a perturbed run, got {number!r}")
+    return number

@@ -252,11 +252,11 @@ class Recording:
             return sketches_of(name, [self.elements(step, run)], run.start)[0]
         return self._sketch(run.rank, step, run.key, run.sketch, run.stop - run.start, run.dtype)
 
-    def _sketch(self, rank: int, step: int, key: str, said: dict[str, Any] | int, numel: int, dtype: str) -> Sketch:
-        """A sketch of one rank; `said` is its row, or up to format 4 the object in the line."""
-        if isinstance(said, int):
-            return Sketch.from_row(self._rows(rank, step)[said], numel, dtype)
-        return Sketch.from_json(said, numel, dtype, self._file(rank, step).read(key, "float64", NUM_SUMS))
+    def _sketch(self, rank: int, step: int, key: str, stored: dict[str, Any] | int, numel: int, dtype: str) -> Sketch:
+        """A sketch of one rank; `stored` is its row, or up to format 4 the object in the line."""
+        if isinstance(stored, int):
+            return Sketch.from_row(self._rows(rank, step)[stored], numel, dtype)
+        return Sketch.from_json(stored, numel, dtype, self._file(rank, step).read(key, "float64", NUM_SUMS))
 
     def _rows(self, rank: int, step: int) -> np.ndarray:
         return self._file(rank, step).rows(self._indexes[rank].lines[step].num_sketches)

@@ -246,17 +246,17 @@ class RecordingWriter:
             self._tensors[lines.SKETCHES_KEY] = np.concatenate(self._sketches)
         with self._writes():
             sha256 = write_tensors(self.folder / lines.step_file(step), self._tensors) if self._tensors else ""
-        said: dict[str, Any] = {"step": step, "sha256": sha256}
+        summary: dict[str, Any] = {"step": step, "sha256": sha256}
         if (other := self._same_structure(step)) is not None:
-            said["as"] = other
+            summary["as"] = other
             self._lines = [(event, fields) for event, fields in self._lines if event not in lines.STRUCTURE]
         if rates:
-            said["rates"] = [_number(rate) for rate in rates]
+            summary["rates"] = [_number(rate) for rate in rates]
         if self._counts:
-            said["counts"] = [_number(count) for count in self._counts]
-            if len(set(said["counts"])) == 1:
-                said["counts"] = said["counts"][0]
-        self._write("".join(lines.encode(event, fields) for event, fields in [*self._lines, ("step", said)]))
+            summary["counts"] = [_number(count) for count in self._counts]
+            if len(set(summary["counts"])) == 1:
+                summary["counts"] = summary["counts"][0]
+        self._write("".join(lines.encode(event, fields) for event, fields in [*self._lines, ("step", summary)]))
         self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
         self._stored_before, self._stored, self._step = self._stored, {}, step + 1
 

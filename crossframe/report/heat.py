@@ -59,7 +59,7 @@ def step_names(heat: HeatMap) -> list[tuple[float, str]]:
 def heat_levels(heat: HeatMap) -> list[tuple[str, str]]:
     """(class, text) of the kinds of cells in the map, in order."""
     there = {level(worst) for worst in heat.cells.values()}
-    return [(kind, said) for kind, said in LEVELS.items() if kind in there]
+    return [(kind, meaning) for kind, meaning in LEVELS.items() if kind in there]
 
 
 def heat_chart(heat: HeatMap, *, name: str, about: str) -> Markup:
@@ -90,5 +90,5 @@ def heat_chart(heat: HeatMap, *, name: str, about: str) -> Markup:
 def _tip(heat: HeatMap, row: int, column: int, worst: Worst) -> str:
     steps = heat.columns[column]
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    said = f"{words.short(group_name(heat.rows[row]))}, {at}: {words.worst_of(worst)}"
-    return f"{said} ({words.short(worst.name)})" if worst.name else said
+    text = f"{words.short(group_name(heat.rows[row]))}, {at}: {words.worst_of(worst)}"
+    return f"{text} ({words.short(worst.name)})" if worst.name else text

@@ -35,11 +35,11 @@ def print_report(console: Console, report: dict[str, Any], series: Sequence[Pair
     at = words.decisive(report)
     lines = partial(_lines, width=console.width if console.is_terminal else None)
     style = _STYLES[report["verdict"]]
-    said = words.headline(report, series[at].parted if at is not None else "")
-    head = [Text(line, style=style) for line in lines(said)]
+    headline = words.headline(report, series[at].parted if at is not None else "")
+    head = [Text(line, style=style) for line in lines(headline)]
     if at is not None:
-        head += [Text(line) for said in _found(report["pairs"][at], series[at]).split("\n") for line in lines(said)]
-    tail = [Text(line) for said in _besides(report) for line in lines(said)]
+        head += [Text(line) for text in _found(report["pairs"][at], series[at]).split("\n") for line in lines(text)]
+    tail = [Text(line) for text in _besides(report) for line in lines(text)]
     pairs = sorted(zip(report["pairs"], series, strict=True), key=lambda both: both[0]["verdict"] != report["verdict"])
     # One line is the table's head.
     room = max(1, min(_ROWS, MOST_LINES - len(head) - len(tail) - 1))
@@ -59,11 +59,11 @@ def print_report(console: Console, report: dict[str, Any], series: Sequence[Pair
         console.print(line, soft_wrap=True)
 
 
-def _lines(said: str, width: int | None) -> list[str]:
+def _lines(text: str, width: int | None) -> list[str]:
     """A sentence, wrapped. With width None, for programs, it is one line. Nothing is cut off, since advice comes last."""
-    if width is None or not said:
-        return [said] if said else []
-    return textwrap.wrap(said, max(width, _LEAST_WIDTH), break_long_words=False, break_on_hyphens=False)
+    if width is None or not text:
+        return [text] if text else []
+    return textwrap.wrap(text, max(width, _LEAST_WIDTH), break_long_words=False, break_on_hyphens=False)
 
 
 def _found(pair: dict[str, Any], one: PairSeries) -> str:
@@ -86,23 +86,23 @@ def _found(pair: dict[str, Any], one: PairSeries) -> str:
 
 def _besides(report: dict[str, Any]) -> list[str]:
     """Lines about settings, notes, bits, power, collectives, and excluded parameters."""
-    said = []
-    if told := next((pair["settings"] for pair in report["pairs"] if pair["settings"]), []):
-        more = f", and {len(told) - 1} more" if len(told) > 1 else ""
-        said.append(f"settings that differ: {words.short(told[0], 100)}{more}")
-    if told := next((pair["notes"] for pair in report["pairs"] if pair["notes"]), []):
-        said += [words.short(note, 160) for note in told]
+    texts = []
+    if settings := next((pair["settings"] for pair in report["pairs"] if pair["settings"]), []):
+        more = f", and {len(settings) - 1} more" if len(settings) > 1 else ""
+        texts.append(f"settings that differ: {words.short(settings[0], 100)}{more}")
+    if notes := next((pair["notes"] for pair in report["pairs"] if pair["notes"]), []):
+        texts += [words.short(note, 160) for note in notes]
     if report["verdict"] in ("rounding", "inconclusive"):
-        said += [words.short(f"bits: {told}", 400) for told in _first_of(report, "bits")]
+        texts += [words.short(f"bits: {text}", 400) for text in _first_of(report, "bits")]
         powers = (text for pair in report["pairs"] if (text := words.power_text(pair, ("slope",))))
-        said += [words.short(f"power: {text}", 230) for text in powers][:1]
+        texts += [words.short(f"power: {text}", 230) for text in powers][:1]
     if (trace := report["trace"]) is not None:
         counts = ", ".join(f"{entry['count']} {kind}" for kind, entry in trace["plan"].items() if entry["count"])
         verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"
-        said.append(f"collectives {verdict}: {counts or 'none'} a step")
+        texts.append(f"collectives {verdict}: {counts or 'none'} a step")
     if zero := sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}):
-        said.append(f"not counted, since their gradient is zero: {len(zero)}, for instance {words.short(zero[0], 24)}")
-    return said
+        texts.append(f"not counted, since their gradient is zero: {len(zero)}, for instance {words.short(zero[0], 24)}")
+    return texts
 
 
 def _first_of(report: dict[str, Any], name: str) -> list[str]:

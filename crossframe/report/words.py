@@ -239,15 +239,15 @@ def power_text(pair: dict[str, Any], directions: Collection[str] = tuple(_EFFECT
     >>> power_text({"power": None})
     ''
     """
-    said = []
+    limits = []
     for kind, effects in (pair.get("power") or {}).items():
         each = ", ".join(
             _EFFECTS[name].format(f"{100 * limit['half']:.2g}%")
             for name, limit in effects.items()
             if name in directions
         )
-        said.append(f"of half of the {_AVERAGED[kind]} {each}")
-    return f"{'; '.join(said)} would have been found" if said else ""
+        limits.append(f"of half of the {_AVERAGED[kind]} {each}")
+    return f"{'; '.join(limits)} would have been found" if limits else ""
 
 
 def first_place(pair: dict[str, Any], name: str) -> str:
@@ -318,8 +318,8 @@ def measured_by(bounds: Bounds | None, twins: tuple[tuple[str, int], ...]) -> st
         bounds, twins: as a `PairSeries` has them.
     """
     if twins:
-        said = " and ".join(f"{count} perturbed runs of {display(name)}" for name, count in twins)
-        return f"measured on {said}"
+        runs = " and ".join(f"{count} perturbed runs of {display(name)}" for name, count in twins)
+        return f"measured on {runs}"
     if bounds is None or not bounds.decisive:
         return "unknown: there are no perturbed runs, and the dtype is too coarse for a derived bound"
     return f"derived: {number(bounds.loss)} for losses, {number(bounds.parameter)} for tensors"

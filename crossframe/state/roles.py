@@ -125,12 +125,14 @@ def merged(
     {'step': ('scalar', 'float64'), 'm': ('elementwise', 'float32')}
     """
     found = {}
-    for entry in dict.fromkeys(entry for told in by_rank for entry in told):
-        told = {rank: each[entry] for rank, each in enumerate(by_rank) if entry in each}
-        role = classify(owner, entry, [told[rank][0] if rank in told else None for rank in range(len(by_rank))], held)
-        values = {rank: value for rank, (_, value) in told.items()}
+    for entry in dict.fromkeys(entry for entries in by_rank for entry in entries):
+        entries = {rank: each[entry] for rank, each in enumerate(by_rank) if entry in each}
+        role = classify(
+            owner, entry, [entries[rank][0] if rank in entries else None for rank in range(len(by_rank))], held
+        )
+        values = {rank: value for rank, (_, value) in entries.items()}
         value = agreed(owner, entry, values, held) if role is Role.SCALAR else None
-        found[entry] = role, next(iter(told.values()))[0], value
+        found[entry] = role, next(iter(entries.values()))[0], value
     return found
 
 

@@ -30,7 +30,9 @@ class ObservedLoss(LossFunction):
     """A loss function whose aux is (aux or None, Interior)."""
 
     def __call__(self, params: Any, state: Any, batch: Any, rng: Any) -> Outcome:
-        with listening() as told:
+        with listening() as reported:
             outcome = super().__call__(params, state, batch, rng)
         full = {path: leaf for path, leaf in leaves_by_path(params).items() if isinstance(leaf, jax.Array)}
-        return outcome._replace(aux=(outcome.aux, Interior(full, Activations(tuple(told.values()), tuple(told)))))
+        return outcome._replace(
+            aux=(outcome.aux, Interior(full, Activations(tuple(reported.values()), tuple(reported))))
+        )

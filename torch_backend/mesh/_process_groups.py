@@ -80,9 +80,9 @@ def ranks_per_machine() -> int:
     Raises:
         UsageError: neither is known.
     """
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    if told is not None and told.isdigit() and int(told) > 0:
-        return int(told)
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    if size is not None and size.isdigit() and int(size) > 0:
+        return int(size)
     count = torch.accelerator.device_count()
     if not count:
         raise UsageError(

@@ -109,11 +109,13 @@ def find_apart(group: dist.ProcessGroup, ordinal: int) -> str:
     for rank in dist.get_process_group_ranks(group):
         if rank == own or not store.check([_key(rank)]):
             continue
-        told = json.loads(store.get(_key(rank)))
-        theirs = told["groups"].get(group.group_name)
+        posted = json.loads(store.get(_key(rank)))
+        theirs = posted["groups"].get(group.group_name)
         if theirs is None:
             continue
-        reason = _differs(group, rank, theirs["recent"]) or _is_elsewhere(group, ordinal, rank, theirs, told["inside"])
+        reason = _differs(group, rank, theirs["recent"]) or _is_elsewhere(
+            group, ordinal, rank, theirs, posted["inside"]
+        )
         if reason:
             return f"{reason}; {_ADVICE}"
     return ""
@@ -190,9 +192,9 @@ class _Watch:
         with self._lock:
             num_passed, inside = self._num_passed, self._inside()
             groups = list(_trails.items())[-_NUM_GROUPS:]
-            told = {group.group_name: {"num": trail.num, "recent": list(trail.recent)} for group, trail in groups}
-            # Another thread may have left the call meanwhile, and issued what is told here.
-            text = json.dumps({"groups": told, "inside": inside if num_passed == self._num_passed else None})
+            posted = {group.group_name: {"num": trail.num, "recent": list(trail.recent)} for group, trail in groups}
+            # Another thread may have left the call meanwhile, and issued what is posted here.
+            text = json.dumps({"groups": posted, "inside": inside if num_passed == self._num_passed else None})
             if self._published.get(store) != text:
                 store.set(_key(dist.get_rank()), text)
                 self._published[store] = text

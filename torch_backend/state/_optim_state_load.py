@@ -194,9 +194,9 @@ def _skeleton(saved: Any, source: Communicator) -> Any:
     """The first rank's state dict on all ranks: single values at once, other tensors on other ranks as meta tensors, which
     `_fetched` fills one by one."""
     here = source.rank == 0
-    told = _map(saved, lambda value: value if value.numel() == 1 else value.to("meta")) if here else None
-    told = source.broadcast_object(told)
-    return saved if here else told
+    sent = _map(saved, lambda value: value if value.numel() == 1 else value.to("meta")) if here else None
+    sent = source.broadcast_object(sent)
+    return saved if here else sent
 
 
 def _fetched(value: Any, source: Communicator | None) -> Any:
