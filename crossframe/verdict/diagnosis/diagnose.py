@@ -8,7 +8,7 @@ import numpy as np
 from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
-from crossframe.recording.lines import FORWARD
+from crossframe.recording.lines import BACKWARD, FORWARD
 from crossframe.verdict.diagnosis import (
     count_hypotheses,
     layer_hypotheses,
@@ -73,17 +73,33 @@ def _diagnose(pair: Pair, judgement: Judgement, where: Divergence, limit: Limit)
     if fit is None and part is not None:
         case, fit = part, best(_fits(part))
     if fit is None:
-        return None
+        return _by_size(case_of(pair, judgement.quantity, limit))
     text = f"{fit.evidence}{LEAVES}{fit.residual:.2g} of a difference of {case.sides.difference:.2g}"
     if case.start is not None:
         text = f"in elements {case.start}:{case.stop}, which differ on rank {where.rank}, {text}"
     return Diagnosis(fit.signature, f"{text}{_in_others(pair, case, fit, limit)}.")
 
 
+def _by_size(case: Case) -> Diagnosis | None:
+    """The diagnosis of a difference that is explained by no hypothesis, but looks like rounding in float32."""
+    if case.quantity.sketched or case.quantity.kind not in (ACTIVATION, BACKWARD):
+        return None
+    if not module_hypotheses.noise_of_float32(case):
+        return None
+    ratio = case.sides.difference / norm(case.sides.right)
+    return Diagnosis(
+        "low_precision",
+        f"the difference is {ratio:.1e} of the values, as large as rounding in float32, and has no direction, as if a part is "
+        "computed in float32 by one run, or by each run in its own way.",
+    )
+
+
 def _fits(case: Case) -> Iterator[Fit]:
     """All accepted hypotheses, with either side assumed to be right."""
     if case.quantity.sketched:
         hypotheses = value_hypotheses.LINEAR
+    elif case.quantity.kind == FORWARD:
+        hypotheses = (module_hypotheses.low_precision, *value_hypotheses.ALL)
     elif case.quantity.kind == ACTIVATION:
         hypotheses = (*layer_hypotheses.ALL, *module_hypotheses.ALL, *value_hypotheses.ALL)
     else:

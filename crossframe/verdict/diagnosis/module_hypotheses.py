@@ -1,5 +1,6 @@
 """Hypotheses about the output of a module, given its input."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,8 +33,13 @@ GATES = 3
 """The number of these that are tried as gates."""
 COARSE = 2.0**-12
 """The unit roundoff from which on the epsilon of a norm is found by exact repetition."""
-FEWEST = 4
-"""The smallest number of differing elements: a random float32 value is a bfloat16 value with probability 2^-16."""
+LEAST_BITS = 29
+"""A random value is one of a lower dtype with probability 2^-bits, for the bits by which their significands differ; all differing
+elements together must have this many. One float64 element is enough for float32, two float32 elements for bfloat16."""
+NOISE_ROUNDINGS = 1 / 8, 16.0
+"""The error of a part of a module that computes in a lower dtype, in roundings: from one that is averaged to one that adds up."""
+FEWEST_OF_NOISE = 64
+"""The smallest number of differing elements whose directions are judged."""
 MOST_ROUNDINGS = 64
 """The largest error of a computation in a lower dtype, in roundings."""
 
@@ -186,7 +192,7 @@ def low_precision(case: Case) -> Iterator[Fit]:
     """A module computed in a lower dtype than the run, as norms that cast their input to float32 do.
 
     All elements of the wrong side, or all after dividing by the module's weight (often applied after the cast back), are values
-    of the lower dtype; at most half of the right side's are. The sides differ by at most `MOST_ROUNDINGS`.
+    of the lower dtype; at most half of the right side's are. The sides differ by at most `MOST_ROUNDINGS`. Also for a loss.
     """
     params = parameters_of(case) if case.quantity.module else None
     weight = params[0] if params is not None and params[1] is None and params[0].ndim == 1 else None
@@ -200,10 +206,30 @@ def low_precision(case: Case) -> Iterator[Fit]:
             continue
         for scaled, scale in scales:
             fits, others = (on_grid(side / scale, low, case.compute_roundoff) for side in (wrong, right))
-            if fits == 1.0 and others <= 0.5 and (wrong != right).sum() >= FEWEST:
+            bits = math.log2(step / case.compute_roundoff) * (wrong != right).sum()
+            if fits == 1.0 and others <= 0.5 and bits >= LEAST_BITS:
                 text = f"in {case.names[1]} all elements are {low} values{scaled}, in {case.names[0]} {others:.0%} are"
                 yield Fit("low_precision", f"{text}: it is computed in {low}", 0.0, 0.0, Claim(low))
                 return
+
+
+def noise_of_float32(case: Case) -> bool:
+    """Whether a difference in float64 looks like rounding in float32, as if a part of a module computes in it and later
+    operations hide its values: a softmax in float32 before a product in float64.
+
+    Before the first update, such a difference has `NOISE_ROUNDINGS` and no direction: neither its sum nor its product with the
+    values exceeds four standard deviations of that of random signs. Lower dtypes are not recognised by size, because many faults
+    are as large as their rounding.
+    """
+    right, apart = case.sides.right, case.sides.wrong - case.sides.right
+    size, float32 = norm(right), unit_roundoff("float32")
+    if case.step or not size or case.compute_roundoff >= float32 or (apart != 0).sum() < FEWEST_OF_NOISE:
+        return False
+    along = (float(apart.sum()), float(np.vdot(apart, right)))
+    random = (norm(apart), norm(apart * right))
+    if any(abs(found) > 4 * spread for found, spread in zip(along, random, strict=True)):
+        return False
+    return NOISE_ROUNDINGS[0] <= norm(apart) / (float32 * size) <= NOISE_ROUNDINGS[1]
 
 
 ALL = (low_precision, norm_epsilon, tanh_gelu, dropout, transposed_kernel, convolution_padding, factor_of_branch)

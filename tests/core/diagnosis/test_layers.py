@@ -52,11 +52,12 @@ def cast(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(numpy_dtype(dtype)).astype(np.float64)
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, shares_in: str) -> np.ndarray:
     q, k, v = (x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2) for x in (q, k, v))
     scores = np.where(np.tri(LENGTH, dtype=bool), scale * q @ k.swapaxes(2, 3), -np.inf)
     shares = np.exp(scores - scores.max(-1, keepdims=True))
-    return (shares / shares.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(-1, LENGTH, WIDTH)
+    shares = cast(shares / shares.sum(-1, keepdims=True), shares_in)
+    return (shares @ v).swapaxes(1, 2).reshape(-1, LENGTH, WIDTH)
 
 
 def mean(grads: list[list[np.ndarray]], counts: list[int]) -> np.ndarray:
@@ -76,6 +77,8 @@ class Run:
     shift: int = 0
     counted: int = WIDTH
     norms_in: str | None = None
+    shares_in: str = "float64"
+    loss_in: str = "float64"
     scale: float = (WIDTH / HEADS) ** -0.5
     order: tuple[int, int] = (0, 1)
     reduce: Callable[[list[list[np.ndarray]], list[int]], np.ndarray] = mean
@@ -112,7 +115,7 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
         for rank, writer in enumerate(writers):
             ids = [1000 * step + 100 * rank + i for i in range(run.counts[rank])]
             writer.batch(step, hashlib.sha256(str(ids).encode()).hexdigest(), ids)
-            writer.loss(step, 1.0 + rank)
+            writer.loss(step, float(cast(np.array(1 / 3 + rank), run.loss_in)))
             seen = {n: np.asarray(run.gathered(n, p, params), dtype) for n, p in params.items()}
             for unit, names in UNITS.items():
                 writer.unsharded(step, unit, {n: seen[n] for n in names})
@@ -139,7 +142,7 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
                     for name in "qkv":
                         tell(f"{at}.{name}", "input", h, True)
                     q, k, v = (tell(f"{at}.{n}", "output", h @ p[f"{of}.{n}.weight"].T) for n in "qkv")
-                    y = tell(f"{at}.out", "input", attention(q, k, v, run.scale))
+                    y = tell(f"{at}.out", "input", attention(q, k, v, run.scale, run.shares_in))
                     x = x + tell(f"{at}.out", "output", y @ p[f"{of}.out.weight"].T)
                 tell("", "output", run.output(x))
                 for name, shape in SHAPES.items():
@@ -207,6 +210,8 @@ FAULTS: dict[str, tuple[str, Run, Run]] = {
     "padding in layer norm": ("padding_counted", Run(layer_norm=True), Run(layer_norm=True, counted=2 * WIDTH)),
     "norm in float32": ("low_precision", RIGHT, Run(norms_in="float32")),
     "norm in bfloat16": ("low_precision", RIGHT, Run(norms_in="bfloat16")),
+    "shares in float32": ("low_precision", RIGHT, Run(shares_in="float32")),
+    "loss in float32": ("low_precision", RIGHT, Run(loss_in="float32")),
     "units used in swapped order": ("mixed_parameters", RIGHT, Run(order=(1, 0))),
     "units gathered in swapped order": ("mixed_parameters", RIGHT, Run(gathered=swapped)),
     "mean of means": ("uneven_weights", UNEVEN, replace(UNEVEN, reduce=plain_mean)),
