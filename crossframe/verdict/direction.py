@@ -14,10 +14,16 @@ recording has its own estimate sum((y - erf(x)) h) / sum(h h) with h = tanh(x) -
 
     tanh      the estimate of b minus that of a; it must exceed 1/2, which no rounding of a constant does
 
-A sixth direction tests norms, for example a different epsilon. Where y is a layer norm or RMS norm of its module's input up to a
-factor g for each channel, each recording's g is estimated from its own input, so that differences of the input cancel:
+A sixth direction tests norms, for example a different epsilon. Where y is an RMS norm, layer norm or batch norm of its module's
+input up to a factor g for each channel, each recording's g is estimated from its own input, so that differences of the input
+cancel. Any function that is affine in each channel looks like a batch norm, so its g must also be a weight of the module, up to
+5 %:
 
     gain      sum((g of b - g of a) (g of a)) / sum(g of a squared)
+
+A seventh direction tests what scales all gradients alike, for example another loss. Its error is smaller than that of each slope:
+
+    common    the median of the slopes of all local, or of all reduced, gradients
 
 Each direction is also measured for each of k perturbed runs against their original run: x_1 ... x_k. Under the hypothesis that
 the other recording differs only by rounding, x is one more draw with mean zero, and
@@ -26,6 +32,24 @@ the other recording differs only by rounding, x is one more draw with mean zero,
 
 has at most the tail of Student's distribution with k degrees of freedom: exactly this tail if the original run does not round,
 and a lighter one if the rounding of the original run is in numerator and denominator, or for a length with several components.
+
+The error of a batch norm's gain at a step is its rounding of this batch, which is independent of that of another batch. For such
+gains the mean square is taken over all perturbed runs and n steps, divided by the number of steps of the average, and t has k n
+degrees of freedom. Steps count only as far as their statistics differ in low precision, since equal ones round alike. Other
+directions carry a step's differences on to later steps, or their inputs repeat, such as embeddings.
+
+If the runs differ in precision (`crossframe.verdict.precision`), x also has a part from casts of parameters, which the perturbed
+runs of the coarser run do not show. Those of the finer run do: each moves every parameter by one of its units. To first order, a
+direction's effect is linear in these moves, so with c the standard deviation of a cast in units of the finer run and y_1 ... y_k
+its perturbed runs,
+
+    t = x / sqrt(mean(x_i^2) + c^2 mean(y_i^2))
+
+Its tail is at most that of Student's distribution with the smaller number of degrees of freedom, for any ratio of the two
+variances (M. Mickey, M. Brown, Bounds on the distribution functions of the Behrens-Fisher statistic, Ann. Math. Stat. 37, 1966).
+Both terms exceed what they bound: a perturbed run moves a result by 0.82 units where rounding has 0.29. If the finer run has no
+perturbed runs, only tanh and gain are tested: in their own inputs the effect of casts cancels, but for that of the norm's weight,
+which is allowed for.
 
 All tests of a comparison (directions x quantities x windows) share the family-wise error rate `share`, a part of the rate of
 `crossframe.verdict.envelope`. Each of the D directions gets an equal part, so that directions with few quantities keep their
@@ -42,12 +66,14 @@ In float32, no direction is tested. There an average over n elements resolves 2^
 two implementations of exp or of a square root, and no perturbed run shows this bias.
 
 A kernel may round a constant once, so that a correct result is off by a factor of up to 1 + u in one direction. So an effect must
-also exceed the unit roundoff u of the dtype.
+also exceed the unit roundoff u of the dtype. A batch norm has constants of its own for each channel: the mean of n errors up to u
+has a standard deviation of u / sqrt(3 n), and its gain must exceed five of them, 6e-7 by chance.
 
 Averages are taken over the first step, the first 2, 4, 8 ... and all steps. The reported direction is the one that needs the
 fewest steps, and among these the first quantity in causal order, because later steps carry a fault to all quantities.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -55,14 +81,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from crossframe.dtypes import unit_roundoff
-from crossframe.recording.lines import BACKWARD, OUTPUT, REDUCE
+from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
+from crossframe.recording.lines import BACKWARD, OUTPUT, PARAMETERS, REDUCE, UPDATE
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity, finite
 
-SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN = "slope", "size", "mean", "channels", "tanh", "gain"
-DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN)
+SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN, COMMON = "slope", "size", "mean", "channels", "tanh", "gain", "common"
+DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN, COMMON)
 OF_OWN_INPUT = (TANH, GAIN)
 """Directions that are estimated from each side's own input, so that differences of the input cancel."""
+RMS, LAYER, BATCH, BATCH_LAST = "RMS norm", "layer norm", "batch norm", "batch norm over the last dim"
 _COARSE = 2.0**-12
 """The smallest unit roundoff at which directions are tested: bfloat16 and float16, not float32."""
 _MOST_CHANNELS = 1 << 14
@@ -71,6 +98,8 @@ _MOST_ELEMENTS = 1 << 15
 _NEARBY = 4
 """The number of earlier activations of the same shape that are tried as the input of a GELU."""
 _LEAST_EFFECT = {TANH: 0.5}
+_LEAST_GRADIENTS = 4
+"""The number of gradients from which on their common factor is tested."""
 
 Key = tuple[str, str]
 """(kind, name) of a quantity, whose values are averaged over steps, microbatches and ranks."""
@@ -91,6 +120,9 @@ class Sums:
     along: float = 0.0
     channels: np.ndarray | None = None
     gains: np.ndarray | None = None
+    statistics: frozenset[tuple[int, float]] = frozenset()
+    """Of a batch norm: (channel, standard deviation in the low dtype)."""
+    cast: float = 0.0
 
     @classmethod
     def of(cls, quantity: Quantity) -> "Sums":
@@ -116,6 +148,7 @@ class Sums:
             self.channels = other.channels
         else:
             self.channels = self.channels + other.channels if same else None  # type: ignore[operator]
+        self.cast, self.statistics = max(self.cast, other.cast), self.statistics | other.statistics
         for name in ("numel", "squares", "products", "sizes", "signed", "total", "rows", "way", "along"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
@@ -128,8 +161,9 @@ class Sums:
         if not self.sizes:
             return
         yield SIZE, self.signed / self.sizes
-        if self.gains is not None:
-            first, second = self.gains[0] / self.gains[1], self.gains[2] / self.gains[3]
+        if self.gains is not None and (varying := (self.gains[1] > 0) & (self.gains[3] > 0)).any():
+            of = self.gains[:, varying]
+            first, second = of[0] / of[1], of[2] / of[3]
             yield GAIN, float(np.vdot(second - first, first) / np.vdot(first, first))
         if self.way:
             yield TANH, self.along / self.way
@@ -148,7 +182,21 @@ class Tally:
     first: dict[Key, Quantity] = field(default_factory=dict)
     _recent: dict[tuple[int, int], list[Sequence[Quantity]]] = field(default_factory=dict)
     _gelu_of: dict[str, str] = field(default_factory=dict)
-    _centred: dict[str, bool | None] = field(default_factory=dict)
+    _norms: dict[str, str | None] = field(default_factory=dict)
+    _weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def note_weights(self, group: Sequence[Quantity]) -> None:
+        """Note a parameter of the first recording, as a possible weight of a norm."""
+        if group[0].phase in (PARAMETERS, UPDATE) and group[0].a.ndim == 1 and not group[0].sketched:
+            self._weights[group[0].parameter] = finite(group[0].a)
+
+    def _weight(self, module: str, products: np.ndarray, squares: np.ndarray) -> np.ndarray | None:
+        """The parameter of a module that is the factor of its norm, up to 5 % in each channel; None if there is none."""
+        for name, weight in self._weights.items():
+            same = name.rpartition(".")[0] == module and weight.shape == squares.shape
+            if same and np.all(np.abs(products - weight * squares) <= 0.05 * np.abs(weight) * squares):
+                return weight
+        return None
 
     def add(self, group: Sequence[Quantity]) -> None:
         """Add a group: the same quantity on several ranks."""
@@ -189,13 +237,40 @@ class Tally:
             (each for each in recent if group[0].use == OUTPUT and each[0].name == f"input of {group[0].module}"), ()
         )
         for x, y in zip(given, group, strict=False):
-            if x.a.shape == y.a.shape and y.a.ndim > 1 and y.a.shape[-1] > 1:
-                if name not in self._centred:
-                    self._centred[name] = _norm_of(x.a, y.a)
-                if (centred := self._centred[name]) is not None:
-                    gains = np.array([*_gains(x.a, y.a, centred), *_gains(x.b, y.b, centred)])
-                    sums.gains = gains if sums.gains is None else sums.gains + gains
+            if x.a.shape != y.a.shape or y.a.ndim < 2:
+                continue
+            if name not in self._norms:
+                self._norms[name] = _norm_of(x.a, y.a)
+            if (norm := self._norms[name]) is None:
+                continue
+            gains = np.array([*_gains(x.a, y.a, norm), *_gains(x.b, y.b, norm)])
+            weight = self._weight(group[0].module, *gains[:2])
+            if weight is None and self._weights and norm in (BATCH, BATCH_LAST):
+                continue
+            sums.cast = max(sums.cast, _gain_of_cast(weight, coarser(*y.dtypes)))
+            sums.gains = gains if sums.gains is None else sums.gains + gains
+            if norm in (BATCH, BATCH_LAST):
+                sums.statistics |= _statistics(x.b, 1 if norm == BATCH else -1, coarser(*y.dtypes))
         recent.append(group)
+
+    @property
+    def keys(self) -> list[Key]:
+        """The keys of `of`, and (kind, "") for all gradients of a kind together."""
+        return [*self.of, (BACKWARD, ""), (REDUCE, "")]
+
+    def directions(self, key: Key, stop: int) -> dict[str, float]:
+        """The value of each direction that is defined for a key of `keys`, over all steps before `stop`."""
+        kind, name = key
+        if name:
+            return dict(self.within(key, stop).directions(kind))
+        of_each = (dict(self.within(each, stop).directions(kind)) for each in self.of if each[0] == kind)
+        slopes = [values[SLOPE] for values in of_each if SLOPE in values]
+        return {COMMON: float(np.median(slopes))} if len(slopes) >= _LEAST_GRADIENTS else {}
+
+    def first_of(self, key: Key) -> Quantity:
+        """The first of the quantities that a key of `keys` averages."""
+        kind, name = key
+        return self.first[key] if name else next(q for each, q in self.first.items() if each[0] == kind)
 
     def within(self, key: Key, stop: int) -> Sums:
         """The sums of one quantity over all steps before `stop`."""
@@ -246,18 +321,31 @@ class Found:
             GAIN: f"in {names[1]} is {1 + self.value:.4f} times the output of {names[0]} for the same input",
             TANH: f"in {names[1]} is shifted by {self.value:.3f} times the difference between a tanh GELU and an erf GELU",
             CHANNELS: f"in {names[1]} is shifted by {self.value:.2g} of its magnitude, by channel",
+            COMMON: f"in {names[1]} is {times}",
         }[self.direction]
-        q = self.quantity
-        what = (
-            f"the {q.name}"
-            if q.kind == ACTIVATION
-            else f"the {'local' if q.kind == BACKWARD else 'reduced'} gradient of {q.name}"
-        )
+        q, which = self.quantity, "local" if self.quantity.kind == BACKWARD else "reduced"
+        if self.direction == COMMON:
+            what = f"the median {which} gradient"
+        else:
+            what = f"the {q.name}" if q.kind == ACTIVATION else f"the {which} gradient of {q.name}"
         return (
             f"{steps} {what} {text}: the effect is {abs(self.value) / max(self.error, 1e-300):.3g} standard errors of "
             f"{self.error:.1e} from zero, beyond the bound of {self.limit:.1e} ({self.num_runs} perturbed runs, "
             f"{self.num_tests} tests of directions)"
         )
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What is known of the casts of parameters, in a comparison of runs with different precision.
+
+    Attributes:
+        perturbed: the tallies of the perturbed runs of the finer run; empty if it has none.
+        units: the standard deviation of a cast of a parameter to the coarser dtype, in units of the finer run's parameters.
+    """
+
+    perturbed: Sequence[Tally]
+    units: float
 
 
 @dataclass(frozen=True)
@@ -289,9 +377,7 @@ def directions_of(
     perturbed: Sequence[Sequence[Tally]],
     dtype: str,
     share: float,
-    among: Sequence[str] = DIRECTIONS,
-    *,
-    cast: float = 0.0,
+    casts: Casts | None = None,
 ) -> Directions | None:
     """Test all directions of a comparison. Returns None for dtypes in which directions are not tested.
 
@@ -301,35 +387,41 @@ def directions_of(
             the wider spread is used, with the smaller number of degrees of freedom.
         dtype: the compute dtype of the runs.
         share: the family-wise error rate.
-        among: the directions to test.
-        cast: a bound on the effect on a norm's gain of casting its weight on one side only.
+        casts: the casts of parameters, if the runs differ in precision.
     """
     resolution = unit_roundoff(dtype)
     if resolution < _COARSE or not perturbed:
         return None
-    num_runs = min(len(runs) for runs in perturbed)
+    finer = casts.perturbed if casts else ()
+    among = OF_OWN_INPUT if casts and not finer else DIRECTIONS
+    num_runs = min(len(runs) for runs in (*perturbed, *([finer] if finer else [])))
     measured = [
-        (key, stop, name, value, spread)
+        (key, stop, name, value, *errors[name])
         for stop in pair.windows
-        for key in pair.of
-        for name, value in pair.within(key, stop).directions(key[0])
-        if name in among and (spread := _spread(perturbed, key, stop, name)) is not None
+        for key in pair.keys
+        if (values := pair.directions(key, stop)) and (errors := _errors(perturbed, casts, key, stop))
+        for name, value in values.items()
+        if name in among and name in errors
     ]
     if not measured:
         return Directions(None, {}, 0.0, 0)
-    counts = Counter(name for _, _, name, _, _ in measured)
-    least = {name: student_limit(share / (len(counts) * count), num_runs) for name, count in counts.items()}
+    counts = Counter(name for _, _, name, *_ in measured)
+    chances = {name: share / (len(counts) * count) for name, count in counts.items()}
     found, near = None, 0.0
     effects: dict[tuple[str, str], list[float]] = {}
-    for key, stop, name, value, spread in measured:
-        smallest = _LEAST_EFFECT.get(name, resolution)
-        limit = max(least[name] * spread + (cast if name == GAIN else 0.0), smallest)
+    for key, stop, name, value, error, degrees in measured:
+        smallest, cast = _LEAST_EFFECT.get(name, resolution), 0.0
+        if name == GAIN:
+            sums = pair.within(key, stop)
+            smallest *= min(1.0, 5 / math.sqrt(3 * max(1, len(sums.statistics))))
+            cast = sums.cast if casts else 0.0
+        limit = max(student_limit(chances[name], degrees) * error + cast, smallest)
         if stop == pair.windows[-1]:
             effects.setdefault((key[0], name), []).append(limit)
         if abs(value) > smallest:
             near = max(near, abs(value) / limit)
         if found is None and abs(value) > limit:
-            found = Found(pair.first[key], name, value, spread, limit, stop, len(measured), num_runs)
+            found = Found(pair.first_of(key), name, value, error, limit, stop, len(measured), num_runs)
     power: dict[str, dict[str, tuple[float, float]]] = {}
     for (kind, name), limits in effects.items():
         power.setdefault(kind, {})[name] = (min(limits), float(np.median(limits)))
@@ -362,41 +454,96 @@ def _is_gelu(x: np.ndarray, y: np.ndarray) -> bool:
     return bool(size) and np.ptp(x) > 0 and apart <= 0.02 * size
 
 
-def _gains(x: np.ndarray, y: np.ndarray, centred: bool) -> tuple[np.ndarray, np.ndarray]:
-    """sum(y n) and sum(n n) by channel, where n is the normalised x; for a layer norm, which adds a bias, y minus its mean."""
-    x, y = (finite(side).reshape(-1, side.shape[-1]) for side in (x, y))
-    if centred:
-        x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=0, keepdims=True)
-    normed = x / np.sqrt(np.maximum(np.square(x).mean(axis=1, keepdims=True), np.finfo(np.float64).tiny))
-    if centred:
+def _gains(x: np.ndarray, y: np.ndarray, norm: str) -> tuple[np.ndarray, np.ndarray]:
+    """sum(y n) and sum(n n) by channel, where n is the normalised x; for norms that add a bias, y minus its mean."""
+    dim = 1 if norm == BATCH else -1
+    x, y = (np.moveaxis(finite(side), dim, -1).reshape(-1, side.shape[dim]) for side in (x, y))
+    if norm == LAYER:
+        x = x - x.mean(axis=1, keepdims=True)
+    if norm != RMS:
+        y = y - y.mean(axis=0, keepdims=True)
+    if norm in (BATCH, BATCH_LAST):
+        x = x - x.mean(axis=0, keepdims=True)
+    of = 0 if norm in (BATCH, BATCH_LAST) else 1
+    normed = x / np.sqrt(np.maximum(np.square(x).mean(axis=of, keepdims=True), np.finfo(np.float64).tiny))
+    if norm == LAYER:
         normed -= normed.mean(axis=0, keepdims=True)
     return (y * normed).sum(axis=0), np.square(normed).sum(axis=0)
 
 
-def _norm_of(x: np.ndarray, y: np.ndarray) -> bool | None:
-    """True if y is a layer norm of x, False if it is an RMS norm, None if it is neither."""
-    for centred in (False, True):
-        products, squares = _gains(x, y, centred)
+def _norm_of(x: np.ndarray, y: np.ndarray) -> str | None:
+    """The norm of x that y is, up to a factor and a bias for each channel; None if it is none of them."""
+    for norm in (RMS, LAYER, BATCH, BATCH_LAST):
+        dim = 1 if norm == BATCH else -1
+        if y.shape[dim] < 2 or y.size == y.shape[dim]:
+            continue
+        products, squares = _gains(x, y, norm)
         if not squares.all() or not products.all():
             continue
-        flat = finite(y).reshape(-1, y.shape[-1])
-        size = np.square(flat - flat.mean(axis=0) if centred else flat).sum()
+        flat = np.moveaxis(finite(y), dim, -1).reshape(-1, y.shape[dim])
+        size = np.square(flat - flat.mean(axis=0) if norm != RMS else flat).sum()
         # The residual of y after fitting a factor for each channel.
         if size - np.square(products / np.sqrt(squares)).sum() <= 0.01 * size:
-            return centred
+            return norm
     return None
 
 
-def _spread(perturbed: Sequence[Sequence[Tally]], key: Key, stop: int, name: str) -> float | None:
-    """The root mean square of a direction over perturbed runs, the larger one of both recordings; None if not measured."""
-    found = []
+def _statistics(x: np.ndarray, dim: int, dtype: str) -> frozenset[tuple[int, float]]:
+    """The standard deviation of each channel, in a low dtype."""
+    deviations = np.moveaxis(finite(x), dim, -1).reshape(-1, x.shape[dim]).std(axis=0)
+    return frozenset(enumerate(deviations.astype(numpy_dtype(dtype)).astype(np.float64).tolist()))
+
+
+def _gain_of_cast(weight: np.ndarray | None, dtype: str) -> float:
+    """The effect on a norm's gain of casting its weight; the largest possible one if the weight is not known."""
+    if weight is None:
+        return unit_roundoff(dtype)
+    cast = weight.astype(numpy_dtype(dtype)).astype(np.float64)
+    return abs(float(np.vdot(cast - weight, weight) / np.vdot(weight, weight)))
+
+
+def _errors(
+    perturbed: Sequence[Sequence[Tally]], casts: Casts | None, key: Key, stop: int
+) -> dict[str, tuple[float, int]]:
+    """The standard error and its degrees of freedom of each measured direction; of both recordings' errors the larger one."""
+    found: dict[str, tuple[float, int]] = {}
+    degrees = min(len(runs) for runs in perturbed)
     for runs in perturbed:
-        values = [dict(run.within(key, stop).directions(key[0])).get(name) for run in runs]
-        if all(value is not None for value in values):
-            found.append(math.sqrt(sum(value**2 for value in values if value is not None) / len(values)))
-    return max(found, default=None)
+        for name, error in _root_mean_squares([run.directions(key, stop) for run in runs]).items():
+            found[name] = max((error, degrees), found.get(name, (0.0, degrees)))
+    if GAIN in found and all(runs[0].within(key, stop).statistics for runs in perturbed):
+        found[GAIN] = max(_gain_error(runs, key, stop) for runs in perturbed)
+    if casts is None or not casts.perturbed:
+        return found
+    degrees = min(degrees, len(casts.perturbed))
+    by_casts = _root_mean_squares([run.directions(key, stop) for run in casts.perturbed])
+    return {
+        name: error if name in OF_OWN_INPUT else (math.hypot(error[0], casts.units * by_casts[name]), degrees)
+        for name, error in found.items()
+        if name in OF_OWN_INPUT or name in by_casts
+    }
 
 
+def _gain_error(runs: Sequence[Tally], key: Key, stop: int) -> tuple[float, int]:
+    """The standard error of a batch norm's gain, whose errors at different steps are independent, and its degrees of freedom."""
+    sums = runs[0].of[key]
+    of_step = max(len(each.statistics) for each in sums.values())
+    in_all, in_window = (max(1.0, len(runs[0].within(key, end).statistics) / of_step) for end in (max(sums) + 1, stop))
+    by_step = [_root_mean_squares([dict(run.of[key][step].directions(key[0])) for run in runs]) for step in sums]
+    squares = [values[GAIN] ** 2 for values in by_step if GAIN in values]
+    return math.sqrt(sum(squares) / len(squares) / in_window), int(len(runs) * in_all)
+
+
+def _root_mean_squares(values: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The root mean square over runs of each direction that all of them have."""
+    return {
+        name: math.sqrt(sum(of[name] ** 2 for of in values) / len(values))
+        for name in values[0]
+        if all(name in of for of in values)
+    }
+
+
+@functools.cache
 def student_limit(chance: float, degrees: int) -> float:
     """The t that |T| of Student's distribution exceeds with probability `chance`.
 

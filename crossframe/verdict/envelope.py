@@ -41,7 +41,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
-from crossframe.verdict.direction import OF_OWN_INPUT, Directions, Tally, directions_of
+from crossframe.verdict.direction import Casts, Directions, Tally, directions_of
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.metrics import distance, inner_distance, ratio, trimmed_distance
 from crossframe.verdict.measure.pair import Pair
@@ -257,13 +257,20 @@ class Steady:
 class Envelope:
     """Judges the quantities of one walk by the spread of the perturbed runs of either recording, or of both."""
 
-    def __init__(self, spreads: Sequence[Spread], noise: tuple[str, ...] = (), implied: Implied | None = None) -> None:
+    def __init__(
+        self,
+        spreads: Sequence[Spread],
+        noise: tuple[str, ...] = (),
+        implied: Implied | None = None,
+        finer: Spread | None = None,
+    ) -> None:
         """
         Args:
             noise: parameters whose gradients are not judged.
             implied: additional rounding of the coarser dtype, if the dtypes differ.
+            finer: the spread of the finer run, if the dtypes differ and it has perturbed runs.
         """
-        self.spreads, self.noise, self._implied = tuple(spreads), noise, implied
+        self.spreads, self.noise, self._implied, self._finer = tuple(spreads), noise, implied, finer
         self._steady = Steady(self._limit)
         self._updated = [0, 0]
         self._chaos: dict[int, list[float]] = {}
@@ -275,8 +282,13 @@ class Envelope:
         sides = [side for side in (0, 1) if pair.coarser in (None, side)]
         known = ((side, known_spread((pair.a, pair.b)[side], sketched=pair.sketched)) for side in sides)
         found = [(side, spread) for side, spread in known if spread is not None]
-        implied = None if pair.coarser is None else Implied(pair)
-        return cls([spread for _, spread in found], _noise(pair, found), implied) if found else None
+        if not found:
+            return None
+        implied = finer = None
+        if pair.coarser is not None:
+            implied = Implied(pair)
+            finer = known_spread((pair.a, pair.b)[1 - pair.coarser], sketched=pair.sketched)
+        return cls([spread for _, spread in found], _noise(pair, found), implied, finer)
 
     def limit(self, quantity: Quantity) -> float:
         """The largest allowed norm(a - b); inf if the perturbed runs did not record the quantity."""
@@ -285,6 +297,7 @@ class Envelope:
 
     def judge(self, group: list[Quantity]) -> list[Judgement]:
         """Judge each quantity of a group by its limit."""
+        self._tally.note_weights(group)
         if group[0].bound is None or group[0].phase == PARAMETERS or group[0].parameter in self.noise:
             return [judge(quantity) for quantity in group]
         self._steady.note(group)
@@ -318,10 +331,11 @@ class Envelope:
 
     def directions(self, dtype: str) -> Directions | None:
         """The results of the tests of directions for all quantities judged so far; None in dtypes without such tests."""
-        tallies = [spread.tallies for spread in self.spreads]
-        if self._implied is None:
-            return directions_of(self._tally, tallies, dtype, SHARE)
-        return directions_of(self._tally, tallies, dtype, SHARE, OF_OWN_INPUT, cast=self._implied.unit_roundoff)
+        casts = None
+        if self._implied is not None:
+            finer = self._finer.tallies if self._finer else ()
+            casts = Casts(finer, self._implied.units_of_casts)
+        return directions_of(self._tally, [spread.tallies for spread in self.spreads], dtype, SHARE, casts)
 
     @property
     def num_runs(self) -> int:

@@ -6,8 +6,7 @@ With u the unit roundoff of the coarser dtype, the coarser run differs from the 
   parameters are bitwise equal after the cast.
 - rounding of results. Rounding to nearest has a root mean square error of 1/sqrt(12) = 0.29 units in the last place. Perturbed
   runs of the coarser run move each result by one unit up, down or not at all, 0.82 units: their spread s covers the rounding,
-  with the factor of `crossframe.verdict.envelope`. Perturbed runs of the finer run do not apply to the coarser one and are not
-  used.
+  with the factor of `crossframe.verdict.envelope`. Perturbed runs of the finer run do not show this rounding.
 - casts of parameters. Perturbed runs cast parameters to the same values. For one sample, the effect of a cast is about that of
   rounding a result, 0.29 / 0.82 of the perturbation, and larger where terms cancel: s is used as its bound. The rounding of n
   samples is independent, so their mean averages it to 1/sqrt(n), while the cast is common to all samples. So for losses,
@@ -17,8 +16,9 @@ With u the unit roundoff of the coarser dtype, the coarser run differs from the 
 
 The limit is the sum: factor * s + sqrt(n) * s + u * norm(x), and R**1.5 * u * norm(x) for a reduction.
 
-Directions that are averages over samples are not tested because casts of parameters have a direction. Directions of functions
-whose input and output are recorded are tested, with u for the cast of the weight.
+Casts of parameters have a direction, which does not vanish in an average over samples. The perturbed runs of the finer run
+measure it (`crossframe.verdict.direction`). Without them, only directions of functions whose input and output are recorded are
+tested.
 
 A discrete decision, such as the expert of a sample, can differ. A parameter whose gradient is zero at one step but not at all
 steps was not used at that step and is not judged there.
@@ -32,6 +32,9 @@ from crossframe.recording.lines import BACKWARD, NORM, REDUCE, STATE, UPDATE
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
+_ROUNDED = 1 / math.sqrt(12)
+"""The standard deviation of rounding to nearest, in units in the last place."""
+
 
 class Implied:
     """The bounds that the coarser dtype of a pair adds to the spread of perturbed runs."""
@@ -40,6 +43,9 @@ class Implied:
         assert pair.coarser is not None
         self._pair, self._run = pair, (pair.a, pair.b)[pair.coarser]
         self.unit_roundoff = unit_roundoff(pair.dtype)
+        stored = (pair.a, pair.b)[1 - pair.coarser].manifest.params.values()
+        self.units_of_casts = _ROUNDED * self.unit_roundoff / min(unit_roundoff(param.dtype) for param in stored)
+        """The standard deviation of a cast of a parameter, in units in the last place of the finer run's parameters."""
 
     def times_spread(self, quantity: Quantity) -> float:
         """The effect of casts of parameters, as a multiple of the spread."""

@@ -8,7 +8,7 @@ from crossframe.recording import Schedule
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.direction import GAIN, OF_OWN_INPUT, Tally, directions_of
+from crossframe.verdict.direction import GAIN, Casts, Tally, directions_of
 from crossframe.verdict.envelope import margin
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import other_specs, quantity
@@ -165,8 +165,85 @@ def test_an_epsilon_is_found_across_precisions():
 
     def found(epsilon):
         runs = [[tally(seed, epsilon, fine=False) for seed in range(100, 104)]]
-        return directions_of(tally(7, epsilon), runs, "bfloat16", 1e-4, OF_OWN_INPUT, cast=UNIT)
+        return directions_of(tally(7, epsilon), runs, "bfloat16", 1e-4, Casts((), 0.0))
 
     wrong, right = found(0.1), found(1e-5)
     assert wrong and wrong.found and wrong.found.direction == GAIN and wrong.found.quantity.name == "output of norm"
     assert right and right.found is None and set(right.power["activation"]) == {GAIN}
+
+
+def differences_of_weights(seed, factor=1.0):
+    """x (sum of w - sum of v), in float32 and in bfloat16: the casts of w and v change the result by a common factor.
+
+    Returns the tally of the pair, those of the perturbed runs of the coarser run, and those of the finer run.
+    """
+    generator = np.random.default_rng(seed)
+    weights = (1.5 + generator.uniform(-0.05, 0.05, 64)).astype(np.float32)
+    signs = np.where(np.arange(64) % 2, 1.0, -1.0)
+    weights[1::2] += np.float32(0.01)
+    cast, x = weights.astype(LOW).astype(np.float64), generator.normal(size=(500, 8))
+    wide, unit = weights.astype(np.float64), unit_roundoff("float32") * 2
+
+    def rounded(values):
+        moved = values * (1 + UNIT * generator.uniform(-1, 1, values.shape))
+        return moved.astype(LOW)
+
+    def tally(a, b):
+        made = Tally()
+        made.add([quantity(a, b, phase="forward", module="block", use="output", parameter="")])
+        return made
+
+    fine, coarse = x * (signs @ wide), x * (signs @ cast)
+    moved = [wide + unit * generator.choice([-1.0, 1.0], 64) for _ in range(4)]
+    return (
+        tally(fine, rounded(factor * coarse)),
+        [tally(coarse.astype(LOW), rounded(coarse)) for _ in range(4)],
+        [tally(fine, x * (signs @ w)) for w in moved],
+    )
+
+
+def test_the_finer_run_shows_how_casts_of_parameters_add_up():
+    """The coarser run's perturbed runs do not: by them alone, casts look like faults."""
+    units = UNIT / unit_roundoff("float32") / np.sqrt(12)
+    alone = measured = 0
+    for seed in range(20):
+        pair, runs, finer = differences_of_weights(seed)
+        alone += directions_of(pair, [runs], "bfloat16", 1e-4).found is not None
+        measured += directions_of(pair, [runs], "bfloat16", 1e-4, Casts(finer, units)).found is not None
+    assert alone > 5 and measured == 0
+    pair, runs, finer = differences_of_weights(0, factor=10.0)
+    found = directions_of(pair, [runs], "bfloat16", 1e-4, Casts(finer, units)).found
+    assert found is not None and found.direction == "slope"
+
+
+def batch_norm(x, epsilon):
+    x = x.astype(np.float64)
+    return (x - x.mean(axis=(0, 2, 3), keepdims=True)) / np.sqrt(x.var(axis=(0, 2, 3), keepdims=True) + epsilon)
+
+
+def test_an_epsilon_of_a_batch_norm_is_found_across_precisions():
+    """It takes 0.5 %, in a run that rounds the factor of each channel to bfloat16."""
+
+    def tally(seed, epsilon=1e-5, weight="norm.weight"):
+        made = Tally()
+        made.note_weights([quantity(np.ones(8), np.ones(8), phase="parameters", parameter=weight)])
+        for step in range(5):
+            x = np.random.default_rng([1, step]).normal(scale=0.3, size=(8, 8, 6, 6))
+            y, spread = (
+                (x + 0.01 * np.random.default_rng([2, seed, step]).normal(size=x.shape)).astype(LOW),
+                (1, 8, 1, 1),
+            )
+            factors = 1 + UNIT * np.random.default_rng([3, seed, step]).uniform(-1, 1, spread)
+            gave = batch_norm(x, 1e-5), (batch_norm(y, epsilon) * factors).astype(LOW)
+            for sides, use in (((x, y), "input"), (gave, "output")):
+                made.add([quantity(*sides, phase="forward", step=step, module="norm", use=use, parameter="")])
+        return made
+
+    def found(epsilon, **options):
+        runs = [[tally(seed, **options) for seed in range(100, 104)]]
+        return directions_of(tally(7, epsilon, **options), runs, "bfloat16", 1e-4, Casts((), 0.0))
+
+    wrong, right = found(1e-3), found(1e-5)
+    assert wrong.found is not None and wrong.found.direction == GAIN and wrong.found.value < -0.003
+    assert right.found is None and right.power["activation"][GAIN][0] < UNIT
+    assert found(1e-3, weight="other.weight").num_tests == 0  # affine by channel, but no norm
