@@ -78,7 +78,7 @@ def _found(pair: dict[str, Any], one: PairSeries) -> str:
         # The headline of a bug has its diagnosis.
         diagnosis = words.looks_like(pair, one.sketched) if pair["verdict"] != "bug" else None
         return f"{found}\n{diagnosis}" if diagnosis else found
-    if not one.verdict.judged:
+    if not one.verdict.judged or pair["diagnosis"] is not None:
         return words.looks_like(pair, one.sketched) or ""
     worst = Worst.of(one.verdict.judged)
     return f"compared: {worst.num:,} quantities, {worst.num_equal:,} equal; {words.worst_of(worst)}"

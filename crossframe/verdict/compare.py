@@ -140,7 +140,11 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         scheduled = where is not None and all(each.scheduled for each in acting)
         verdict = Verdict.BUG if scheduled else Verdict.INCOMPARABLE
         reason = f"{'; '.join(causes)}; from the numbers alone: {reason}"
-        diagnosis = diagnose_batches(a, b) if acting[0].name == BATCH else _diagnosis_of(acting, diagnosis, names)
+        if acting[0].name == BATCH:
+            # The place is the batch, wherever the numbers first differ.
+            where, diagnosis = None, diagnose_batches(a, b)
+        else:
+            diagnosis = _diagnosis_of(acting, diagnosis, names)
     elif first is not None and diagnosis is None and (hint := needs_full_tensors(first)):
         reason = f"{reason}; {hint}"
     if pair.coarser is not None:
