@@ -57,15 +57,18 @@ class Value:
         by_rank: one array for each rank inside shard_map, else one.
         constant: the constant that all elements have by the program; None: computed or an argument.
         late: whether it depends on results of backward.
+        sharding: where the program puts it on a mesh; None: not known. It is on one device until the program's own code, outside
+            all functions, gets it.
     """
 
     by_rank: tuple[Any, ...]
     constant: Any = None
     late: bool = False
+    sharding: NamedSharding | None = None
 
-    def like(self, by_rank: tuple[Any, ...]) -> "Value":
-        """Other arrays with the same attributes."""
-        return replace(self, by_rank=by_rank)
+    def like(self, by_rank: tuple[Any, ...], sharding: NamedSharding | None = None) -> "Value":
+        """Other arrays with the same attributes, but for their place."""
+        return replace(self, by_rank=by_rank, sharding=sharding)
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,9 @@ class Interpreter:
     def call(self, primitive: Any, params: dict[str, Any], args: Sequence[Any], place: Place) -> list[Any]:
         """A primitive's results for arrays, outside all functions."""
         found = self.apply(primitive, params, [self._given(arg) for arg in args], place)
-        self._late |= {id(value.by_rank[0]): value.by_rank[0] for value in found if value.late}
-        return [value.by_rank[0] for value in found]
+        arrays = [_placed(value.by_rank[0], value.sharding) for value in found]
+        self._late |= {id(array): array for array, value in zip(arrays, found, strict=True) if value.late}
+        return arrays
 
     def _given(self, array: Any) -> Value:
         """The value of an array."""
@@ -212,6 +216,8 @@ class Interpreter:
     def apply(self, primitive: Any, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
         """A primitive's results for values."""
         name = primitive.name
+        if name == "sharding_constraint" and place.ranks is None and isinstance(params["sharding"], NamedSharding):
+            return [replace(each, sharding=params["sharding"]) for each in operands]
         if name in _SAME_VALUES:
             return list(operands)
         if name in CALLS | CUSTOM_CALLS and (inner := called(params)) is not None:
@@ -279,7 +285,7 @@ class Interpreter:
         found = self._closed(params["jaxpr"], args, inside)
         joined = []
         for value, spec in zip(found, params["out_specs"], strict=True):
-            own = value.like((_joined(value.by_rank, spec, ranks),))
+            own = value.like((_joined(value.by_rank, spec, ranks),), NamedSharding(mesh, spec))
             joined.append(self._piece_of("shard_map", "", value, own, inside) if any(spec) else own)
         return joined
 
@@ -338,6 +344,13 @@ class _Frame(Evaluation):
         with nullcontext() if self._place.ranks is not None else equation.ctx.manager:
             place = self._place.at(equation.source_info)
             return self._interpreter.apply(equation.primitive, equation.params, operands, place)
+
+
+def _placed(array: Any, sharding: NamedSharding | None) -> Any:
+    """An array where the program puts it."""
+    if sharding is None or not isinstance(sharding.mesh, Mesh) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array
+    return jax.device_put(array, sharding)
 
 
 def _on_each(run: Callable[..., list[Any]], operands: Sequence[Value], num_ranks: int) -> list[list[Any]]:

@@ -4,13 +4,18 @@ import runpy
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import Primitive
 
-from crossframe.operators import Request, find
+from crossframe.operators import Request, Trace, find
+from crossframe.operators.request import TRACE_NAME
 from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
+from jax_backend import Recorder, apply_updates, sharded_optimizer, unshard
 from jax_backend.recorder._judging import judge
 from jax_backend.recorder._operators import OperatorTrace
+from tests.on_jax.helpers.recorded_loops import sharded_small
+from tests.on_jax.helpers.small import small_batch, small_loss
 
 SCRIPT = """
 import math
@@ -166,3 +171,19 @@ def test_an_inexact_equation_is_outside_its_bound():
     x = jax.numpy.arange(1.0, 9.0, dtype="float32") / 7
     judged = judge(wrong, {}, [x], [wrong.bind(x)])
     assert judged is not None and not judged.inside and judged.error > 1e-3
+
+
+def test_a_loop_outside_of_jit_keeps_its_shards(tmp_path, monkeypatch):
+    """While a step is traced, too: `update` and `unshard` need the mesh of the gradients."""
+    request = Request(str(tmp_path), 0, 0, UPDATE, "")
+    monkeypatch.setenv(*next(iter(request.to_environment().items())))
+    optimizer, params = sharded_optimizer(optax.sgd(0.1)), sharded_small()
+    batch, state = small_batch(8), optimizer.init(params)
+    with pytest.raises(SystemExit), Recorder(tmp_path / "run", params) as recorder:
+        result = recorder.value_and_grad(small_loss)(params, batch)
+        updates, state = optimizer.update(result.grads, state, params)
+        params = apply_updates(params, updates)
+        unshard(result.grads)
+        recorder.step(params=params, grads=result.grads, loss=result.losses, opt_state=state, batch=batch)
+    names = {op.name for op in Trace.read(tmp_path / TRACE_NAME).operators}
+    assert {"jax.mul", "jax.add"} <= names
