@@ -28,7 +28,7 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
 from crossframe.recording.lines import BACKWARD, FORWARD
 from crossframe.recording.program import COMPILED as IS_COMPILED
-from crossframe.recording.program import PROGRAM, SOURCE
+from crossframe.recording.program import PROCESSES, PROGRAM, SOURCE
 from crossframe.verdict import compare
 from crossframe.verdict.measure.comparable import labels
 
@@ -110,6 +110,7 @@ def judged(recording: Recording, step: int, *, folder: Path | None, timeout: flo
     Raises:
         UsageError: as of `explain`.
     """
+    _check_repeatable(recording)
     with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
         directory = ((folder or Path(temporary)) / "run").resolve()
         request = Request(str(directory), step, 0, BACKWARD, "", judged=True, compiled=_is_compiled(recording))
@@ -128,6 +129,8 @@ def explained(
     Raises:
         UsageError: as of `explain`.
     """
+    for each in (a, b):
+        _check_repeatable(each)
     with tempfile.TemporaryDirectory(prefix="crossframe-explain-") as temporary:
         root = folder or Path(temporary)
         requests = [
@@ -150,15 +153,27 @@ def request_of(target: Target, pair: tuple[Recording, Recording], recording: Rec
     return Request(str(directory), target.step, rank, target.phase, unit, target.tolerance is None, judged=True)
 
 
+def _check_repeatable(recording: Recording) -> None:
+    """Raise UsageError if a run is known not to be made again by its command."""
+    manifest = recording.manifest
+    if not isinstance(manifest.settings.get(COMMAND), str):
+        raise UsageError(
+            f"explain: {recording.directory} does not state the command that made it; record it with crossframe record"
+        )
+    number = dict(manifest.settings.get(PROGRAM) or {}).get(PROCESSES, 1)
+    if manifest.framework == "jax" and number > 1:
+        raise UsageError(
+            f"explain: {recording.directory} was recorded by {number} processes of JAX, and explain repeats a run of JAX in one "
+            f"process; record the script in one process with {manifest.world_size} devices (on a CPU with "
+            f"JAX_NUM_CPU_DEVICES={manifest.world_size}), and explain that recording"
+        )
+
+
 def _traced(recording: Recording, request: Request, timeout: float, console: Console | None) -> Trace:
     """The trace of one run, repeated up to the step."""
     directory = Path(request.directory)
     directory.mkdir(parents=True, exist_ok=True)
-    said = recording.manifest.settings.get(COMMAND)
-    if not isinstance(said, str):
-        raise UsageError(
-            f"explain: {recording.directory} does not state the command that made it; record it with crossframe record"
-        )
+    said = recording.manifest.settings[COMMAND]
     if console is not None:
         console.print(f"tracing step {request.step} of: {said}", style="dim", highlight=False, soft_wrap=True)
     (directory / TRACE_NAME).unlink(missing_ok=True)

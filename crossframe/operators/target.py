@@ -5,6 +5,9 @@ coarse: a fault in a module may stay inside it until the optimizer magnifies it.
 search continues in the forward of its step, for the first value that differs more than `JUMP` times as much as all values
 before it, and as one rounding. Rounding errors grow from module to module, but not by that much. The traces are then compared
 with a tolerance of `JUMP` times the largest earlier difference. This selects where to look, and does not affect the verdict.
+
+In bfloat16 and float16, values of different programs are not matched: they differ by a hundredth, and within such a tolerance the
+signatures of unrelated values agree, since these do not depend on the order of elements.
 """
 
 import math
@@ -61,8 +64,9 @@ def target_of(a: Recording, b: Recording, verdict: PairVerdict) -> Target | None
     bounds = bounds_for(verdict.dtype)
     if not same_program and not bounds.decisive:
         raise UsageError(
-            f"explain: {verdict.dtype} is too coarse to match values of different programs; record both in float32, or "
-            "trace two runs of one program"
+            f"explain: {verdict.dtype} is too coarse to match values of different programs; record both in float32 or float64 "
+            "and explain those. crossframe explain RUN of each tests its operators against their own bounds in "
+            f"{verdict.dtype}, which shows inaccurate ones but no other constant or formula"
         )
     tolerance = None
     if not same_program:

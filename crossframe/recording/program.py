@@ -18,7 +18,7 @@ PROGRAM = "program"
 """The name of the setting in a manifest that has the description."""
 SOURCE, ENVIRONMENT = "source", "environment"
 """Digests in hex. They may differ between programs that compute the same bits."""
-DEVICE, DETERMINISTIC, COMPILED = "device", "deterministic", "compiled"
+DEVICE, DETERMINISTIC, COMPILED, PROCESSES = "device", "deterministic", "compiled", "processes"
 OPTIMIZER_KERNEL = "optimizer_kernel"
 """How the optimizer computes its step, such as "fused". It affects the bits of optimizer states and updates only."""
 

@@ -16,7 +16,7 @@ from crossframe.errors import RecordingError
 from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import perturbed_run_folder
-from crossframe.recording.program import PROGRAM, program_of
+from crossframe.recording.program import PROCESSES, PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy
 from jax_backend.ranks._processes import gather_values, together
@@ -133,7 +133,7 @@ def program(device: Any = None) -> dict[str, Any]:
         threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         matmul=str(getattr(jax.config, "jax_default_matmul_precision", None)),
         flags=flags,
-        processes=jax.process_count(),
+        **{PROCESSES: jax.process_count()},
     )
 
 

@@ -7,7 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from crossframe.cli.app import app
+from crossframe.recording.program import program_of
 from tests.core.helpers.synthetic import manifest, record
+
+OF_FOUR_PROCESSES = program_of(device="cpu", deterministic=True, compiled=True, processes=4)
 
 
 def run(*arguments):
@@ -63,6 +66,12 @@ def test_no_recording_exits_with_2(tmp_path):
             [],
             "exit status 3, without a trace; run explain in",
             id="jax",
+        ),
+        pytest.param(
+            {"framework": "jax", "settings": {"command": "python train.py", "program": OF_FOUR_PROCESSES}},
+            [],
+            "recorded by 4 processes of JAX, and explain repeats a run of JAX in one process; record the script in one",
+            id="jax of several processes",
         ),
     ],
 )
