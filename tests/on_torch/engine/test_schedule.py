@@ -102,12 +102,12 @@ def test_R15_no_sync_accumulates_as_torch_does(ranks, api, options):
 
 
 class Checkpointed(Net):
-    """Recomputes each block in backward."""
+    """Recomputes each block in backward, unless `reentrant` is None."""
 
     def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x) * self.scale
 
 
@@ -199,6 +199,52 @@ def _variant(rank, world_size, mode, cls, settings):
 )
 def test_R29_R31_gradients_of_unusual_steps(ranks, mode, cls, settings):
     assert sum(ranks.run(2, _variant, mode, cls, settings)) >= 9
+
+
+class CheckpointsInside(Block):
+    """A block that recomputes its own forward in backward."""
+
+    reentrant = False
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class ReentrantInside(CheckpointsInside):
+    reentrant = True
+
+
+def _gathers_per_block(rank, world_size, mode, block, around):
+    """The all-gathers of each block's unit in one step."""
+    model = Checkpointed(2, 7)
+    model.blocks = nn.ModuleList([block(7) for _ in range(2)])
+    model.reentrant = around
+    if mode == "fsdp2":
+        for module in (*model.blocks, model):
+            torch_backend.fully_shard(module)
+    else:
+        policy = torch_backend.ModuleWrapPolicy({block})
+        model = FSDP(model, auto_wrap_policy=policy, use_orig_params=True)
+    with record_trace() as events:
+        loss_of(model, 0, rank).backward()
+    units = [event.unit for event in events if event.kind == ALL_GATHER]
+    return [units.count(f"blocks.{i}") for i in range(2)]
+
+
+@pytest.mark.parametrize("mode", ["orig", "fsdp2"])
+@pytest.mark.parametrize(
+    ("block", "around", "expected"),
+    [
+        pytest.param(Block, None, 2, id="none"),
+        pytest.param(CheckpointsInside, None, 2, id="inside"),
+        pytest.param(ReentrantInside, None, 2, id="inside-reentrant"),
+        pytest.param(Block, False, 2, id="around"),
+        pytest.param(Block, True, 3, id="around-reentrant"),
+    ],
+)
+def test_R14_all_gathers_under_activation_checkpointing(ranks, mode, block, around, expected):
+    # docs/lessons/a_training_step.md derives these numbers from the step machine.
+    assert ranks.run(2, _gathers_per_block, mode, block, around) == [[expected] * 2] * 2
 
 
 class Passing(nn.Module):
