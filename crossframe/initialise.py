@@ -24,7 +24,7 @@ from crossframe.dtypes import numpy_dtype
 from crossframe.errors import InitialisationError
 from crossframe.layout import Piece, Sharding
 from crossframe.shown import shown
-from crossframe.units import Order, Slot, UnitSpec, post_order
+from crossframe.unit_assignment import Order, Slot, UnitSpec, post_order
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from crossframe.precision import Precision, PrecisionPolicy
 from crossframe.reduction import ReductionStep, reduction_steps
 from crossframe.shown import shown
 from crossframe.step import Action, ModelStep, StepSettings, UnitStep
-from crossframe.step.model import Do
+from crossframe.step.root_step import Do
 from crossframe.step.unit import reshard_choice
 from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
-from crossframe.units import enclosing_unit
+from crossframe.unit_assignment import enclosing_unit
 from crossframe.unshard import shard_is_full
 
 

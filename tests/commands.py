@@ -5,7 +5,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from crossframe.cli import entry
-from crossframe.cli.app import app as product
+from crossframe.cli.commands import app as product
 from experiments.cli.app import app as research
 
 PRODUCT = ("record", "compare", "explain", "inspect", "layout", "plan")

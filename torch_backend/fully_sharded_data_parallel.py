@@ -22,7 +22,7 @@ from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, Shar
 from torch_backend.compat._torch_classes import as_ours
 from torch_backend.engine._build import build_unit
 from torch_backend.engine._clipping import clip_grad_norm
-from torch_backend.engine._executor import StepExecutor
+from torch_backend.engine._step_hooks import StepExecutor
 from torch_backend.engine._unit import UNIT, unit_of
 from torch_backend.engine._unit_tree import named_units, units_in
 from torch_backend.engine._unshard import summon_units
@@ -43,9 +43,9 @@ from torch_backend.modules._buffers import cast_buffers
 from torch_backend.modules._ignored import find_ignored
 from torch_backend.modules._materialise import prepare, sync_states
 from torch_backend.modules._owned_params import OwnedParam
+from torch_backend.param_registration import FlatParameter, FlatRegistrar, OriginalRegistrar, Registrar
 from torch_backend.ranks._collectives import UnitMesh
 from torch_backend.ranks._comm_hook import set_comm_hook
-from torch_backend.registration import FlatParameter, FlatRegistrar, OriginalRegistrar, Registrar
 from torch_backend.state._state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

@@ -23,7 +23,7 @@ from torch import nn
 
 from crossframe.errors import UnsupportedError, UsageError
 from crossframe.shown import shown
-from crossframe.units import Slot, UnitSpec, assign_units
+from crossframe.unit_assignment import Slot, UnitSpec, assign_units
 from torch_backend.compat._dtypes import dtype_name
 
 __all__ = [

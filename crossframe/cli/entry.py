@@ -11,7 +11,7 @@ from types import FrameType
 LEAST_COLUMNS = 20
 
 
-def main(app: str = "crossframe.cli.app", name: str = "crossframe") -> None:
+def main(app: str = "crossframe.cli.commands", name: str = "crossframe") -> None:
     """Run the command line, and end the processes that it started.
 
     The exit status is that of the command, or 128 plus the number of the signal that ended it.
@@ -45,7 +45,7 @@ def main(app: str = "crossframe.cli.app", name: str = "crossframe") -> None:
     sys.exit(_flushed(status))
 
 
-def run(arguments: Sequence[str], app: str = "crossframe.cli.app", name: str = "crossframe") -> int:
+def run(arguments: Sequence[str], app: str = "crossframe.cli.commands", name: str = "crossframe") -> int:
     """Run the command line in this process; returns the exit status. The other arguments are those of `main`."""
     import typer
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from crossframe.api import Api
-from crossframe.cli.options import choice, put, refused, width_of, write_svg
+from crossframe.cli.checks import choice, put, refused, width_of, write_svg
 from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text
 from crossframe.errors import UsageError

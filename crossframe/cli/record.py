@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from crossframe.cli.options import check_perturbed_runs, check_size
+from crossframe.cli.checks import check_perturbed_runs, check_size
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
-from crossframe.recording.schedule import window_arguments
+from crossframe.recording.recorded_steps import window_arguments
 
 _MODULE = "torch_backend.recorder.script"
 MAX_PROCESSES = 1024

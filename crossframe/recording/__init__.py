@@ -10,7 +10,7 @@ from crossframe.recording.create import create_recording
 from crossframe.recording.index import Batch
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.reader import Recording
-from crossframe.recording.schedule import Schedule
+from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import WHOLE, Sketch
 from crossframe.recording.writer import RecordingWriter
 

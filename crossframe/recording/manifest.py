@@ -16,15 +16,15 @@ from crossframe.errors import CrossframeError, RecordingError
 from crossframe.files import FileError, parse_json, read_bytes
 from crossframe.layout import Layout, layout_from_json
 from crossframe.mesh import MeshSpec
-from crossframe.names import ParamMap
+from crossframe.param_map import ParamMap
 from crossframe.params import ParamSpec, check_unique_names
 from crossframe.plan import Strategy
 from crossframe.recording.known_settings import check_settings
 from crossframe.recording.lines import INPUT
-from crossframe.recording.schedule import Schedule
+from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import SKETCHES
 from crossframe.shown import shown, shown_error, shown_path
-from crossframe.units import enclosing_unit
+from crossframe.unit_assignment import enclosing_unit
 
 FORMAT = 5
 FORMATS = (3, 4, FORMAT)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from crossframe.report import words
+from crossframe.report import sentences
 from crossframe.report.build import PairSeries
-from crossframe.report.evidence import HeatMap, Worst, curves, heat_map, phases
 from crossframe.report.heat import common_beginning, heat_chart, heat_levels, row_names, step_names
 from crossframe.report.place import Place, place_of
 from crossframe.report.plots import STYLES, Limit, Line, line_chart
+from crossframe.report.summaries import HeatMap, Worst, curves, heat_map, phases
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def drawn_of(one: PairSeries) -> Drawn:
         beginning=common_beginning(heat) if heat else "",
         steps=step_names(heat) if heat else [],
         levels=heat_levels(heat) if heat else [],
-        phases=[(words.PHASES[phase], worst, phase == parted) for phase, worst in found.items()],
+        phases=[(sentences.PHASES[phase], worst, phase == parted) for phase, worst in found.items()],
         losses=_loss_chart(one),
         differences=_difference_chart(one),
     )
@@ -82,15 +82,15 @@ def strip_of(one: PairSeries) -> Strip | None:
 
 def _excess_lines(one: PairSeries, parted: str) -> tuple[Line, ...]:
     # A phase has its style whatever other phases there are: the same in all reports.
-    styles = dict(zip(words.PHASES, STYLES, strict=True))
+    styles = dict(zip(sentences.PHASES, STYLES, strict=True))
     return tuple(
-        Line(words.PHASES[phase], points, styles[phase], strong=phase == parted)
+        Line(sentences.PHASES[phase], points, styles[phase], strong=phase == parted)
         for phase, points in curves(one.verdict.judged).items()
     )
 
 
 def _excess_chart(lines: Sequence[Line], found: dict[str, Worst]) -> Markup:
-    about = "; ".join(f"{words.PHASES[phase]}: {words.worst_of(worst)}" for phase, worst in found.items())
+    about = "; ".join(f"{sentences.PHASES[phase]}: {sentences.worst_of(worst)}" for phase, worst in found.items())
     limit = Limit("", 1.0, "bad", above=True)
     return line_chart(lines, name="excess", about=about, y_label="fraction of the bound", limits=[limit], log=True)
 
@@ -105,7 +105,7 @@ def _heat_chart(heat: HeatMap, found: dict[str, Worst]) -> Markup:
 
 
 def _loss_chart(one: PairSeries) -> Markup:
-    a, b = words.display(one.verdict.a), words.display(one.verdict.b)
+    a, b = sentences.display(one.verdict.a), sentences.display(one.verdict.b)
     lines = [
         Line(a, tuple(enumerate(one.losses_a)), "first"),
         Line(b, tuple(enumerate(one.losses_b)), "second", dashed=True),

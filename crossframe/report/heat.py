@@ -6,8 +6,8 @@ from itertools import takewhile
 from markupsafe import Markup
 
 from crossframe.draw.amounts import count_ticks
-from crossframe.report import words
-from crossframe.report.evidence import HeatMap, Worst, level
+from crossframe.report import sentences
+from crossframe.report.summaries import HeatMap, Worst, level
 
 ROW = 17
 """Height of a row in pixels, equal to that in the style sheet."""
@@ -25,7 +25,7 @@ def row_names(heat: HeatMap) -> list[tuple[str, str]]:
     skip = len(common_beginning(heat))
     short = [tuple(unit[skip:] for unit in row) for row in heat.rows]
     return [
-        (group_name(s), ", ".join(words.unit_name(unit) for unit in row))
+        (group_name(s), ", ".join(sentences.unit_name(unit) for unit in row))
         for s, row in zip(short, heat.rows, strict=True)
     ]
 
@@ -46,7 +46,7 @@ def group_name(units: tuple[str, ...]) -> str:
     >>> group_name(("",)), group_name(("h.0", "h.1", "h.2"))
     ('(root)', 'h.0 … h.2')
     """
-    first, last = words.unit_name(units[0]), words.unit_name(units[-1])
+    first, last = sentences.unit_name(units[0]), sentences.unit_name(units[-1])
     return first if len(units) == 1 else f"{first} … {last}"
 
 
@@ -90,5 +90,5 @@ def heat_chart(heat: HeatMap, *, name: str, about: str) -> Markup:
 def _tip(heat: HeatMap, row: int, column: int, worst: Worst) -> str:
     steps = heat.columns[column]
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    text = f"{words.short(group_name(heat.rows[row]))}, {at}: {words.worst_of(worst)}"
-    return f"{text} ({words.short(worst.name)})" if worst.name else text
+    text = f"{sentences.short(group_name(heat.rows[row]))}, {at}: {sentences.worst_of(worst)}"
+    return f"{text} ({sentences.short(worst.name)})" if worst.name else text

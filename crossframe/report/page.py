@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from crossframe.errors import UsageError
 from crossframe.files import folder_lock
-from crossframe.report import words
+from crossframe.report import sentences
 from crossframe.report.build import PairSeries, world_text
 from crossframe.report.drawn import drawn_of, strip_of
 from crossframe.report.plots import GLYPHS
@@ -48,40 +48,40 @@ def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "number": words.number,
-        "used": words.used_text,
-        "bytes": words.num_bytes,
-        "name": words.display,
-        "unit": words.unit_name,
-        "short": words.short,
-        "isolated": words.isolated,
+        "number": sentences.number,
+        "used": sentences.used_text,
+        "bytes": sentences.num_bytes,
+        "name": sentences.display,
+        "unit": sentences.unit_name,
+        "short": sentences.short,
+        "isolated": sentences.isolated,
         "world": world_text,
     }
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    at = words.decisive(report)
+    at = sentences.decisive(report)
     columns = [key for key in report["trace"] or () if key != "equal"]
     others = [
-        (pair, words.limits(one.bounds), words.first_place(pair, one.parted))
+        (pair, sentences.limits(one.bounds), sentences.first_place(pair, one.parted))
         for i, (pair, one) in enumerate(zip(report["pairs"], series, strict=True))
         if i != at
     ]
     return environment.get_template("report.html.j2").render(
         report=report,
         style=style,
-        headline=words.headline(report, series[at].parted if at is not None else ""),
-        kind=words.KINDS[report["verdict"]],
-        kinds=words.KINDS,
+        headline=sentences.headline(report, series[at].parted if at is not None else ""),
+        kind=sentences.KINDS[report["verdict"]],
+        kinds=sentences.KINDS,
         pair=report["pairs"][at] if at is not None else None,
         one=series[at] if at is not None else None,
         drawn=drawn_of(series[at]) if at is not None else None,
-        limit=words.limits(series[at].bounds) if at is not None else None,
+        limit=sentences.limits(series[at].bounds) if at is not None else None,
         strip=strip_of(series[at]) if at is not None else None,
-        phases=words.PHASES,
-        elements=words.elements,
-        power=words.power_text,
+        phases=sentences.PHASES,
+        elements=sentences.elements,
+        power=sentences.power_text,
         glyphs=GLYPHS,
-        looks_like=words.looks_like(report["pairs"][at], series[at].sketched) if at is not None else None,
-        measured=words.measured_by(series[at].bounds, series[at].twins) if at is not None else "",
+        looks_like=sentences.looks_like(report["pairs"][at], series[at].sketched) if at is not None else None,
+        measured=sentences.measured_by(series[at].bounds, series[at].twins) if at is not None else "",
         others=others,
         zero_gradient=sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}),
         columns=columns,

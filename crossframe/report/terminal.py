@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from crossframe.report import words
+from crossframe.report import sentences
 from crossframe.report.build import PairSeries
-from crossframe.report.evidence import Worst
+from crossframe.report.summaries import Worst
 
 _STYLES = {
     "equal": "green",
@@ -32,10 +32,10 @@ def print_report(console: Console, report: dict[str, Any], series: Sequence[Pair
 
     Of more pairs than there is room for the first are shown, those with the report's verdict first.
     """
-    at = words.decisive(report)
+    at = sentences.decisive(report)
     lines = partial(_lines, width=console.width if console.is_terminal else None)
     style = _STYLES[report["verdict"]]
-    headline = words.headline(report, series[at].parted if at is not None else "")
+    headline = sentences.headline(report, series[at].parted if at is not None else "")
     head = [Text(line, style=style) for line in lines(headline)]
     if at is not None:
         head += [Text(line) for text in _found(report["pairs"][at], series[at]).split("\n") for line in lines(text)]
@@ -53,7 +53,7 @@ def print_report(console: Console, report: dict[str, Any], series: Sequence[Pair
             f"{'… and ' if shown else ''}{len(hidden)} {'more ' if shown else ''}pair{'s' if len(hidden) > 1 else ''}"
         )
         tail = [
-            Text(line) for line in lines(f"{more}, in report.json: {words.counted(pair for pair, _ in hidden)}")
+            Text(line) for line in lines(f"{more}, in report.json: {sentences.counted(pair for pair, _ in hidden)}")
         ] + tail
     for line in tail:
         console.print(line, soft_wrap=True)
@@ -71,17 +71,17 @@ def _found(pair: dict[str, Any], one: PairSeries) -> str:
     if (where := pair["first_divergence"]) is not None:
         place = [
             f"step {where['step']}",
-            words.PHASES[where["phase"]],
-            f"unit {words.short(words.unit_name(where['unit']), 30)}",
+            sentences.PHASES[where["phase"]],
+            f"unit {sentences.short(sentences.unit_name(where['unit']), 30)}",
         ]
         found = f"where: {', '.join([*place, 'event ' + where['event'].replace('_', '-')])}"
         # The headline of a bug has its diagnosis.
-        diagnosis = words.looks_like(pair, one.sketched) if pair["verdict"] != "bug" else None
+        diagnosis = sentences.looks_like(pair, one.sketched) if pair["verdict"] != "bug" else None
         return f"{found}\n{diagnosis}" if diagnosis else found
     if not one.verdict.judged or pair["diagnosis"] is not None:
-        return words.looks_like(pair, one.sketched) or ""
+        return sentences.looks_like(pair, one.sketched) or ""
     worst = Worst.of(one.verdict.judged)
-    return f"compared: {worst.num:,} quantities, {worst.num_equal:,} equal; {words.worst_of(worst)}"
+    return f"compared: {worst.num:,} quantities, {worst.num_equal:,} equal; {sentences.worst_of(worst)}"
 
 
 def _besides(report: dict[str, Any]) -> list[str]:
@@ -89,19 +89,21 @@ def _besides(report: dict[str, Any]) -> list[str]:
     texts = []
     if settings := next((pair["settings"] for pair in report["pairs"] if pair["settings"]), []):
         more = f", and {len(settings) - 1} more" if len(settings) > 1 else ""
-        texts.append(f"settings that differ: {words.short(settings[0], 100)}{more}")
+        texts.append(f"settings that differ: {sentences.short(settings[0], 100)}{more}")
     if notes := next((pair["notes"] for pair in report["pairs"] if pair["notes"]), []):
-        texts += [words.short(note, 160) for note in notes]
+        texts += [sentences.short(note, 160) for note in notes]
     if report["verdict"] in ("rounding", "inconclusive"):
-        texts += [words.short(f"bits: {text}", 400) for text in _first_of(report, "bits")]
-        powers = (text for pair in report["pairs"] if (text := words.power_text(pair, ("slope",))))
-        texts += [words.short(f"power: {text}", 230) for text in powers][:1]
+        texts += [sentences.short(f"bits: {text}", 400) for text in _first_of(report, "bits")]
+        powers = (text for pair in report["pairs"] if (text := sentences.power_text(pair, ("slope",))))
+        texts += [sentences.short(f"power: {text}", 230) for text in powers][:1]
     if (trace := report["trace"]) is not None:
         counts = ", ".join(f"{entry['count']} {kind}" for kind, entry in trace["plan"].items() if entry["count"])
         verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"
         texts.append(f"collectives {verdict}: {counts or 'none'} a step")
     if zero := sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}):
-        texts.append(f"not counted, since their gradient is zero: {len(zero)}, for instance {words.short(zero[0], 24)}")
+        texts.append(
+            f"not counted, since their gradient is zero: {len(zero)}, for instance {sentences.short(zero[0], 24)}"
+        )
     return texts
 
 
@@ -114,15 +116,15 @@ def _table(rows: Sequence[tuple[dict[str, Any], PairSeries]]) -> Table:
     for heading in ("dtype", "ranks", "steps", "verdict", "loss diff.", "bound", "param. diff.", "bound"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis", justify="left" if heading == "dtype" else "right")
     for pair, one in rows:
-        worlds, limits = pair["world_size"], words.limits(one.bounds)
+        worlds, limits = pair["world_size"], sentences.limits(one.bounds)
         table.add_row(
             pair["dtype"],
             str(worlds) if isinstance(worlds, int) else "/".join(map(str, worlds)),
             str(pair["steps"]),
             Text(pair["verdict"].split()[0], style=_STYLES[pair["verdict"]]),
-            words.number(pair["max_relative_loss_difference"]),
+            sentences.number(pair["max_relative_loss_difference"]),
             limits[0].removeprefix("bound "),
-            words.number(pair["max_relative_parameter_difference"]),
+            sentences.number(pair["max_relative_parameter_difference"]),
             limits[1].removeprefix("bound "),
         )
     return table

@@ -5,7 +5,7 @@ from pathlib import Path
 from crossframe.errors import UsageError
 from crossframe.params import ParamSpec
 from crossframe.shapes.json_file import from_json
-from crossframe.shapes.model import ModelShapes
+from crossframe.shapes.model_shapes import ModelShapes
 from crossframe.shapes.published import PUBLISHED
 from crossframe.shapes.stored import SUFFIX, from_recording, from_safetensors, is_recording
 from crossframe.shown import shown

@@ -8,7 +8,7 @@ from typing import Any
 from crossframe.errors import CrossframeError, ParamError, UsageError
 from crossframe.files import FileError, read_bytes
 from crossframe.params import ParamSpec
-from crossframe.shapes.model import ModelShapes
+from crossframe.shapes.model_shapes import ModelShapes
 from crossframe.shown import shown
 
 # What a file says of a parameter, and what JSON has for it. The first two are needed.

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from crossframe.errors import UsageError
 from crossframe.params import ParamSpec
 from crossframe.recording.manifest import MANIFEST_NAME, Manifest
-from crossframe.shapes.model import ModelShapes
+from crossframe.shapes.model_shapes import ModelShapes
 
 SUFFIX = ".safetensors"
 # The floating dtypes of the safetensors format that can be sharded. Buffers of integers are not parameters.

@@ -1,6 +1,6 @@
 """State dicts of models (R36) and of optimizers (R37), as names, shapes and pieces."""
 
-from crossframe.state.model import StateKind, target_of, unfit
+from crossframe.state.model_state_dict import StateKind, target_of, unfit
 from crossframe.state.names import (
     CHECKPOINT_WRAPPED,
     COMPILED,
@@ -12,7 +12,7 @@ from crossframe.state.names import (
     state_key,
     without_parts,
 )
-from crossframe.state.optim import rekeyed_groups, role_in_full, unfit_state
+from crossframe.state.optim_state_dict import rekeyed_groups, role_in_full, unfit_state
 from crossframe.state.roles import Description, Role, Seen, agreed, classify, merged, same_value, seen
 
 __all__ = [

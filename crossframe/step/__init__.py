@@ -11,7 +11,7 @@ torch's hooks run this machine, `crossframe.plan` folds it over a list of signal
 `UnitStep`.
 """
 
-from crossframe.step.model import ModelStep
+from crossframe.step.root_step import ModelStep
 from crossframe.step.unit import Action, StepCount, StepSettings, UnitStep
 
 __all__ = ["Action", "ModelStep", "StepCount", "StepSettings", "UnitStep"]

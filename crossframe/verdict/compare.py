@@ -11,6 +11,7 @@ from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_envelope
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, follows_optimizer, needs_full_tensors
 from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, rule_of
 from crossframe.verdict.dims import in_one_order
+from crossframe.verdict.divergence_text import other_dtype
 from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.evidence import (
     UNDECIDED,
@@ -36,7 +37,6 @@ from crossframe.verdict.measure.locate import locate, locate_sketch, ranks_off
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.walk import walk
-from crossframe.verdict.messages import other_dtype
 from crossframe.verdict.precision import describe_precisions
 from crossframe.verdict.result import PairVerdict
 

@@ -2,6 +2,7 @@
 
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
 from crossframe.recording.lines import UPDATE
+from crossframe.verdict.divergence_text import describe
 from crossframe.verdict.envelope import SUFFICIENT_RUNS, Envelope, decisive
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.initial_values import differing_replica, unrelated_parameters
@@ -10,7 +11,6 @@ from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.messages import describe
 from crossframe.verdict.unrecorded import unseen
 
 # Amplified rounding grows gradually: by about 100 times in five steps for a GPT with a learning rate that was too high. A bug

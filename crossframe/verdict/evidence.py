@@ -6,6 +6,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.verdict.bits import Bits, operator_difference
 from crossframe.verdict.diagnosis import Diagnosis, diagnose
 from crossframe.verdict.direction import GAIN, TANH, Directions, Found
+from crossframe.verdict.divergence_text import describe_quantity
 from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.kinds import Verdict
@@ -13,7 +14,6 @@ from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.messages import describe_quantity
 
 UNDECIDED = (Verdict.ROUNDING, Verdict.INCONCLUSIVE)
 """Verdicts that evidence from a direction or a reproduced cause can overrule."""

@@ -23,7 +23,7 @@ from crossframe.cli.compare import equal_as_stated
 from crossframe.errors import UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, Sketch, create_recording, lines
 from crossframe.recording.sketch import NUM_SUMS, WHOLE

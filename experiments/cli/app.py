@@ -12,7 +12,7 @@ import typer
 from crossframe.cli.compare import answer
 from crossframe.cli.console import TRACEBACK, console, errors, exit_on_error
 from crossframe.errors import UsageError
-from crossframe.recording.schedule import window_of
+from crossframe.recording.recorded_steps import window_of
 from experiments.cli import kernels as kernels_cli
 from experiments.cli import teach as teach_cli
 from experiments.cli import untouched as untouched_cli

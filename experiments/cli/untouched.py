@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from crossframe.cli.app import app as product
+from crossframe.cli.commands import app as product
 from crossframe.cli.console import console, exit_on_error, run_command
 
 

@@ -7,7 +7,7 @@ such parameters are reported (`crossframe.verdict.measure.zero_gradient`). Stati
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from crossframe.names import conv, linear, norm
+from crossframe.param_map import conv, linear, norm
 from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, Row, define, rows
 
 

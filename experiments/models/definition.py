@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.layout import Layout
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.shapes import ModelShapes
 from experiments.data import Batch, digits_batch, text_batch

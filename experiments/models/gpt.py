@@ -5,7 +5,7 @@ embedding of tokens."""
 
 import numpy as np
 
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.shapes.published import GPTConfig
 from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition
 

@@ -4,7 +4,7 @@ Of the sizes that people train there are parameter lists alone, for layouts and 
 
 import numpy as np
 
-from crossframe.names import MapEntry, embedding, from_heads, linear, norm, to_heads
+from crossframe.param_map import MapEntry, embedding, from_heads, linear, norm, to_heads
 from crossframe.shapes.published import LlamaConfig
 from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, define
 

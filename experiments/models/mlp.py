@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from crossframe.names import linear
+from crossframe.param_map import linear
 from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, Row, define, rows
 
 

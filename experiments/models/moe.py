@@ -7,7 +7,7 @@ In float64 that is not met by chance; in bfloat16 it is, which is why such model
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from crossframe.names import linear
+from crossframe.param_map import linear
 from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, Row, define, rows
 
 

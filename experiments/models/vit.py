@@ -7,7 +7,7 @@ has no biases: that of the key would be a part of a parameter, with a gradient o
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from crossframe.names import MapEntry, attention, conv, linear, norm
+from crossframe.param_map import MapEntry, attention, conv, linear, norm
 from experiments.models.definition import MakeFlax, MakeTorch, ModelDefinition, Row, define, rows
 
 

@@ -28,7 +28,7 @@ from experiments.train.resume import resume_torch
 from torch_backend import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder import Recorder
-from torch_backend.recorder.begin import program
+from torch_backend.recorder._manifest import program
 
 _PACKAGES = ("torch", "numpy")
 _REASON = "reason-of-rank-"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from crossframe.cli.options import MAX_PERTURBED_RUNS, check_perturbed_runs, check_size
+from crossframe.cli.checks import MAX_PERTURBED_RUNS, check_perturbed_runs, check_size
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
@@ -18,7 +18,7 @@ from crossframe.recording.known_settings import COMMAND, PER_RANK, TRAIN
 from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.recording.program import PROGRAM
-from crossframe.recording.schedule import window_arguments
+from crossframe.recording.recorded_steps import window_arguments
 from crossframe.shown import shown
 from crossframe.strategy import Strategy
 from experiments.data import Batch

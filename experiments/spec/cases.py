@@ -9,7 +9,7 @@ from math import prod
 
 from crossframe.layout import FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.params import ParamSpec
-from crossframe.units import Slot, assign_units
+from crossframe.unit_assignment import Slot, assign_units
 from crossframe.writeback import writeback_copies
 from experiments.spec.checks import SEED
 

@@ -10,7 +10,7 @@ from torch import nn
 from crossframe.initialise import init_plan, initialise
 from crossframe.layout import Layout, Sharding
 from crossframe.mesh import MeshSpec
-from crossframe.units import Order, Slot, assign_units
+from crossframe.unit_assignment import Order, Slot, assign_units
 from crossframe.writeback import writeback_copies
 from experiments.spec.cases import KINDS, layout_of
 from experiments.spec.checks import SEED, Scope

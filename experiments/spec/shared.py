@@ -14,7 +14,7 @@ from crossframe.layout import FlatLayout, Layout
 from crossframe.mesh import MeshSpec
 from crossframe.plan import plan_units
 from crossframe.reference import World
-from crossframe.units import Order, Slot, assign_units
+from crossframe.unit_assignment import Order, Slot, assign_units
 from experiments.spec.cases import KINDS, layout_of
 from experiments.spec.checks import Scope
 from experiments.spec.fake_ranks import fake_mesh, quiet

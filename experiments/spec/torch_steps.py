@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from crossframe.api import Api
 from crossframe.strategy import Strategy, Sync
-from crossframe.units import post_order
+from crossframe.unit_assignment import post_order
 from experiments.spec.fake_ranks import fake_mesh, quiet
 from experiments.spec.step_cases import Step
 from experiments.spec.watch import Sent, Watch, build_nest

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from crossframe.errors import UnitError
-from crossframe.units import Order, Slot, UnitSpec, assign_units, enclosing_unit
+from crossframe.unit_assignment import Order, Slot, UnitSpec, assign_units, enclosing_unit
 from experiments.spec.checks import SEED, Scope
 from experiments.spec.fake_ranks import fake_group, fake_mesh, quiet
 from experiments.spec.tally import Tallies, Tally

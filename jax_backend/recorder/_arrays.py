@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
 from crossframe.layout import FlatLayout, Layout, PerParamLayout
-from crossframe.names import MapEntry, ParamMap, identity_map
+from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording.perturbed_runs import perturbed_values
-from crossframe.units import enclosing_unit
+from crossframe.unit_assignment import enclosing_unit
 from jax_backend.recorder._grid import Grid
 from jax_backend.state._optimizer_state import counts_of, fields_in_torch
 from jax_backend.tree import dtype_name, leaves_by_path, path_name

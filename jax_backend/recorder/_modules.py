@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.errors import UsageError
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
 from jax_backend.activations import INPUT, OUTPUT
 
@@ -18,7 +18,7 @@ def module_paths(param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, st
     """The paths in JAX of the model, of units and of modules that own parameters, by canonical name, for those that are one
     module in JAX too. torch's attention with query, key and value in one parameter is not.
 
-    >>> from crossframe.names import linear
+    >>> from crossframe.param_map import linear
     >>> module_paths(ParamMap.of(linear("layers.0.fc", "blocks.0.fc")), ["layers.0"])
     {'': '', 'layers.0': 'blocks.0', 'layers.0.fc': 'blocks.0.fc'}
     """
@@ -101,5 +101,5 @@ def check_channels_last(stated: Any) -> frozenset[str | tuple[str, str]] | None:
 
 
 def _kernel_axes(num_dims: int) -> tuple[int, ...] | None:
-    """The axes of a convolution's kernel (`crossframe.names.conv`) of so many dims."""
+    """The axes of a convolution's kernel (`crossframe.param_map.conv`) of so many dims."""
     return (num_dims - 1, num_dims - 2, *range(num_dims - 2)) if num_dims >= LEAST_DIMS else None

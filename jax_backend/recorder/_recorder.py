@@ -13,8 +13,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from crossframe.errors import RecordingError, UsageError
-from crossframe.names import ParamMap
 from crossframe.operators import Request
+from crossframe.param_map import ParamMap
 from crossframe.recording import Batch, Manifest, Schedule
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
 from crossframe.recording.known_settings import LOSSES, MEAN
@@ -25,10 +25,10 @@ from jax_backend.engine._value_and_grad import Result, step_of
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
 from jax_backend.recorder._arrays import ArrayPieces
-from jax_backend.recorder._begin import About, begun, check_directory, kept, manifest_of, place_of
-from jax_backend.recorder._interior import Interior, ObservedLoss
+from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of, place_of
 from jax_backend.recorder._modules import check_channels_last
-from jax_backend.recorder._operators import OperatorTrace
+from jax_backend.recorder._observed_loss import Interior, ObservedLoss
+from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._shards import ShardPieces
 from jax_backend.recorder._writers import StepData, Writers
 from jax_backend.shards._sharded_params import ShardedParams

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from crossframe.layout import Layout, PerParamLayout, Piece
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.recording.perturbed_runs import perturbed_values
 from jax_backend.mesh._device_mesh import mesh_spec

@@ -14,8 +14,8 @@ from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.lines import activation_key
 from crossframe.trace import Event
 from jax_backend.recorder._arrays import ArrayPieces, Pieces
-from jax_backend.recorder._interior import Interior
 from jax_backend.recorder._modules import Dims
+from jax_backend.recorder._observed_loss import Interior
 from jax_backend.recorder._shards import ShardPieces
 from jax_backend.recorder._sketch import sketch_of
 from jax_backend.shards._local_grads import LocalGrads

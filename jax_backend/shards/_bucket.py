@@ -19,7 +19,7 @@ from crossframe.layout import Layout, PerParamLayout
 from crossframe.layout import views as numpy_views
 from jax_backend.mesh._device_mesh import SHARD_AXIS, device_of
 from jax_backend.shards._layers import ONE_LAYER, Layers, OneLayer
-from jax_backend.shards._padding import padding_of, zeroed
+from jax_backend.shards._padding_mask import padding_of, zeroed
 from jax_backend.shards._views import column_views, line_views
 
 

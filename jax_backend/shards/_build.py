@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from crossframe.errors import LayoutError, MappingError, UnitError, UsageError
 from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
-from crossframe.names import MapEntry, ParamMap, identity_map
+from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.shown import shown
-from crossframe.units import Slot, assign_units
+from crossframe.unit_assignment import Slot, assign_units
 from jax_backend.shards._bucket import Bucket, make_bucket
 from jax_backend.shards._layers import ONE_LAYER, Layers, OneLayer
 from jax_backend.shards._param_tree import ParamTree

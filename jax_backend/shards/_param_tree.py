@@ -10,7 +10,7 @@ import numpy as np
 
 from crossframe.errors import UsageError
 from crossframe.layout import Layout
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from jax_backend.shards._bucket import Bucket, PerParamBucket

@@ -13,7 +13,7 @@ from crossframe.dtypes import numpy_dtype
 from crossframe.errors import UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import check_rank
-from crossframe.names import ParamMap
+from crossframe.param_map import ParamMap
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.writeback import writeback_copies

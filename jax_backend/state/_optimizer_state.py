@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.checkpoint import STEP, CheckpointError, Saved
-from crossframe.names import MapEntry
+from crossframe.param_map import MapEntry
 from jax_backend.optimizer._sharded_optimizer import true_shape
 from jax_backend.shards._bucket import PerParamBucket, grown, shrunk
 from jax_backend.shards._layers import Layers, OneLayer

@@ -91,7 +91,7 @@ def test_proving_tests_exist(rule):
 
 def test_functions_and_tests_that_do_not_exist_are_found():
     assert is_defined("crossframe.lifecycle.UnitState.after") and not is_defined("crossframe.lifecycle.UnitState.gone")
-    assert is_defined("crossframe.units.assign_units") and not is_defined(
+    assert is_defined("crossframe.unit_assignment.assign_units") and not is_defined(
         "crossframe.plan.assign_units"
     )  # imported there
     here = "tests/core/test_rules.py::test_each_rule_has_one_section"

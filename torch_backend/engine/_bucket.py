@@ -24,10 +24,10 @@ from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.memory._streams import streams_of
 from torch_backend.observe import observers
+from torch_backend.param_registration import Registrar
+from torch_backend.param_registration._registered_params import has_grad_hooks
 from torch_backend.ranks._collectives import UnitMesh
 from torch_backend.ranks._comm_hook import CommHook
-from torch_backend.registration import Registrar
-from torch_backend.registration._modules import has_grad_hooks
 
 
 class Writeback(Enum):

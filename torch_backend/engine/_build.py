@@ -10,14 +10,14 @@ from crossframe.api import Api
 from crossframe.errors import LayoutError, UsageError
 from crossframe.layout import Layout
 from crossframe.precision import PrecisionPolicy
-from crossframe.units import Order
+from crossframe.unit_assignment import Order
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._choices import Choices
 from torch_backend.engine._unit import Unit
 from torch_backend.memory._store import ShardStore
 from torch_backend.modules._owned_params import OwnedParam, local_of, owned_params
+from torch_backend.param_registration import Registrar
 from torch_backend.ranks._collectives import UnitMesh
-from torch_backend.registration import Registrar
 
 
 class Parts(Protocol):

@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor
 from crossframe.errors import InitialisationError, UnsupportedError
 from crossframe.initialise import InitStep, init_plan
 from crossframe.state import state_key
-from crossframe.units import Slot, UnitSpec
+from crossframe.unit_assignment import Slot, UnitSpec
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit
 from torch_backend.engine._unit_tree import NamedUnit, named_units
-from torch_backend.registration._modules import RegisteredParams
+from torch_backend.param_registration._registered_params import RegisteredParams
 
 
 def make_real(unit: Unit) -> None:

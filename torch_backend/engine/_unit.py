@@ -27,7 +27,7 @@ from torch_backend.observe import tell_local_grads
 from torch_backend.ranks._collectives import UnitMesh
 
 if TYPE_CHECKING:
-    from torch_backend.engine._executor import StepExecutor
+    from torch_backend.engine._step_hooks import StepExecutor
 
 
 class Unit:

@@ -24,7 +24,7 @@ from crossframe.lifecycle import Residency
 from crossframe.reduction import custom_factors
 from torch_backend.compat._fully_shard_api import AllGather, ReduceScatter
 from torch_backend.engine._deferred_init import check_real, make_real
-from torch_backend.engine._executor import StepExecutor
+from torch_backend.engine._step_hooks import StepExecutor
 from torch_backend.engine._unit import Unit, unit_of
 from torch_backend.engine._unit_tree import NamedUnit, named_units, units_in
 from torch_backend.engine._unsupported import refuse_ddp, refuse_to_pickle

@@ -19,8 +19,8 @@ from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._device_mesh import DataMesh
 from torch_backend.mesh._placement import Placed, PlacementFn, place
 from torch_backend.modules._owned_params import OwnedParam, local_of
+from torch_backend.param_registration import DTensorRegistrar, PieceRegistrar, Registrar
 from torch_backend.ranks._collectives import UnitMesh
-from torch_backend.registration import DTensorRegistrar, PieceRegistrar, Registrar
 
 BlockFn = Callable[[nn.Parameter], int]
 

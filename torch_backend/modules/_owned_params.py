@@ -10,7 +10,7 @@ from crossframe.dtypes import FLOATING
 from crossframe.errors import LayoutError
 from crossframe.params import ParamSpec
 from crossframe.state import state_key
-from crossframe.units import Order, Slot, assign_units
+from crossframe.unit_assignment import Order, Slot, assign_units
 from torch_backend.compat._dtypes import dtype_name
 
 

@@ -23,9 +23,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.processes import module_command
-from torch_backend.recorder.around import replaced
-from torch_backend.recorder.recorder import Recorder
-from torch_backend.recorder.watch import in_backward
+from torch_backend.recorder._module_hooks import in_backward
+from torch_backend.recorder._patched_functions import replaced
+from torch_backend.recorder._recorder import Recorder
 
 NOT_RECORDED = 3
 """Exit status of a script that ran but was not recorded."""

@@ -21,11 +21,11 @@ from crossframe.errors import AgreementError, StateDictError
 from crossframe.state import FLAT_PARAM, StateKind, state_key, unfit
 from torch_backend.engine._unit import UNIT, Unit, unit_of
 from torch_backend.mesh._tensor_parallel import Whole
+from torch_backend.param_registration._registered_params import ShardedParams
 from torch_backend.pieces._piece_moves import is_over
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.pieces._sharded_tensors import shape_and_dtype
 from torch_backend.ranks._consensus import agree, spans_ranks, withdraw
-from torch_backend.registration._modules import ShardedParams
 
 TITLE = "loading of a state dict"
 

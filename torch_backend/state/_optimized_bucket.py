@@ -13,9 +13,9 @@ from crossframe.params import ParamSpec
 from crossframe.state import Description, Role, Seen, merged
 from torch_backend.compat._dtypes import dtype_name, to_numpy
 from torch_backend.engine._bucket import Bucket
+from torch_backend.param_registration import FlatRegistrar
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.pieces._sharded_tensors import shape_and_dtype
-from torch_backend.registration import FlatRegistrar
 
 # The state of an optimizer, by the identity of the parameter and by entry.
 StateOf = Mapping[int, Mapping[str, Any]]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from crossframe.state import state_key
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import unit_of
+from torch_backend.param_registration._pieces import PieceRegistrar
+from torch_backend.param_registration._registered_params import Registration
 from torch_backend.pieces._fill import fill
 from torch_backend.pieces._piece_moves import as_sharded
 from torch_backend.pieces._piece_place import Place
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor
 from torch_backend.pieces._sharded_tensors import shape_and_dtype
-from torch_backend.registration._modules import Registration
-from torch_backend.registration._pieces import PieceRegistrar
 
 
 def show_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

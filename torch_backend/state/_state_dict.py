@@ -22,10 +22,10 @@ from crossframe.layout import FlatLayout
 from crossframe.state import FSDP_WRAPPED, StateKind, local_key, state_key, target_of
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit, unit_of
+from torch_backend.param_registration import FlatParameter, FlatRegistrar
 from torch_backend.pieces._piece_place import Place
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_param
 from torch_backend.pieces._sharded_tensors import sharded_tensor
-from torch_backend.registration import FlatParameter, FlatRegistrar
 from torch_backend.state._load_check import check_load, strictly
 from torch_backend.state._redistribute import paths_of, piece_keys, show_sharded, take
 from torch_backend.state._state_dict_types import (

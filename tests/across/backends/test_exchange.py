@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crossframe.mesh import MeshSpec
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from jax_backend import from_torch, load_checkpoint, make_mesh, save_checkpoint, shard, to_torch, unshard
 
 APIS = ("FSDP1", "per_param", "flat", "ragged")

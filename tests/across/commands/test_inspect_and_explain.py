@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from crossframe.cli.app import app
+from crossframe.cli.commands import app
 from crossframe.recording.program import program_of
 from tests.core.helpers.synthetic import manifest, record
 

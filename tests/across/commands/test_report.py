@@ -24,11 +24,11 @@ from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import step_plan
 from crossframe.recording.lines import perturbed_run_folder
-from crossframe.report import words
+from crossframe.report import sentences
 from crossframe.report.build import PairSeries, report_of
-from crossframe.report.evidence import Worst, curves, heat_map, level, phases
 from crossframe.report.page import page, write_report
 from crossframe.report.plots import STYLES, Limit, Line, line_chart
+from crossframe.report.summaries import Worst, curves, heat_map, level, phases
 from crossframe.report.terminal import print_report
 from crossframe.report.traces import plans
 from crossframe.strategy import Sync
@@ -115,7 +115,7 @@ def test_a_report_of_rounding(tmp_path):
 def test_the_headline_states_the_cause_without_its_fit(tmp_path):
     report, (one,) = report_of([pair(tmp_path, doubled)])
     assert " leaves " in report["pairs"][0]["diagnosis"]["evidence"]
-    assert " leaves " not in words.headline(report, one.parted)
+    assert " leaves " not in sentences.headline(report, one.parted)
 
 
 def test_a_report_of_a_bug_says_where(tmp_path):
@@ -192,7 +192,7 @@ def test_a_page_names_nothing_twice_and_its_charts_bring_no_colours(tmp_path):
 
 
 def test_the_command_line_starts_without_what_draws():
-    code = "import sys, crossframe.cli.app; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, crossframe.cli.commands; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -655,8 +655,8 @@ def test_an_inconclusive_pair_says_where_and_accuses_nobody(tmp_path):
 
 
 def test_words_for_all_phases_and_all_signatures():
-    assert tuple(words.PHASES) == ALL
-    assert set(words.SIGNATURES) == set(SIGNATURES)
+    assert tuple(sentences.PHASES) == ALL
+    assert set(sentences.SIGNATURES) == set(SIGNATURES)
 
 
 def test_report_json_has_these_fields_and_no_others(tmp_path):

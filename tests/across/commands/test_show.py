@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from crossframe.api import Api
-from crossframe.cli.app import app
+from crossframe.cli.commands import app
 from crossframe.cli.layout import where_text
 from crossframe.cost import step_cost
 from crossframe.draw import layout_svg, layout_text, plan_svg, plan_text

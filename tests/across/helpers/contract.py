@@ -263,7 +263,7 @@ def on_jax(mode: str, layout: str) -> Callable[..., Answer]:
         import jax.numpy as jnp
 
         import jax_backend
-        from crossframe.names import identity_map
+        from crossframe.param_map import identity_map
 
         specs = [spec for members in LAYERS.specs(question.dtype).values() for spec in members]
         mesh, size = jax_backend.make_mesh(question.mesh), question.mesh.world_size

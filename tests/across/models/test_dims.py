@@ -11,7 +11,7 @@ from flax import nnx
 from torch import nn
 
 from crossframe.mesh import MeshSpec
-from crossframe.names import ParamMap, conv, linear, norm
+from crossframe.param_map import ParamMap, conv, linear, norm
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from jax_backend import Recorder, make_mesh, shard

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from crossframe.errors import MappingError, UnitError
 from crossframe.mesh import MeshSpec
-from crossframe.names import MapEntry, ParamMap, attention
+from crossframe.param_map import MapEntry, ParamMap, attention
 from experiments.data import digits
 from experiments.models import MODELS
 from experiments.models.load_flax import nnx_params, split_model

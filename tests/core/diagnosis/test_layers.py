@@ -13,7 +13,7 @@ import pytest
 from crossframe.dtypes import numpy_dtype
 from crossframe.layout import FlatLayout
 from crossframe.mesh import MeshSpec
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 from crossframe.verdict import PairVerdict, Verdict, compare

@@ -17,7 +17,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.layout import FlatLayout
 from crossframe.mesh import MeshSpec
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 

@@ -11,7 +11,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.mesh import MeshSpec
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.plan import Strategy, plan_units, step_plan
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording

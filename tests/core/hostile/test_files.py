@@ -18,7 +18,7 @@ from crossframe.errors import CrossframeError, RecordingError
 from crossframe.files import BLOCK, MOST_DIGITS, MOST_VALUES, FileError, VerifiedFile, open_regular, parse_json
 from crossframe.recording import Manifest, Recording
 from crossframe.recording.manifest import LONGEST_NAME
-from crossframe.report.words import isolated
+from crossframe.report.sentences import isolated
 from crossframe.tensor_file import TensorFile, write_tensors
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers import synthetic

@@ -23,7 +23,7 @@ from crossframe.layout import (
     post_forward_group,
 )
 from crossframe.mesh import MAX_WORLD_SIZE, MeshSpec
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import Precision, PrecisionPolicy, resolve_precision

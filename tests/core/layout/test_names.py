@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossframe.errors import MappingError
-from crossframe.names import (
+from crossframe.param_map import (
     MapEntry,
     ParamMap,
     attention,

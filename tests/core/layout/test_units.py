@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from crossframe.errors import CrossframeError, UnitError
 from crossframe.params import ParamSpec
-from crossframe.units import Order, Slot, UnitSpec, assign_units, enclosing_unit, post_order
+from crossframe.unit_assignment import Order, Slot, UnitSpec, assign_units, enclosing_unit, post_order
 from tests.core.helpers.random_layouts import QUICK
 
 

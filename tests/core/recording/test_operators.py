@@ -111,7 +111,7 @@ def test_explain_looks_where_a_difference_jumps(tmp_path, differences, phase, na
 
 
 @pytest.mark.parametrize(
-    "module", ["crossframe.cli.entry", "crossframe.cli.app", "crossframe.cli.console", "crossframe.mesh"]
+    "module", ["crossframe.cli.entry", "crossframe.cli.commands", "crossframe.cli.console", "crossframe.mesh"]
 )
 def test_lines_of_the_command_are_not_the_users(module):
     spec = find_spec(module)

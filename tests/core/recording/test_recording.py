@@ -10,7 +10,7 @@ from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError, UsageError
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 from crossframe.recording.progress import Progress
-from crossframe.recording.schedule import window_of
+from crossframe.recording.recorded_steps import window_of
 from crossframe.trace import summary
 from tests.core.helpers import synthetic
 

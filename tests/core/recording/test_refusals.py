@@ -8,7 +8,7 @@ import pytest
 
 from crossframe.errors import RecordingError
 from crossframe.layout import FlatLayout
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 from tests.core.helpers import synthetic

@@ -7,7 +7,7 @@ import pytest
 
 from crossframe.errors import RecordingError
 from crossframe.layout import PerParamLayout
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Recording, RecordingWriter, Schedule, create_recording
 from crossframe.recording.lines import STRUCTURE

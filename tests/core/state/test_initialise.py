@@ -12,7 +12,7 @@ from crossframe.initialise import Kept, init_plan, initialise
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding, views
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.units import Order, Slot, UnitSpec, assign_units, enclosing_unit
+from crossframe.unit_assignment import Order, Slot, UnitSpec, assign_units, enclosing_unit
 from tests.core.helpers.random_layouts import QUICK, same_bits
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from crossframe.layout import PerParamLayout
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Schedule
+from crossframe.verdict.divergence_text import describe
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.locate import locate
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
-from crossframe.verdict.messages import describe
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import quantity
 

@@ -8,7 +8,7 @@ import pytest
 from crossframe.errors import RecordingError
 from crossframe.inspection import inspect
 from crossframe.layout import FlatLayout, PerParamLayout
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.lines import perturbed_run_folder

@@ -3,7 +3,7 @@
 import numpy as np
 from flax import nnx
 
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from tests.on_jax.helpers.small import WIDE
 
 

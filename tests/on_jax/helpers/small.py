@@ -10,7 +10,7 @@ import numpy as np
 
 from crossframe import MeshSpec
 from crossframe.dtypes import numpy_dtype
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.strategy import Strategy
 from jax_backend import make_mesh
 from tests.conftest import EXHAUSTIVE

@@ -12,8 +12,8 @@ from crossframe.operators import Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
 from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
 from jax_backend import Recorder, apply_updates, sharded_optimizer, unshard
-from jax_backend.recorder._judging import judge
-from jax_backend.recorder._operators import OperatorTrace
+from jax_backend.recorder._float64_check import judge
+from jax_backend.recorder._operator_trace import OperatorTrace
 from tests.on_jax.helpers.recorded_loops import sharded_small
 from tests.on_jax.helpers.small import small_batch, small_loss
 

@@ -278,7 +278,7 @@ def test_state_is_found_by_the_path_of_its_parameter_under_the_name_that_torch_h
 
 
 def test_modules_are_found_by_the_names_of_their_parameters():
-    from crossframe.names import ParamMap, attention, conv, from_heads, linear, to_heads
+    from crossframe.param_map import ParamMap, attention, conv, from_heads, linear, to_heads
 
     table = ParamMap.of(
         attention("layers.0.attn", "blocks.0.attn", 4),

@@ -8,7 +8,7 @@ import pytest
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
 from crossframe.recording.perturbed_runs import perturbed_values
@@ -17,7 +17,7 @@ from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
-from jax_backend.recorder._interior import ObservedLoss
+from jax_backend.recorder._observed_loss import ObservedLoss
 from jax_backend.recorder._shards import ShardPieces
 from tests.on_jax.helpers.recorded_loops import STEPS, TOLD, record, sharded_small, train
 from tests.on_jax.helpers.small import (

@@ -8,7 +8,7 @@ import pytest
 from crossframe.layout import FlatLayout
 from crossframe.params import ParamSpec
 from jax_backend.shards._bucket import make_bucket
-from jax_backend.shards._padding import MOST_OFFSETS, in_runs, padding_of
+from jax_backend.shards._padding_mask import MOST_OFFSETS, in_runs, padding_of
 
 HUGE = {
     "many ranks": ((3_000_000_001, 5), 4),
@@ -57,7 +57,7 @@ def test_masks_of_huge_buckets_need_no_int64(sizes, ranks):
 
 def test_zeroed_parts_are_put_together(monkeypatch):
     """As of a chunk that is too long to be masked in one part."""
-    monkeypatch.setattr("jax_backend.shards._padding.MOST_OFFSETS", 4)
+    monkeypatch.setattr("jax_backend.shards._padding_mask.MOST_OFFSETS", 4)
     for layout in ("line", "stacked"):
         bucket = bucket_of((17, 6), 3)
         numel = bucket.layout.gathered_numel

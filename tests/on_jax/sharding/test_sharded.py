@@ -6,7 +6,7 @@ import pytest
 
 from crossframe import FlatLayout, ParamSpec, PerParamLayout
 from crossframe.errors import LayoutError, MappingError, MeshError, UnitError, UsageError
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.reference import ReferenceUnit
 from jax_backend import ShardedParams, pieces_of, shard, shards_of, unshard, value_and_grad
 from tests.on_jax.helpers.small import UNITS, WIDE, WORLDS, canonical, mesh_of_size, small_map, small_params, wide

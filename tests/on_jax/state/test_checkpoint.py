@@ -13,7 +13,7 @@ import pytest
 
 from crossframe import MeshSpec
 from crossframe.checkpoint import STATE, CheckpointError, read
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from jax_backend import load_checkpoint, make_mesh, save_checkpoint, shard, sharded_optimizer, unshard
 from tests.on_jax.helpers.small import UNITS, WIDE, small_map, small_params, wide
 

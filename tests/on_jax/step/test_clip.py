@@ -11,7 +11,7 @@ from crossframe import MeshSpec
 from crossframe.errors import UsageError
 from crossframe.grad_norm import clip_coefficient, combine, partial
 from jax_backend import clip_grad_norm, make_mesh, shard, unshard
-from jax_backend.shards._padding import padding_of
+from jax_backend.shards._padding_mask import padding_of
 from tests.on_jax.helpers.small import UNITS, WIDE, small_map, small_params, wide
 
 ORDERS: Any = (2.0, 3.5, "inf")

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from jax_backend import shard, sharded_optimizer
 from jax_backend.programs._late_gathers import _LateGathers
 from jax_backend.recorder._modules import module_paths

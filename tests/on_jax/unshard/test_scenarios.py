@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe import MeshSpec
 from crossframe.errors import StateError, UnitError, UnsupportedError
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
 from crossframe.unshard import UnshardRequest

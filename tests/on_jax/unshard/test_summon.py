@@ -9,7 +9,7 @@ import pytest
 
 from crossframe import MeshSpec
 from crossframe.errors import ReplacedError, UnsupportedError, UsageError
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.precision import PrecisionPolicy
 from jax_backend import make_mesh, shard, summon_full_params, unshard, writeback
 from tests.on_jax.helpers.small import WIDE, wide

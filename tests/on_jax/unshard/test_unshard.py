@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
-from crossframe.names import MapEntry, ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.reference import ReferenceUnit
 from jax_backend import shard, shards_of, unshard, value_and_grad, writeback
 from tests.conftest import EXHAUSTIVE

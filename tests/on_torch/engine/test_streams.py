@@ -148,7 +148,7 @@ class Work:
 def _watch(device):
     """Let the engine queue on the device's streams, and note what it does with memory. Returns what undoes it."""
     from torch_backend.engine import _bucket as bucket
-    from torch_backend.engine import _executor as executor
+    from torch_backend.engine import _step_hooks as executor
     from torch_backend.memory._gather import GatherBuffer
     from torch_backend.memory._grads import GradStore
     from torch_backend.memory._reshard_group import ReshardGroupShard

@@ -25,7 +25,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.reference import World, bucket
 from crossframe.state import StateKind
-from crossframe.units import Order
+from crossframe.unit_assignment import Order
 from experiments.spec import (
     cases,
     checks,

@@ -13,7 +13,7 @@ from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.lines import BACKWARD, FORWARD, UPDATE
 from crossframe.verdict.measure.bounds import bounds_for
 from torch_backend.recorder import script
-from torch_backend.recorder.operators import OperatorTrace
+from torch_backend.recorder._operator_trace import OperatorTrace
 
 SCRIPT = """
 import math, torch

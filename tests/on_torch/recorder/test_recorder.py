@@ -34,7 +34,7 @@ from tests.on_torch.helpers.recorded_loops import (
     where,
 )
 from torch_backend.recorder import Recorder
-from torch_backend.recorder.tree import choose_units, named_modules
+from torch_backend.recorder._module_tree import choose_units, named_modules
 
 FINE = (Verdict.EQUAL, Verdict.ROUNDING)
 PARALLEL = [kind for kind in KINDS if kind != "one"]

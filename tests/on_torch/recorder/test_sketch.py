@@ -6,8 +6,8 @@ import torch
 
 from crossframe.recording.sketch import sketches_of as by_the_core
 from torch_backend.compat._dtypes import to_numpy
-from torch_backend.recorder import sketch
-from torch_backend.recorder.sketch import sketches_by_torch, sketches_of
+from torch_backend.recorder import _sketch as sketch
+from torch_backend.recorder._sketch import sketches_by_torch, sketches_of
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

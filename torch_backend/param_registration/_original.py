@@ -10,7 +10,7 @@ from crossframe.errors import ReplacedError
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._tensor_parallel import wholes_of
 from torch_backend.modules._owned_params import OwnedParam
-from torch_backend.registration._modules import (
+from torch_backend.param_registration._registered_params import (
     RegisteredParams,
     add_grad_to,
     adopt_data,

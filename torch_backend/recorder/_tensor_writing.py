@@ -10,9 +10,9 @@ from torch import Tensor
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
 from crossframe.recording.lines import COUNT, activation_key
 from torch_backend.compat._dtypes import to_numpy
-from torch_backend.recorder.model import Held, ModelView
-from torch_backend.recorder.sketch import sketches_of
-from torch_backend.recorder.watch import Watch
+from torch_backend.recorder._model_view import Held, ModelView
+from torch_backend.recorder._module_hooks import Watch
+from torch_backend.recorder._sketch import sketches_of
 
 Pieces = dict[str, tuple[int, int, np.ndarray | Sketch]]
 

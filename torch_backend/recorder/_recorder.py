@@ -19,12 +19,12 @@ from crossframe.recording.perturbed_runs import perturbed_run_number
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._inputs import tensors_in
 from torch_backend.other_rounding import OtherRounding
-from torch_backend.recorder.around import Listener, overheard
-from torch_backend.recorder.begin import created, manifest_of, move
-from torch_backend.recorder.keep import Keeper
-from torch_backend.recorder.model import ModelView, view_of
-from torch_backend.recorder.operators import OperatorTrace
-from torch_backend.recorder.watch import Sink, Watch, quietly
+from torch_backend.recorder._manifest import created, manifest_of, move
+from torch_backend.recorder._model_view import ModelView, view_of
+from torch_backend.recorder._module_hooks import Sink, Watch, quietly
+from torch_backend.recorder._operator_trace import OperatorTrace
+from torch_backend.recorder._patched_functions import Listener, overheard
+from torch_backend.recorder._tensor_writing import Keeper
 
 # The number of steps whose losses and batches stay on the accelerator, so that the loop does not wait for them.
 _MOST_WAITING = 32

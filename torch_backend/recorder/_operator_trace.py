@@ -20,11 +20,11 @@ from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNS
 from crossframe.shown import shown
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.pieces._piece_tensor import PieceTensor
-from torch_backend.recorder.compiled import CompiledGraphs, CompiledOperator
-from torch_backend.recorder.interior import interior_of
-from torch_backend.recorder.judging import exact_of
-from torch_backend.recorder.tree import named_modules
-from torch_backend.recorder.watch import Hook, in_backward, quietly
+from torch_backend.recorder._compiled_graphs import CompiledGraphs, CompiledOperator
+from torch_backend.recorder._decomposed_operators import interior_of
+from torch_backend.recorder._float64_check import exact_of
+from torch_backend.recorder._module_hooks import Hook, in_backward, quietly
+from torch_backend.recorder._module_tree import named_modules
 
 aten = torch.ops.aten
 

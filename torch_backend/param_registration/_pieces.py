@@ -8,16 +8,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_backend.memory._store import ShardStore
 from torch_backend.modules._owned_params import OwnedParam
-from torch_backend.pieces._piece_place import Place
-from torch_backend.pieces._piece_tensor import check_like, piece_param, piece_tensor
-from torch_backend.ranks._collectives import Communicator
-from torch_backend.registration._modules import (
+from torch_backend.param_registration._registered_params import (
     ShardedParams,
     call_grad_hooks,
     copy_into,
     point_at,
     register,
 )
+from torch_backend.pieces._piece_place import Place
+from torch_backend.pieces._piece_tensor import check_like, piece_param, piece_tensor
+from torch_backend.ranks._collectives import Communicator
 
 
 class _Sum(NamedTuple):

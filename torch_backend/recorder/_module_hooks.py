@@ -22,8 +22,8 @@ from crossframe.trace import Event
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.modules._inputs import tensors_in
 from torch_backend.observe import Observer, observers
-from torch_backend.recorder.model import ModelView
-from torch_backend.recorder.tree import named_modules
+from torch_backend.recorder._model_view import ModelView
+from torch_backend.recorder._module_tree import named_modules
 
 
 class Sink:

@@ -12,10 +12,10 @@ While a unit computes, its modules' attributes are aliases of the leaves, see [N
 in the instances' `__dict__`, which attribute lookup reads before `_parameters`. The leaves or the flat parameter stay registered.
 """
 
-from torch_backend.registration._dtensor import DTensorRegistrar
-from torch_backend.registration._flat import FlatParameter, FlatRegistrar
-from torch_backend.registration._original import OriginalRegistrar
-from torch_backend.registration._pieces import PieceRegistrar
-from torch_backend.registration._protocol import Registrar
+from torch_backend.param_registration._dtensor import DTensorRegistrar
+from torch_backend.param_registration._flat import FlatParameter, FlatRegistrar
+from torch_backend.param_registration._original import OriginalRegistrar
+from torch_backend.param_registration._pieces import PieceRegistrar
+from torch_backend.param_registration._protocol import Registrar
 
 __all__ = ["DTensorRegistrar", "FlatParameter", "FlatRegistrar", "OriginalRegistrar", "PieceRegistrar", "Registrar"]

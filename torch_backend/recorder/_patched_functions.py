@@ -12,7 +12,7 @@ import torch.nn.utils.clip_grad
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torch_backend.recorder.watch import in_backward
+from torch_backend.recorder._module_hooks import in_backward
 
 _UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
 # The function that torch.nn.utils.clip_grad_norm_ calls after computing the norm, and its public name.

@@ -16,7 +16,7 @@ from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._placement import Placed
 from torch_backend.modules._owned_params import OwnedParam
-from torch_backend.registration._modules import (
+from torch_backend.param_registration._registered_params import (
     ShardedParams,
     call_grad_hooks,
     register,

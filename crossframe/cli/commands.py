@@ -12,9 +12,9 @@ import typer
 import crossframe
 from crossframe.cli.compare import answer, equal_as_stated
 from crossframe.cli.console import console, exit_on_error
-from crossframe.cli.record_options import RecordCommand
+from crossframe.cli.misplaced_options import RecordCommand
 from crossframe.recording import Recording
-from crossframe.recording.schedule import window_of
+from crossframe.recording.recorded_steps import window_of
 from crossframe.verdict import Verdict
 
 app = typer.Typer(

@@ -15,11 +15,11 @@ from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
-from crossframe.units import enclosing_unit
+from crossframe.unit_assignment import enclosing_unit
 from torch_backend.compat._dtypes import dtype_name, name_or_none
 from torch_backend.engine._unit_tree import named_units
 from torch_backend.pieces._piece_tensor import PieceTensor
-from torch_backend.recorder import tree
+from torch_backend.recorder import _module_tree as module_tree
 
 Registered = tuple[nn.Module, str]
 Range = tuple[int, int]
@@ -129,7 +129,7 @@ def ours(model: nn.Module) -> Engine:
     )
 
 
-def torch_fsdp1(found: Sequence[tree.NamedModule]) -> Engine:
+def torch_fsdp1(found: Sequence[module_tree.NamedModule]) -> Engine:
     """torch's FullyShardedDataParallel: each wrapper has a flat parameter, which says what is in it and what of that is here."""
     wrappers: list[tuple[str, Any, Any]] = [(place.name, place.module, place.module._handle) for place in found]
     root, handles = wrappers[0][1], [(name, handle) for name, _, handle in wrappers if handle is not None]
@@ -189,7 +189,7 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
     return Bucket(name, (name,), layout, params, places, not keeps, ranges)
 
 
-def torch_fsdp2(model: nn.Module, found: Sequence[tree.NamedModule]) -> Engine:
+def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> Engine:
     """torch's fully_shard: each parameter is a DTensor, and belongs to the unit of the nearest module that was sharded."""
     params = {name: each for name, each in _registrations(model).items() if isinstance(each[0], DTensor)}
     meshes = {param.device_mesh: param for param, _, _ in params.values()}
@@ -241,7 +241,7 @@ def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
             raise UnsupportedError(
                 f"parameter {name!r} is a DTensor that no FSDP made: this parallelism is not recorded"
             )
-    group = getattr(model, "process_group", None) if tree.is_ddp(model) else None
+    group = getattr(model, "process_group", None) if module_tree.is_ddp(model) else None
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     buckets = []
@@ -251,7 +251,7 @@ def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
         buckets.append(Bucket(modules[0], modules, layout, held, places))
     alone = group is None or group.size() == 1
     return Engine(
-        "torch DDP" if tree.is_ddp(model) else "one device" if alone else "replicas",
+        "torch DDP" if module_tree.is_ddp(model) else "one device" if alone else "replicas",
         Strategy.NO_SHARD,
         _place_in(group),
         (0, 1),
@@ -265,7 +265,7 @@ def _registrations(model: nn.Module) -> dict[str, tuple[Any, list[Registered], l
     """Every parameter of a floating dtype by its first name: itself, where it is registered, its other names."""
     by_param: dict[int, str] = {}
     found: dict[str, tuple[Any, list[Registered], list[str]]] = {}
-    for place in tree.named_modules(model, every_name=True):
+    for place in module_tree.named_modules(model, every_name=True):
         for attribute, param in place.module._parameters.items():
             if param is None or dtype_name(param.dtype) not in FLOATING:
                 continue

@@ -9,7 +9,7 @@ from crossframe.errors import UnitError, UsageError
 from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.params import ParamSpec, check_params
 from crossframe.shown import shown
-from crossframe.units import enclosing_unit
+from crossframe.unit_assignment import enclosing_unit
 
 
 @dataclass(frozen=True)

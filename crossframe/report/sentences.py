@@ -7,7 +7,7 @@ from typing import Any
 
 from crossframe.draw.amounts import ROOT, one_line
 from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
-from crossframe.report.evidence import Worst
+from crossframe.report.summaries import Worst
 from crossframe.verdict import Bounds
 from crossframe.verdict.diagnosis.diagnose import LEAVES
 from crossframe.verdict.measure.locate import who

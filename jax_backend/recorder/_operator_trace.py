@@ -19,8 +19,8 @@ from crossframe.operators import Operator, Request, Signature, Trace, signature_
 from crossframe.operators.request import TRACE_NAME
 from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from jax_backend.activations import module_in
+from jax_backend.recorder._float64_check import judge
 from jax_backend.recorder._interpreter import Equation, Interpreter, Place, Value
-from jax_backend.recorder._judging import judge
 
 _MOST_OPERATORS = 20_000
 _OPTIMIZER = "optimizer"

@@ -18,8 +18,16 @@ from crossframe.mesh import MeshSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from torch_backend.engine._unit_tree import units_in
-from torch_backend.recorder import tree
-from torch_backend.recorder.engines import Bucket, Engine, local_of, ours, torch_fsdp1, torch_fsdp2, unsharded
+from torch_backend.recorder import _module_tree as module_tree
+from torch_backend.recorder._sharding_libraries import (
+    Bucket,
+    Engine,
+    local_of,
+    ours,
+    torch_fsdp1,
+    torch_fsdp2,
+    unsharded,
+)
 
 Registered = tuple[nn.Module, str]
 """A module and an attribute, which yields a parameter."""
@@ -99,27 +107,27 @@ def view_of(model: nn.Module, units: Any = None) -> ModelView:
     """Look at a model while its shards are registered: outside of forward and backward.
 
     Args:
-        units: of a model that nothing shards (`torch_backend.recorder.tree.choose_units`).
+        units: of a model that nothing shards (`torch_backend.recorder._module_tree.choose_units`).
 
     Raises:
         UsageError: no parameters, units given for a sharded model.
         UnsupportedError: tensor parallelism; meshes that differ between units; a layout that the core has otherwise.
     """
-    places = list(tree.named_modules(model))
+    places = list(module_tree.named_modules(model))
     if units_in(model):
         engine = ours(model)
-    elif found := [place for place in places if tree.is_torch_fsdp1(place.module)]:
+    elif found := [place for place in places if module_tree.is_torch_fsdp1(place.module)]:
         engine = torch_fsdp1(found)
-    elif found := [place for place in places if tree.is_torch_fsdp2(place.module)]:
+    elif found := [place for place in places if module_tree.is_torch_fsdp2(place.module)]:
         engine = torch_fsdp2(model, found)
     else:
-        return _view(model, places, unsharded(model, tree.choose_units(model, units)))
+        return _view(model, places, unsharded(model, module_tree.choose_units(model, units)))
     if units is not None:
         raise UsageError("units: a sharded model has its own units; leave the argument out")
     return _view(model, places, engine)
 
 
-def _view(model: nn.Module, places: Sequence[tree.NamedModule], engine: Engine) -> ModelView:
+def _view(model: nn.Module, places: Sequence[module_tree.NamedModule], engine: Engine) -> ModelView:
     (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
     if not engine.buckets:
         raise UsageError("the model has no parameters of a floating dtype: there is nothing to record")

@@ -21,7 +21,7 @@ from crossframe.api import Api
 from crossframe.errors import RunOrderError, UsageError
 from crossframe.lifecycle import Activity
 from crossframe.step import ModelStep, StepCount
-from crossframe.step.model import Do
+from crossframe.step.root_step import Do
 from torch_backend.engine._settings_check import check_agreement
 from torch_backend.engine._unit import Unit
 from torch_backend.engine._unit_tree import NamedUnit

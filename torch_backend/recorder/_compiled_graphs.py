@@ -3,7 +3,7 @@
 A backend is given a graph of the user's operators, each with its line. While a step is traced, every graph that runs is judged on
 the inputs that it has, forward and backward, with random gradients of its outputs:
 
-- as it was compiled: outputs and gradients of inputs against the graph in float64 (`torch_backend.recorder.judging`),
+- as it was compiled: outputs and gradients of inputs against the graph in float64 (`torch_backend.recorder._float64_check`),
 - operator by operator. The backend compiles the graph once more, with the value of each operator as a further output, and a zero
   added to each tensor that an operator reads. Gradients of these zeros are what the backward of that one operator gave. Each
   operator is then judged alone, on the values that the compiled code computed for its inputs, and its backward on the gradient
@@ -33,9 +33,9 @@ from crossframe.operators.source import Frame, UserCode
 from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
 from crossframe.recording.lines import BACKWARD, FORWARD
 from crossframe.shown import shown
-from torch_backend.recorder.around import replaced
-from torch_backend.recorder.judging import exact_of
-from torch_backend.recorder.watch import quietly
+from torch_backend.recorder._float64_check import exact_of
+from torch_backend.recorder._module_hooks import quietly
+from torch_backend.recorder._patched_functions import replaced
 
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 _ROOT_MODULE = re.compile(r"^L\[[^]]*\]\.?")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_backend.recorder.judging import widened
+from torch_backend.recorder._float64_check import widened
 
 _ATTENTION = "aten::_scaled_dot_product"
 

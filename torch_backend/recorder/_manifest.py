@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from crossframe.names import identity_map
+from crossframe.param_map import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND, GROUPS, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
@@ -20,8 +20,8 @@ from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.ranks._consensus import agree, withdraw
-from torch_backend.recorder.model import ModelView
-from torch_backend.recorder.tree import class_name, innermost, named_modules
+from torch_backend.recorder._model_view import ModelView
+from torch_backend.recorder._module_tree import class_name, innermost, named_modules
 
 _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"
