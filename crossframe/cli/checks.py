@@ -1,4 +1,4 @@
-"""Reading the options of commands, and printing and writing their results."""
+"""Checks of option values, and printing and writing of results, shared by the commands."""
 
 from collections.abc import Iterable
 from enum import Enum

@@ -1,4 +1,4 @@
-"""The `crossframe` command: record, compare, explain, inspect, layout, plan.
+"""Declares every command of `crossframe` and its options; the module of the same name does the work.
 
 Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation.
 """

@@ -1,4 +1,7 @@
-"""The report in plain English, and its numbers as text. The page and the terminal share these."""
+"""The sentences and numbers of a report, for the page and the terminal: headline, place, diagnosis.
+
+The reason of a verdict is written in `crossframe.verdict.conclude`, a divergence in `crossframe.verdict.divergence_text`.
+"""
 
 import math
 import re
@@ -10,6 +13,7 @@ from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDU
 from crossframe.report.summaries import Worst
 from crossframe.verdict import Bounds
 from crossframe.verdict.diagnosis.diagnose import LEAVES
+from crossframe.verdict.divergence_text import NOUNS
 from crossframe.verdict.measure.locate import who
 
 _DISPLAY = {"jax": "JAX"}
@@ -30,14 +34,6 @@ PHASES = {
     NORM: "gradient norm",
     STATE: "optimizer state",
     UPDATE: "updated parameters",
-}
-_NOUNS = {
-    PARAMETERS: "initial value",
-    UNSHARDED: "unsharded value",
-    BACKWARD: "local gradient",
-    REDUCE: "reduced gradient",
-    STATE: "optimizer state",
-    UPDATE: "updated value",
 }
 SIGNATURES = {
     "constant_factor": "a constant factor",
@@ -139,7 +135,7 @@ def what_parted(where: dict[str, Any], name: str) -> str:
     elif where["phase"] == STATE:
         what = f"the optimizer state {short(name or where['parameter'])}"
     else:
-        what = f"the {_NOUNS[where['phase']]} of {short(where['parameter'])}"
+        what = f"the {NOUNS[where['phase']]} of {short(where['parameter'])}"
     inside = [off] if off else []
     if where["start"] is not None:
         inside.append(f"elements {elements(where)}")

@@ -1,4 +1,4 @@
-"""Derives the verdict and its reason from the findings."""
+"""Derives the verdict from the findings, and writes its reason. `crossframe.report.sentences` writes the headline."""
 
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
 from crossframe.recording.lines import UPDATE

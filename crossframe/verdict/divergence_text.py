@@ -1,4 +1,4 @@
-"""A divergence as a sentence."""
+"""A divergence as a sentence, for the reason of a verdict (`crossframe.verdict.conclude`)."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from crossframe.verdict.unrecorded import Unrecorded
 
 NOUNS = {
     PARAMETERS: "initial value",
-    UNSHARDED: "gathered value",
+    UNSHARDED: "unsharded value",
     FORWARD: "loss",
     BACKWARD: "local gradient",
     REDUCE: "reduced gradient",
     NORM: "norm of the gradient",
-    STATE: "optimizer's state",
+    STATE: "optimizer state",
     UPDATE: "updated value",
 }
 

@@ -1,4 +1,7 @@
-"""Deferred initialisation: gives values to units that were sharded on the meta device (R38)."""
+"""Deferred initialisation: gives values to units that were sharded on the meta device (R38).
+
+`torch_backend.modules._materialise` initialises modules before they are sharded.
+"""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The streams of an accelerator on which casts, all-gathers and reductions run, and their synchronization.
+"""The streams of casts, all-gathers and reductions, their synchronization, and the rate limiter (`limit_all_gathers`).
 
 [Note: streams] Three streams are used: the user's stream for computation, `unshard` for casts and all-gathers of shards, and
 `reduce` for gradient reductions. The host does not wait for them. Three rules make it safe to use tensors across streams:

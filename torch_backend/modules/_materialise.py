@@ -1,4 +1,7 @@
-"""Prepares a module for sharding: materialises its parameters, moves them, and makes them equal on all ranks."""
+"""Prepares a module for sharding: materialises its parameters (`param_init_fn`), moves them, and makes them equal on all ranks.
+
+`torch_backend.engine._deferred_init` initialises units that were sharded on the meta device.
+"""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator

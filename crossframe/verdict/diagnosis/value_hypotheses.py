@@ -33,7 +33,7 @@ def constant_factor(case: Case) -> Iterator[Fit]:
         return
     text = f"{case.names[1]} has {factor.value:.6g} times the values of {case.names[0]}"
     if case.quantity.within:
-        text = f"the gathered values are {factor.value:.6g} times the shards"
+        text = f"the unsharded values are {factor.value:.6g} times the shards"
     claim = Claim(PLAIN, factor.value, factor.error)
     error = factor.roundoff if name else 0.0  # a fitted constant is never exact
     yield Fit("constant_factor", f"{text}{f' ({name})' if name else ''}", factor.residual, error, claim)

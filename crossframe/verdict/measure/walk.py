@@ -147,8 +147,8 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
     """A parameter that a rank gathered must be bitwise equal to the shards of the same recording.
 
     A loop may change parameters between steps, and rounding may decide whether it does (for example, if a norm exceeds a limit).
-    If the gathered values of one recording differ from its shards and the loop of the other one also changes parameters at some
-    step, the gathered values of both recordings are compared instead.
+    If the unsharded values of one recording differ from its shards and the loop of the other one also changes parameters at some
+    step, the unsharded values of both recordings are compared instead.
     """
     for name in pair.names():
         groups = []
