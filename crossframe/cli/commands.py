@@ -88,7 +88,7 @@ def record(
             context.args,
             output=output,
             nproc_per_node=nproc_per_node,
-            twins=perturbed_runs,
+            perturbed_runs=perturbed_runs,
             every=every,
             dense=dense,
             windows=tuple(window_of(each) for each in window or ()),

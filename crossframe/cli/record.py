@@ -30,7 +30,7 @@ def record_script(
     *,
     output: Path | None,
     nproc_per_node: int | None,
-    twins: int,
+    perturbed_runs: int,
     every: int,
     dense: int,
     windows: Sequence[tuple[int, int]],
@@ -44,7 +44,7 @@ def record_script(
         output: where the recording goes. None: runs/ and the script's name.
         nproc_per_node: processes that torchrun starts; None: one, without torchrun.
         windows: (start, stop) of further steps that are dense.
-        twins: how many perturbed runs are recorded inside of the recording.
+        perturbed_runs: how many perturbed runs are recorded inside of the recording.
         top_up: keep the recording and its perturbed runs, and record only those that are missing.
 
     Raises:
@@ -67,7 +67,7 @@ def record_script(
     ):
         if value is not None:
             check_size(name, value, least, most)
-    check_perturbed_runs(twins)
+    check_perturbed_runs(perturbed_runs)
     directory = output or Path("runs", script.stem)
     there = (directory / MANIFEST_NAME).exists()
     if there and not overwrite and not top_up:
@@ -80,26 +80,29 @@ def record_script(
     command += ["--every", str(every), "--dense", str(dense)]
     command += window_arguments(windows)
     command_text = shlex.join(command + (["--", *arguments] if arguments else []))
-    first = _missing(directory, command_text, twins) if top_up else 0
-    for twin in range(first, twins + 1):
+    first = _missing(directory, command_text, perturbed_runs) if top_up else 0
+    for perturbed_run in range(first, perturbed_runs + 1):
         options = {
             "directory": str(directory.resolve()),
             "every": every,
             "dense": dense,
             "windows": windows,
-            "twin": twin,
-            "overwrite": overwrite or twin > 0,
+            "perturbed_run": perturbed_run,
+            "overwrite": overwrite or perturbed_run > 0,
             "settings": {COMMAND: command_text},
         }
         status, _ = run(script_command(script, arguments, options, nproc_per_node))
         if status:
-            what = f"perturbed run {twin} of {script}" if twin else str(script)
+            what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
             raise UsageError(f"{what} was not recorded, or not to its end: {how}")
-        console.print(f"recorded {'perturbed run ' + str(twin) + ' ' if twin else ''}in {directory}", highlight=False)
+        console.print(
+            f"recorded {'perturbed run ' + str(perturbed_run) + ' ' if perturbed_run else ''}in {directory}",
+            highlight=False,
+        )
 
 
-def _missing(directory: Path, command: str, twins: int) -> int:
+def _missing(directory: Path, command: str, perturbed_runs: int) -> int:
     """The number of the first missing perturbed run of a recording, which the same command must have made."""
     recording = Recording.open(directory)
     made_by = recording.manifest.settings.get(COMMAND)
@@ -109,7 +112,7 @@ def _missing(directory: Path, command: str, twins: int) -> int:
             "one run: repeat that command with --top-up"
         )
     present = len(recording.perturbed_runs())
-    if present >= twins:
+    if present >= perturbed_runs:
         raise UsageError(f"{directory} has {present} perturbed runs already; pass a larger --perturbed-runs")
     return present + 1
 

@@ -16,7 +16,7 @@ from crossframe.recording.manifest import MANIFEST_NAME, Manifest
 from crossframe.shown import shown, shown_path
 
 # Names of the files and folders of a recording, besides its manifest.
-_RANK, _TWIN = re.compile(r"rank\d{5,}"), re.compile(r"twin\d{5,}")
+_RANK, _PERTURBED_RUN = re.compile(r"rank\d{5,}"), re.compile(r"twin\d{5,}")
 _STEP = re.compile(r"step\d{5,}\.safetensors(\.part)?")
 _ENDS = ("part", "replaced", "replaced")
 _FILES = (MANIFEST_NAME, lines.EVENTS_NAME)
@@ -126,7 +126,7 @@ def _delete(entry: Path) -> None:
 
 def _is_folder(entry: Path) -> bool:
     """Whether this is a folder of a rank or of a perturbed run."""
-    named = _RANK.fullmatch(entry.name) or _TWIN.fullmatch(entry.name)
+    named = _RANK.fullmatch(entry.name) or _PERTURBED_RUN.fullmatch(entry.name)
     return bool(named) and entry.is_dir() and not entry.is_symlink()
 
 

@@ -100,9 +100,9 @@ def rank_folder(rank: int) -> str:
     return f"rank{rank:05d}"
 
 
-def perturbed_run_folder(twin: int) -> str:
+def perturbed_run_folder(perturbed_run: int) -> str:
     """The folder of a perturbed run, itself a recording, in the recording. Perturbed runs are numbered from 1."""
-    return f"twin{twin:05d}"
+    return f"twin{perturbed_run:05d}"
 
 
 def step_file(step: int) -> str:

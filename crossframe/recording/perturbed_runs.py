@@ -14,27 +14,27 @@ import numpy as np
 from crossframe.errors import UsageError
 from crossframe.recording.hashing import element_keys
 
-NUMBER_VARIABLE = "CROSSFRAME_TWIN"
+NUMBER_VARIABLE = "CROSSFRAME_PERTURBED_RUN"
 """The environment variable with the number of the perturbed run, if the loop does not pass it."""
 
 _INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
-def perturbed_values(name: str, values: np.ndarray, twin: int, start: int = 0) -> np.ndarray:
+def perturbed_values(name: str, values: np.ndarray, perturbed_run: int, start: int = 0) -> np.ndarray:
     """The initial values of a perturbed run: each one unit in the last place up or down; zeros, NaN and inf do not change.
 
     Args:
         name: canonical name of the parameter.
         values: elements `start:start + size` of the parameter, of any shape and floating dtype.
-        twin: number of the perturbed run; 0 is the original run, which changes nothing.
+        perturbed_run: number of the perturbed run; 0 is the original run, which changes nothing.
 
     >>> one = np.ones(4, np.float32)
     >>> sorted({float(abs(x - 1)) for x in perturbed_values("w", one, 1)}) == [2.0**-24, 2.0**-23]
     True
     """
-    if twin == 0:
+    if perturbed_run == 0:
         return values
-    up = element_keys(name, start, start + values.size, f"twin {twin}") >> np.uint64(63) == 1
+    up = element_keys(name, start, start + values.size, f"twin {perturbed_run}") >> np.uint64(63) == 1
     flat = np.ascontiguousarray(values).reshape(-1)
     integers = flat.view(_INTEGERS[flat.dtype.itemsize])
     stays = (flat == 0) | ~np.isfinite(flat)
@@ -53,6 +53,6 @@ def perturbed_run_number(given: int | None) -> int:
     if isinstance(number, str) and number.isdecimal():
         number = int(number)
     if type(number) is not int or number < 0:
-        where = NUMBER_VARIABLE if given is None else "twin"
+        where = NUMBER_VARIABLE if given is None else "perturbed_run"
         raise UsageError(f"{where}: expected 0, or the number of a perturbed run, got {number!r}")
     return number

@@ -24,7 +24,7 @@ class PairSeries:
         verdict: of the comparison.
         losses_a, losses_b: mean loss over ranks at every step.
         bounds: what was known beforehand of how far rounding goes; None where perturbed runs measured it.
-        twins: (what a recording is called, how many perturbed runs it has), of those that have any.
+        perturbed_runs: (what a recording is called, how many perturbed runs it has), of those that have any.
         sharding: of the second recording: its layout says whose elements are off.
         shape: of the activation where both part first; None where they do not, or elsewhere.
         sketched: whether a recording keeps its large tensors as sketches.
@@ -36,7 +36,7 @@ class PairSeries:
     losses_a: tuple[float, ...]
     losses_b: tuple[float, ...]
     bounds: Bounds | None
-    twins: tuple[tuple[str, int], ...]
+    perturbed_runs: tuple[tuple[str, int], ...]
     sharding: Sharding
     shape: tuple[int, ...] | None
     sketched: bool
@@ -79,13 +79,13 @@ def report_of(
 
 
 def _series(verdict: PairVerdict, a: Recording, b: Recording, command: str | None) -> PairSeries:
-    twins = tuple((label, _num_twins(run)) for label, run in ((verdict.a, a), (verdict.b, b)))
+    perturbed_runs = tuple((label, _num_perturbed_runs(run)) for label, run in ((verdict.a, a), (verdict.b, b)))
     return PairSeries(
         verdict=verdict,
         losses_a=_mean_losses(a),
         losses_b=_mean_losses(b),
         bounds=bounds_for(verdict.dtype) if verdict.envelope_used is None else None,
-        twins=tuple((label, num) for label, num in twins if num),
+        perturbed_runs=tuple((label, num) for label, num in perturbed_runs if num),
         sharding=Sharding(b.manifest.units, b.manifest.mesh),
         shape=_shape(verdict, in_one_order(a, b)[1]),
         sketched=SKETCH in (a.manifest.detail, b.manifest.detail),
@@ -116,7 +116,7 @@ def _shape(verdict: PairVerdict, run: Recording) -> tuple[int, ...] | None:
     return run.activation_shape(where.step, where.rank, *of[first.name])
 
 
-def _num_twins(run: Recording) -> int:
+def _num_perturbed_runs(run: Recording) -> int:
     return next(i for i in count() if not (run.directory / perturbed_run_folder(i + 1)).is_dir())
 
 

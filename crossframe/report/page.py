@@ -81,7 +81,7 @@ def page(report: dict[str, Any], series: Sequence[PairSeries]) -> str:
         power=sentences.power_text,
         glyphs=GLYPHS,
         looks_like=sentences.looks_like(report["pairs"][at], series[at].sketched) if at is not None else None,
-        measured=sentences.measured_by(series[at].bounds, series[at].twins) if at is not None else "",
+        measured=sentences.measured_by(series[at].bounds, series[at].perturbed_runs) if at is not None else "",
         others=others,
         zero_gradient=sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}),
         columns=columns,

@@ -307,14 +307,14 @@ def worst_of(worst: Worst) -> str:
     return f"{used_text(worst.used)} times the bound"
 
 
-def measured_by(bounds: Bounds | None, twins: tuple[tuple[str, int], ...]) -> str:
+def measured_by(bounds: Bounds | None, perturbed_runs: tuple[tuple[str, int], ...]) -> str:
     """The source of the bounds of rounding.
 
     Args:
-        bounds, twins: as a `PairSeries` has them.
+        bounds, perturbed_runs: as a `PairSeries` has them.
     """
-    if twins:
-        runs = " and ".join(f"{count} perturbed runs of {display(name)}" for name, count in twins)
+    if perturbed_runs:
+        runs = " and ".join(f"{count} perturbed runs of {display(name)}" for name, count in perturbed_runs)
         return f"measured on {runs}"
     if bounds is None or not bounds.decisive:
         return "unknown: there are no perturbed runs, and the dtype is too coarse for a derived bound"

@@ -138,7 +138,9 @@ def _settle(pair: Pair, num_runs: int = 4) -> str:
                 again = f"`{ours} --output {recording.directory} {keep} --perturbed-runs {num_runs}{dashes}{of_script}`"
             else:
                 first = 1 + len(recording.perturbed_runs())
-                again = f"`{command}`, once each with CROSSFRAME_TWIN={first} to {num_runs} in its environment,"
+                again = (
+                    f"`{command}`, once each with CROSSFRAME_PERTURBED_RUN={first} to {num_runs} in its environment,"
+                )
             return f"measure rounding with {again} and compare again, or record both {alike}"
     which, dtype = "one of them", "with --dtype float64"
     if pair.coarser is not None:

@@ -158,7 +158,10 @@ def spread_of(recording: Recording, perturbed: Sequence[Recording], *, sketched:
         raise RecordingError(
             f"{recording.directory}: expected {MIN_RUNS} perturbed runs or more, got {len(perturbed)}: --perturbed-runs 4"
         )
-    name, pairs = recording.directory.name, [Pair(recording, twin, sketched=sketched) for twin in perturbed]
+    name, pairs = (
+        recording.directory.name,
+        [Pair(recording, perturbed_run, sketched=sketched) for perturbed_run in perturbed],
+    )
     # The spread of gradients comes first because it determines which elements of updates are steady.
     before = _measured(name, pairs, (REDUCE,), None)
     rest = _measured(name, pairs, tuple(phase for phase in _COMPUTED if phase != REDUCE), before)

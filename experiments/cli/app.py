@@ -49,7 +49,7 @@ Optimizer = Annotated[str, typer.Option(help="adamw, or sgd with momentum.")]
 Clip = Annotated[float | None, typer.Option(help="Maximum gradient norm. Default: no clipping")]
 Accumulate = Annotated[int, typer.Option(help="Microbatches per step.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there is one per rank.")]
-Twins = Annotated[
+PerturbedRuns = Annotated[
     int,
     typer.Option("--perturbed-runs", "--twins", help="Further runs that only round otherwise: they measure rounding."),
 ]
@@ -74,7 +74,7 @@ def parity(
     dtype: Annotated[
         list[str] | None, typer.Option(help="float64, float32 or bfloat16; may be repeated. Default: the first two")
     ] = None,
-    twins: Twins = 0,
+    perturbed_runs: PerturbedRuns = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for recordings and report. Default: runs/...")] = None,
     fault: Fault = "",
     fault_in: Annotated[str, typer.Option(help="Which side gets the fault: torch or jax.")] = "jax",
@@ -107,7 +107,7 @@ def parity(
             common,
             folder,
             dtypes=dtypes,
-            twins=twins,
+            perturbed_runs=perturbed_runs,
             fault=fault,
             fault_in=fault_in,
             console=errors if as_json else console,
@@ -158,7 +158,7 @@ def train(
     clip: Clip = None,
     accumulate: Accumulate = DEFAULTS.accumulate,
     device: Device = DEFAULTS.device,
-    twins: Twins = 0,
+    perturbed_runs: PerturbedRuns = 0,
     dense: Annotated[int, typer.Option(help="Record this many steps in full, from the first.")] = DEFAULTS.dense,
     window: Annotated[
         list[str] | None, typer.Option(help="Record further steps in full, for instance 500:510. May be repeated.")
@@ -197,19 +197,19 @@ def train(
             raise UsageError(f"framework: expected torch or jax, got {framework!r}")
         from experiments.parity.progress import bars, watch
 
-        with watch(console, bars(f"{framework} {dtype}", settings, output, twins), settings):
-            _record(framework, settings, output, twins, overwrite)
+        with watch(console, bars(f"{framework} {dtype}", settings, output, perturbed_runs), settings):
+            _record(framework, settings, output, perturbed_runs, overwrite)
         console.print(f"recorded {steps} steps in {output}")
 
 
-def _record(framework: str, settings: RunSettings, output: Path, twins: int, overwrite: bool) -> None:
+def _record(framework: str, settings: RunSettings, output: Path, perturbed_runs: int, overwrite: bool) -> None:
     if framework == "torch":
         from torch.multiprocessing.spawn import ProcessException
 
         from experiments.parity.record_torch import record_torch
 
         try:
-            record_torch(settings, output, twins=twins, overwrite=overwrite)
+            record_torch(settings, output, perturbed_runs=perturbed_runs, overwrite=overwrite)
         except ProcessException as error:
             lines = str(error).strip().splitlines()
             if os.environ.get(TRACEBACK):
@@ -223,7 +223,7 @@ def _record(framework: str, settings: RunSettings, output: Path, twins: int, ove
     else:
         from experiments.parity.record_jax import record_jax
 
-        record_jax(settings, output, twins=twins, overwrite=overwrite)
+        record_jax(settings, output, perturbed_runs=perturbed_runs, overwrite=overwrite)
 
 
 @app.command()

@@ -22,7 +22,7 @@ from crossframe.verdict import Verdict, compare
 from crossframe.verdict.envelope import FALSE_POSITIVE_RATE
 from experiments.faults.catalogue.fault import ALL_DTYPES, JAX, TORCH
 from experiments.faults.judging import loss_differs, parameters_close, place_of
-from experiments.faults.run import TWINS, Recorders
+from experiments.faults.run import NUM_PERTURBED_RUNS, Recorders
 from experiments.parity.settings import DTYPES, RunSettings, mesh_of
 
 MODELS = ("gpt-tiny", "llama-tiny", "mlp", "conv", "vit", "moe")
@@ -44,7 +44,7 @@ class Run:
 
     framework: str
     settings: RunSettings
-    twins: bool = False
+    perturbed_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def kind_of(a: Run, b: Run) -> str:
         ("order of sums", a.settings.rounding != b.settings.rounding),
     )
     found = " and ".join(name for name, differs in differences if differs)
-    alone = a.framework != b.framework and a.framework == TORCH and a.twins and not b.twins
+    alone = a.framework != b.framework and a.framework == TORCH and a.perturbed_runs and not b.perturbed_runs
     return f"{found} (perturbed runs of torch alone)" if alone else found
 
 
@@ -192,7 +192,7 @@ def _record(sets: Sequence[Sequence[Run]], dtype: str, folder: Path, console: Co
     where = {run: folder / f"run{i:04d}" for i, run in enumerate(runs)}
     with Recorders(dtype) as recorders:
         for run, path in where.items():
-            recorders.record(run.framework, run.settings, path, TWINS if run.twins else 0)
+            recorders.record(run.framework, run.settings, path, NUM_PERTURBED_RUNS if run.perturbed_runs else 0)
     console.print(f"{dtype}: {len(runs)} runs recorded", highlight=False)
     return where
 

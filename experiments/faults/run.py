@@ -29,7 +29,7 @@ from experiments.faults.table import table
 from experiments.parity.settings import DTYPES, RunSettings, check_size
 
 STEPS = 5
-TWINS = 4
+NUM_PERTURBED_RUNS = 4
 MOST_RANKS = 4
 MAX_JOBS = 64
 USUAL = RunSettings("gpt-tiny", steps=STEPS, dense=STEPS, device="cpu")
@@ -59,7 +59,7 @@ class Recorders:
             runs.__exit__(None, None, None)
             setattr(self, f"_{framework}", None)
 
-    def record(self, framework: str, settings: RunSettings, path: Path, twins: int = 0) -> None:
+    def record(self, framework: str, settings: RunSettings, path: Path, perturbed_runs: int = 0) -> None:
         """Record a run and so many perturbed runs of it.
 
         Raises:
@@ -74,7 +74,7 @@ class Recorders:
         if framework == TORCH and self._torch is None:
             self._torch, self._world_size = TorchRuns(settings.world_size), settings.world_size
         try:
-            getattr(self, f"_{framework}").record(settings, path, twins)
+            getattr(self, f"_{framework}").record(settings, path, perturbed_runs)
         except UsageError:
             self._end(framework)
             raise
@@ -94,12 +94,12 @@ class References:
     """Clean recordings, made when they are asked for and kept.
 
     Attributes:
-        twins: so many has each below float64.
+        perturbed_runs: so many has each below float64.
     """
 
     def __init__(self, recorders: Recorders, folder: Path, dtype: str) -> None:
         self._recorders, self._folder = recorders, folder
-        self.twins = 0 if dtype == "float64" else TWINS
+        self.perturbed_runs = 0 if dtype == "float64" else NUM_PERTURBED_RUNS
         self._made: dict[tuple[str, RunSettings], Recording] = {}
         self._tried = 0
 
@@ -110,7 +110,7 @@ class References:
         key = (framework, clean)
         if key not in self._made:
             path, self._tried = self._folder / f"clean-{self._tried}", self._tried + 1
-            self._recorders.record(framework, clean, path, self.twins)
+            self._recorders.record(framework, clean, path, self.perturbed_runs)
             self._made[key] = Recording.open(path)
         return self._made[key]
 

@@ -27,7 +27,7 @@ RATES = {"adamw": 3e-4, "sgd": 1e-2}
 CLIP, ACCUMULATE = 0.5, 2
 HEAD = "| model | dtype | ranks | strategy | optimizer | clip | microbatches | {} | with a gradient of zero |"
 MEASURED = {False: "largest difference", True: "of the envelope"}
-TWINS = 4
+NUM_PERTURBED_RUNS = 4
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def run_grid(
     runs, done, began = cells(models, ranks, strategies, optimizers, steps, dtype), [], time.monotonic()
     from experiments.parity.grid_runs import JaxRuns, TorchRuns
 
-    twins = 0 if dtype == "float64" else TWINS
-    head = HEAD.format(MEASURED[bool(twins)])
+    perturbed_runs = 0 if dtype == "float64" else NUM_PERTURBED_RUNS
+    head = HEAD.format(MEASURED[bool(perturbed_runs)])
     rule = "|" + " --- |" * (head.count("|") - 1)
     console.print(f"{head}\n{rule}", markup=False)
     with tempfile.TemporaryDirectory() as folder, JaxRuns(max(run.world_size for run in runs)) as in_jax:
@@ -154,7 +154,7 @@ def run_grid(
             with TorchRuns(world_size) as in_torch:
                 for settings in (run for run in runs if run.world_size == world_size):
                     paths = [Path(folder, framework, str(len(done))) for framework in ("torch", "jax")]
-                    in_torch.record(settings, paths[0], twins)
+                    in_torch.record(settings, paths[0], perturbed_runs)
                     in_jax.record(settings, paths[1])
                     done.append(_cell(settings, *paths))
                     console.print(done[-1].line(), markup=False, highlight=False)
@@ -162,8 +162,8 @@ def run_grid(
                         console.print(f"  {done[-1].why}", markup=False, highlight=False)
                     if output is not None:
                         limit = (
-                            f"the envelope is of {twins} perturbed runs of torch"
-                            if twins
+                            f"the envelope is of {perturbed_runs} perturbed runs of torch"
+                            if perturbed_runs
                             else f"the limit is {LIMIT:g}"
                         )
                         said = f"{len(done)} of {len(runs)} cells, {steps} steps each, in {dtype}; {limit}."

@@ -92,11 +92,11 @@ class TorchRuns:
         self._workers.close()
         self._folder.cleanup()
 
-    def record(self, settings: RunSettings, path: Path, twins: int = 0) -> None:
+    def record(self, settings: RunSettings, path: Path, perturbed_runs: int = 0) -> None:
         """Record a run and so many perturbed runs of it; UsageError if it fails."""
-        for run, where in settings.runs(path, twins):
+        for run, where in settings.runs(path, perturbed_runs):
             create_recording(where, manifest_of(run, "cpu"))
-        self._workers.run((settings, path, twins))
+        self._workers.run((settings, path, perturbed_runs))
 
 
 def _torch_rank(rank: int, world_size: int, store_path: str) -> Any:
@@ -106,8 +106,8 @@ def _torch_rank(rank: int, world_size: int, store_path: str) -> Any:
 
     join(rank, world_size, "cpu", store_path)
 
-    def record(settings: RunSettings, path: Path, twins: int) -> None:
-        for run, where in settings.runs(path, twins):
+    def record(settings: RunSettings, path: Path, perturbed_runs: int) -> None:
+        for run, where in settings.runs(path, perturbed_runs):
             # Not made anew: each manifest that is made has a token of its own.
             record_rank(run, Manifest.read(where), where, rank, torch.device("cpu"))
 
@@ -130,9 +130,9 @@ class JaxRuns:
     def __exit__(self, *_: Any) -> None:
         self._workers.close()
 
-    def record(self, settings: RunSettings, path: Path, twins: int = 0) -> None:
+    def record(self, settings: RunSettings, path: Path, perturbed_runs: int = 0) -> None:
         """Record a run and so many perturbed runs of it; UsageError if it fails."""
-        self._workers.run((settings, path, twins))
+        self._workers.run((settings, path, perturbed_runs))
 
 
 def _jax_process(_: int, num_devices: int, wide: bool) -> Any:
@@ -144,8 +144,8 @@ def _jax_process(_: int, num_devices: int, wide: bool) -> Any:
     jax.config.update("jax_num_cpu_devices", num_devices)
     jax.config.update("jax_enable_x64", wide)
 
-    def record(settings: RunSettings, path: Path, twins: int) -> None:
-        for run, where in settings.runs(path, twins):
+    def record(settings: RunSettings, path: Path, perturbed_runs: int) -> None:
+        for run, where in settings.runs(path, perturbed_runs):
             record_on_devices(run, where, jax.devices("cpu"))
         jax.clear_caches()
 

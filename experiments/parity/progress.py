@@ -14,11 +14,11 @@ from experiments.parity.settings import RunSettings
 POLL_SECONDS = 0.2
 
 
-def bars(label: str, settings: RunSettings, output: Path, twins: int) -> list[tuple[str, Path]]:
+def bars(label: str, settings: RunSettings, output: Path, perturbed_runs: int) -> list[tuple[str, Path]]:
     """A bar for a run and one for each of its perturbed runs."""
     return [
-        (label + (f", perturbed run {run.twin}" if run.twin else ""), path)
-        for run, path in settings.runs(output, twins)
+        (label + (f", perturbed run {run.perturbed_run}" if run.perturbed_run else ""), path)
+        for run, path in settings.runs(output, perturbed_runs)
     ]
 
 

@@ -34,11 +34,11 @@ from jax_backend.other_rounding import other_rounding
 from jax_backend.recorder import module_paths, program
 
 
-def record_jax(settings: RunSettings, output: Path, *, twins: int = 0, overwrite: bool = False) -> None:
+def record_jax(settings: RunSettings, output: Path, *, perturbed_runs: int = 0, overwrite: bool = False) -> None:
     """Train and record. JAX must not have been used before in this process, since its devices are made here.
 
     Args:
-        twins: number of perturbed runs that are recorded after it, inside its folder.
+        perturbed_runs: number of perturbed runs that are recorded after it, inside its folder.
 
     Raises:
         UsageError: fewer devices than ranks.
@@ -48,7 +48,7 @@ def record_jax(settings: RunSettings, output: Path, *, twins: int = 0, overwrite
     # Accelerators may otherwise round the operands of a float32 product to less.
     jax.config.update("jax_default_matmul_precision", "highest")
     devices = _devices(settings)
-    for run, path in settings.runs(output, twins):
+    for run, path in settings.runs(output, perturbed_runs):
         record_on_devices(run, path, devices, overwrite=overwrite)
 
 
@@ -144,9 +144,9 @@ def _microbatches(settings: RunSettings, batches: list[Batch]) -> list[Any]:
 
 
 def _train(settings: RunSettings, manifest: Manifest, output: Path, mesh: Mesh) -> None:
-    model = _model(replace(settings, seed=0, steps=1, dense=0, windows=(), resume_at=None, twin=0))
-    sharded = shard_model(replace(settings, twin=0), model.params, mesh)
-    with Recorder(output, sharded, manifest=manifest, twin=settings.twin) as recorder:
+    model = _model(replace(settings, seed=0, steps=1, dense=0, windows=(), resume_at=None, perturbed_run=0))
+    sharded = shard_model(replace(settings, perturbed_run=0), model.params, mesh)
+    with Recorder(output, sharded, manifest=manifest, perturbed_run=settings.perturbed_run) as recorder:
         sharded, state = recorder.params, per_rank(model.state, mesh) if model.has_state else None
         waits, reduces = (
             recorder.value_and_grad(
@@ -158,7 +158,10 @@ def _train(settings: RunSettings, manifest: Manifest, output: Path, mesh: Mesh) 
             )
             for reduces in (False, True)
         )
-        opt_state, seed = model.optimizer.init(sharded), np.uint32(settings.twin) if settings.twin else None
+        opt_state, seed = (
+            model.optimizer.init(sharded),
+            np.uint32(settings.perturbed_run) if settings.perturbed_run else None,
+        )
         for step in range(settings.steps):
             sharded, opt_state = resume_jax(settings.resume_at, step, output, sharded, opt_state, model.optimizer)
             batches = [settings.batch(step, rank) for rank in range(settings.world_size)]

@@ -34,18 +34,18 @@ _PACKAGES = ("torch", "numpy")
 _REASON = "reason-of-rank-"
 
 
-def record_torch(settings: RunSettings, output: Path, *, twins: int = 0, overwrite: bool = False) -> None:
+def record_torch(settings: RunSettings, output: Path, *, perturbed_runs: int = 0, overwrite: bool = False) -> None:
     """Train and record; returns when all ranks have finished.
 
     Args:
-        twins: number of perturbed runs that are recorded after it, inside its folder.
+        perturbed_runs: number of perturbed runs that are recorded after it, inside its folder.
 
     Raises:
         UsageError: fewer devices than ranks.
         RecordingError: an output that cannot be written to; a rank whose disk or memory is full.
         ProcessRaisedException: a rank failed; the others were ended.
     """
-    record_many(settings.runs(output, twins), overwrite=overwrite)
+    record_many(settings.runs(output, perturbed_runs), overwrite=overwrite)
 
 
 def record_many(runs: Sequence[tuple[RunSettings, Path]], *, overwrite: bool = False) -> None:
@@ -114,8 +114,8 @@ def join(rank: int, world_size: int, device: str, store_path: str) -> None:
 
 def record_rank(settings: RunSettings, manifest: Manifest, output: Path, rank: int, device: torch.device) -> None:
     """Train and record one rank of the default process group, into a recording that was created."""
-    if settings.twin:
-        rounding = OtherRounding(settings.twin)
+    if settings.perturbed_run:
+        rounding = OtherRounding(settings.perturbed_run)
     else:
         rounding = OtherRounding(settings.rounding, moves=False) if settings.rounding else nullcontext()
     with fault_in_effect(settings.fault), rounding:
@@ -161,7 +161,7 @@ def _train(settings: RunSettings, manifest: Manifest, output: Path, rank: int, d
     model = build_model(settings, device)
     optimizer = optimizer_of(settings, model.parameters())
     # The settings have moved a perturbed run's initial values already.
-    with Recorder(output, model=model, optimizer=optimizer, manifest=manifest, twin=0) as recorder:
+    with Recorder(output, model=model, optimizer=optimizer, manifest=manifest, perturbed_run=0) as recorder:
         for step in range(settings.steps):
             resume_torch(settings.resume_at, step, output, model, optimizer)
             batch = settings.batch(step, rank)

@@ -23,7 +23,7 @@ def run_parity(
     folder: Path,
     *,
     dtypes: Sequence[str],
-    twins: int,
+    perturbed_runs: int,
     fault: str,
     fault_in: str,
     console: Console,
@@ -31,7 +31,7 @@ def run_parity(
     """Record the model in both frameworks and some dtypes below `folder`.
 
     Args:
-        twins: how many perturbed runs each records, but in float64, where bounds are known beforehand.
+        perturbed_runs: how many perturbed runs each records, but in float64, where bounds are known beforehand.
 
     Returns:
         (torch, JAX) for each dtype.
@@ -39,7 +39,7 @@ def run_parity(
     Raises:
         UsageError: settings out of range, or a recording that failed, with what it printed.
     """
-    check_perturbed_runs(twins)
+    check_perturbed_runs(perturbed_runs)
     runs = {
         (framework, dtype): RunSettings(model, dtype, **common, fault=fault if framework == fault_in else "")
         for dtype in dict.fromkeys(dtypes)
@@ -49,7 +49,7 @@ def run_parity(
     recordings = {}
     for (framework, dtype), settings in runs.items():
         path = folder / f"{framework}-{dtype}"
-        beside = twins if dtype != "float64" else 0
+        beside = perturbed_runs if dtype != "float64" else 0
         with watch(console, bars(f"{framework:5} {dtype}", settings, path, beside), settings):
             _record(framework, settings, path, beside)
         recordings[framework, dtype] = path
@@ -70,8 +70,15 @@ def _clear_report(folder: Path) -> None:
         report.unlink()
 
 
-def _record(framework: str, settings: RunSettings, path: Path, twins: int) -> None:
-    arguments = [*settings.arguments(framework), "--output", str(path), "--overwrite", "--perturbed-runs", str(twins)]
+def _record(framework: str, settings: RunSettings, path: Path, perturbed_runs: int) -> None:
+    arguments = [
+        *settings.arguments(framework),
+        "--output",
+        str(path),
+        "--overwrite",
+        "--perturbed-runs",
+        str(perturbed_runs),
+    ]
     status, printed = run(module_command("experiments.__main__:main", arguments), captured=True)
     if status:
         said = printed.strip().splitlines()

@@ -39,7 +39,7 @@ BOUNDS = {
     "batch_size": (1, 2**16),
     "seed": (0, 2**32 - 1),
     "accumulate": (1, 1024),
-    "twin": (0, MAX_PERTURBED_RUNS),
+    "perturbed_run": (0, MAX_PERTURBED_RUNS),
     "dense": (0, 10**7),
     "rounding": (0, 2**31 - 1),
 }
@@ -60,7 +60,7 @@ class RunSettings:
         device: "cpu", "cuda", or "auto": GPUs if there are enough, otherwise the CPU.
         fault: name of a fault to put in on purpose (`experiments.faults.catalogue`), or "".
         dtype: in which it computes. In bfloat16 parameters are stored, and gradients reduced, in float32 (R33).
-        twin: 0, or which perturbed run of the run this is: the same but for its rounding (`crossframe.recording.perturbed_runs`).
+        perturbed_run: 0, or the number of a perturbed run, which rounds differently (`crossframe.recording.perturbed_runs`).
         dense: so many steps at the beginning are recorded in full.
         windows: (start, stop) of further steps that are.
         resume_at: the step before which the run is given up and goes on from a checkpoint (`experiments.train.resume`); None: it
@@ -86,7 +86,7 @@ class RunSettings:
     optimizer: str = "adamw"
     clip: float | None = None
     accumulate: int = 1
-    twin: int = 0
+    perturbed_run: int = 0
     dense: int = 2
     windows: tuple[tuple[int, int], ...] = ()
     resume_at: int | None = None
@@ -150,7 +150,7 @@ class RunSettings:
     def initial_params(self) -> dict[str, np.ndarray]:
         """Initial values by canonical name; a perturbed run's are a unit in the last place away."""
         values = self.definition.initial_params(self.seed, self.stored_dtype)
-        return {name: perturbed_values(name, value, self.twin) for name, value in values.items()}
+        return {name: perturbed_values(name, value, self.perturbed_run) for name, value in values.items()}
 
     def batch(self, step: int, rank: int) -> Batch:
         """What a rank is fed at a step, all microbatches of it."""
@@ -197,17 +197,19 @@ class RunSettings:
             | ({"resume_at": self.resume_at} if self.resume_at is not None else {})
             | ({"rounding": self.rounding} if self.rounding else {})
             | ({"fault": self.fault} if self.fault else {})
-            | ({"twin": self.twin} if self.twin else {}),
+            | ({"perturbed_run": self.perturbed_run} if self.perturbed_run else {}),
         )
 
-    def runs(self, output: Path, twins: int) -> list[tuple["RunSettings", Path]]:
+    def runs(self, output: Path, perturbed_runs: int) -> list[tuple["RunSettings", Path]]:
         """This run and so many perturbed runs of it, and where each is recorded.
 
         Raises:
             UsageError: a number of perturbed runs that says nothing.
         """
-        check_perturbed_runs(twins)
-        others = [(replace(self, twin=i), output / perturbed_run_folder(i)) for i in range(1, twins + 1)]
+        check_perturbed_runs(perturbed_runs)
+        others = [
+            (replace(self, perturbed_run=i), output / perturbed_run_folder(i)) for i in range(1, perturbed_runs + 1)
+        ]
         return [(self, output), *others]
 
     def arguments(self, framework: str) -> list[str]:
@@ -216,7 +218,7 @@ class RunSettings:
         for name, value in asdict(self).items():
             if name == "windows":
                 arguments += window_arguments(self.windows)
-            elif name not in ("model", "weight_decay", "twin") and value not in ("", None):
+            elif name not in ("model", "weight_decay", "perturbed_run") and value not in ("", None):
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         return arguments
 

@@ -108,7 +108,7 @@ def record(command: Command, run: Run, path: Path, perturbed: int, log: Path) ->
     if run.is_jax:
         options = [*run.options, "--record", str(path), "--dense", str(DENSE), *_devices(run)]
         for number in range(perturbed + 1):
-            environment = {"CROSSFRAME_TWIN": str(number)}
+            environment = {"CROSSFRAME_PERTURBED_RUN": str(number)}
             status, text = forked.call([(forked.new_process, str(run.path), options, environment)], log, TIMEOUT)
             if status:
                 return text

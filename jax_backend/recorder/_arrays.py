@@ -68,13 +68,13 @@ class ArrayPieces:
         slots = {slot: self._pieces(leaves) for slot, leaves in found.slots.items()}
         return slots, {self.param_map.by_path[path].name: count for path, count in found.counts.items()}
 
-    def moved(self, params: Any, twin: int) -> Any:
+    def moved(self, params: Any, perturbed_run: int) -> Any:
         """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`), on the same devices."""
 
         leaves, found = leaves_by_path(params), {}
         for entry in self.param_map.entries:
             values = entry.to_canonical(*(_whole(leaves[path]) for path in entry.paths))
-            values = perturbed_values(entry.name, values, twin)
+            values = perturbed_values(entry.name, values, perturbed_run)
             found |= {path: placed_like(leaves[path], entry.from_canonical(values, path)) for path in entry.paths}
         return jax.tree.unflatten(jax.tree.structure(params), [found[path] for path in leaves])
 

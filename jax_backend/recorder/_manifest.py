@@ -42,12 +42,12 @@ class About:
     seed: int | None
     terms: int | None
     settings: Mapping[str, Any]
-    twin: int
+    perturbed_run: int
 
 
-def place_of(directory: str | Path, twin: int) -> Path:
+def place_of(directory: str | Path, perturbed_run: int) -> Path:
     """The directory of a run or of one of its perturbed runs."""
-    return Path(directory, perturbed_run_folder(twin)) if twin else Path(directory)
+    return Path(directory, perturbed_run_folder(perturbed_run)) if perturbed_run else Path(directory)
 
 
 def check_directory(path: Path, overwrite: bool) -> None:
@@ -97,7 +97,7 @@ def manifest_of(source: ArrayPieces | ShardPieces, about: About, says: Mapping[s
     if spec.shard == 1 < spec.replicate:
         strategy = Strategy.NO_SHARD
     found = dict(says) | {COMMAND: shlex.join(["python", *sys.argv]), PROGRAM: program()}
-    found |= {"twin": about.twin} if about.twin else {}
+    found |= {"perturbed_run": about.perturbed_run} if about.perturbed_run else {}
     return Manifest(
         framework="jax",
         model=about.name,

@@ -98,9 +98,10 @@ class Recorder:
             where torch has them in dim 1; all others are in torch's order. None: convolutions of the map have them last, and for
             other images `compare` infers the order from the shapes of both recordings. Required only if shapes and values fit
             both orders, such as 8 channels of 8 x 8.
-        twin: 0, or the number of this perturbed run (`crossframe.recording.perturbed_runs`): `recorder.params` differ by one unit
-            in the last place, wrapped functions have other rounding, and the recording is inside that of the run. None: as the
-            environment variable CROSSFRAME_TWIN says.
+        perturbed_run: number of the perturbed run (`crossframe.recording.perturbed_runs`), or 0 for the original run. In a
+            perturbed run `recorder.params` differ by one unit in the last place, wrapped functions round differently, and the
+            recording is a folder inside the original run's recording. None: the environment variable
+            CROSSFRAME_PERTURBED_RUN, else 0.
         overwrite: replace an existing recording.
         manifest: manifest of an existing recording, into which this process writes. It replaces all arguments about the run.
         name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is the compute dtype; None: that of
@@ -127,7 +128,7 @@ class Recorder:
         steps: int | None = None,
         samples: Callable[[Any], Any] | None = None,
         channels_last: Iterable[str | tuple[str, str]] | None = None,
-        twin: int | None = None,
+        perturbed_run: int | None = None,
         overwrite: bool = False,
         manifest: Manifest | None = None,
         name: str = "model",
@@ -150,9 +151,9 @@ class Recorder:
             self._source: ArrayPieces | ShardPieces = ShardPieces(params)
         else:
             self._source = ArrayPieces(params, mesh, param_map, units)
-        self.twin, self._overwrite, self._samples = perturbed_run_number(twin), overwrite, samples
+        self.perturbed_run, self._overwrite, self._samples = perturbed_run_number(perturbed_run), overwrite, samples
         self._channels_last = check_channels_last(channels_last)
-        self._path = Path(directory) if manifest is not None else place_of(directory, self.twin)
+        self._path = Path(directory) if manifest is not None else place_of(directory, self.perturbed_run)
         schedule, self._manifest = Schedule(dense, every, tuple(windows)), manifest
         if manifest is not None:
             if manifest.units != tuple(self._source.units):
@@ -168,10 +169,20 @@ class Recorder:
         if self._request is not None:
             self._trace = OperatorTrace(self._request)
         self._about = About(
-            schedule, detail, steps, name, dtype, strategy, learning_rate, seed, terms, settings or {}, self.twin
+            schedule,
+            detail,
+            steps,
+            name,
+            dtype,
+            strategy,
+            learning_rate,
+            seed,
+            terms,
+            settings or {},
+            self.perturbed_run,
         )
         self._schedule, self._dense_until = schedule, 0
-        self.params = self._source.moved(params, self.twin) if self.twin else params
+        self.params = self._source.moved(params, self.perturbed_run) if self.perturbed_run else params
         self._initial: Any = kept(self._source, self.params, detail)
         self._writers: Writers | None = None
         self._step, self._closed = 0, False
@@ -296,14 +307,15 @@ class Recorder:
             its first argument, has other rounding, is jitted, and keeps the devices of parameters.
         """
         run = step
-        if self.twin:  # one program for all perturbed runs, which JAX's persistent cache can keep
+        if self.perturbed_run:  # one program for all perturbed runs, which JAX's persistent cache can keep
             run = functools.partial(
-                jax.jit(lambda twin, *args: other_rounding(step, twin)(*args)), np.uint32(self.twin)
+                jax.jit(lambda perturbed_run, *args: other_rounding(step, perturbed_run)(*args)),
+                np.uint32(self.perturbed_run),
             )
 
         @functools.wraps(step)
         def recorded(params: Any, opt_state: Any, batch: Any) -> Any:
-            if self._step == 0 and self.twin:
+            if self._step == 0 and self.perturbed_run:
                 params = self.params
             shardings = jax.tree.map(lambda leaf: leaf.sharding if isinstance(leaf, jax.Array) else None, params)
             found = run(params, opt_state, batch)
@@ -317,7 +329,7 @@ class Recorder:
                 raise UsageError(
                     f"wrap: expected as the fourth result of the step a dict with keys among {MORE}, got {more!r}"
                 )
-            if self.twin:
+            if self.perturbed_run:
                 kept = jax.tree.map(
                     lambda leaf, at: leaf if at is None else jax.device_put(leaf, at), found[0], shardings
                 )
@@ -353,7 +365,7 @@ class Recorder:
         declared = {name: options.pop(name) for name in DECLARED if name in options}
         plain, dense = _programs(loss_fn, self._source.grid.mesh, declared, options)
         program = dense if one_program else plain
-        seed = {"seed": np.uint32(self.twin)} if self.twin else {}
+        seed = {"seed": np.uint32(self.perturbed_run)} if self.perturbed_run else {}
         events: list[Event] = []
 
         def step(*args: Any, **kwargs: Any) -> Result:

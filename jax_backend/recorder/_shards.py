@@ -99,7 +99,7 @@ class ShardPieces:
         cut = tuple(slice(size) for size in shape)
         return {rank: whole[cut] for rank, whole in self.grid.copies(leaf).items()}
 
-    def moved(self, params: ShardedParams, twin: int) -> ShardedParams:
+    def moved(self, params: ShardedParams, perturbed_run: int) -> ShardedParams:
         """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`)."""
         leaves, changed = leaves_by_path(full := unshard(params)), {}
         for name, bucket in self.tree.bucket_of.items():
@@ -107,7 +107,7 @@ class ShardPieces:
             arrays = [np.asarray(leaves[path]) for path in entry.paths]
             layers = zip(*map(bucket.layers.split, arrays), strict=True)
             made = [
-                perturbed_values(own, entry.to_canonical(*parts), twin)
+                perturbed_values(own, entry.to_canonical(*parts), perturbed_run)
                 for own, parts in zip(called, layers, strict=True)
             ]
             for path in entry.paths:

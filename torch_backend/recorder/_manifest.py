@@ -27,14 +27,14 @@ _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"
 
 
-def move(view: ModelView, twin: int) -> None:
+def move(view: ModelView, perturbed_run: int) -> None:
     """Set this rank's shards to the initial values of a perturbed run."""
     for held in view.held:
         here = held.of(held.param)
         if here.numel():
             values = to_numpy(here)
             away = torch.from_numpy(
-                perturbed_values(held.name, values, twin, held.start).view(_carrier(values.itemsize))
+                perturbed_values(held.name, values, perturbed_run, held.start).view(_carrier(values.itemsize))
             )
             here.copy_(away.view(here.dtype).to(here.device))
 
@@ -54,7 +54,7 @@ def manifest_of(
     steps: int | None,
     name: str | None,
     seed: int | None,
-    twin: int,
+    perturbed_run: int,
     settings: Mapping[str, Any],
 ) -> Manifest:
     """The manifest settings that are known before the first step."""
@@ -76,8 +76,8 @@ def manifest_of(
         found["not_recorded"] = list(view.left_out)
     if alone := [place.name for place in named_modules(model) if _sees_its_rank(place.module)]:
         found[PER_RANK] = alone
-    if twin:
-        found["twin"] = twin
+    if perturbed_run:
+        found["perturbed_run"] = perturbed_run
     names = [spec.name for _, layout in view.units for spec in layout.params]
     described = program(device, compiled=_is_compiled(model)) | {"channels_last": _is_channels_last(model)}
     if optimizers:

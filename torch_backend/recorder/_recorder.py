@@ -72,9 +72,9 @@ class Recorder(Sink, Listener):
         detail: "full", "sketch" (`crossframe.recording.sketch`: 2 KB per tensor), or "auto": sketches for models with more than a
             million parameters.
         steps: the number of steps of the loop, if known; the last one is then also recorded.
-        twin: number of the perturbed run (`crossframe.recording.perturbed_runs`), or 0 for the original run. A perturbed run
-            starts one unit in the last place away and rounds differently. Its recording is a folder inside the original run's
-            recording. None: the environment variable CROSSFRAME_TWIN, else 0.
+        perturbed_run: number of the perturbed run (`crossframe.recording.perturbed_runs`), or 0 for the original run. A
+            perturbed run starts one unit in the last place away and rounds differently. Its recording is a folder inside the
+            original run's recording. None: the environment variable CROSSFRAME_PERTURBED_RUN, else 0.
         overwrite: replace an existing recording.
         name: name of the model. None: that of its class.
         seed, settings: for the manifest: the seed of initial values and batches, and further settings.
@@ -98,7 +98,7 @@ class Recorder(Sink, Listener):
         windows: Iterable[tuple[int, int]] = (),
         detail: str = "auto",
         steps: int | None = None,
-        twin: int | None = None,
+        perturbed_run: int | None = None,
         overwrite: bool = False,
         name: str | None = None,
         seed: int | None = None,
@@ -112,9 +112,11 @@ class Recorder(Sink, Listener):
         if detail not in ("auto", "full", "sketch"):
             raise UsageError(f"Recorder: detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
         self._model, self._units, self._overwrite, self._manifest = model, units, overwrite, manifest
-        self._twin = perturbed_run_number(twin)
+        self._perturbed_run = perturbed_run_number(perturbed_run)
         self._path = (
-            Path(directory, perturbed_run_folder(self._twin)) if self._twin and manifest is None else Path(directory)
+            Path(directory, perturbed_run_folder(self._perturbed_run))
+            if self._perturbed_run and manifest is None
+            else Path(directory)
         )
         self._options: dict[str, Any] = {
             "schedule": Schedule(dense, every, tuple(windows)),
@@ -122,7 +124,7 @@ class Recorder(Sink, Listener):
             "steps": steps,
             "name": name,
             "seed": seed,
-            "twin": self._twin,
+            "perturbed_run": self._perturbed_run,
             "settings": settings or {},
         }
         self._request, self._trace = Request.from_environment(), None
@@ -157,11 +159,11 @@ class Recorder(Sink, Listener):
         self._stack.enter_context(overheard(self, self._model))
         if self._request is not None:
             self._trace = self._stack.enter_context(OperatorTrace(self._model, self._request))
-        if self._twin:
+        if self._perturbed_run:
             self._view = view_of(self._model, self._units)
             with quietly():
-                move(self._view, self._twin)
-            self._stack.enter_context(OtherRounding(self._twin))
+                move(self._view, self._perturbed_run)
+            self._stack.enter_context(OtherRounding(self._perturbed_run))
         return self
 
     def __exit__(

@@ -17,7 +17,7 @@ OURS = ("our FSDP1", "our FSDP2")
 CONTESTANTS = (*THEIRS, *OURS)
 RANKS = (1, 2, 3, 4)
 STEPS = 6
-TWINS = 4
+NUM_PERTURBED_RUNS = 4
 # Samples of a step, on all ranks together: as many on each of 1, 2, 3 or 4, in one microbatch or two.
 SAMPLES = 24
 # Whose batch norm takes its statistics from what a rank is fed: on another number of ranks it is another function.
@@ -38,7 +38,7 @@ class Run:
     Attributes:
         contestant: one of CONTESTANTS, or BARE for one device.
         setting: one of SETTINGS.
-        twins: how many perturbed runs of it.
+        perturbed_runs: how many perturbed runs of it.
         fault: whether its gradients are summed instead of averaged, on purpose. Of DDP alone.
     """
 
@@ -48,7 +48,7 @@ class Run:
     world_size: int
     setting: str
     steps: int = STEPS
-    twins: int = 0
+    perturbed_runs: int = 0
     fault: bool = False
 
     @property
@@ -108,17 +108,19 @@ def sets(
 
 
 def _runs(model: str, dtype: str, setting: str, ranks: Sequence[int], steps: int) -> Iterator[Run]:
-    twins = 0 if dtype == "float64" else TWINS
+    perturbed_runs = 0 if dtype == "float64" else NUM_PERTURBED_RUNS
     mixes = dtype == "bfloat16"
     usual = Run("", model, dtype, 1, setting, steps)
     if not mixes:
-        yield replace(usual, contestant=BARE, twins=twins)
+        yield replace(usual, contestant=BARE, perturbed_runs=perturbed_runs)
     for world_size in ranks:
         for contestant in CONTESTANTS:
             if mixes and contestant == DDP:
                 continue
-            has_twins = contestant == ("torch FSDP1" if mixes else DDP)
-            yield replace(usual, contestant=contestant, world_size=world_size, twins=twins * has_twins)
+            has_perturbed_runs = contestant == ("torch FSDP1" if mixes else DDP)
+            yield replace(
+                usual, contestant=contestant, world_size=world_size, perturbed_runs=perturbed_runs * has_perturbed_runs
+            )
 
 
 SAME, ALONE, WORLDS = "same ranks", "one device", "other ranks"
@@ -153,6 +155,10 @@ def pairs(runs: Sequence[Run]) -> Iterator[Both]:
         yield from (Both(ALONE, a, b) for b in sharded)
     for i, a in enumerate(sharded):
         others = sharded[i + 1 :]
-        yield from (Both(SAME, a, b) for b in others if b.world_size == a.world_size and (told or a.twins or b.twins))
+        yield from (
+            Both(SAME, a, b)
+            for b in others
+            if b.world_size == a.world_size and (told or a.perturbed_runs or b.perturbed_runs)
+        )
         following = [b for b in others if b.contestant == a.contestant][:1]
-        yield from (Both(WORLDS, a, b) for b in following if told or a.twins or b.twins)
+        yield from (Both(WORLDS, a, b) for b in following if told or a.perturbed_runs or b.perturbed_runs)

@@ -32,8 +32,8 @@ def record_all(rank: int, runs: Sequence[Run], folder: str) -> list[str | None]:
         existed = path.exists()
         dist.barrier()  # nobody makes it before all have looked
         try:
-            for twin in range(run.twins + 1):
-                record(run, path, rank, twin)
+            for perturbed_run in range(run.perturbed_runs + 1):
+                record(run, path, rank, perturbed_run)
             said.append(None)
         except Exception as error:
             said.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
@@ -43,7 +43,7 @@ def record_all(rank: int, runs: Sequence[Run], folder: str) -> list[str | None]:
     return said
 
 
-def record(run: Run, path: Path, rank: int, twin: int = 0) -> None:
+def record(run: Run, path: Path, rank: int, perturbed_run: int = 0) -> None:
     """Train and record one rank of the default process group; a perturbed run lies inside of the run that it is a perturbed run
     of."""
     settings = run.settings
@@ -56,7 +56,7 @@ def record(run: Run, path: Path, rank: int, twin: int = 0) -> None:
         units=units if run.contestant in (BARE, DDP) else None,
         dense=run.steps,
         steps=run.steps,
-        twin=twin,
+        perturbed_run=perturbed_run,
         overwrite=True,
         name=run.model,
         seed=settings.seed,
@@ -132,6 +132,6 @@ def _backward(settings: RunSettings, model: Any, batch: Batch) -> float:
     return total
 
 
-def twin_paths(run: Run, path: Path) -> list[Path]:
+def perturbed_paths(run: Run, path: Path) -> list[Path]:
     """Where the perturbed runs of a run lie."""
-    return [path / perturbed_run_folder(i) for i in range(1, run.twins + 1)]
+    return [path / perturbed_run_folder(i) for i in range(1, run.perturbed_runs + 1)]

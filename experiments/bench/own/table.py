@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from crossframe.verdict import Verdict
-from experiments.bench.own.cells import ALONE, RANKS, SAMPLES, SETTINGS, STEPS, TWINS, WORLDS
+from experiments.bench.own.cells import ALONE, NUM_PERTURBED_RUNS, RANKS, SAMPLES, SETTINGS, STEPS, WORLDS
 from experiments.bench.own.judge import ANOTHER, Failure, Judged
 
 ORDER = (*(verdict.value for verdict in Verdict), ANOTHER)
@@ -51,8 +51,8 @@ def markdown(pairs: Sequence[Judged], failures: Sequence[Failure], commands: Seq
         f"{SAMPLES} samples, on up to {RANKS[-1]} ranks over gloo, and every step is recorded in full, but for gpt, "
         "of which there are sketches. Settings: "
         + "; ".join(f"{name}: {_options(options)}" for name, options in SETTINGS.items())
-        + f". Below float64, one device and DDP have {TWINS} perturbed runs, and what has none is compared with these; in "
-        "bfloat16, FSDP1 on one rank stands for one device.",
+        + f". Below float64, one device and DDP have {NUM_PERTURBED_RUNS} perturbed runs, and what has none is compared with "
+        "these; in bfloat16, FSDP1 on one rank stands for one device.",
         "",
         "Where batch norm takes its statistics from what a rank is fed, as in conv, another number of ranks is "
         f"*{ANOTHER}*: such pairs are called so by this rule, and not judged.",

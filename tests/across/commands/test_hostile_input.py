@@ -73,12 +73,15 @@ SIZES = [
     ["layout", "gpt", "--world-size", "4", "--where"],
     *(
         ["parity", "gpt-tiny", f"--{name}"]
-        for name in ("world-size", "steps", "batch-size", "accumulate", "seed", "twins")
+        for name in ("world-size", "steps", "batch-size", "accumulate", "seed", "perturbed_runs")
     ),
     *(["parity", "gpt-tiny", f"--{name}"] for name in ("mesh", "clip", "learning-rate")),
     *(["train", "torch", "gpt-tiny", "--output", "out", f"--{name}"] for name in ("dense", "window", "resume-at")),
-    *(["train", "torch", "gpt-tiny", "--output", "out", f"--{name}"] for name in ("world-size", "twins", "rounding")),
-    *(["record", "train.py", f"--{name}"] for name in ("nproc-per-node", "every", "dense", "twins", "window")),
+    *(
+        ["train", "torch", "gpt-tiny", "--output", "out", f"--{name}"]
+        for name in ("world-size", "perturbed_runs", "rounding")
+    ),
+    *(["record", "train.py", f"--{name}"] for name in ("nproc-per-node", "every", "dense", "perturbed_runs", "window")),
     ["grid", "--steps"],
     ["grid", "--ranks"],
     ["faults", "--jobs"],

@@ -335,7 +335,7 @@ def test_no_pairs_at_all(tmp_path):
     assert "Nothing was compared." in write_report(tmp_path, report, series).read_text()
 
 
-def test_of_a_pair_with_twins_no_bound_is_shown_that_was_not_used(tmp_path):
+def test_of_a_pair_with_perturbed_runs_no_bound_is_shown_that_was_not_used(tmp_path):
     made = synthetic.manifest(dtype="float32")
     a = synthetic.record(tmp_path / "a", made)
     for i in (1, 2):

@@ -172,8 +172,8 @@ class Here:
     def __init__(self, ranks):
         self._ranks = ranks
 
-    def record(self, framework, settings, path, twins=0):
-        for run, where in settings.runs(path, twins):
+    def record(self, framework, settings, path, perturbed_runs=0):
+        for run, where in settings.runs(path, perturbed_runs):
             record_with_torch(self._ranks, run, where) if framework == TORCH else record_with_jax(run, where)
 
 
@@ -197,7 +197,7 @@ def test_right_runs_agree_also_with_sums_in_another_order(ranks, tmp_path):
     assert [run.settings.rounding for run in chosen] == [0, 0, 0, 1001, 1002]
     opened = []
     for i, run in enumerate(chosen):
-        Here(ranks).record(TORCH, run.settings, tmp_path / str(i), 4 if run.twins else 0)
+        Here(ranks).record(TORCH, run.settings, tmp_path / str(i), 4 if run.perturbed_runs else 0)
         opened.append(Recording.open(tmp_path / str(i)))
     said = [compare(opened[0], other).verdict.value for other in opened[1:]]
     assert set(said) <= {"rounding", "equal"}, said
@@ -222,7 +222,7 @@ def test_clean_pairs_are_more_than_two_hundred_and_share_their_samples():
                     expected = [whole.batch(1, rank).sample_ids for rank in range(whole.world_size)]
                     assert sorted(sum(samples, ())) == sorted(sum(expected, ()))
     assert len(pairs) >= 200
-    assert all(a.twins or b.twins for a, b in pairs) and all(a != b for a, b in pairs)
+    assert all(a.perturbed_runs or b.perturbed_runs for a, b in pairs) and all(a != b for a, b in pairs)
     assert all(kind_of(a, b) for a, b in pairs)
     assert {(run.framework, run.settings.mesh or run.settings.world_size) for pair in pairs for run in pair} >= {
         (TORCH, 1), (TORCH, 3), (TORCH, 4), (TORCH, "2x2"), (JAX, 1), (JAX, 2), (JAX, 4), (JAX, "2x2"),
@@ -261,7 +261,7 @@ def test_faults_are_judged_so_that_processes_are_started_seldom(tmp_path, monkey
     assert changes == len({settings_of(fault, "float64").world_size for fault in order}) - 1
 
     class Broken:
-        def record(self, framework, settings, path, twins=0):
+        def record(self, framework, settings, path, perturbed_runs=0):
             raise UsageError("it ended")
 
     said = judge_fault(order[0], "float64", Broken(), References(Broken(), tmp_path, "float64"), tmp_path / "faulty")

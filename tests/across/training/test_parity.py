@@ -102,7 +102,7 @@ def test_a_hybrid_mesh_with_batch_norm_momentum_clipping_and_microbatches_agrees
 
 
 @pytest.mark.exhaustive
-def test_bfloat16_and_top_k_routing_lie_within_what_twins_of_torch_reach(ranks, tmp_path):
+def test_bfloat16_and_top_k_routing_lie_within_what_perturbed_runs_of_torch_reach(ranks, tmp_path):
     """Parameters stored in float32, computed with in bfloat16: no bound known beforehand says anything of it."""
     settings = RunSettings("moe", "bfloat16", steps=2)
     for run, path in settings.runs(tmp_path / "torch", 3):
@@ -146,10 +146,10 @@ def test_the_command_that_makes_a_run_again_has_its_windows():
     assert arguments[arguments.index("--window") :][:4] == ["--window", "2:3", "--window", "5:9"]
 
 
-@pytest.mark.parametrize("twins", [1, -1])
-def test_a_number_of_twins_that_says_nothing_is_refused(twins, tmp_path):
+@pytest.mark.parametrize("perturbed_runs", [1, -1])
+def test_a_number_of_perturbed_runs_that_says_nothing_is_refused(perturbed_runs, tmp_path):
     with pytest.raises(UsageError, match="perturbed-runs: expected 0, or 2 and more"):
-        RunSettings("mlp").runs(tmp_path, twins)
+        RunSettings("mlp").runs(tmp_path, perturbed_runs)
 
 
 def test_the_grid_has_each_combination_once():

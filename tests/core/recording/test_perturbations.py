@@ -33,7 +33,7 @@ def test_the_bits_of_keys_are_even():
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
-def test_a_twin_begins_one_unit_in_the_last_place_away(dtype):
+def test_a_perturbed_run_begins_one_unit_in_the_last_place_away(dtype):
     values = np.random.default_rng(0).normal(size=(30, 7)).astype(dtype)
     values[3] = 0
     values[4] = np.inf
@@ -49,7 +49,7 @@ def test_a_twin_begins_one_unit_in_the_last_place_away(dtype):
     )
 
 
-def test_a_twin_is_the_same_in_every_layout_and_twin_0_is_the_run():
+def test_a_perturbed_run_is_the_same_in_every_layout_and_perturbed_run_0_is_the_run():
     values = np.random.default_rng(0).normal(size=40)
     found = perturbed_values("w", values, 3)
     assert (

@@ -36,10 +36,10 @@ def nudged(phase, name, step=0):
 
 @pytest.fixture
 def pair(tmp_path):
-    def record(tamper=None, *, first=None, second=None, twins=0):
+    def record(tamper=None, *, first=None, second=None, perturbed_runs=0):
         second = second or made(source="2")
         a = synthetic.record(tmp_path / "a", first or made())
-        for i in range(1, twins + 1):
+        for i in range(1, perturbed_runs + 1):
             synthetic.record(a.directory / perturbed_run_folder(i), first or made(), tamper=jitter(i, 1e-3))
         return a, synthetic.record(tmp_path / "b", second, tamper=tamper)
 
@@ -73,7 +73,7 @@ def test_other_bits_in_one_program_are_no_rounding(pair):
 
 def test_within_perturbed_runs_the_first_bits_are_located(pair):
     """What later steps do is within the spread of the perturbed runs, too."""
-    found = compare(*pair(both(nudged("reduce", "block.w", 1), jitter_after_first), twins=4))
+    found = compare(*pair(both(nudged("reduce", "block.w", 1), jitter_after_first), perturbed_runs=4))
     assert found.verdict is Verdict.DIFFERENT, found.reason
     assert (where := found.first_divergence) is not None
     assert (where.step, where.phase, where.parameter) == (1, "reduce", "block.w")
@@ -118,7 +118,7 @@ def test_bits_are_no_evidence_between_other_programs(pair, second, why):
 @pytest.mark.parametrize(("phase", "verdict"), [("state", Verdict.ROUNDING), ("reduce", Verdict.DIFFERENT)])
 def test_another_kernel_of_the_optimizer_rounds_its_steps_otherwise(pair, phase, verdict):
     first, second = (made(optimizer_kernel=kernel, source=kernel) for kernel in ("for-loop", "fused"))
-    found = compare(*pair(nudged(phase, "block.w"), first=first, second=second, twins=4))
+    found = compare(*pair(nudged(phase, "block.w"), first=first, second=second, perturbed_runs=4))
     assert found.verdict is verdict, found.reason
     if verdict is Verdict.ROUNDING:
         assert found.bits and "the optimizer's step is for-loop in a and fused in b" in found.bits

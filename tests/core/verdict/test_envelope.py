@@ -25,11 +25,11 @@ def jitter(seed, size=NOISE):
     return synthetic.jitter(seed, size)
 
 
-def run(folder, twins=0, *, seed=0, tamper=None, made=None):
+def run(folder, perturbed_runs=0, *, seed=0, tamper=None, made=None):
     """A recording with so many perturbed runs, each with noise of its own."""
     made = made or synthetic.manifest(dtype="float32")
     recording = synthetic.record(folder, made, tamper=tamper)
-    for i in range(1, twins + 1):
+    for i in range(1, perturbed_runs + 1):
         synthetic.record(folder / perturbed_run_folder(i), made, tamper=jitter(1000 * seed + i))
     return recording
 
@@ -40,7 +40,7 @@ def perturbed(tmp_path_factory):
     return run(tmp_path_factory.mktemp("perturbed") / "a", 4)
 
 
-def test_what_the_twins_do_too_is_rounding(perturbed, tmp_path):
+def test_what_the_perturbed_runs_do_too_is_rounding(perturbed, tmp_path):
     """Without them float32 has bounds that such noise is beyond."""
     a, b = perturbed, run(tmp_path / "b", tamper=jitter(77))
     found = compare(a, b)
@@ -69,7 +69,7 @@ def test_the_rate_of_false_alarms_is_as_stated(perturbed, tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["backward", "reduce", "update"])
-def test_what_no_twin_does_is_a_bug_there(perturbed, tmp_path, phase):
+def test_what_no_perturbed_run_does_is_a_bug_there(perturbed, tmp_path, phase):
     # 120 times the noise; an update is a tenth of a gradient, and beside a parameter of about 1.
     factor = 1.2 if phase != "update" else 1.02
     a, b = perturbed, run(tmp_path / "b", tamper=both(jitter(77), scaled(phase, "block.w", factor)))
@@ -199,7 +199,7 @@ def test_the_side_that_rounds_more_says_how_far_rounding_goes(perturbed, tmp_pat
     assert compare(a, b).verdict is Verdict.EQUAL
 
 
-def test_a_neighbour_of_what_all_twins_agree_upon_is_rounding(tmp_path):
+def test_a_neighbour_of_what_all_perturbed_runs_agree_upon_is_rounding(tmp_path):
     def neighbour(at, when, rank, what, array):
         if (at, when, what) != ("reduce", 1, "block.w"):
             return array
@@ -220,7 +220,7 @@ def test_other_bits_in_an_unsteady_element_alone_are_not_equal(perturbed, tmp_pa
     assert compare(a, b).verdict is Verdict.ROUNDING
 
 
-def test_not_finite_on_one_side_is_a_bug_whatever_the_twins(perturbed, tmp_path):
+def test_not_finite_on_one_side_is_a_bug_whatever_the_perturbed_runs(perturbed, tmp_path):
     a, b = perturbed, run(tmp_path / "b", tamper=both(jitter(5), scaled("reduce", "embed", np.nan, 1)))
     found = compare(a, b)
     assert found.verdict is Verdict.BUG and "not finite" in found.reason
@@ -234,18 +234,18 @@ def test_initial_parameters_are_compared_bit_for_bit_all_the_same(perturbed, tmp
     assert found.verdict is Verdict.BUG and found.first_divergence.phase == "parameters"
 
 
-def test_one_twin_shows_no_spread(tmp_path):
+def test_one_perturbed_run_shows_no_spread(tmp_path):
     with pytest.raises(RecordingError, match="expected 2 perturbed runs or more, got 1: --perturbed-runs 4"):
         compare(run(tmp_path / "a", 1), run(tmp_path / "b"))
 
 
-def test_other_worlds_are_held_against_the_same_twins(perturbed, tmp_path):
+def test_other_worlds_are_held_against_the_same_perturbed_runs(perturbed, tmp_path):
     a = perturbed
     b = run(tmp_path / "b", made=replace(synthetic.manifest(3, dtype="float32")), tamper=jitter(8))
     assert compare(a, b).verdict is Verdict.ROUNDING
 
 
-def test_factors_are_of_phases_and_more_twins_allow_less(perturbed):
+def test_factors_are_of_phases_and_more_perturbed_runs_allow_less(perturbed):
     spread = spread_of(perturbed, perturbed.perturbed_runs())
     assert set(spread.factors) == {"activation", "forward", "backward", "reduce", "norm", "state", "update"}
     assert all(factor >= margin(4) for factor in spread.factors.values())
@@ -258,14 +258,14 @@ def test_factors_are_of_phases_and_more_twins_allow_less(perturbed):
 
 def test_a_quantity_near_its_limit_asks_for_more_perturbed_runs(tmp_path):
     """With 4 perturbed runs up to 3.2 times the limit is undecided, with 8 nothing is."""
-    for twins, verdict in ((4, Verdict.INCONCLUSIVE), (8, Verdict.BUG)):
-        a = run(tmp_path / f"a{twins}", twins)
+    for perturbed_runs, verdict in ((4, Verdict.INCONCLUSIVE), (8, Verdict.BUG)):
+        a = run(tmp_path / f"a{perturbed_runs}", perturbed_runs)
         limit = spread_of(a, a.perturbed_runs()).of[0, "norm", "", 0] * spread_of(a, a.perturbed_runs()).factors["norm"]
 
         def off(phase, step, rank, name, array, limit=limit):
             return array + 1.5 * limit if (phase, step) == ("norm", 0) else array
 
-        found = compare(a, run(tmp_path / f"b{twins}", tamper=off))
+        found = compare(a, run(tmp_path / f"b{perturbed_runs}", tamper=off))
         assert found.verdict is verdict, found.reason
         assert ("--perturbed-runs 8" in found.reason) is (verdict is Verdict.INCONCLUSIVE)
 

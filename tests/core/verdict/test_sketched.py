@@ -53,9 +53,9 @@ def at(phase, name, change, *, step=0, rank=None):
     return tamper
 
 
-def run(folder, manifest, *, twins=0, tamper=None):
+def run(folder, manifest, *, perturbed_runs=0, tamper=None):
     synthetic.record(folder, manifest, tamper=tamper)
-    for i in range(1, twins + 1):
+    for i in range(1, perturbed_runs + 1):
         synthetic.record(folder / perturbed_run_folder(i), manifest, tamper=jitter(i))
     return Recording.open(folder)
 
@@ -112,7 +112,7 @@ def recorded_pair(large, tmp_path_factory):
     def recording(case, detail):
         folder = tmp_path_factory.mktemp("recorded") / "run"
         if case is None:
-            return run(folder, made(detail=detail), twins=4)
+            return run(folder, made(detail=detail), perturbed_runs=4)
         return run(folder, made(detail=detail), tamper=both(jitter(99), CASES[case]) if CASES[case] else jitter(99))
 
     return lambda case, detail: (recording(None, detail), recording(case, detail))
@@ -144,7 +144,7 @@ def test_the_verdict_is_that_of_the_elements(recorded_pair, verdict_of_elements,
 
 
 def test_a_rank_of_another_layout_is_not_named(tmp_path):
-    a = run(tmp_path / "a", made(2, detail="sketch"), twins=4)
+    a = run(tmp_path / "a", made(2, detail="sketch"), perturbed_runs=4)
     b = run(tmp_path / "b", made(3, detail="sketch"), tamper=both(jitter(9), CASES["update"]))
     found = compare(a, b)
     assert found.verdict is Verdict.BUG

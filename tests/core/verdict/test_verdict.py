@@ -590,11 +590,11 @@ def test_recordings_are_called_by_what_tells_them_apart(tmp_path):
             "crossframe record train.py --dense 2 -- --lr 1",
             r"`crossframe record train.py --dense 2 --output \S+ --top-up --perturbed-runs 4 -- --lr 1`",
         ),
-        ("python train.py", r"`python train.py`, once each with CROSSFRAME_TWIN=1 to"),
+        ("python train.py", r"`python train.py`, once each with CROSSFRAME_PERTURBED_RUN=1 to"),
         (None, r"record one of them again with perturbed runs \(--perturbed-runs 4\)"),
     ],
 )
-def test_without_twins_the_command_that_settles_is_quoted(tmp_path, command, again):
+def test_without_perturbed_runs_the_command_that_settles_is_quoted(tmp_path, command, again):
     made = synthetic.manifest(dtype="bfloat16", settings={"command": command} if command else {})
     a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=jitter(0.01))
     found = compare(a, b)

@@ -214,7 +214,7 @@ def test_large_models_are_sketched_and_small_tensors_of_them_are_whole(tmp_path)
     np.testing.assert_array_equal(sketched.full("update", 0, "small"), params["small"])
 
 
-def test_twins_begin_and_round_otherwise_and_lie_inside_of_the_run(tmp_path):
+def test_perturbed_runs_begin_and_round_otherwise_and_lie_inside_of_the_run(tmp_path):
     """A loop that is wrapped: whatever it begins with, and wherever XLA would leave its results."""
     mesh = mesh_of(fsdp=2)
     params = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype("float32"), "b": np.ones(3, "float32")}
@@ -225,31 +225,35 @@ def test_twins_begin_and_round_otherwise_and_lie_inside_of_the_run(tmp_path):
         loss, grads = jax.value_and_grad(lambda p: jnp.tanh(batch @ p["w"] + p["b"]).sum())(params)
         return jax.tree.map(lambda p, g: p - 0.0 * g, params, grads), opt_state, loss, {"grads": grads}
 
-    for twin in (0, 1, 2):
-        with Recorder(tmp_path / "run", start, twin=twin, steps=8, dense=3) as recorder:
+    for perturbed_run in (0, 1, 2):
+        with Recorder(tmp_path / "run", start, perturbed_run=perturbed_run, steps=8, dense=3) as recorder:
             wrapped, after = recorder.wrap(step), start
             for i in range(8):  # a loss alone may be equal by chance
                 after, *_ = wrapped(after, (), x + i)
             assert jax.tree.map(lambda leaf: leaf.sharding, after) == jax.tree.map(lambda leaf: leaf.sharding, start)
     run = Recording.open(tmp_path / "run")
-    twins = run.perturbed_runs()
-    assert [twin.manifest.settings["twin"] for twin in twins] == [1, 2]
-    for i, twin in enumerate(twins, 1):
-        assert twin.manifest.mesh == run.manifest.mesh
+    perturbed_runs = run.perturbed_runs()
+    assert [perturbed_run.manifest.settings["perturbed_run"] for perturbed_run in perturbed_runs] == [1, 2]
+    for i, perturbed_run in enumerate(perturbed_runs, 1):
+        assert perturbed_run.manifest.mesh == run.manifest.mesh
         for name in params:
             for phase in ("parameters", "update"):  # which leaves them as they were
-                np.testing.assert_array_equal(twin.full(phase, 0, name), perturbed_values(name, params[name], i))
-        assert not (twin.losses() == run.losses()).all()
-        np.testing.assert_allclose(twin.losses(), run.losses(), rtol=bounds_for("float32").loss)
-    assert not (twins[0].losses() == twins[1].losses()).all()
+                np.testing.assert_array_equal(
+                    perturbed_run.full(phase, 0, name), perturbed_values(name, params[name], i)
+                )
+        assert not (perturbed_run.losses() == run.losses()).all()
+        np.testing.assert_allclose(perturbed_run.losses(), run.losses(), rtol=bounds_for("float32").loss)
+    assert not (perturbed_runs[0].losses() == perturbed_runs[1].losses()).all()
 
 
-def test_the_environment_says_which_twin_a_run_is(tmp_path, monkeypatch):
-    monkeypatch.setenv("CROSSFRAME_TWIN", "3")
+def test_the_environment_says_which_perturbed_run_a_run_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("CROSSFRAME_PERTURBED_RUN", "3")
     recorder = Recorder(tmp_path / "r", {"w": jnp.ones(4)})
     assert not (np.asarray(recorder.params["w"]) == 1).any()
-    monkeypatch.setenv("CROSSFRAME_TWIN", "first")
-    with pytest.raises(UsageError, match="CROSSFRAME_TWIN: expected 0, or the number of a perturbed run, got 'first'"):
+    monkeypatch.setenv("CROSSFRAME_PERTURBED_RUN", "first")
+    with pytest.raises(
+        UsageError, match="CROSSFRAME_PERTURBED_RUN: expected 0, or the number of a perturbed run, got 'first'"
+    ):
         Recorder(tmp_path / "r", {"w": jnp.ones(4)})
 
 

@@ -150,8 +150,8 @@ def test_perturbed_runs_share_one_program(tmp_path):
         return small_loss(params, batch)
 
     losses = []
-    for twin in (1, 2):
-        with Recorder(tmp_path / "r", sharded, **dict(TOLD, dense=0, steps=1, twin=twin)) as recorder:
+    for perturbed_run in (1, 2):
+        with Recorder(tmp_path / "r", sharded, **dict(TOLD, dense=0, steps=1, perturbed_run=perturbed_run)) as recorder:
             step = recorder.value_and_grad(loss)
             result = step(sharded, small_batch(8))
             recorder.step(params=sharded, loss=result.losses)
@@ -221,20 +221,20 @@ def test_layers_of_a_stacked_unit_are_recorded_one_by_one(tmp_path, one_device):
 
 
 @pytest.mark.exhaustive
-def test_twins_of_shards_are_moved_in_canonical_order_and_round_otherwise(tmp_path):
+def test_perturbed_runs_of_shards_are_moved_in_canonical_order_and_round_otherwise(tmp_path):
     runs = []
-    for twin in (0, 1):
+    for perturbed_run in (0, 1):
         sharded = sharded_small(dtype="float32")
-        with Recorder(tmp_path / "r", sharded, twin=twin, **{**TOLD, "steps": 1}) as recorder:
+        with Recorder(tmp_path / "r", sharded, perturbed_run=perturbed_run, **{**TOLD, "steps": 1}) as recorder:
             train(recorder, recorder.params, small_loss, steps=1)
-        runs.append(Recording.open(tmp_path / "r" / f"twin{twin:05d}" if twin else tmp_path / "r"))
-    run, twin = runs
-    assert [each.directory for each in run.perturbed_runs()] == [twin.directory]
+        runs.append(Recording.open(tmp_path / "r" / f"twin{perturbed_run:05d}" if perturbed_run else tmp_path / "r"))
+    run, perturbed_run = runs
+    assert [each.directory for each in run.perturbed_runs()] == [perturbed_run.directory]
     for name in run.manifest.params:
         wanted = perturbed_values(name, run.full("parameters", 0, name), 1)
-        np.testing.assert_array_equal(twin.full("parameters", 0, name), wanted)
-    assert not (run.losses() == twin.losses()).all()
-    np.testing.assert_allclose(run.losses(), twin.losses(), rtol=bounds_for("float32").loss)
+        np.testing.assert_array_equal(perturbed_run.full("parameters", 0, name), wanted)
+    assert not (run.losses() == perturbed_run.losses()).all()
+    np.testing.assert_allclose(run.losses(), perturbed_run.losses(), rtol=bounds_for("float32").loss)
 
 
 @pytest.mark.parametrize("replicate", [1, 2])

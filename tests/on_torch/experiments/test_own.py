@@ -75,7 +75,7 @@ def test_what_a_set_holds_and_what_of_it_is_compared():
     assert {kind: kinds.count(kind) for kind in kinds} == {"one device": 10, "same ranks": 20, "other ranks": 5}
     (runs,) = sets(["conv"], [2, 3], ["float32"], [ADAMW])
     both = list(pairs(runs))
-    assert all(each.a.twins or each.b.twins for each in both)
+    assert all(each.a.perturbed_runs or each.b.perturbed_runs for each in both)
     assert sorted({each.kind for each in both if each.by_definition}) == ["one device", "other ranks"]
     with pytest.raises(UsageError, match="ranks: expected among 1, 2, 3, 4, got 5"):
         sets([], [5], [])

@@ -99,8 +99,8 @@ def test_training_differs_by_rounding_alone_in_forward_backward_and_the_optimize
 
         return loop() if seed == 0 else rounded(seed, loop)
 
-    run, twin, other, again = train(0), train(1), train(2), train(1)
-    for a, b, c, d in zip(*([*grads, *params] for grads, params in (run, twin, other, again)), strict=True):
+    run, perturbed_run, other, again = train(0), train(1), train(2), train(1)
+    for a, b, c, d in zip(*([*grads, *params] for grads, params in (run, perturbed_run, other, again)), strict=True):
         assert not (a == b).all() and not (b == c).all()
         assert (b == d).all()  # a seed says which way
         assert distance(a.numpy(), b.numpy()) <= bounds_for("float64").parameter * norm(a.numpy())
@@ -123,7 +123,7 @@ def test_the_optimizer_alone_rounds_otherwise_too():
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
 def test_constants_of_adam_are_rounded_in_the_dtype_of_parameters(optimizer):
     """1 - 0.999 in float32 is a difference of two numbers of unit roundoff 2^-24: off by up to 2^-24 / 1e-3 = 6e-5 of itself, and
-    as much again where a twin moves the power; the root halves that, and a first step is as long as the learning rate."""
+    as much again where a perturbed run moves the power; the root halves that, and a first step is as long as the rate."""
 
     def step(seed, dtype):
         param = nn.Parameter(torch.zeros(40, dtype=dtype))

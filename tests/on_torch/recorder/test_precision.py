@@ -11,11 +11,11 @@ from torch_backend.recorder import Recorder
 
 
 def train(directory, *, autocast=False, dtype=torch.float32, perturbed=0, detaches=False) -> Recording:
-    for twin in range(perturbed + 1):
+    for perturbed_run in range(perturbed + 1):
         torch.manual_seed(0)
         model = Net().to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        with Recorder(directory, model=model, optimizer=optimizer, name="net", twin=twin) as recorder:
+        with Recorder(directory, model=model, optimizer=optimizer, name="net", perturbed_run=perturbed_run) as recorder:
             for step in range(2):
                 tokens = batches(step, 0, 1)[0]
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

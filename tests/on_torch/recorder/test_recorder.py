@@ -149,18 +149,18 @@ def test_replicas_of_shards_are_recorded_as_such(ranks, tmp_path, alone, kind):
 
 
 @pytest.mark.parametrize("kind", FEW if LONG else ["ours fsdp2 ragged"])
-def test_twins_of_any_kind_part_by_rounding_and_judge_the_run(ranks, tmp_path, kind):
+def test_perturbed_runs_of_any_kind_part_by_rounding_and_judge_the_run(ranks, tmp_path, kind):
     directory = where(tmp_path, kind)
-    for twin in range(3):
-        ranks.run(2, partial(train, dtype=torch.float32, recorder={"twin": twin}), kind, directory)
+    for perturbed_run in range(3):
+        ranks.run(2, partial(train, dtype=torch.float32, recorder={"perturbed_run": perturbed_run}), kind, directory)
     recording = Recording.open(directory)
     values = recording.full(PARAMETERS, 0, "blocks.0.up.weight")
-    for twin in recording.perturbed_runs():
-        apart = np.abs(twin.full(PARAMETERS, 0, "blocks.0.up.weight") - values) / np.abs(values)
+    for perturbed_run in recording.perturbed_runs():
+        apart = np.abs(perturbed_run.full(PARAMETERS, 0, "blocks.0.up.weight") - values) / np.abs(values)
         assert apart.min() > 0 and apart.max() < 2.0**-22
-        assert twin.manifest.settings["twin"] in (1, 2)
+        assert perturbed_run.manifest.settings["perturbed_run"] in (1, 2)
         if kind == "ddp":
-            first, second = (twin.full(UPDATE, 1, "scale", replica=replica) for replica in range(2))
+            first, second = (perturbed_run.full(UPDATE, 1, "scale", replica=replica) for replica in range(2))
             assert np.array_equal(first, second)
     assert len(recording.perturbed_runs()) == 2
     ranks.run(1, partial(train, dtype=torch.float32), "one", where(tmp_path, "one"))
@@ -412,8 +412,8 @@ def test_what_cannot_be_recorded_is_refused_with_what_to_do(tmp_path):
         Recorder(tmp_path, model=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="detail: expected"):
         Recorder(tmp_path, model=model, detail="some")
-    with pytest.raises(UsageError, match="twin: expected 0, or the number of a perturbed run"):
-        Recorder(tmp_path, model=model, twin=-1)
+    with pytest.raises(UsageError, match="perturbed_run: expected 0, or the number of a perturbed run"):
+        Recorder(tmp_path, model=model, perturbed_run=-1)
     with pytest.raises(RecordingError, match="no step was recorded"), Recorder(tmp_path / "a", model=model):
         pass
     with pytest.raises(UsageError, match="no backward"), Recorder(tmp_path / "b", model=model) as recorder:

@@ -96,7 +96,7 @@ def record(folder: Path, **options):
     given = {
         "output": folder / "out",
         "nproc_per_node": None,
-        "twins": 0,
+        "perturbed_runs": 0,
         "every": 2,
         "dense": 1,
         "windows": (),
@@ -106,9 +106,9 @@ def record(folder: Path, **options):
 
 
 @pytest.mark.exhaustive
-def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_twins(run, tmp_path):
-    for twin in range(3):
-        assert run(PLAIN, twin=twin, windows=[(2, 3)]) == 0
+def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_perturbed_runs(run, tmp_path):
+    for perturbed_run in range(3):
+        assert run(PLAIN, perturbed_run=perturbed_run, windows=[(2, 3)]) == 0
     command = [
         sys.executable,
         "-m",
@@ -180,7 +180,7 @@ def test_wrong_use_of_the_command_is_refused(tmp_path):
     with pytest.raises(UsageError, match="expected the path of a training script"):
         record(tmp_path)
     (tmp_path / "script.py").write_text("print('hello')")
-    for options in ({"twins": 1}, {"every": 0}, {"dense": -1}, {"nproc_per_node": 0}):
+    for options in ({"perturbed_runs": 1}, {"every": 0}, {"dense": -1}, {"nproc_per_node": 0}):
         with pytest.raises(UsageError, match="expected"):
             record(tmp_path, **options)
     (tmp_path / "out").mkdir()
@@ -193,7 +193,7 @@ def test_wrong_use_of_the_command_is_refused(tmp_path):
 def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit(1)")
     command = f"crossframe record {tmp_path}/script.py --every 2 --dense 1"
-    for said, twins, message in (
+    for said, perturbed_runs, message in (
         ("another", 4, "expected a recording made by"),
         (command, 2, "has 2 perturbed runs already"),
         (command, 3, "perturbed run 3 of .* was not recorded"),  # the first that is missing
@@ -202,7 +202,7 @@ def test_topping_up_needs_the_same_command_and_more_runs(tmp_path):
         for folder in (tmp_path / "out", *(tmp_path / "out" / perturbed_run_folder(i) for i in (1, 2))):
             synthetic.record(folder, made, overwrite=True)
         with pytest.raises(UsageError, match=message):
-            record(tmp_path, twins=twins, top_up=True)
+            record(tmp_path, perturbed_runs=perturbed_runs, top_up=True)
 
 
 def test_a_scripts_own_options_stand_behind_two_dashes(monkeypatch):
