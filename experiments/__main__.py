@@ -5,7 +5,7 @@ from crossframe.cli.entry import main as run_main
 
 def main() -> None:
     """Run the command line."""
-    run_main("experiments.cli.app", "python -m experiments")
+    run_main("experiments.cli.commands", "python -m experiments")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from crossframe.cli import entry
 from crossframe.cli.commands import app as product
-from experiments.cli.app import app as research
+from experiments.cli.commands import app as research
 
 PRODUCT = ("record", "compare", "explain", "inspect", "layout", "plan")
 
@@ -26,4 +26,4 @@ def invoke(*arguments: object) -> tuple[int, str]:
 def status_of(*arguments: object) -> int:
     """Run a command in this process as its program does; returns its exit status."""
     words = [str(argument) for argument in arguments]
-    return entry.run(words, f"{module_of(words[0])}.cli.app")
+    return entry.run(words, f"{module_of(words[0])}.cli.commands")

@@ -33,7 +33,7 @@ _IMPORTED = (
         "torch_backend.recorder.script",
         "crossframe.verdict",
     ),
-    *("experiments.cli.app", "crossframe.cli.record", "typer._adapters"),
+    *("experiments.cli.commands", "crossframe.cli.record", "typer._adapters"),
     *("matplotlib.figure", "matplotlib.backends.backend_svg", "matplotlib.backends.backend_agg"),
     *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from experiments.cli.app import app
+from experiments.cli.commands import app
 from experiments.spec.rules import DOCUMENT, SECTIONS, TITLES
 
 ROOT = Path(__file__).parents[2]

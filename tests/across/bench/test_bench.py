@@ -44,7 +44,7 @@ from experiments.bench.step import step_figures
 from experiments.bench.timing import WARM_UP, alternate
 from experiments.bench.wrap import LIMIT as WRAP_LIMIT
 from experiments.bench.wrap import wrap_figures
-from experiments.cli.app import app
+from experiments.cli.commands import app
 
 
 def run(*arguments):

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from experiments.bench import jax_step
 from experiments.bench.jax_step import BY_HAND, OURS, OURS_SCANNED, QUICK, REPLICATED, SCANNED_BY_HAND
-from experiments.cli.app import app
+from experiments.cli.commands import app
 
 SECONDS = {REPLICATED: 2.0, BY_HAND: 4.0, SCANNED_BY_HAND: 8.0, **dict.fromkeys((*OURS, *OURS_SCANNED), 1.0)}
 

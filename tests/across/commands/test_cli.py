@@ -168,7 +168,7 @@ def test_a_fault_is_exit_status_1_and_named(ranks, recording, tmp_path):
 
 @pytest.mark.parametrize(("framework", "missing"), [("torch", "torch"), ("jax", "jax"), ("jax", "flax")])
 def test_a_missing_framework_is_one_line_with_the_install_to_run(tmp_path, framework, missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; from experiments.cli.app import app; app()"
+    code = f"import sys; sys.modules[{missing!r}] = None; from experiments.cli.commands import app; app()"
     command = [sys.executable, "-c", code, "train", framework, "gpt-tiny", "--output", str(tmp_path / "a")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from experiments.cli.app import app
+from experiments.cli.commands import app
 from experiments.kernels.faults import FAULTS, JAX, TORCH, text_of
 
 

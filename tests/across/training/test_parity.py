@@ -18,7 +18,7 @@ from crossframe.report.traces import trace_of
 from crossframe.strategy import Sync
 from crossframe.trace import COLLECTIVES, difference
 from crossframe.verdict import Verdict, compare
-from experiments.cli.app import app
+from experiments.cli.commands import app
 from experiments.parity.grid import cells
 from experiments.parity.settings import RunSettings
 from tests.across.helpers.recorded import record_with_jax, record_with_torch
