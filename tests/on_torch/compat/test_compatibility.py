@@ -1,5 +1,5 @@
 """What is used around training works on sharded models, one test a row of the README's table "What works with it": compilation,
-activation checkpointing, averaged models, optimizers, schedulers, clipping, scalers.
+activation checkpointing, averaged models, optimizers, schedulers, scalers; clipping is in engine/test_clipping.py.
 
 Each row is tried under both interfaces and every layout at 2 ranks, where the mean of two gradients is the same in any order
 (R32), so that the model that trains beside them is a plain one. It works, or it is one error that names what to do instead.
@@ -18,7 +18,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -26,7 +25,6 @@ from crossframe.state import state_key
 from tests.on_torch.helpers.beside_plain import (
     ADAMW,
     APIS,
-    CLOSE,
     EVERY_WAY,
     F64,
     FSDP1,
@@ -41,7 +39,6 @@ from tests.on_torch.helpers.beside_plain import (
     train_plain,
     trained,
     trained_plain,
-    whole,
 )
 from tests.on_torch.helpers.models import Block, batch, build_net, loss_of
 from torch_backend import FullyShardedDataParallel as FSDP
@@ -80,7 +77,7 @@ def _compiled(rank, world_size):
     build = functools.partial(build_net, F64, depth=1)
     plain, wrong = trained_plain(build, SGD), []
     # What happens around the module does not depend on the layout. The other ways of both interfaces are compared bit for bit in
-    # engine/test_around_steps.py and fsdp2/test_scripts.py.
+    # engine/test_integrations.py and fsdp2/scripts/training.py.
     ways = {"orig": (inside_ahead_of_time, in_place), "per_param": (inside_ahead_of_time, around_each)}
     if EVERY_WAY:
         ways = dict.fromkeys(ways, (inside_ahead_of_time, around_each, around, in_place))
@@ -319,32 +316,7 @@ def test_optimizers_step_inside_backward(ranks):
     assert ranks.run(2, _in_backward) == [[], []]
 
 
-# Norms and scales of gradients
-
-
-def _clipped(rank, world_size):
-    wrong = []
-    for api in APIS:
-        plain, model = build_net(F64), shard(build_net(F64), api)
-        backward_of_both(plain, 0)
-        loss_of(model, 0, rank).backward()
-        norms = [get_total_norm([param.grad for param in plain.parameters()])]
-        if api in FSDP2:
-            norms += [get_total_norm([param.grad for param in model.parameters()])]
-            norms += [clip_grad_norm_(model.parameters(), 0.5)]
-        else:  # torch's function would see this rank's shards alone
-            norms += [model.clip_grad_norm_(0.5)]
-        norms += [clip_grad_norm_(plain.parameters(), 0.5)]
-        wrong += [api] if any(not torch.allclose(whole(norm), norms[0], **CLOSE) for norm in norms) else []
-        for one in (plain, model):
-            clip_grad_value_(one.parameters(), 1e-3)
-            SGD(one.parameters()).step()
-        wrong += [api] if differing(full(model), full(plain)) else []
-    return wrong
-
-
-def test_R30_gradients_are_clipped_by_norm_and_by_value(ranks):
-    assert ranks.run(2, _clipped) == [[], []]
+# Gradient scalers
 
 
 def _scaled(rank, world_size):

@@ -1,20 +1,15 @@
 """FSDP1 over tensor parallelism: FullyShardedDataParallel around modules whose parameters are DTensors, beside torch's own."""
 
-import dataclasses
-import functools
 import os
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -23,88 +18,11 @@ from crossframe.errors import ReplacedError
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers import scripts
 from tests.on_torch.helpers.scripts import difference, outcomes
+from tests.on_torch.helpers.tensor_parallel import Block, Side, mesh_of
 from torch_backend.recorder import Recorder
 
 THEIRS, OURS = "torch.distributed.fsdp", "torch_backend"
-NAMES = {2: ("dp", "tp"), 3: ("replicate", "dp", "tp")}
 SGD = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
-
-
-class Block(nn.Module):
-    """A norm, which stays plain, ahead of two linears that tensor parallelism cuts, on columns and on rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
-        self.seen: list[str] = []
-
-    def forward(self, x):
-        self.seen = [
-            f"{type(p).__name__} {tuple(p.shape)} {p.dtype}" for p in (self.norm.weight, self.up.weight, self.down.bias)
-        ]
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh over all ranks, made once: its groups take longer to connect than a training step."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
-
-
-@dataclasses.dataclass(frozen=True)
-class Side(scripts.Side):
-    """One of the two implementations of FSDP1, over tensor parallelism on a mesh of this shape."""
-
-    shape: tuple[int, ...]
-
-    def model(
-        self,
-        *,
-        strategy: str = "FULL_SHARD",
-        checkpointed: str = "",
-        frozen: str = "",
-        sequence: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Two blocks and a plain head: each block a unit, the head the root's."""
-        mesh = mesh_of(self.shape)
-        torch.manual_seed(options.pop("seed", 3))
-        model = nn.Sequential(Block(), Block(), nn.Linear(4, 3))
-        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        if sequence:
-            plan = {
-                "norm": SequenceParallel(),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1)),
-            }
-        for i in range(2):
-            parallelize_module(model[i], mesh["tp"], plan)
-        for name, param in model.named_parameters():
-            if frozen and frozen in name:
-                param.requires_grad_(False)
-        if checkpointed == "inside":
-            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-        if "device_mesh" not in options and "process_group" not in options:
-            options["device_mesh"] = mesh["replicate", "dp"] if "HYBRID" in strategy else mesh["dp"]
-        wrapper = self.FullyShardedDataParallel
-        options |= {"sharding_strategy": self.ShardingStrategy[strategy], "device_id": torch.device("cpu")}
-        for i in range(2):
-            model[i] = wrapper(model[i], **options)
-            if checkpointed == "outside":
-                apply_activation_checkpointing(model[i : i + 1], check_fn=lambda module: isinstance(module, wrapper))
-        return wrapper(model, **options)
-
-    def batch(self, step: int) -> torch.Tensor:
-        """One data-parallel rank's inputs."""
-        return torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(10 * step + self.rank // self.shape[-1]))
-
-    def full(self, model: Any, *, with_grads: bool = False) -> dict[str, Any]:
-        """What summon_full_params shows."""
-        with self.FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=with_grads):
-            return {
-                name: [param.detach().clone(), param.grad.clone() if with_grads else None]
-                for name, param in model.named_parameters()
-            }
 
 
 def trained(side: Side, model: Any, *, max_norm: float | None = None, steps: int = 2) -> dict[str, Any]:
@@ -272,41 +190,6 @@ def test_frozen_tensor_parallel_parameters_stay(ranks):
         ]
     for result in ranks.run(4, _frozen, False):
         assert [name for name, same in result.items() if same] == [name for name in result if name.startswith("0.")]
-
-
-def _norms(rank, world_size, strategy, norm_type):
-    """Of ours and torch's the norm, and how far replicated parameters are apart within this rank's tensor parallel group."""
-    found = []
-    for name in (OURS, THEIRS):
-        side = Side(name, rank, world_size, (2, 2))
-        model = side.model(strategy=strategy, use_orig_params=strategy != "NO_SHARD" or name == OURS)
-        model(side.batch(0)).square().mean().backward()
-        if name == OURS:
-            grads = [
-                grad.full_tensor() if isinstance(grad, DTensor) else grad
-                for _, grad in side.full(model, with_grads=True).values()
-            ]
-            whole = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]).double(), norm_type)
-        before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
-        norm = model.clip_grad_norm_(0.1, norm_type)
-        factor = 0.1 / (norm + 1e-6)
-        for old, param in zip(before, model.parameters(), strict=True):
-            assert (param.grad is None) is (old is None)
-            assert old is None or torch.equal(param.grad, old * factor)
-        found.append(norm.item())
-    return whole.item(), *found
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_R30_the_norm_spans_tensor_parallel_ranks(ranks, strategy, norm_type):
-    results = ranks.run(4, _norms, strategy, norm_type)
-    whole, ours = results[0][:2]
-    # A float32 sum of some hundred squares.
-    assert all(result[:2] == (whole, ours) for result in results) and abs(ours - whole) < 1e-5 * whole
-    # torch's is that of one rank's parts, and differs between the ranks that have different ones.
-    theirs = [result[2] for result in results]
-    assert theirs[0] == theirs[2] and theirs[1] == theirs[3] and len(set(theirs)) > (norm_type == 2.0)
 
 
 def _synced(rank, world_size, use_orig_params):

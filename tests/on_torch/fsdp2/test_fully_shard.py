@@ -23,11 +23,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import torch_backend
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers.fully_sharded import (
-    PACKAGES,
     Both,
-    grads,
     hybrid_mesh,
-    inputs,
     linears,
     mesh_of,
     parallel,
@@ -36,7 +33,7 @@ from tests.on_torch.helpers.fully_sharded import (
     values,
 )
 from tests.on_torch.helpers.models import build_net, loss_of
-from tests.on_torch.helpers.scripts import Side, difference, raised
+from tests.on_torch.helpers.scripts import PACKAGES, Side, difference, grads, inputs, raised
 from torch_backend.engine._unit import unit_of
 
 ROOT = Path(__file__).parents[3]

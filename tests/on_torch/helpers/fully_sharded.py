@@ -1,4 +1,4 @@
-"""Models for scripts around fully_shard, torch's and ours."""
+"""Models for scripts that use fully_shard, torch's and ours."""
 
 import functools
 import itertools
@@ -9,19 +9,17 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
 from tests.on_torch.helpers.models import Net, build_net, loss_of, seed_cpu
-from tests.on_torch.helpers.scripts import Side
-
-PACKAGES = ("torch.distributed.fsdp", "torch_backend")
+from tests.on_torch.helpers.scripts import Side, inputs
 
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh over all ranks; made once in each process, because its groups are."""
+    """A mesh over all ranks, made once in each process."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -31,16 +29,11 @@ def hybrid_mesh() -> DeviceMesh:
 
 
 def sharded_net(side: Side, model: Net | None = None, **options: Any) -> Any:
-    """A net of which each block is a unit."""
+    """A net whose blocks are units."""
     model = model or build_net(depth=2)
     for block in model.blocks:
         side.fully_shard(block, **options)
     return side.fully_shard(model, **options)
-
-
-def inputs(side: Side, seed: int = 0, width: int = 4, rows: int = 3) -> Tensor:
-    """One rank's inputs of a model of linears."""
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * seed + side.rank))
 
 
 def linears(*widths: int) -> nn.Sequential:
@@ -57,9 +50,19 @@ def values(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def grads(model: nn.Module) -> list[Any]:
-    """Gradients as they are now; those that accumulate later do not change them."""
-    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+def look(module: nn.Module) -> dict[str, Any]:
+    """Class, shape, dtype and placements of each registered parameter."""
+    return {
+        name: [
+            type(param).__name__,
+            tuple(param.shape),
+            param.stride(),
+            param.dtype,
+            param.requires_grad,
+            [repr(placement) for placement in param.placements] if isinstance(param, DTensor) else None,
+        ]
+        for name, param in module.named_parameters()
+    }
 
 
 def trained(
@@ -81,8 +84,16 @@ def trained(
     return [losses, values(model)]
 
 
+def trained_linears(side: Side, model: nn.Module, steps: int = 2, **options: Any) -> list[Any]:
+    """`trained` for a model of linears."""
+    width = next(model.parameters()).shape[1]
+    return trained(
+        side, model, steps, loss=lambda step: model(inputs(side, step, width)).float().square().mean(), **options
+    )
+
+
 def parallel(side: Side | None, how: str, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """A two-layer perceptron behind a norm, by tensor and data parallelism; without a side as it is."""
+    """Two two-layer perceptrons, each after a norm, by tensor and data parallelism; plain without a side."""
 
     class Perceptron(nn.Module):
         """Widths that two ranks divide."""
@@ -113,7 +124,7 @@ def parallel(side: Side | None, how: str, dtype: torch.dtype, **options: Any) ->
 
 
 class Both(Tensor):
-    """Two tensors that are worked on as one, their sum: gathered as two."""
+    """The sum of two tensors, which are gathered separately."""
 
     @staticmethod
     def __new__(cls, a, b):
@@ -151,13 +162,13 @@ class Both(Tensor):
         return done[0]
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """Both parts travel."""
+        """Gathers both parts."""
         assert isinstance(mesh, DeviceMesh) and isinstance(module, nn.Module)
         asked.append([tuple(outer_size), tuple(outer_stride), type(mp_policy).__name__, mesh.size()])
         return (self.a, self.b), ("meta", 1)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        """They are added."""
+        """Adds the gathered parts."""
         assert metadata == ("meta", 1)
         a, b = all_gather_outputs
         given.append([tuple(a.shape), tuple(b.shape), param_dtype, out is None])

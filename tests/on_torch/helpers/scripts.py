@@ -1,23 +1,28 @@
-"""Scripts run with PyTorch's classes and with ours in the same ranks, and what comes of it compared.
+"""Runs a script with PyTorch's classes and with ours in the same ranks, and compares the results.
 
-A scenario is a function of one side. It returns what a script could see: tensors, names, dtypes, attributes; `raised` and
-`warned` stand for an exception and for warnings. Ours must be equal, bit for bit, and an exception must be caught by whoever
-catches torch's: it has torch's type among its bases.
+A scenario is a function of one side. It returns what a script sees: tensors, names, dtypes, attributes, and exceptions and
+warnings by `raised` and `warned`. Ours must be equal bit for bit. The type of an exception must be torch's or a subclass of it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.on_torch.helpers.models import seed_cpu
+
+PACKAGES = ("torch.distributed.fsdp", "torch_backend")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +40,14 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An exception, as far as it is compared."""
+    """An exception; its text is not compared."""
 
     kind: type
     text: str = dataclasses.field(compare=False)
 
 
 def raised(act: Callable[[], Any]) -> Raised | None:
-    """What `act` raises, if anything."""
+    """The exception that `act` raises, or None."""
     try:
         act()
     except Exception as error:
@@ -51,15 +56,47 @@ def raised(act: Callable[[], Any]) -> Raised | None:
 
 
 def warned(act: Callable[[], Any]) -> list[str]:
-    """The kinds of warnings that `act` gives, but for those of torch that are not about its use."""
+    """The types of warnings that `act` gives, except FutureWarning, which is about torch and not about its use."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         act()
     return sorted({w.category.__name__ for w in caught if w.category is not FutureWarning})
 
 
+@contextlib.contextmanager
+def counting_collectives() -> Iterator[Counter[str]]:
+    """Count all-gathers as "all" and reduce-scatters as "red", by replacing functions of torch.distributed."""
+    counts: Counter[str] = Counter()
+
+    def counting(kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts[kind] += 1
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (
+            "all_gather",  # torch's FSDP1 on the CPU
+            "all_gather_single",
+            "reduce_scatter_single",
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+        ):
+            if hasattr(dist, name):
+                patch.setattr(dist, name, functools.partial(counting, name[:3], getattr(dist, name)))
+        yield counts
+
+
+def inputs(side: Side, seed: int = 0, width: int = 4, rows: int = 3) -> Tensor:
+    """One rank's inputs of a model of linears."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * seed + side.rank))
+
+
+def grads(model: nn.Module) -> list[Any]:
+    """Copies of the gradients, which do not change as later ones accumulate."""
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
 def difference(theirs: Any, ours: Any, at: str = "") -> str:
-    """Where the results of a scenario differ first, or ""."""
+    """The first difference between results of a scenario, or ""."""
     if isinstance(theirs, Raised):
         if isinstance(ours, Raised) and issubclass(ours.kind, theirs.kind):
             return ""
@@ -87,7 +124,7 @@ def difference(theirs: Any, ours: Any, at: str = "") -> str:
 
 
 def _parts(tensor: DTensor) -> dict[str, Any]:
-    """What a DTensor is, without communication."""
+    """The attributes and the local tensor of a DTensor."""
     return {
         "placements": [repr(placement) for placement in tensor.placements],
         "shape": tuple(tensor.shape),
@@ -98,13 +135,13 @@ def _parts(tensor: DTensor) -> dict[str, Any]:
     }
 
 
-@functools.cache  # a mesh works out its ranks anew each time, for a millisecond
+@functools.cache  # DeviceMesh.mesh computes its ranks at each access, which takes a millisecond
 def _mesh_parts(mesh: DeviceMesh) -> list[Any]:
     return [mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist()]
 
 
 def outcomes(scenario: Callable[[Any], Any], sides: Iterable[Side]) -> list[Any]:
-    """What comes of a scenario on each side, each from the same seed; an exception is an outcome too."""
+    """The result of a scenario on each side, from the same seed, or the exception."""
     results = []
     for side in sides:
         seed_cpu(0)
@@ -118,7 +155,7 @@ def outcomes(scenario: Callable[[Any], Any], sides: Iterable[Side]) -> list[Any]
 
 
 def compare(scenario: Callable[[Any], Any], theirs: Side, ours: Side) -> str:
-    """Where the outcomes differ first, or ""; torch's must not be an exception."""
+    """The first difference between the outcomes, or ""; torch must not raise."""
     expected, got = outcomes(scenario, (theirs, ours))
     assert not isinstance(expected, Raised), expected
     return difference(expected, got)

@@ -185,70 +185,7 @@ def test_an_exponential_average_of_pieces_is_that_of_the_parameters(ranks):
     ranks.run(2, _averaged)
 
 
-# Clipping
-
-
-def _norm_of(x: Any) -> float:
-    return float(x.full_tensor() if isinstance(x, DTensor) else x)
-
-
-def _clips(rank: int, world_size: int, kind: str, sizes: tuple[int, ...]) -> None:
-    """Like a plain model on the mean gradient, with as many collectives as the DTensors of fully_shard take."""
-    mesh, full = mesh_of(*sizes), full_tensors(0)
-    for (i, order), (j, foreach) in product(enumerate((1, 2, 3, math.inf)), enumerate((False, True, None))):
-        clipped, unclipped = (full_tensors(1), 0.25), ([1e-3 * grad for grad in full_tensors(2)], 1e9)
-        # One of the two in turn: every pair with an order and with a way occurs.
-        both = (clipped, unclipped) if EXHAUSTIVE in os.environ else ((clipped, unclipped)[(i + j) % 2],)
-        for grads, max_norm in both:
-            plain = [nn.Parameter(value) for value in full]
-            pieces = [nn.Parameter(piece) for piece in pieces_of(kind, full, mesh)]
-            for param, piece, grad, own in zip(plain, pieces, grads, like(pieces, grads), strict=True):
-                param.grad, piece.grad = grad.clone(), own
-                if not grad.numel() and order == math.inf:  # torch has no such norm of an empty tensor
-                    param.grad = None
-            expected = torch.nn.utils.clip_grad_norm_(plain, max_norm, order, foreach=foreach)
-            with CommDebugMode() as seen:
-                found = torch.nn.utils.clip_grad_norm_(
-                    pieces, max_norm, order, error_if_nonfinite=False, foreach=foreach
-                )
-            assert seen.get_total_counts() == 1, (order, foreach, seen.get_comm_counts())
-            assert math.isclose(_norm_of(found), float(expected), rel_tol=1e-14), (order, foreach)
-            for param, piece in zip(plain, pieces, strict=True):
-                if param.grad is not None:
-                    torch.testing.assert_close(piece.grad.full_tensor(), param.grad, rtol=1e-14, atol=0)
-            # gloo's maximum of NaN and a number is either, under DTensors too.
-            for bad in (math.inf,) if order == math.inf else (math.nan, math.inf):
-                if rank % sizes[-1] == sizes[-1] - 1:
-                    pieces[-1].grad.local[-1:].fill_(bad)
-                with pytest.raises(RuntimeError, match="non-finite"):
-                    torch.nn.utils.clip_grad_norm_(pieces, max_norm, order, error_if_nonfinite=True, foreach=foreach)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "kind"),
-    list(product([(2,), (3,), (2, 2)], PIECES))
-    if EXHAUSTIVE in os.environ
-    else [((2,), PIECES[0]), ((3,), PIECES[1]), ((2, 2), PIECES[0])],
-)
-def test_R30_clipping_counts_each_element_once(ranks, kind, sizes):
-    ranks.run(math.prod(sizes), _clips, kind, sizes)
-
-
-def _clips_model(rank: int, world_size: int, layout: str) -> tuple[float, int]:
-    model = shard(build_net(torch.float64), layout)
-    loss_of(model, 0, rank).backward()
-    with CommDebugMode() as seen:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
-    return _norm_of(norm), seen.get_total_counts()
-
-
-def test_R30_clipping_a_model_takes_as_many_collectives_under_each_layout(ranks):
-    plain = build_net(torch.float64)
-    (loss_of(plain, 0, 0) + loss_of(plain, 0, 1)).div(2).backward()
-    expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    for layout in LAYOUTS:
-        for norm, num_collectives in ranks.run(2, _clips_model, layout):
-            assert math.isclose(norm, expected, rel_tol=1e-13) and num_collectives == 1, layout
+# Gradient scalers
 
 
 def _scales(rank: int, world_size: int) -> None:
