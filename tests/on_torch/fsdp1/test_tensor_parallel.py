@@ -21,7 +21,7 @@ from tests.on_torch.helpers.scripts import difference, outcomes
 from tests.on_torch.helpers.tensor_parallel import Block, Side, mesh_of
 from torch_backend.recorder import Recorder
 
-THEIRS, OURS = "torch.distributed.fsdp", "torch_backend"
+THEIRS, OURS = scripts.PACKAGES
 SGD = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
 
 

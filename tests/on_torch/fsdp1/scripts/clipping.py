@@ -3,6 +3,7 @@
 import torch
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.fully_sharded import hybrid_mesh
 from tests.on_torch.helpers.scripts import grads, inputs, raised, warned
 from tests.on_torch.helpers.wrapped import nested
 
@@ -41,5 +42,16 @@ def clipping_gradients_that_stay_in_low_precision(side):
         precision = side.MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=keep)
         model = nested(side, mixed_precision=precision)
         model(inputs(side)).float().square().sum().backward()
+        results += [model.clip_grad_norm_(0.1), grads(model)]
+    return results
+
+
+@scenario("orig", num_ranks=4)
+def clipping_under_hybrid_sharding(side):
+    """The norm counts each of two replicas once."""
+    results = []
+    for name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        model = nested(side, device_mesh=hybrid_mesh(), sharding_strategy=side.ShardingStrategy[name])
+        model(inputs(side)).square().sum().backward()
         results += [model.clip_grad_norm_(0.1), grads(model)]
     return results
