@@ -182,7 +182,14 @@ class Interpreter:
     def call(self, primitive: Any, params: dict[str, Any], args: Sequence[Any], place: Place) -> list[Any]:
         """A primitive's results for arrays, outside all functions."""
         found = self.apply(primitive, params, [self._given(arg) for arg in args], place)
-        arrays = [_placed(value.by_rank[0], value.sharding) for value in found]
+        # What is computed from arrays on a mesh is on the mesh: like an argument of its shape, else on all devices.
+        on_mesh = {np.shape(arg): at for arg in args if (at := _sharding_of(arg)) is not None}
+        replicated = next((NamedSharding(at.mesh, PartitionSpec()) for at in on_mesh.values()), None)
+        arrays = [
+            _placed(array, value.sharding or on_mesh.get(np.shape(array), replicated))
+            for value in found
+            for array in value.by_rank[:1]
+        ]
         self._late |= {id(array): array for array, value in zip(arrays, found, strict=True) if value.late}
         return arrays
 
@@ -346,8 +353,14 @@ class _Frame(Evaluation):
             return self._interpreter.apply(equation.primitive, equation.params, operands, place)
 
 
+def _sharding_of(array: Any) -> NamedSharding | None:
+    """The place of an array on a mesh; None if it is not on one."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    return sharding if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
 def _placed(array: Any, sharding: NamedSharding | None) -> Any:
-    """An array where the program puts it."""
+    """An array at its place on a mesh."""
     if sharding is None or not isinstance(sharding.mesh, Mesh) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array
     return jax.device_put(array, sharding)

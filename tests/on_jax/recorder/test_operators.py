@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from crossframe.operators import Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
 from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
-from jax_backend import Recorder, apply_updates, sharded_optimizer, unshard
+from jax_backend import Recorder, apply_updates, clip_grad_norm, sharded_optimizer, unshard
 from jax_backend.recorder._float64_check import judge
 from jax_backend.recorder._operator_trace import OperatorTrace
 from tests.on_jax.helpers.recorded_loops import sharded_small
@@ -174,16 +174,17 @@ def test_an_inexact_equation_is_outside_its_bound():
 
 
 def test_a_loop_outside_of_jit_keeps_its_shards(tmp_path, monkeypatch):
-    """While a step is traced, too: `update` and `unshard` need the mesh of the gradients."""
+    """While a step is traced, too: `update` and `unshard` need the mesh of their arguments."""
     request = Request(str(tmp_path), 0, 0, UPDATE, "")
     monkeypatch.setenv(*next(iter(request.to_environment().items())))
     optimizer, params = sharded_optimizer(optax.sgd(0.1)), sharded_small()
     batch, state = small_batch(8), optimizer.init(params)
     with pytest.raises(SystemExit), Recorder(tmp_path / "run", params) as recorder:
         result = recorder.value_and_grad(small_loss)(params, batch)
-        updates, state = optimizer.update(result.grads, state, params)
+        clipped, _ = clip_grad_norm(result.grads, 1.0)
+        updates, state = optimizer.update(clipped, state, params)
         params = apply_updates(params, updates)
-        unshard(result.grads)
+        unshard(params)
         recorder.step(params=params, grads=result.grads, loss=result.losses, opt_state=state, batch=batch)
     names = {op.name for op in Trace.read(tmp_path / TRACE_NAME).operators}
     assert {"jax.mul", "jax.add"} <= names
