@@ -9,21 +9,21 @@ from crossframe.layout import Layout
 from crossframe.shown import shown
 
 
-class Truth(Enum):
+class AuthoritativeStorage(Enum):
     """The authoritative storage, which a step updates: the shards, or that of the full parameters if nothing is sharded."""
 
     SHARDS = "shards"
-    FULL_STORAGE = "full storage"
+    FULL = "full storage"
 
 
-def authoritative(layout: Layout, *, moved: bool = False) -> Truth:
+def authoritative_storage(layout: Layout, *, moved: bool = False) -> AuthoritativeStorage:
     """The authoritative storage of a bucket: that of the full parameters if nothing is sharded, otherwise the shards (R14, R20).
 
     Args:
         layout: layout of the bucket.
         moved: whether the shard is on another device than the one that computes.
     """
-    return Truth.SHARDS if layout.world_size > 1 or moved else Truth.FULL_STORAGE
+    return AuthoritativeStorage.SHARDS if layout.world_size > 1 or moved else AuthoritativeStorage.FULL
 
 
 def shard_is_full(layout: Layout, *, cast: bool = False, moved: bool = False) -> bool:
@@ -79,12 +79,12 @@ class UnshardRequest:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}: expected True or False, got {shown(getattr(self, name))}")
 
-    def check(self, *, keeps_original: bool, truth: Truth = Truth.SHARDS) -> None:
+    def check(self, *, keeps_original: bool, authoritative: AuthoritativeStorage = AuthoritativeStorage.SHARDS) -> None:
         """Raise UnsupportedError for an unsupported combination of options.
 
         Args:
             keeps_original: whether the unit keeps its original parameters (`use_orig_params=True`, or FSDP2).
-            truth: the authoritative storage of the unit.
+            authoritative: the authoritative storage of the unit.
         """
         if self.writeback and self.rank0_only:
             raise UnsupportedError(
@@ -101,7 +101,7 @@ class UnshardRequest:
                 "with_grads=True with offload_to_cpu=True: a parameter and its gradient must be on one device; "
                 "pass offload_to_cpu=False, or copy the gradients inside the context"
             )
-        if self.offload_to_cpu and truth is Truth.FULL_STORAGE:
+        if self.offload_to_cpu and authoritative is AuthoritativeStorage.FULL:
             raise UnsupportedError(
                 "offload_to_cpu=True where nothing is sharded (NO_SHARD): the full parameters are the only copy; "
                 "pass offload_to_cpu=False, and copy them inside the context"
@@ -135,9 +135,9 @@ class UnshardRequest:
         }
         return tuple(step for step in ExitStep if asked[step])
 
-    def persists(self, truth: Truth = Truth.SHARDS) -> bool:
+    def persists(self, authoritative: AuthoritativeStorage = AuthoritativeStorage.SHARDS) -> bool:
         """Whether edits persist: with `writeback`, and always if the full parameters are the authoritative storage (R20)."""
-        return self.writeback or truth is Truth.FULL_STORAGE
+        return self.writeback or authoritative is AuthoritativeStorage.FULL
 
 
 def shows_grad(present: Iterable[bool]) -> bool:

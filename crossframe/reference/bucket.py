@@ -15,7 +15,7 @@ from crossframe.reduction import Missing, ReductionStep, factors_of, missing_gra
 from crossframe.reference.collectives import all_gather, over_groups
 from crossframe.reference.optim import Optimizer, State
 from crossframe.reference.unit import Params, ReferenceUnit
-from crossframe.unshard import ExitStep, Truth, authoritative, shard_is_full, shows_grad
+from crossframe.unshard import AuthoritativeStorage, ExitStep, authoritative_storage, shard_is_full, shows_grad
 
 Grads = dict[str, np.ndarray]
 
@@ -60,9 +60,9 @@ class LiveBucket:
         self.steps: list[dict[str, int]] = [{} for _ in ranks]
 
     @property
-    def truth(self) -> Truth:
+    def authoritative(self) -> AuthoritativeStorage:
         """The authoritative storage of parameters in the stored dtype."""
-        return authoritative(self.layout)
+        return authoritative_storage(self.layout)
 
     @property
     def full_is_truth(self) -> bool:
@@ -79,7 +79,9 @@ class LiveBucket:
         """
         self.full_layout = self.layout
         cast = dtype != self.precision.stored
-        if shard_is_full(self.layout, cast=cast) or (shown and self.truth is Truth.FULL_STORAGE and not cast):
+        if shard_is_full(self.layout, cast=cast) or (
+            shown and self.authoritative is AuthoritativeStorage.FULL and not cast
+        ):
             self.full = list(self.unit.shards)
         else:
             self.full = list(self.unit.gather([shard.astype(numpy_dtype(dtype)) for shard in self.unit.shards]))
@@ -202,7 +204,7 @@ class LiveBucket:
             return None
         zeros = np.zeros(self.layout.padded_shard_numel, numpy_dtype(self.precision.kept))
         present = [zeros.copy() if grad is None else grad for grad in self.sharded_grads]
-        return present if self.truth is Truth.FULL_STORAGE else self.unit.gather(present)
+        return present if self.authoritative is AuthoritativeStorage.FULL else self.unit.gather(present)
 
     def full_grads(self) -> Grads:
         """Copies of the full reduced gradients by name, without parameters that have none on any rank."""

@@ -228,7 +228,7 @@ class LiveUnit:
     def check_summon(self, request: UnshardRequest) -> None:
         """Raise the errors of `summon`."""
         for bucket in self.buckets:
-            request.check(keeps_original=keeps_original(bucket.layout), truth=bucket.truth)
+            request.check(keeps_original=keeps_original(bucket.layout), authoritative=bucket.authoritative)
         for step in self.steps:
             step.check_summon()
 

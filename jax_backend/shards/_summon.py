@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from crossframe.errors import ReplacedError, StateError, UnitError, UsageError
 from crossframe.lifecycle import Exposure, Move, Residency, UnitState
 from crossframe.shown import shown
-from crossframe.unshard import Truth, UnshardRequest, authoritative
+from crossframe.unshard import AuthoritativeStorage, UnshardRequest, authoritative_storage
 from jax_backend.mesh._device_mesh import device_of, mesh_spec
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
@@ -116,9 +116,9 @@ def summon_full_params(
     buckets = [bucket for bucket in before.tree.buckets if bucket.unit in units]
     mesh = mesh_of(before)
     # The same for all buckets, since they have one mesh.
-    truth = next((authoritative(bucket.layout) for bucket in buckets), Truth.SHARDS)
+    authoritative = next((authoritative_storage(bucket.layout) for bucket in buckets), AuthoritativeStorage.SHARDS)
     for bucket in buckets:
-        request.check(keeps_original=getattr(bucket.layout, "keep_original", True), truth=truth)
+        request.check(keeps_original=getattr(bucket.layout, "keep_original", True), authoritative=authoritative)
     check_there(before, buckets)
     _check_grads(before, with_grads, grads)
     if request.warning and jax.process_count() > 1:  # the ranks of one process see one copy
@@ -140,7 +140,7 @@ def summon_full_params(
             del _OPEN[each]
         edited, edited_grads = (holder.read(summoned.module) if holder else summoned.params), summoned.grads
         summoned.params = summoned.grads = summoned.module = None
-        if request.persists(truth):
+        if request.persists(authoritative):
             written_params = show.persist(before, buckets, old, edited, "parameter")
             if grads is not None:
                 summoned.sharded_grads = show.persist(grads, buckets, old_grads, edited_grads, "gradient of parameter")

@@ -14,7 +14,7 @@ from crossframe.layout import FlatLayout, Layout, reduced_layout
 from crossframe.precision import PrecisionPolicy
 from crossframe.reduction import Missing, missing_grad
 from crossframe.trace import FREE, RESHARD_TO_GROUP, Event
-from crossframe.unshard import Truth, UnshardRequest, authoritative, shows_grad
+from crossframe.unshard import AuthoritativeStorage, UnshardRequest, authoritative_storage, shows_grad
 from crossframe.writeback import check_full
 from torch_backend.compat._dtypes import dtype_name, torch_dtype
 from torch_backend.engine._unused_params import Unused
@@ -105,9 +105,9 @@ class Bucket:
         self.grads = grads
 
     @property
-    def truth(self) -> Truth:
+    def authoritative(self) -> AuthoritativeStorage:
         """The device of the full-precision parameters that a user sees."""
-        return authoritative(self.layout, moved=self.offloaded)
+        return authoritative_storage(self.layout, moved=self.offloaded)
 
     @property
     def device(self) -> torch.device:
@@ -306,7 +306,7 @@ class Bucket:
     def _gather_grads(self, unit: str) -> list[Tensor | None]:
         """Full gradients in the layout's order; None if no rank has one. Missing gradients of single ranks are zeros (R22)."""
         own = self.registrar.grads()
-        if self.truth is Truth.FULL_STORAGE:
+        if self.authoritative is AuthoritativeStorage.FULL:
             return own
         has = torch.tensor([grad is not None for grad in own], dtype=torch.uint8, device=self.device)
         shown = [shows_grad(ranks) for ranks in self.mesh.shards.gather_all(has).T.tolist()]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from crossframe.errors import UsageError
 from crossframe.state import FSDP_WRAPPED, without_parts
-from crossframe.unshard import Truth, UnshardRequest
+from crossframe.unshard import AuthoritativeStorage, UnshardRequest
 from torch_backend.engine._unit import unit_of
 from torch_backend.engine._unshard import summon_on_first, summon_units
 
@@ -45,8 +45,10 @@ class Summonable(nn.Module):
         request = UnshardRequest(writeback, rank0_only, offload_to_cpu, with_grads)
         wrappers = _summonable(module, recurse)
         for wrapper in wrappers:
-            truth = next((bucket.truth for bucket in unit_of(wrapper).buckets), Truth.SHARDS)
-            request.check(keeps_original=wrapper._use_orig_params, truth=truth)
+            authoritative = next(
+                (bucket.authoritative for bucket in unit_of(wrapper).buckets), AuthoritativeStorage.SHARDS
+            )
+            request.check(keeps_original=wrapper._use_orig_params, authoritative=authoritative)
         with summon_units([unit_of(wrapper) for wrapper in wrappers], request):
             yield
 

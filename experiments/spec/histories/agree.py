@@ -30,7 +30,7 @@ def check_memory(unit: LiveUnit, model: Simple, rank: int, padding: bytes) -> No
     shard = bucket.unit.shards[rank]
     whole = ((bucket.layout.padded_shard_numel,), numpy_dtype(model.precision.stored))
     equal(whole, (shard.shape, shard.dtype), f"{here}: its shard")
-    pieces = _pieces(bucket.layout, index, model.truth[replica])
+    pieces = _pieces(bucket.layout, index, model.authoritative[replica])
     same(pieces, bucket.unit.pieces(shard, rank), model.precision.stored, f"{here}: its shard")
     if padding_of(bucket.layout, shard, index) != padding:
         raise Disagreement(f"{here}: padding of the shard was written")

@@ -81,8 +81,8 @@ class Pair:
         self.models: dict[str, Simple] = {}
         for unit in units:
             names = [spec.name for spec in unit.buckets[0].layout.params]
-            truth = [{name: params[name].copy() for name in names} for _ in range(mesh.replicate)]
-            self.models[unit.name] = Simple(unit, mesh, unit.api, LR, truth)
+            authoritative = [{name: params[name].copy() for name in names} for _ in range(mesh.replicate)]
+            self.models[unit.name] = Simple(unit, mesh, unit.api, LR, authoritative)
         for unit in self.world.units.values():
             self._record(unit)
             self._poison(unit, unit.buckets[0].unit.shards)
@@ -319,7 +319,7 @@ class Pair:
     def _used(self, unit: LiveUnit, rank: int, params: Params, operation: str) -> Full:
         """A forward or backward computes with what the model expects, in the dtype of compute."""
         model = replace(self.models[unit.name])
-        model.truth, model.copy = self.models[unit.name].truth, list(self.models[unit.name].copy)
+        model.authoritative, model.copy = self.models[unit.name].authoritative, list(self.models[unit.name].copy)
         model.unshard()
         same(model.full(rank), params, model.precision.gathered, f"rank {rank} computes with")
         if operation.startswith("meddle") and rank == 0:
@@ -386,5 +386,5 @@ class Pair:
 
 MEMORY = ("full", "parts", "grads", "partials", "under_way", "sharded_grads", "reached", "shown_grads", "shown_names",
           "optimizer_state", "steps")  # fmt: skip
-REMEMBERED = ("truth", "memory", "stale", "shows", "copy", "aliased", "waiting", "mean", "reached", "shown", "request",
+REMEMBERED = ("authoritative", "memory", "stale", "shows", "copy", "aliased", "waiting", "mean", "reached", "shown", "request",
               "before")  # fmt: skip

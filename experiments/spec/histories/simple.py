@@ -35,12 +35,12 @@ class Simple:
     """A unit of one bucket. Lists have one entry a rank, or, where it says so, one a replica.
 
     Attributes:
-        truth: by replica, the parameters.
+        authoritative: by replica, the parameters.
         memory: "shard", "part" or "full".
-        stale: what was gathered is older than the truth.
+        stale: what was gathered is older than the authoritative storage.
         shows: "shards", "full" or "summoned".
         copy: what was gathered, with the user's edits of it; unused where `aliased`.
-        aliased: what was gathered is the truth itself.
+        aliased: what was gathered is the authoritative storage itself.
         waiting: full gradients that are not reduced.
         mean: by replica, the reduced gradients; zeros where a rank has none.
         reached: of which parameters a rank has a reduced gradient.
@@ -51,7 +51,7 @@ class Simple:
     mesh: MeshSpec
     api: Api
     lr: float
-    truth: list[Full]
+    authoritative: list[Full]
     memory: str = "shard"
     stale: bool = False
     shows: str = "shards"
@@ -92,7 +92,7 @@ class Simple:
 
     def full(self, rank: int) -> Full:
         """The full parameters that the rank has in memory."""
-        return self.truth[self.where(rank)[0]] if self.aliased else self.copy[rank]
+        return self.authoritative[self.where(rank)[0]] if self.aliased else self.copy[rank]
 
     # What is refused
 
@@ -133,7 +133,7 @@ class Simple:
     # What is done
 
     def gather(self, dtype: str) -> None:
-        """Full parameters in memory: those of the truth, or, from a reshard group, those that it kept."""
+        """Full parameters in memory: those of the authoritative storage, or, from a reshard group, those that it kept."""
         if self.memory == "part" and not self.stale:
             kept, size = self.copy, int(self.group)
             merged = [{name: kept[rank][name].copy() for name in self.names} for rank in self.ranks]
@@ -145,7 +145,10 @@ class Simple:
         else:
             self.aliased = self.mesh.shard == 1 and dtype == self.precision.stored
             self.copy = [
-                {name: value.astype(numpy_dtype(dtype)) for name, value in self.truth[self.where(rank)[0]].items()}
+                {
+                    name: value.astype(numpy_dtype(dtype))
+                    for name, value in self.authoritative[self.where(rank)[0]].items()
+                }
                 for rank in self.ranks
             ]
         self.memory, self.stale = "full", False
@@ -209,7 +212,7 @@ class Simple:
         """No gradients at all."""
         kept = numpy_dtype(self.precision.kept)
         self.waiting = [{} for _ in self.ranks]
-        self.mean = [{name: np.zeros(value.shape, kept) for name, value in full.items()} for full in self.truth]
+        self.mean = [{name: np.zeros(value.shape, kept) for name, value in full.items()} for full in self.authoritative]
         self.reached = [set() for _ in self.ranks]
         self.shown = [None for _ in self.ranks]
 
@@ -219,7 +222,7 @@ class Simple:
         self.forget()
 
     def edited(self) -> None:
-        """The truth was written."""
+        """The authoritative storage was written."""
         self.shows = "shards"
         self.stale = self.memory != "shard" and not self.aliased
 
@@ -228,7 +231,7 @@ class Simple:
         if self.shows != "summoned":
             self.edited()
         replica, index = self.where(rank)
-        self.truth[replica][self.names[0]][self.owner[self.names[0]] == index] = value
+        self.authoritative[replica][self.names[0]][self.owner[self.names[0]] == index] = value
 
     def edit_full(self, rank: int, value: float) -> None:
         """A rank writes a value into the full first parameter that it is shown."""
@@ -250,7 +253,7 @@ class Simple:
         for rank in self.ranks:
             replica, index = self.where(rank)
             for name in self.reached[rank]:
-                param, mean = self.truth[replica][name], self.mean[replica][name]
+                param, mean = self.authoritative[replica][name], self.mean[replica][name]
                 own = self.owner[name] == index
                 param[own] -= param.dtype.type(self.lr) * mean[own].astype(param.dtype)
         self.zero_grad(self.ranks)
@@ -270,7 +273,7 @@ class Simple:
         """The end of that: slices go back, and memory returns to what it was."""
         for rank in self.ranks if self.request.writeback else ():
             replica, index = self.where(rank)
-            _take(self.truth[replica], self.full(rank), self.owner, index)
+            _take(self.authoritative[replica], self.full(rank), self.owner, index)
             if self.reached[rank]:
                 _take(self.mean[replica], self.shown[rank] or {}, self.owner, index)
         self.shown = [None for _ in self.ranks]

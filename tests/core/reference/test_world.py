@@ -147,12 +147,12 @@ def exactly(case: Case, optimizer: Optimizer, *, divide_factor: float | None = N
 def assert_home(world: World) -> None:
     """Every unit is at its shards, and nothing of a step is left."""
     for unit in world.units.values():
-        truth_is_full = world.mesh.shard == 1 and not unit.buckets[0].precision.is_mixed
+        authoritative_is_full = world.mesh.shard == 1 and not unit.buckets[0].precision.is_mixed
         for state in unit.states:
             assert replace(state, residency=Residency.SHARD) == UnitState()
-            assert state.residency is Residency.SHARD or truth_is_full
+            assert state.residency is Residency.SHARD or authoritative_is_full
         for bucket in unit.buckets:
-            assert truth_is_full or set(map(type, bucket.full + bucket.parts)) == {type(None)}
+            assert authoritative_is_full or set(map(type, bucket.full + bucket.parts)) == {type(None)}
             assert not any(bucket.grads) and bucket.partials is None and not bucket.under_way
             assert set(map(type, bucket.sharded_grads)) == {type(None)} and not any(bucket.reached)
 

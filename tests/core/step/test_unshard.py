@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from crossframe.errors import CrossframeError, UnsupportedError, UsageError
-from crossframe.unshard import ExitStep, Truth, UnshardRequest, shows_grad
+from crossframe.unshard import AuthoritativeStorage, ExitStep, UnshardRequest, shows_grad
 
 EVERY = list(itertools.product([False, True], repeat=4))
 
@@ -34,15 +34,17 @@ def test_R19_every_rank_sees_full_parameters_or_rank_0_alone():
     assert [only.visible(rank) for rank in range(3)] == [True, False, False]
 
 
-@pytest.mark.parametrize(("truth", "offload"), list(itertools.product(Truth, [False, True])))
-def test_R23_offload_is_refused_beside_gradients_and_where_the_full_parameters_are_the_only_copy(truth, offload):
+@pytest.mark.parametrize(("authoritative", "offload"), list(itertools.product(AuthoritativeStorage, [False, True])))
+def test_R23_offload_is_refused_beside_gradients_and_where_the_full_parameters_are_the_only_copy(
+    authoritative, offload
+):
     for with_grads in (False, True):
         request = UnshardRequest(offload_to_cpu=offload, with_grads=with_grads)
-        if offload and (with_grads or truth is Truth.FULL_STORAGE):
+        if offload and (with_grads or authoritative is AuthoritativeStorage.FULL):
             with pytest.raises(UnsupportedError, match=r"offload_to_cpu=True.*; pass|offload_to_cpu=True where"):
-                request.check(keeps_original=True, truth=truth)
+                request.check(keeps_original=True, authoritative=authoritative)
         else:
-            request.check(keeps_original=True, truth=truth)
+            request.check(keeps_original=True, authoritative=authoritative)
 
 
 @pytest.mark.parametrize("flags", EVERY)
@@ -63,9 +65,9 @@ def test_a_copy_on_every_rank_is_warned_of():
 
 
 def test_R20_edits_remain_with_writeback_and_where_the_storage_is_the_truth():
-    for writeback, truth in itertools.product([False, True], Truth):
-        remains = writeback or truth is Truth.FULL_STORAGE
-        assert UnshardRequest(writeback=writeback).persists(truth) == remains
+    for writeback, authoritative in itertools.product([False, True], AuthoritativeStorage):
+        remains = writeback or authoritative is AuthoritativeStorage.FULL
+        assert UnshardRequest(writeback=writeback).persists(authoritative) == remains
 
 
 def test_R22_a_gradient_is_shown_where_any_rank_has_one():

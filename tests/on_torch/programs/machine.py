@@ -43,7 +43,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.reference import SGD, World
 from crossframe.reference.live import LiveUnit
 from crossframe.strategy import Strategy
-from crossframe.unshard import Truth, UnshardRequest
+from crossframe.unshard import AuthoritativeStorage, UnshardRequest
 from tests.on_torch.helpers.trees import written
 from tests.ranks import Ranks, started_ranks
 
@@ -66,7 +66,7 @@ EXPLAINED = {
     "clipping brings all units back to their shards, and drops full gradients that wait.",
     "shows own gradients": "R22: where nothing is sharded the gradients are the parameters' own: shown with or without "
     "with_grads, and None where this rank has none.",
-    "replaces the only copy": "R20: without writeback a write into a parameter that is the truth itself persists, but not "
+    "replaces the only copy": "R20: without writeback a write into a parameter that is the authoritative storage persists, but not "
     "`.data = ...`, which is no write into it.",
     "asks its shard group": "R22: whether any rank has a gradient is asked of the ranks of the shard group that hold any of the "
     "parameter; the others have none in any case.",
@@ -935,7 +935,7 @@ class Expected:
     # What there is to see
 
     def _owns_all(self, live: LiveUnit) -> bool:
-        return live.buckets[0].truth is Truth.FULL_STORAGE
+        return live.buckets[0].authoritative is AuthoritativeStorage.FULL
 
     def _shown_grads(self, live: LiveUnit, rank: int) -> dict[str, np.ndarray]:
         """Full gradients that a rank's user is shown; the rank sees full parameters."""
