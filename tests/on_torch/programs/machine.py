@@ -66,8 +66,8 @@ EXPLAINED = {
     "clipping brings all units back to their shards, and drops full gradients that wait.",
     "shows own gradients": "R22: where nothing is sharded the gradients are the parameters' own: shown with or without "
     "with_grads, and None where this rank has none.",
-    "replaces the only copy": "R20: without writeback a write into a parameter that is the authoritative storage persists, but not "
-    "`.data = ...`, which is no write into it.",
+    "replaces the only copy": "R20: without writeback a write into a parameter that is the authoritative storage persists, "
+    "but not `.data = ...`, which is no write into it.",
     "asks its shard group": "R22: whether any rank has a gradient is asked of the ranks of the shard group that hold any of the "
     "parameter; the others have none in any case.",
     "one gradient of a unit": "R22: a user may take one parameter's gradient away on one rank; the reference knows a rank's "

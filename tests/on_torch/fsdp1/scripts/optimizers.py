@@ -10,7 +10,7 @@ from tests.on_torch.helpers.scripts import grads, inputs, raised
 from tests.on_torch.helpers.wrapped import OneRankGroup, nested
 
 
-@scenario()
+@scenario("orig")
 def two_groups_of_parameters(side):
     """Biases without weight decay, chosen by name."""
     model = nested(side)

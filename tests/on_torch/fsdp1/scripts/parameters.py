@@ -10,7 +10,7 @@ from tests.on_torch.helpers.scripts import grads, inputs, raised
 from tests.on_torch.helpers.wrapped import CPU, nested, trained
 
 
-@scenario()
+@scenario("orig")
 def names_and_shapes_inside_forward(side):
     seen = []
 
@@ -83,7 +83,7 @@ def requires_grad_is_set_on_the_wrapper(side):
     return [results, trained(side, model)]
 
 
-@scenario()
+@scenario("orig")
 def data_and_gradients_are_replaced(side):
     """`param.data` or `param.grad` replaced by another tensor."""
     if not side.use_orig_params:
@@ -110,7 +110,7 @@ def data_and_gradients_are_replaced(side):
     return results
 
 
-@scenario()
+@scenario("orig")
 def a_parameter_is_replaced(side):
     """A parameter with a gradient is replaced by one without."""
     if not side.use_orig_params:
@@ -124,7 +124,7 @@ def a_parameter_is_replaced(side):
     return [output.detach(), side.full(model), grads(model)]
 
 
-@scenario()
+@scenario("orig")
 def data_of_a_wrong_shape_is_refused(side):
     if not side.use_orig_params:
         return []
