@@ -39,6 +39,7 @@ from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.walk import walk
 from crossframe.verdict.precision import describe_precisions
 from crossframe.verdict.result import PairVerdict
+from crossframe.verdict.unused_values import UnusedValues
 
 
 def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequence[Recording] = ()) -> PairVerdict:
@@ -58,6 +59,9 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     coarser run are used (`crossframe.verdict.precision`).
 
     If a recording has perturbed runs, they measure the bounds in every dtype (`crossframe.verdict.envelope`).
+
+    Activations outside their bounds are no bug if they differ only in rows from which nothing follows
+    (`crossframe.verdict.unused_values`).
 
     If both recordings are known to be of the same deterministic program, a difference within bounds is a different computation,
     not rounding (`crossframe.verdict.bits`). It is located at the first quantity that differs in bits.
@@ -88,15 +92,19 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     dtype = pair.dtype
     envelope = Envelope.of(pair)
     pair.noise = envelope.noise if envelope else ()
-    findings = Findings()
+    findings, unused = Findings(), UnusedValues()
     island = None
     for group in walk(pair):
         if envelope:
-            findings.add(_caused(pair, envelope.judge(group)), group)
-            continue
-        if island is None and pair.coarser is None and (island := island_at(group, dtype)) is not None:
-            pair.rounds_in = island.dtype
-        findings.add([judge(island.judged(quantity) if island else quantity) for quantity in group], group)
+            judged = _caused(pair, envelope.judge(group))
+        else:
+            if island is None and pair.coarser is None and (island := island_at(group, dtype)) is not None:
+                pair.rounds_in = island.dtype
+            judged = [judge(island.judged(quantity) if island else quantity) for quantity in group]
+        findings.add(judged, group)
+        unused.add(judged)
+    if (without_use := unused.describe()) is not None:
+        findings.set_aside()
     first = findings.first
     bits = bits_of(pair, findings.in_bits.quantity, repeats) if findings.in_bits else None
     where = diagnosis = None
@@ -174,7 +182,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         parted=findings.entry_for(first),
         bits=bits and describe_bits(bits, findings),
         directions=directions,
-        notes=tuple(_notes(pair, names)),
+        notes=(*([without_use] if without_use else []), *_notes(pair, names)),
     )
 
 

@@ -1,0 +1,125 @@
+"""Finds activations that differ in rows that nothing uses, such as padded positions that attention masks and the loss leaves out.
+
+Kernels and formulas may give any value there: one attention kernel returns zeros for a row that sees no key, another one the mean of
+all values. Such a difference is large and appears at once, as a bug does, but it has no consequence. It is set aside only if
+
+- every activation outside its bound differs in some rows (vectors along its last dim), and all of its other rows agree;
+- everything else, at all compared steps, is within its bound: losses, gradients, their norm, optimizer state and parameters; and
+- at each of these steps the bounds of the loss, and of all gradients taken together, are at most 1 / `VISIBLE` of each difference.
+
+The last condition is the power of the others. In a loss that depends on the rows that differ even with one `VISIBLE`-th of the weight of
+the others, the difference would exceed a bound. Bounds of bfloat16 and float16 are never as tight, so nothing is set aside there.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE
+from crossframe.verdict.measure.judge import Judgement
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity, finite
+
+VISIBLE = 1000.0
+"""How many times the bounds of what could follow from it a difference must be."""
+
+
+@dataclass
+class _Step:
+    """What was judged at one step.
+
+    Attributes:
+        smallest: the smallest difference of an activation outside its bound.
+        loss: the largest bound of a loss, relative to the loss.
+        squares: of all gradients, the sums of the squares of their limits and of their norms.
+    """
+
+    smallest: float = math.inf
+    loss: float = math.inf
+    squares: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    @property
+    def visible(self) -> bool:
+        """Whether a consequence of the smallest difference would exceed a bound."""
+        limits, norms = self.squares
+        if not norms:
+            return False
+        return self.smallest >= VISIBLE * max(self.loss, math.sqrt(limits / norms))
+
+
+class UnusedValues:
+    """The activations of one comparison that are outside their bounds, and what could follow from them."""
+
+    def __init__(self) -> None:
+        self._first: Judgement | None = None
+        self._num_activations = 0
+        self._largest_share = 0.0
+        self._has_consequence = False
+        self._steps: defaultdict[int, _Step] = defaultdict(_Step)
+
+    def add(self, group: Sequence[Judgement]) -> None:
+        """Add the judgements of the next group in causal order."""
+        q = group[0].quantity
+        if any(each.beyond for each in group):
+            self._add_beyond(group)
+        step = self._steps[q.step]
+        if q.kind == FORWARD:
+            step.loss = max(each.quantity.bound or 0.0 for each in group)
+        elif q.kind in (BACKWARD, REDUCE):
+            for each in group:
+                limit = (each.quantity.bound or 0.0) * each.quantity.scale
+                if math.isfinite(limit):
+                    step.squares[0] += limit**2
+                    step.squares[1] += each.quantity.norms[0] ** 2
+
+    def _add_beyond(self, group: Sequence[Judgement]) -> None:
+        beyond = [each for each in group if each.beyond]
+        shares = [_differing_share(each) for each in beyond]
+        if any(share is None for share in shares):
+            self._has_consequence = True
+            return
+        self._first = self._first or max(beyond, key=lambda each: each.difference)
+        self._num_activations += 1
+        self._largest_share = max(self._largest_share, *(share for share in shares if share is not None))
+        step = self._steps[beyond[0].quantity.step]
+        step.smallest = min(step.smallest, *(each.difference for each in beyond))
+
+    def describe(self) -> str | None:
+        """The values that nothing uses as a sentence; None if nothing differs, or if anything may follow from it."""
+        if self._first is None or self._has_consequence:
+            return None
+        if not all(step.visible for step in self._steps.values() if step.smallest < math.inf):
+            return None
+        q, also = self._first.quantity, self._num_activations - 1
+        where = f" on rank {q.rank}" if q.rank is not None else ""
+        more = f", and {also} more activation{'s' if also > 1 else ''} after it" if also else ""
+        return (
+            f"values that nothing uses differ, such as those of padded positions: at step {q.step} the {q.name} (microbatch "
+            f"{q.microbatch}){where} by {self._first.difference:.1e}{more}, in at most {100 * self._largest_share:.0f} % of the "
+            f"rows; all other rows, the losses, gradients and parameters agree within bounds that are {VISIBLE:g} times smaller"
+        )
+
+
+def _differing_share(judgement: Judgement) -> float | None:
+    """The share of an activation's rows that differ; None if all rows do, or if it is no activation of finite elements.
+
+    A row differs if norm(a - b) over it exceeds limit / sqrt(number of rows): without any, the norm over all rows would be within the
+    limit.
+    """
+    q = judgement.quantity
+    if q.kind != ACTIVATION or q.sketched or judgement.one_sided or judgement.both_not_finite or q.bound is None:
+        return None
+    apart = _row_norms(q)
+    if apart is None:
+        return None
+    differs = apart > q.bound * q.scale / math.sqrt(apart.size)
+    return float(differs.mean()) if not differs.all() else None
+
+
+def _row_norms(q: Quantity) -> np.ndarray | None:
+    """norm(a - b) of each row; None without rows."""
+    if q.a.ndim < 2 or not q.a.size or q.a.shape != q.b.shape:
+        return None
+    return np.linalg.norm((finite(q.a) - finite(q.b)).reshape(-1, q.a.shape[-1]), axis=1)

@@ -1,0 +1,63 @@
+"""Activations that differ in rows from which nothing follows, and faults that look alike."""
+
+import pytest
+
+from crossframe.recording.lines import perturbed_run_folder
+from crossframe.verdict import Verdict, compare
+from tests.core.helpers import synthetic
+from tests.core.helpers.synthetic import jitter, only
+
+
+def rows(size, some=slice(2, 3)):
+    """Changes rows of the output of 'block' on rank 1."""
+
+    def change(phase, step, rank, name, array):
+        if (phase, rank, name) == ("output", 1, "block"):
+            array[some] += size
+        return array
+
+    return change
+
+
+def versus(tmp_path, *tampers, dtype="float64", perturbed=0):
+    made = [synthetic.manifest(dtype=dtype, framework=framework) for framework in ("torch", "jax")]
+    a = synthetic.record(tmp_path / "a", made[0])
+    noise = {"float64": 1e-15, "float32": 1e-7, "bfloat16": 4e-3}[dtype]
+    for number in range(1, perturbed + 1):
+        synthetic.record(tmp_path / "a" / perturbed_run_folder(number), made[0], tamper=jitter(number, noise))
+    return compare(a, synthetic.record(tmp_path / "b", made[1], tamper=synthetic.both(jitter(9, noise), *tampers)))
+
+
+@pytest.mark.parametrize(("dtype", "perturbed"), [("float64", 0), ("float64", 4), ("float32", 4)])
+def test_rows_without_consequence_are_a_note(tmp_path, dtype, perturbed):
+    found = versus(tmp_path, rows(1.0), dtype=dtype, perturbed=perturbed)
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    assert found.first_divergence is None and not any(each.beyond for each in found.judged)
+    assert found.notes[0].startswith("values that nothing uses differ")
+    assert "the output of block (microbatch 0) on rank 1 by " in found.notes[0]
+    assert "in at most 33 % of the rows" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    "consequence",
+    [
+        pytest.param(only("forward", "", lambda loss: loss * (1 + 1e-8)), id="loss"),
+        pytest.param(only("backward", "embed", lambda grad: grad * (1 + 1e-8)), id="local gradient"),
+        pytest.param(only("reduce", "block.w", lambda grad: grad * (1 + 1e-8)), id="reduced gradient"),
+        pytest.param(only("update", "bias", lambda value: value + 1e-8), id="parameter"),
+        pytest.param(rows(1.0, slice(None)), id="all rows"),
+    ],
+)
+def test_rows_with_a_consequence_are_a_bug(tmp_path, consequence):
+    found = versus(tmp_path, rows(1.0), consequence)
+    assert found.verdict is Verdict.BUG
+    assert (found.first_divergence.event, found.first_divergence.module) == ("output", "block")
+    assert not found.notes
+
+
+def test_a_difference_that_could_hide_in_rounding_is_not_set_aside(tmp_path):
+    small = versus(tmp_path / "small", rows(1e-9))
+    assert small.verdict is Verdict.BUG and not small.notes
+    coarse = versus(tmp_path / "coarse", rows(1.0), dtype="bfloat16", perturbed=4)
+    assert coarse.verdict is not Verdict.ROUNDING and coarse.first_divergence.module == "block"
+    assert not coarse.notes
