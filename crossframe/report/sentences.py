@@ -14,7 +14,7 @@ from crossframe.report.summaries import Worst
 from crossframe.verdict import Bounds
 from crossframe.verdict.diagnosis.diagnose import LEAVES
 from crossframe.verdict.divergence_text import NOUNS
-from crossframe.verdict.measure.locate import who
+from crossframe.verdict.measure.locate import who, with_ranks
 
 _DISPLAY = {"jax": "JAX"}
 KINDS = {
@@ -123,12 +123,12 @@ def what_parted(where: dict[str, Any], name: str) -> str:
     'the mean loss over ranks'
     """
     rank, event = where["rank"], where["event"]
-    off = who(rank, where.get("ranks", ())) if rank is not None else ""
-    by = f" of {off}" if off else ""
+    ranks = where.get("ranks", ())
+    off = who(rank, ranks) if rank is not None else ""
     if event == "loss":
-        return f"the loss{by}" if by else "the mean loss over ranks"
+        return with_ranks("the loss", rank, ranks) if rank is not None else "the mean loss over ranks"
     if event == "grad_norm":
-        return f"the norm of all gradients{by}"
+        return with_ranks("the norm of all gradients", rank, ranks) if rank is not None else "the norm of all gradients"
     if event in ("input", "output"):
         module = name.removeprefix(f"{event} of ")
         what = f"the {event} of module {short(module)}" if module != event else f"the {short(name or event)}"

@@ -6,7 +6,7 @@ import numpy as np
 
 from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.measure.judge import Judgement
-from crossframe.verdict.measure.locate import Divergence, who
+from crossframe.verdict.measure.locate import Divergence, who, with_ranks
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.unrecorded import Unrecorded
 
@@ -77,7 +77,7 @@ def _what(q: Quantity, where: Divergence) -> str:
         return f"the {q.use} of {module} ({unit}microbatch {q.microbatch}{elements}{rank})"
     if where.parameter is None:
         return (
-            f"{noun} of {who(where.rank, where.ranks)}" if where.rank is not None else f"the mean {noun[4:]} over ranks"
+            with_ranks(noun, where.rank, where.ranks) if where.rank is not None else f"the mean {noun[4:]} over ranks"
         )
     unit = f"unit {q.unit!r}" if q.unit else "the root unit"
     if q.use:

@@ -1,14 +1,16 @@
-"""Finds activations that differ in rows that nothing uses, such as padded positions that attention masks and the loss leaves out.
+"""Finds activations that differ in rows that nothing uses, such as padded positions that the loss leaves out.
 
-Kernels and formulas may give any value there: one attention kernel returns zeros for a row that sees no key, another one the mean of
-all values. Such a difference is large and appears at once, as a bug does, but it has no consequence. It is set aside only if
+Kernels and formulas may give any value there: one attention kernel returns zeros for a row that sees no key, another one the
+mean of all values. Such a difference is large and appears at once, as a bug does, but it has no consequence. It is set aside
+only if
 
 - every activation outside its bound differs in some rows (vectors along its last dim), and all of its other rows agree;
 - everything else, at all compared steps, is within its bound: losses, gradients, their norm, optimizer state and parameters; and
-- at each of these steps the bounds of the loss, and of all gradients taken together, are at most 1 / `VISIBLE` of each difference.
+- at each of these steps, each difference is at least `VISIBLE` times the bounds of the loss and of all gradients taken together.
 
-The last condition is the power of the others. In a loss that depends on the rows that differ even with one `VISIBLE`-th of the weight of
-the others, the difference would exceed a bound. Bounds of bfloat16 and float16 are never as tight, so nothing is set aside there.
+The last condition gives the others their power: if a loss used the rows that differ with as little as 1 / `VISIBLE` of the weight
+of the others, the difference would exceed a bound. Bounds in bfloat16 and float16 are never as tight, so nothing is set aside
+there.
 """
 
 import math
@@ -105,8 +107,8 @@ class UnusedValues:
 def _differing_share(judgement: Judgement) -> float | None:
     """The share of an activation's rows that differ; None if all rows do, or if it is no activation of finite elements.
 
-    A row differs if norm(a - b) over it exceeds limit / sqrt(number of rows): without any, the norm over all rows would be within the
-    limit.
+    A row differs if norm(a - b) over it exceeds limit / sqrt(number of rows): without any, the norm over all rows would be within
+    the limit.
     """
     q = judgement.quantity
     if q.kind != ACTIVATION or q.sketched or judgement.one_sided or judgement.both_not_finite or q.bound is None:

@@ -49,15 +49,24 @@ def who(rank: int, ranks: Sequence[int]) -> str:
     """Describe the differing ranks and the one that differs most.
 
     >>> who(1, ()), who(1, (0, 1, 2, 3)), who(3, (1, 3))
-    ('rank 1', 'ranks 0 to 3, rank 1 most', 'ranks 1 and 3, rank 3 most')
+    ('rank 1', 'ranks 0 to 3, largest on rank 1', 'ranks 1 and 3, largest on rank 3')
     """
     if len(ranks) < 2:
         return f"rank {rank}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}, rank {rank} most"
+        return f"ranks {ranks[0]} to {ranks[-1]}, largest on rank {rank}"
     some, more = ", ".join(map(str, ranks[:-1][:4])), len(ranks) - 5
     last = f"{more + 1} more" if more > 0 else str(ranks[-1])
-    return f"ranks {some} and {last}, rank {rank} most"
+    return f"ranks {some} and {last}, largest on rank {rank}"
+
+
+def with_ranks(noun: str, rank: int, ranks: Sequence[int]) -> str:
+    """A quantity of ranks that has no other attributes, with the differing ranks.
+
+    >>> with_ranks("the loss", 1, ()), with_ranks("the loss", 0, (0, 1))
+    ('the loss of rank 1', 'the loss (ranks 0 and 1, largest on rank 0)')
+    """
+    return f"{noun} of rank {rank}" if len(ranks) < 2 else f"{noun} ({who(rank, ranks)})"
 
 
 def ranks_off(group: Sequence[Judgement], manifest: Manifest) -> tuple[int, ...]:

@@ -122,9 +122,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
     report, series = report_of([pair(tmp_path, doubled)])
     assert report["verdict"] == "bug"
     page = write_report(tmp_path, report, series).read_text()
-    said = (
-        "There is a bug: at step 0 the reduced gradient of block.w (ranks 0 and 1, rank 0 most, elements 0:10) differs"
-    )
+    said = "There is a bug: at step 0 the reduced gradient of block.w (ranks 0 and 1, largest on rank 0, elements 0:10) differs"
     said += ": jax has 2 times the values of torch"
     assert f"<h1>{said}" in page
     assert said in " ".join(printed(report, series).split())
