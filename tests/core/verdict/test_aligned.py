@@ -35,7 +35,7 @@ def test_a_sample_that_differs_shows_in_what_the_module_made_of_it(tmp_path):
         if (phase, rank, name) == ("output", 1, "block"):
             array = array.copy()
             array[-1, 2] += 1
-        return array
+        return array + 1e-3 if phase == "forward" else array
 
     found = compare(run(tmp_path / "a", 1), run(tmp_path / "b", 3, tamper=off))
     assert found.verdict is Verdict.BUG

@@ -1,5 +1,6 @@
 """Activations that differ in rows from which nothing follows, and faults that look alike."""
 
+import numpy as np
 import pytest
 
 from crossframe.recording.lines import perturbed_run_folder
@@ -46,6 +47,7 @@ def test_rows_without_consequence_are_a_note(tmp_path, dtype, perturbed):
         pytest.param(only("reduce", "block.w", lambda grad: grad * (1 + 1e-8)), id="reduced gradient"),
         pytest.param(only("update", "bias", lambda value: value + 1e-8), id="parameter"),
         pytest.param(rows(1.0, slice(None)), id="all rows"),
+        pytest.param(rows(1.0, slice(1, 3)), id="most rows"),
     ],
 )
 def test_rows_with_a_consequence_are_a_bug(tmp_path, consequence):
@@ -53,6 +55,18 @@ def test_rows_with_a_consequence_are_a_bug(tmp_path, consequence):
     assert found.verdict is Verdict.BUG
     assert (found.first_divergence.event, found.first_divergence.module) == ("output", "block")
     assert not found.notes
+
+
+def test_rows_in_another_order_are_not_unused(tmp_path):
+    def swapped(phase, step, rank, name, array):
+        return array[[1, 0, 2, 3]] if (phase, name) == ("output", "block") else array
+
+    def longer(phase, step, rank, name, array):
+        return np.concatenate([array, 2 * array[:1]]) if (phase, name) == ("output", "block") else array
+
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(), tamper=longer)
+    b = synthetic.record(tmp_path / "b", synthetic.manifest(), tamper=synthetic.both(longer, swapped))
+    assert compare(a, b).verdict is Verdict.BUG
 
 
 def test_a_difference_that_could_hide_in_rounding_is_not_set_aside(tmp_path):
