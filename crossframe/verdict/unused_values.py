@@ -25,7 +25,7 @@ from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE
 from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.quantities import ACTIVATION, finite
 
-VISIBLE = 1000.0
+VISIBLE = 100.0
 """How many times the bounds of what could follow from it a difference must be."""
 MOST_ROWS = 0.5
 """A fault of a module changes most rows."""
@@ -122,8 +122,15 @@ def _differing_share(judgement: Judgement) -> float | None:
     a, b = (finite(side).reshape(-1, q.a.shape[-1]) for side in (q.a, q.b))
     most = q.bound * q.scale / math.sqrt(len(a))
     differs = np.linalg.norm(a - b, axis=1) > most
-    # Rows that agree in another order have the same sorted products with any vector of norm 1.
-    vector = np.cos(np.arange(a.shape[1]))
-    products = [np.sort(side[differs] @ vector) for side in (a, b)]
-    reordered = np.abs(products[0] - products[1]).max(initial=0.0) <= most * np.linalg.norm(vector)
-    return float(differs.mean()) if differs.mean() <= MOST_ROWS and not reordered else None
+    share = float(differs.mean())
+    return share if share <= MOST_ROWS and not _reordered(a[differs], b[differs], most) else None
+
+
+def _reordered(a: np.ndarray, b: np.ndarray, most: float) -> bool:
+    """Whether two or more rows agree in another order: their sorted products with any vector of norm 1 then do too."""
+    angles = np.arange(a.shape[1])
+    for vector in (np.cos(angles), np.sin(angles + 1), np.ones(a.shape[1])):
+        x, y = (np.sort(side @ (vector / np.linalg.norm(vector))) for side in (a, b))
+        if np.abs(x - y).max(initial=0.0) > most:
+            return False
+    return len(a) > 1

@@ -70,7 +70,7 @@ def test_rows_in_another_order_are_not_unused(tmp_path):
 
 
 def test_a_difference_that_could_hide_in_rounding_is_not_set_aside(tmp_path):
-    small = versus(tmp_path / "small", rows(1e-9))
+    small = versus(tmp_path / "small", rows(1e-10))
     assert small.verdict is Verdict.BUG and not small.notes
     coarse = versus(tmp_path / "coarse", rows(1.0), dtype="bfloat16", perturbed=4)
     assert coarse.verdict is not Verdict.ROUNDING and coarse.first_divergence.module == "block"
