@@ -13,6 +13,7 @@ from torch_backend.compat._torch_classes import derives_from_torch
 
 _DDP = "DistributedDataParallel"
 _SHARDED = "FSDPModule"
+_FABRIC = "_FabricModule"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,17 @@ def child_name(module: nn.Module, name: str, attribute: str) -> str:
     if attribute in WRAPPERS or (attribute == "module" and is_ddp(module)):
         return name
     return f"{name}.{attribute}" if name else attribute
+
+
+def without_fabric(model: nn.Module) -> nn.Module:
+    """The module inside the wrapper that lightning's Fabric puts around a whole model; other modules unchanged.
+
+    The wrapper converts inputs and outputs and calls that module once in each forward. Does not import lightning.
+    """
+    bases = ((base.__name__, base.__module__.partition(".")[0]) for base in type(model).__mro__)
+    if any(name == _FABRIC and package in ("lightning", "lightning_fabric") for name, package in bases):
+        return model._forward_module  # type: ignore[return-value]
+    return model
 
 
 def is_ddp(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_view import ModelView, view_of
 from torch_backend.recorder._module_hooks import Sink, Watch, quietly
+from torch_backend.recorder._module_tree import without_fabric
 from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
 from torch_backend.recorder._tensor_writing import Keeper
@@ -111,7 +112,8 @@ class Recorder(Sink, Listener):
             raise UsageError(f"Recorder: expected an optimizer of torch, got {type(optimizer).__name__}")
         if detail not in ("auto", "full", "sketch"):
             raise UsageError(f"Recorder: detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
-        self._model, self._units, self._overwrite, self._manifest = model, units, overwrite, manifest
+        self._model = without_fabric(model)
+        self._units, self._overwrite, self._manifest = units, overwrite, manifest
         self._perturbed_run = perturbed_run_number(perturbed_run)
         self._path = (
             Path(directory, perturbed_run_folder(self._perturbed_run))

@@ -18,5 +18,5 @@ def test_every_rank_that_is_off_is_said(tmp_path, phase, ranks):
     found = compare(a, synthetic.record(tmp_path / "b", b, tamper=tamper))
     where = found.first_divergence
     assert where and where.ranks == ranks and where.rank in ranks and where.to_json()["ranks"] == list(ranks)
-    said = {1: "rank 2)", 2: "ranks 1 and 2, rank ", 3: "ranks 0 to 2, rank "}[len(ranks)]
+    said = {1: "rank 2)", 2: "ranks 1 and 2, largest on rank ", 3: "ranks 0 to 2, largest on rank "}[len(ranks)]
     assert said in found.reason, found.reason

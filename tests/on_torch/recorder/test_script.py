@@ -68,6 +68,18 @@ for x in tokens:
         optimizer.step()
         optimizer.zero_grad()
 """
+IN_FABRIC = """
+from lightning.fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=1)
+model = net()
+halves = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[:2], model[2])]
+model, *halves = fabric.setup(model, *halves)
+for x in tokens:
+    fabric.backward(loss_of(model, x))
+    for optimizer in halves:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 IN_PARTS = """
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -140,6 +152,16 @@ def test_several_optimizers_of_one_model_make_one_step(run, tmp_path):
     recording = Recording.open(tmp_path / "out")
     assert recording.num_steps == 3
     assert all(recording.has("reduce", 0, name) for name in recording.manifest.params)
+
+
+def test_fabric_changes_no_names(run, tmp_path):
+    pytest.importorskip("lightning.fabric")
+    for name, text in (("plain", TWO_OPTIMIZERS), ("fabric", IN_FABRIC)):
+        # In float32, to which Fabric converts outputs.
+        assert run(text.replace("net()", "net().float()"), directory=str(tmp_path / name)) == 0
+    plain, fabric = Recording.open(tmp_path / "plain"), Recording.open(tmp_path / "fabric")
+    assert fabric.manifest.model == "Sequential"
+    assert compare(plain, fabric).verdict is Verdict.EQUAL
 
 
 @pytest.mark.parametrize(
